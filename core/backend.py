@@ -1,0 +1,189 @@
+"""The seam: what a training backend must offer so that the loop can drive it and the parity engine can judge it.
+
+A `Backend` opens a `Session` on a `RunConfig`. A `Session` holds weights and optimizer state, takes and gives them
+as numpy arrays by canonical name, and runs optimizer steps. Everything in `core/parity` is written against these two
+protocols, so any pair of sessions can be compared: torch against JAX, compiled against eager, your trainer against
+ours.
+
+Axes: B batch (sequences), S sequence, D hidden, H heads, K key-value heads, E head dimension, F feed-forward,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from core.config import RunConfig
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class NotSupported(Exception):
+    """A session cannot do what was asked. The engine lists the reason under `not_covered` and goes on."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimizer step's data, before it is cut into micro-batches.
+
+    tokens:  int32 (B, S), the inputs.
+    targets: int32 (B, S), the token that follows each input.
+    weights: float32 (B, S), the loss weight of each target; the step's loss is Σ weight·nll / Σ weight.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+
+    def __post_init__(self) -> None:
+        if not (self.tokens.shape == self.targets.shape == self.weights.shape and self.tokens.ndim == 2):
+            raise ValueError(
+                f"tokens, targets and weights must share one shape (B, S): "
+                f"{self.tokens.shape}, {self.targets.shape}, {self.weights.shape}"
+            )
+        if self.tokens.dtype != np.int32 or self.targets.dtype != np.int32 or self.weights.dtype != np.float32:
+            raise ValueError(
+                f"tokens and targets are int32, weights float32: "
+                f"{self.tokens.dtype}, {self.targets.dtype}, {self.weights.dtype}"
+            )
+
+    def micro_batches(self, size: int) -> list[Batch]:
+        """Cut into consecutive micro-batches of `size` sequences. Raises ValueError if `size` does not divide B."""
+        count, rest = divmod(len(self.tokens), size)
+        if rest or not count:
+            raise ValueError(f"a batch of {len(self.tokens)} sequences is not cut evenly by {size}")
+        return [
+            Batch(self.tokens[i : i + size], self.targets[i : i + size], self.weights[i : i + size])
+            for i in range(0, count * size, size)
+        ]
+
+    def digest(self) -> str:
+        """SHA-256 over tokens, targets and weights: two sides that consumed the same data agree on it, bit for bit."""
+        h = hashlib.sha256()
+        for array in (self.tokens, self.targets, self.weights):
+            h.update(np.ascontiguousarray(array).tobytes())
+        return h.hexdigest()
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that a step depends on besides its batch.
+
+    step:      optimizer steps done so far.
+    params:    master weights by canonical name (float32; float64 under the fp64 policy).
+    optimizer: moments by kind, then by canonical name; AdamW has `exp_avg` and `exp_avg_sq` (Kingma & Ba 2015: m, v).
+    """
+
+    step: int
+    params: Arrays
+    optimizer: Mapping[str, Arrays]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one optimizer step says of itself. One line of `records.jsonl`.
+
+    step:             number of this step, from 1.
+    loss:             Σ weight·nll / Σ weight over the step's batch, in nats, before the update.
+    loss_weight:      Σ weight.
+    lr:               peak-scaled learning rate that this step used.
+    grad_norm:        global L2 norm of the accumulated gradients, before clipping.
+    clip_coefficient: what the gradients were multiplied by, in (0, 1].
+    digest:           `Batch.digest()` of what the session consumed.
+    tokens:           targets in the batch.
+    seconds, tokens_per_second, mfu: filled in by the loop; mfu by FLOP convention (core/budget.py), empty if the peak
+                      is unknown.
+    metrics:          values that are due at an interval of their own (validation, norms by group, …), by name.
+    sample:           text written from a prompt, when due.
+    """
+
+    step: int
+    loss: float
+    loss_weight: float
+    lr: float
+    grad_norm: float
+    clip_coefficient: float
+    digest: str
+    tokens: int
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    mfu: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    sample: str | None = None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Loss and gradients of one batch at the session's weights, accumulated over micro-batches, before clipping.
+
+    nll:    (B, S) per-token negative log-likelihood in nats, unweighted.
+    loss:   the scalar that the session calls its loss.
+    grads:  d loss / d parameter by canonical name, in the master weights' dtype and shape.
+    """
+
+    nll: np.ndarray
+    loss: float
+    grads: Arrays
+
+
+@runtime_checkable
+class Session(Protocol):
+    """Weights, optimizer and compiled step of one run. What it cannot do raises `NotSupported`."""
+
+    def state(self) -> State:
+        """A copy of the canonical state."""
+        ...
+
+    def load(self, state: State) -> None:
+        """Take over a canonical state. Raises ValueError if names or shapes differ from the session's own."""
+        ...
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        """One optimizer step on `batch`; `norms` adds norms by group to the record (a check never asks for them)."""
+        ...
+
+    def gradients(self, batch: Batch) -> Gradients:
+        """Loss and gradients of `batch`, computed as `step` computes them; the state is left as it was."""
+        ...
+
+    def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
+        """Forward values of the named taps (core/names.py) on one micro-batch, as float32 (float64 under fp64)."""
+        ...
+
+    def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
+        """Execute one stage of the chain on the given inputs (core/parity/stages.py says which it takes and gives)."""
+        ...
+
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
+        """Per-token `nll` (B, S) and `top1` bool (B, S), whether the likeliest token is the target.
+
+        `policy` names another precision policy than the run's.
+        """
+        ...
+
+    def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the session holds."""
+        ...
+
+
+class Backend(Protocol):
+    """Opens sessions. `--candidate FILE.py:NAME` names a callable without arguments that returns one."""
+
+    name: str
+
+    def open(self, config: RunConfig) -> Session:
+        """A session at the initial weights of `config` (core/init.py), step 0."""
+        ...
+
+    def describe(self, config: RunConfig) -> Mapping[str, Any]:
+        """Versions, device and what is in force, for `run.json` and the table at start."""
+        ...

@@ -1,0 +1,226 @@
+"""The run's configuration: frozen pydantic models, and the rules that tie their fields together.
+
+A run file (core/config_file.py) lists only what differs from these defaults. Derived values are properties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Interval = Annotated[int, Field(ge=0, description="in optimizer steps; 0 = never")]
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration that refuses keys that it does not know, infinities and NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Llama 3: RMSNorm, RoPE, grouped-query attention, SwiGLU (Grattafiori et al. 2024, section 3.2)."""
+
+    vocab_size: Positive = Field(4096, description="rows of the embedding; must cover the tokenizer")
+    hidden: Positive = Field(256, description="width of the residual stream")
+    layers: Positive = Field(6, description="transformer blocks")
+    heads: Positive = Field(8, description="query heads")
+    kv_heads: Positive = Field(4, description="key and value heads; heads / kv_heads queries share one")
+    ffn_hidden: Positive = Field(768, description="width inside SwiGLU")
+    norm_eps: Annotated[float, Field(gt=0)] = Field(1e-5, description="RMSNorm epsilon")
+    rope_theta: Annotated[float, Field(gt=1)] = Field(500_000.0, description="RoPE base frequency")
+    tied: bool = Field(True, description="the head shares the embedding's weights")
+    qkv_bias: bool = Field(False, description="biases on the query, key and value projections")
+    o_bias: bool = Field(False, description="bias on attention's output projection")
+    mlp_bias: bool = Field(False, description="biases on SwiGLU's projections")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden // self.heads
+
+
+class DataConfig(Section):
+    """Where the token shards are and how they are held."""
+
+    path: str = Field("data/stdlib", description="folder that `lockstep data prepare` wrote")
+    source: str = Field("", description="text to prepare: file, folder or glob; empty = Python's standard library")
+    column: str = Field("text", description="key or column of the text in JSON lines and parquet")
+    tokenizer: str = Field("", description="a tokenizer.json to use; empty = train one of model.vocab_size")
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.01, description="share of documents held out")
+    seed: Count = Field(0, description="seed of the order of samples")
+    memory_limit_gib: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="shards are held in RAM up to this size, else memory-mapped; 0 = a quarter of the free memory"
+    )
+    prefetch: Positive = Field(4, description="batches that the background thread keeps ready")
+
+
+class TrainConfig(Section):
+    """How long, and how a step's batch is cut."""
+
+    steps: Positive = Field(200, description="optimizer steps")
+    batch_size: Positive = Field(16, description="sequences an optimizer step, over all ranks")
+    micro_batch_size: Positive = Field(16, description="sequences that one rank computes at a time")
+    sequence_length: Positive = Field(128, description="tokens a sequence")
+    ranks: Positive = Field(1, description="data-parallel processes")
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that one rank accumulates in a step."""
+        return self.batch_size // (self.ranks * self.micro_batch_size)
+
+
+class OptimConfig(Section):
+    """AdamW with decoupled decay (Loshchilov & Hutter 2019), warm-up and cosine, global-norm clipping."""
+
+    peak_lr: Annotated[float, Field(gt=0)] = Field(3e-3, description="learning rate at the end of the warm-up")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
+    warmup_steps: Count = Field(20, description="steps of linear warm-up")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the first moment")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="decay of the second moment")
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to √v̂")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="of the group `matrices`; others have none")
+    clip_norm: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="limit of the global gradient norm; 0 = no clipping"
+    )
+
+
+Policy = Literal["fp64", "fp32", "bf16"]
+
+
+class PrecisionConfig(Section):
+    """Which casts the model makes (torch_backend/precision.py and its twin jax_backend/precision.py)."""
+
+    policy: Policy = Field("bf16", description="operands of the matrix products; fp64 and fp32 cast nothing")
+
+
+class CompileConfig(Section):
+    """torch.compile of the forward and backward pass, whole model, fullgraph."""
+
+    enabled: bool = Field(True, description="compile; off = eager")
+    backend: Literal["inductor", "aot_eager"] = Field("inductor", description="aot_eager traces but generates no code")
+
+
+class EvalConfig(Section):
+    """Validation on held-out documents."""
+
+    every: Interval = 50
+    batches: Positive = Field(4, description="micro-batches of the validation split")
+
+
+class CheckpointConfig(Section):
+    """Checkpoints: always at the end and on Ctrl-C, and at this interval."""
+
+    every: Interval = 0
+    keep: Positive = Field(2, description="last checkpoints that are kept")
+
+
+class ParityConfig(Section):
+    """Checks against the reference during training (`lockstep train --parity.every N`)."""
+
+    every: Interval = 0
+    queue: Positive = Field(2, description="checks that may wait for the reference; more are skipped and counted")
+
+
+class LogConfig(Section):
+    """Values that cost something, each at its own interval, and where records go."""
+
+    norms_every: Interval = Field(10, description="parameter, gradient and update norms by group")
+    fp32_loss_every: Interval = Field(50, description="cross-entropy recomputed in FP32 from FP32 weights on a slice")
+    fp32_loss_sequences: Positive = Field(2, description="sequences in that slice")
+    sample_every: Interval = Field(0, description="a text sample from the prompt")
+    sample_prompt: str = Field("The meaning of life is ", description="prompt of the sample")
+    sample_tokens: Positive = Field(50, description="tokens of the sample")
+    wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases")
+    wandb_project: str = "lockstep"
+
+
+class RunConfig(Section):
+    """One run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        "run", description="name of the run directory"
+    )
+    seed: Count = Field(0, description="seed of the initial weights")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the torch backend runs")
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    compile: CompileConfig = CompileConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parity: ParityConfig = ParityConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _rules_hold(self) -> RunConfig:
+        broken = broken_rules(flatten(self.model_dump()))
+        if broken:
+            raise ValueError("; ".join(f"{keys[0]}: {message}" for keys, message in broken))
+        return self
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys. An empty one stays, as a value of its own."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition over several fields: `check` takes their values and returns what is wrong, or None."""
+
+    keys: tuple[str, ...]
+    check: Callable[..., str | None]
+
+
+def _heads_divide_hidden(hidden: int, heads: int) -> str | None:
+    if hidden % heads:
+        return f"{heads} heads do not divide hidden = {hidden}"
+    if (hidden // heads) % 2:
+        return f"a head dimension of {hidden // heads} is odd; RoPE rotates pairs"
+    return None
+
+
+def _kv_heads_divide_heads(heads: int, kv_heads: int) -> str | None:
+    return f"{kv_heads} KV heads do not divide {heads} query heads" if heads % kv_heads else None
+
+
+def _batch_divides(batch: int, ranks: int, micro: int) -> str | None:
+    if batch % (ranks * micro):
+        return f"{batch} sequences are not divided by ranks × micro_batch_size = {ranks} × {micro}"
+    return None
+
+
+def _warmup_fits(warmup: int, steps: int) -> str | None:
+    return f"{warmup} warm-up steps do not fit in {steps} steps" if warmup >= steps and warmup else None
+
+
+RULES = (
+    Rule(("model.hidden", "model.heads"), _heads_divide_hidden),
+    Rule(("model.heads", "model.kv_heads"), _kv_heads_divide_heads),
+    Rule(("train.batch_size", "train.ranks", "train.micro_batch_size"), _batch_divides),
+    Rule(("optim.warmup_steps", "train.steps"), _warmup_fits),
+)
+
+
+def broken_rules(flat: Mapping[str, Any]) -> list[tuple[tuple[str, ...], str]]:
+    """(keys, what is wrong) of each rule that does not hold; rules whose keys are not all there are passed over."""
+    broken = []
+    for rule in RULES:
+        if all(key in flat for key in rule.keys):
+            message = rule.check(*(flat[key] for key in rule.keys))
+            if message:
+                broken.append((rule.keys, message))
+    return broken

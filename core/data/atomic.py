@@ -1,0 +1,98 @@
+"""Files that are either whole or absent: atomic writes and JSON that notices when it was changed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from core.errors import UserError
+
+TEMPORARY_SUFFIX = ".lockstep-tmp"
+_SEAL = "seal"
+
+
+def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write `chunks` to `path` so that a reader sees the old file or the new one, never a part.
+
+    A temporary file in the same folder is written, flushed to the disk and renamed over `path`; then the
+    folder itself is flushed, so that the name survives a power cut as well.
+
+    Raises:
+        UserError: the folder cannot be written, or the disk is full. Nothing is left behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    try:
+        with open(temporary, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _flush_folder(path.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        # After a success the name is gone already; after a failure of any kind the part must go.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what a killed process may have left in `folder`. The caller holds the folder's lock."""
+    for left_over in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+        left_over.unlink(missing_ok=True)
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one byte string for a JSON value: keys sorted, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def write_sealed_json(path: Path, value: dict[str, Any], *, indent: int | None) -> None:
+    """Write `value` atomically as JSON with one more key, `seal`: the SHA-256 of the rest."""
+    write_atomically(path, [_render_sealed(value, indent)])
+
+
+def read_sealed_json(path: Path, *, indent: int | None) -> dict[str, Any]:
+    """Read what `write_sealed_json` wrote with the same `indent`.
+
+    The bytes must be exactly those that would be written again, so any changed byte is noticed, even one
+    that JSON does not care about.
+
+    Raises:
+        UserError: the file cannot be read, is not JSON, or was changed after it was written.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    try:
+        value = json.loads(raw)
+        value.pop(_SEAL)
+        intact = _render_sealed(value, indent) == raw
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise UserError(
+            f"{path} is damaged or was edited (its checksum does not match); prepare the data again with --force"
+        )
+    return dict(value)
+
+
+def _render_sealed(value: dict[str, Any], indent: int | None) -> bytes:
+    seal = hashlib.sha256(canonical_json(value)).hexdigest()
+    text = json.dumps({**value, _SEAL: seal}, sort_keys=True, indent=indent, allow_nan=False)
+    return text.encode("ascii") + b"\n"
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,143 @@
+"""The first reading of a source: every document's place, size and split, but not its text."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.data.documents import read_documents
+from core.data.sources import SourceFile, SourceListing
+from core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All documents of a source in order; each array has one entry per document.
+
+    Attributes:
+        file: int64 (D,), which file of the listing.
+        start, stop: int64 (D,), the span in that file.
+        text_bytes: int64 (D,), size in UTF-8.
+        is_val: bool (D,), whether the document belongs to the validation split.
+        skipped_files: plain files that are not UTF-8 text.
+        skipped_documents: documents of JSON lines that are not valid Unicode.
+        empty_documents: documents without anything but white space.
+    """
+
+    file: NDArray[np.int64]
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    text_bytes: NDArray[np.int64]
+    is_val: NDArray[np.bool_]
+    skipped_files: int
+    skipped_documents: int
+    empty_documents: int
+
+
+def read_catalog(listing: SourceListing, column: str, val_fraction: float, on_bytes: Callable[[int], None]) -> Catalog:
+    """Read the whole source once.
+
+    A document belongs to the validation split if the hash of its text, as a number in [0, 1), is below `val_fraction`:
+    a copy of a document is in the same split as the document, and adding files moves nothing. Of two or more
+    documents at least one is in each split. A source that is one plain text file is cut at a line's end
+    into two documents, the last `val_fraction` of it for validation.
+
+    Args:
+        listing: the files.
+        column: see `read_documents`.
+        val_fraction: in (0, 1).
+        on_bytes: told the bytes of source read so far, after each file.
+
+    Raises:
+        UserError: no document with text in it, or see `read_documents`.
+    """
+    files, starts, stops, sizes = (array("q") for _ in range(4))
+    hashes = array("Q")
+    skipped_files = skipped_documents = empty = done = 0
+    for number, file in enumerate(listing.files):
+        for document in read_documents(file, column):
+            if document.text is None:
+                skipped_files += file.kind == "text"
+                skipped_documents += file.kind != "text"
+            elif not document.text.strip():
+                empty += 1
+            else:
+                raw = document.text.encode()
+                files.append(number)
+                starts.append(document.start)
+                stops.append(document.stop)
+                sizes.append(len(raw))
+                hashes.append(_split_hash(raw))
+        done += file.size
+        on_bytes(done)
+    if not hashes:
+        raise UserError(
+            f"no text in {listing.description}: of {len(listing.files)} files, {skipped_files} are not UTF-8 text, "
+            f"and {empty} documents are empty"
+        )
+    is_val = _choose_val(np.array(hashes, dtype=np.uint64), val_fraction)
+    if len(hashes) == 1 and (cut := _cut_single(listing.files[files[0]], column, val_fraction)) is not None:
+        files, starts, stops = array("q", [files[0]] * 2), array("q", [0, cut]), array("q", [cut, sizes[0]])
+        sizes = array("q", [cut, sizes[0] - cut])
+        is_val = np.array([False, True])
+    return Catalog(
+        file=np.array(files, dtype=np.int64),
+        start=np.array(starts, dtype=np.int64),
+        stop=np.array(stops, dtype=np.int64),
+        text_bytes=np.array(sizes, dtype=np.int64),
+        is_val=is_val,
+        skipped_files=skipped_files,
+        skipped_documents=skipped_documents,
+        empty_documents=empty,
+    )
+
+
+def read_cataloged(listing: SourceListing, column: str, catalog: Catalog, chosen: NDArray[np.int64]) -> Iterator[str]:
+    """Yield the texts of the documents `chosen`, int64 (K,), ascending."""
+    for number in np.unique(catalog.file[chosen]):
+        rows = chosen[catalog.file[chosen] == number]
+        spans = [(int(catalog.start[row]), int(catalog.stop[row])) for row in rows]
+        yield from expected_texts(listing.files[number], column, spans)
+
+
+def expected_texts(file: SourceFile, column: str, spans: list[tuple[int, int]]) -> Iterator[str]:
+    """Yield the texts with something in them within `spans`; the same ones that the catalog counted.
+
+    Raises:
+        UserError: the file is not the one that was listed.
+    """
+    if not file.unchanged():
+        raise UserError(f"{file.path} was changed while the data was being prepared; run the command again")
+    for document in read_documents(file, column, spans):
+        if document.text is not None and document.text.strip():
+            yield document.text
+
+
+def _split_hash(raw: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8, person=b"lockstep-split").digest(), "little")
+
+
+def _choose_val(hashes: NDArray[np.uint64], val_fraction: float) -> NDArray[np.bool_]:
+    is_val = hashes < np.uint64(int(val_fraction * 2.0**64))
+    if not is_val.any():
+        is_val[np.argmin(hashes)] = True
+    # Last, because nothing can be done without a document to train on.
+    if is_val.all():
+        is_val[np.argmax(hashes)] = False
+    return is_val
+
+
+def _cut_single(file: SourceFile, column: str, val_fraction: float) -> int | None:
+    """Where to cut the only document in two, in bytes; None if it is no plain text or has no second line."""
+    if file.kind != "text":
+        return None
+    (document,) = read_documents(file, column)
+    raw = (document.text or "").encode()
+    wanted = int(len(raw) * (1.0 - val_fraction))
+    cut = raw.rfind(b"\n", 0, wanted) + 1 or raw.find(b"\n", wanted) + 1
+    return cut if raw[:cut].strip() and raw[cut:].strip() else None

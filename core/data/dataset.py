@@ -1,0 +1,170 @@
+"""Opening prepared data and taking windows of tokens out of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.data.index import INDEX_NAME, TOKENIZER_NAME, DatasetIndex, ShardEntry, read_index
+from core.data.memory import available_memory_bytes
+from core.data.shards import ShardHeader, Tokens, map_tokens, read_header, verify_shard
+from core.data.tokenizer import TextTokenizer, load_tokenizer
+from core.errors import UserError
+
+# What may be held in memory when nobody says: other things run on the machine as well.
+_MEMORY_SHARE = 4
+
+
+class TokenSplit:
+    """The tokens of a split, as one stream over all of its shards."""
+
+    def __init__(self, parts: Sequence[Tokens]) -> None:
+        """Take the stream as consecutive `parts`, each of shape (tokens,)."""
+        self._parts = list(parts)
+        self._bounds = np.cumsum([0, *(part.size for part in self._parts)], dtype=np.int64)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the stream."""
+        return int(self._bounds[-1])
+
+    def gather(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int32]:
+        """The windows [start, start + length) of the stream, which may lie across shards.
+
+        Args:
+            starts: int64 (B,), in any order, repeats allowed.
+            length: tokens in each window, >= 1.
+
+        Returns:
+            int32 (B, length).
+
+        Raises:
+            IndexError: a window reaches outside the stream.
+            ValueError: `starts` is not a vector of integers, or `length` is below one.
+        """
+        if starts.ndim != 1 or not np.issubdtype(starts.dtype, np.integer) or length < 1:
+            raise ValueError(f"gather takes integers (B,) and length >= 1, got {starts.dtype} {starts.shape}, {length}")
+        if starts.size and (starts.min() < 0 or starts.max() > self.num_tokens - length):
+            raise IndexError(f"a window of {length} tokens reaches outside the split's {self.num_tokens} tokens")
+        begins = starts.astype(np.int64)
+        windows = np.empty((begins.size, length), dtype=np.int32)
+        first = np.searchsorted(self._bounds, begins, side="right") - 1
+        last = np.searchsorted(self._bounds, begins + (length - 1), side="right") - 1
+        for part in self._touched(first, last):
+            rows = np.flatnonzero((first <= part) & (part <= last))
+            self._copy(int(part), rows, begins, windows)
+        return windows
+
+    def _touched(self, first: NDArray[np.intp], last: NDArray[np.intp]) -> NDArray[np.intp]:
+        """The parts that lie in any of the ranges [first, last]."""
+        change = np.zeros(len(self._parts) + 1, dtype=np.int64)
+        np.add.at(change, first, 1)
+        np.add.at(change, last + 1, -1)
+        return np.flatnonzero(np.cumsum(change) > 0)
+
+    def _copy(self, part: int, rows: NDArray[np.intp], begins: NDArray[np.int64], windows: NDArray[np.int32]) -> None:
+        """Fill what `part` holds of the windows in `rows`."""
+        tokens = self._parts[part]
+        positions = (begins[rows] - self._bounds[part])[:, None] + np.arange(windows.shape[1], dtype=np.int64)
+        inside = (positions >= 0) & (positions < tokens.size)
+        if inside.all():
+            windows[rows] = tokens[positions]
+        else:
+            row, column = np.nonzero(inside)
+            windows[rows[row], column] = tokens[positions[row, column]]
+
+
+class TokenDataset:
+    """A prepared folder: its index, its tokenizer, and its splits."""
+
+    def __init__(self, folder: Path, index: DatasetIndex, splits: Mapping[str, TokenSplit]) -> None:
+        """Take what `open` has read and checked."""
+        self.folder = folder
+        self.index = index
+        self._splits = dict(splits)
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = True, memory_limit_bytes: int | None = None) -> TokenDataset:
+        """Open the folder that `prepare` wrote.
+
+        Args:
+            path: the folder.
+            verify: read every shard and check its checksum, ids and document table. Sizes, headers and the
+                tokenizer's fingerprint are checked in any case.
+            memory_limit_bytes: how many bytes of tokens may be held in memory; splits that fit, smallest first, are,
+                and the others are memory-mapped. None: a quarter of the memory available now. Where several
+                processes of one machine open the same data, each should pass its share.
+
+        Raises:
+            UserError: something is missing, damaged, or does not belong together; the message names the file.
+        """
+        folder = Path(path)
+        index = read_index(folder)
+        _check_tokenizer(folder / TOKENIZER_NAME, index)
+        left = available_memory_bytes() // _MEMORY_SHARE if memory_limit_bytes is None else memory_limit_bytes
+        splits = {}
+        for name, split in sorted(index.splits.items(), key=lambda item: item[1].tokens):
+            parts = [_open_shard(folder, entry, index, verify) for entry in split.shards]
+            size = split.tokens * index.token_bytes
+            if parts and size <= left:
+                left -= size
+                parts = [np.concatenate(parts)]
+            splits[name] = TokenSplit(parts)
+        return cls(folder, index, splits)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the contents, see `DatasetIndex.fingerprint`."""
+        return self.index.fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id that the tokenizer has."""
+        return self.index.vocab_size
+
+    @property
+    def eot_id(self) -> int:
+        """The token that ends a document."""
+        return self.index.eot_id
+
+    def split(self, name: str) -> TokenSplit:
+        """The split "train" or "val".
+
+        Raises:
+            UserError: there is no such split.
+        """
+        if name not in self._splits:
+            raise UserError(f"{self.folder} has no split {name!r}; there are {', '.join(sorted(self._splits))}")
+        return self._splits[name]
+
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer of this data.
+
+        Raises:
+            UserError: tokenizer.json cannot be read.
+        """
+        return load_tokenizer(self.folder / TOKENIZER_NAME)
+
+
+def _check_tokenizer(path: Path, index: DatasetIndex) -> None:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read the tokenizer {path}: {error.strerror or error}") from error
+    if hashlib.sha256(content).hexdigest() != index.tokenizer_sha256:
+        raise UserError(f"{path} is not the tokenizer that {INDEX_NAME} names; prepare the data again with --force")
+
+
+def _open_shard(folder: Path, entry: ShardEntry, index: DatasetIndex, verify: bool) -> Tokens:
+    path = folder / entry.file
+    header = read_header(path)
+    expected = ShardHeader(index.token_bytes, entry.tokens, entry.documents, entry.sha256)
+    if header != expected:
+        raise UserError(f"the shard {path} is not the one that {INDEX_NAME} names; prepare the data again with --force")
+    if verify:
+        verify_shard(path, header, index.vocab_size, index.eot_id)
+    return map_tokens(path, header)

@@ -1,0 +1,90 @@
+"""One worker's work: the documents of one shard, read, encoded and written."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.data.catalog import expected_texts
+from core.data.documents import Span
+from core.data.grouping import grouped
+from core.data.index import TOKENIZER_NAME
+from core.data.shards import ShardHeader, token_bytes_for, write_shard
+from core.data.sources import SourceFile
+from core.data.tokenizer import TextTokenizer, load_tokenizer
+from core.errors import UserError
+
+# Per call into the tokenizer: enough to make the call cheap, little enough to bound memory.
+_BATCH_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """What a worker must know: where to write, what to read, and how many documents to find."""
+
+    folder: str
+    file: str
+    column: str
+    documents: int
+    sources: tuple[tuple[SourceFile, list[Span]], ...]
+
+
+def encode_shard(task: ShardTask) -> ShardHeader:
+    """Write the shard of `task`; its bytes depend on the task and the tokenizer only.
+
+    Raises:
+        UserError: a source changed since it was listed, or the shard cannot be written.
+    """
+    tokenizer = _tokenizer_of(task.folder)
+    eot = np.array([tokenizer.eot_id], dtype=np.uint32)
+    documents: list[NDArray[np.uint32]] = []
+    for batch in grouped(_texts(task), _BATCH_CHARACTERS):
+        documents.extend(np.concatenate([ids, eot]) for ids in tokenizer.encode_documents(batch))
+    if len(documents) != task.documents:
+        raise UserError(
+            f"{task.file} should hold {task.documents} documents, {len(documents)} were found: "
+            f"a source was changed while it was read, the first is {task.sources[0][0].path}; run the command again"
+        )
+    return write_shard(Path(task.folder, task.file), documents, token_bytes_for(tokenizer.vocab_size))
+
+
+def start_worker() -> None:
+    """Set up a worker process: one thread, quiet on Ctrl-C, gone when its parent is."""
+    # The processes are the parallelism; the tokenizer's own threads would only fight over the same cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    # Shards are written atomically, so dying on the spot is safe, and the parent tells the user.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer_at(path: str, mtime_ns: int) -> TextTokenizer:
+    return load_tokenizer(path)
+
+
+def _tokenizer_of(folder: str) -> TextTokenizer:
+    path = os.path.join(folder, TOKENIZER_NAME)
+    # The time is part of the key because one process may prepare the same folder twice.
+    return _tokenizer_at(path, os.stat(path).st_mtime_ns)
+
+
+def _texts(task: ShardTask) -> Iterator[str]:
+    for source, spans in task.sources:
+        yield from expected_texts(source, task.column, spans)

@@ -1,0 +1,165 @@
+"""index.json: what a prepared folder holds. It is written last, so a folder without it is unfinished."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from core.data.atomic import canonical_json, read_sealed_json, write_sealed_json
+from core.data.shards import FORMAT_VERSION
+from core.errors import UserError
+
+INDEX_NAME = "index.json"
+TOKENIZER_NAME = "tokenizer.json"
+_INDENT = 2
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard: its file's name, its tokens and documents, the UTF-8 bytes of its text, its SHA-256."""
+
+    file: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SplitEntry:
+    """One split. The entropies (nats per token) are measured for `val` only, and are None without enough tokens."""
+
+    shards: tuple[ShardEntry, ...]
+    unigram_entropy: float | None
+    bigram_entropy: float | None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all shards, ends of text included."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        """Documents of all shards."""
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of the text in UTF-8."""
+        return sum(shard.text_bytes for shard in self.shards)
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Mean bytes per token, ends of text counted as tokens; loss / ln 2 / this is bits per byte."""
+        return self.text_bytes / self.tokens if self.tokens else None
+
+
+@dataclass(frozen=True)
+class DatasetIndex:
+    """The contents of index.json; `settings` and `source` say how it was made and are for people to read."""
+
+    vocab_size: int
+    eot_id: int
+    token_bytes: int
+    tokenizer_sha256: str
+    train: SplitEntry
+    val: SplitEntry
+    settings: dict[str, Any]
+    source: dict[str, Any]
+
+    @property
+    def splits(self) -> dict[str, SplitEntry]:
+        """The splits by name."""
+        return {"train": self.train, "val": self.val}
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over all that decides the contents: tokenizer, ids, and every shard in order; not how it was made."""
+        identity = {
+            "format": FORMAT_VERSION,
+            "vocab_size": self.vocab_size,
+            "eot_id": self.eot_id,
+            "token_bytes": self.token_bytes,
+            "tokenizer": self.tokenizer_sha256,
+            "splits": {
+                name: [[shard.sha256, shard.tokens, shard.documents] for shard in split.shards]
+                for name, split in self.splits.items()
+            },
+        }
+        return hashlib.sha256(canonical_json(identity)).hexdigest()
+
+
+def write_index(folder: Path, index: DatasetIndex) -> None:
+    """Write index.json into `folder`, which makes it finished.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    content = {
+        "format_version": FORMAT_VERSION,
+        "fingerprint": index.fingerprint,
+        "vocab_size": index.vocab_size,
+        "eot_id": index.eot_id,
+        "dtype": f"uint{8 * index.token_bytes}",
+        "tokenizer_sha256": index.tokenizer_sha256,
+        "settings": index.settings,
+        "source": index.source,
+        "splits": {name: _split_content(split) for name, split in index.splits.items()},
+    }
+    write_sealed_json(folder / INDEX_NAME, content, indent=_INDENT)
+
+
+def read_index(folder: Path) -> DatasetIndex:
+    """Read index.json.
+
+    Raises:
+        UserError: there is none, it is damaged, or it is of another format version.
+    """
+    path = folder / INDEX_NAME
+    if not folder.is_dir():
+        raise UserError(f"there is no data folder {folder}; make one with `lockstep data prepare`")
+    if not path.is_file():
+        raise UserError(f"{folder} has no {INDEX_NAME}: it is not prepared data, or preparing it was not finished")
+    content = read_sealed_json(path, indent=_INDENT)
+    if content.get("format_version") != FORMAT_VERSION:
+        version = content.get("format_version")
+        raise UserError(f"{path} has format version {version}, this Lockstep reads version {FORMAT_VERSION}")
+    try:
+        index = DatasetIndex(
+            vocab_size=content["vocab_size"],
+            eot_id=content["eot_id"],
+            token_bytes={"uint16": 2, "uint32": 4}[content["dtype"]],
+            tokenizer_sha256=content["tokenizer_sha256"],
+            train=_split_entry(content["splits"]["train"]),
+            val=_split_entry(content["splits"]["val"]),
+            settings=content["settings"],
+            source=content["source"],
+        )
+        consistent = index.fingerprint == content["fingerprint"]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path} lacks what version {FORMAT_VERSION} holds: {error}") from error
+    if not consistent:
+        raise UserError(f"{path} contradicts itself: its fingerprint is not that of its shards")
+    return index
+
+
+def _split_content(split: SplitEntry) -> dict[str, Any]:
+    return {
+        "tokens": split.tokens,
+        "documents": split.documents,
+        "text_bytes": split.text_bytes,
+        "bytes_per_token": split.bytes_per_token,
+        "unigram_entropy_nats": split.unigram_entropy,
+        "bigram_entropy_nats": split.bigram_entropy,
+        "shards": [asdict(shard) for shard in split.shards],
+    }
+
+
+def _split_entry(content: dict[str, Any]) -> SplitEntry:
+    return SplitEntry(
+        shards=tuple(ShardEntry(**shard) for shard in content["shards"]),
+        unigram_entropy=content["unigram_entropy_nats"],
+        bigram_entropy=content["bigram_entropy_nats"],
+    )

@@ -1,0 +1,100 @@
+"""What an earlier preparation left in a folder: can it be continued, and what of it is sound?"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from core.data.index import INDEX_NAME, TOKENIZER_NAME, DatasetIndex
+from core.data.plan import PLAN_NAME, Plan, read_plan
+from core.data.shards import read_header
+from core.data.sources import SourceListing
+from core.errors import UserError
+
+# Of a name like train_00000.bin; other people's files are not ours to remove.
+_FIVE_DIGITS = "[0-9]" * 5
+
+
+def plan_to_continue(folder: Path, identity: dict[str, Any], listing: SourceListing) -> Plan | None:
+    """The plan in `folder` if it is the one that these settings would make; None if there is nothing to go on with.
+
+    Raises:
+        UserError: the folder was prepared with other settings or from another source, or holds files that have no plan.
+    """
+    plan = read_plan(folder)
+    if plan is None:
+        if found := _ours(folder):
+            raise UserError(f"{found[0]} is in the way and has no {PLAN_NAME}; choose another folder or use --force")
+        return None
+    differences = [
+        f"{name} is {plan.identity.get(name)} there, {value} was asked for"
+        for name, value in identity.items()
+        if plan.identity.get(name) != value
+    ]
+    differences.extend(_source_differences(plan.listing, listing))
+    if differences:
+        listed = "; ".join(differences)
+        raise UserError(f"{folder} was prepared otherwise: {listed}; choose another folder or use --force")
+    return plan if _tokenizer_is(folder, plan.tokenizer_sha256) else None
+
+
+def damaged_shards(folder: Path, index: DatasetIndex) -> list[Path]:
+    """The shards whose size or header is not what the index says; their contents are not read."""
+    return [
+        folder / entry.file
+        for split in index.splits.values()
+        for entry in split.shards
+        if _checksum_in_header(folder / entry.file) != entry.sha256
+    ]
+
+
+def remove_prepared(folder: Path) -> None:
+    """Remove all that a preparation writes, and nothing else.
+
+    Raises:
+        UserError: a file cannot be removed.
+    """
+    remove_files(_ours(folder))
+
+
+def _source_differences(there: SourceListing, here: SourceListing) -> Iterator[str]:
+    if there.description != here.description:
+        yield f"the source is {there.description} there, {here.description} was asked for"
+    elif changed := set(there.files).symmetric_difference(here.files):
+        names = sorted({file.name for file in changed})
+        yield f"the source has changed since: {len(names)} files differ, the first is {names[0]}"
+
+
+def _tokenizer_is(folder: Path, fingerprint: str) -> bool:
+    path = folder / TOKENIZER_NAME
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == fingerprint
+
+
+def _checksum_in_header(path: Path) -> str | None:
+    try:
+        return read_header(path).sha256
+    except UserError:
+        return None
+
+
+def _ours(folder: Path) -> list[Path]:
+    """What a preparation writes, in the order in which it may be removed: a folder with a plan can be continued."""
+    shards = itertools.chain.from_iterable(folder.glob(f"{split}_{_FIVE_DIGITS}*.bin") for split in ("train", "val"))
+    named = [folder / name for name in (INDEX_NAME, TOKENIZER_NAME, PLAN_NAME)]
+    return [path for path in [named[0], *sorted(shards), *named[1:]] if path.exists()]
+
+
+def remove_files(paths: list[Path]) -> None:
+    """Remove `paths` in this order; those that are not there are as good as removed.
+
+    Raises:
+        UserError: one cannot be removed.
+    """
+    try:
+        for path in paths:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot remove {error.filename}: {error.strerror}") from error

@@ -1,0 +1,114 @@
+"""Making the next batches while the accelerator is busy with this one."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_JOIN_SECONDS = 5.0
+
+
+class Prefetcher(Generic[T]):
+    """Yields make(start), make(start + 1), ... make(stop - 1), computed ahead on a background thread.
+
+    The only state is the step number: a new one that begins at step k yields what this one would from step k on.
+    It is an iterator and a context manager; leaving the context ends the thread.
+    """
+
+    def __init__(self, make: Callable[[int], T], start: int, stop: int, depth: int = 2) -> None:
+        """Start the thread.
+
+        Args:
+            make: a pure function of the step; called in order, on one thread.
+            start: the first step.
+            stop: one past the last step.
+            depth: at most so many finished results wait.
+
+        Raises:
+            ValueError: depth below one.
+        """
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, not {depth}")
+        self._make = make
+        self._depth = depth
+        self._steps = range(start, stop)
+        self._ready: deque[T] = deque()
+        self._failure: BaseException | None = None
+        self._done = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._produce, name="lockstep-prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        """Itself: there is one position, not one per loop."""
+        return self
+
+    def __next__(self) -> T:
+        """The next step's result; waits for it.
+
+        Raises:
+            StopIteration: after the last step, or after a failure was raised.
+            RuntimeError: after `close`.
+            BaseException: what `make` raised, at the step for which it raised it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._done or self._closed)
+            if self._closed:
+                raise RuntimeError("this Prefetcher is closed")
+            if self._ready:
+                item = self._ready.popleft()
+                self._changed.notify_all()
+                return item
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        raise StopIteration
+
+    def __enter__(self) -> Prefetcher[T]:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """Drop what waits and end the thread; may be called twice.
+
+        A thread that is inside `make` ends when `make` returns. Should that take more than five seconds, this does
+        not wait for it: it is a daemon and keeps no process alive.
+        """
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        self._thread.join(_JOIN_SECONDS)
+
+    def _produce(self) -> None:
+        try:
+            for step in self._steps:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+                    if self._closed:
+                        return
+                item = self._make(step)
+                with self._changed:
+                    if self._closed:
+                        return
+                    self._ready.append(item)
+                    self._changed.notify_all()
+        except BaseException as error:
+            # Also SystemExit and the like: the consumer must never wait for a thread that is gone.
+            self._failure = error
+        finally:
+            with self._changed:
+                self._done = True
+                self._changed.notify_all()

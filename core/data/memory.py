@@ -1,0 +1,38 @@
+"""How much memory there is to take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory_bytes() -> int:
+    """Bytes that can be taken without swapping: what the kernel reports, within the container's limit.
+
+    Returns 0 where the system says nothing; callers then take the way that needs no memory.
+    """
+    limit = _container_bytes()
+    machine = _machine_bytes()
+    return machine if limit is None else min(machine, limit)
+
+
+def _machine_bytes() -> int:
+    try:
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
+
+
+def _container_bytes() -> int | None:
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = (_CGROUP / "memory.current").read_text().strip()
+    except OSError:
+        return None
+    return None if limit == "max" else max(0, int(limit) - int(used))

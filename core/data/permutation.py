@@ -1,0 +1,70 @@
+"""A shuffle that is a function: where does index i go, without storing where the others go."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 8
+_U64 = np.uint64
+_GOLDEN = _U64(0x9E3779B97F4A7C15)
+_SEED_LIMIT = 1 << 64
+
+
+def permute(indices: NDArray[np.int64], epochs: NDArray[np.int64], size: int, seed: int) -> NDArray[np.int64]:
+    """Send each index to its place in the permutation of [0, size) that (seed, epoch) names.
+
+    A balanced Feistel network over the smallest power of four >= size, a permutation whatever its round function is
+    (Luby & Rackoff 1988), walked along its cycle until it comes back into [0, size) (Black & Rogaway 2002). The round
+    function is splitmix64's finaliser (Steele, Lea & Flood 2014) with a key per (seed, epoch, round). The idea of a
+    data order as a pure function of the index is grain's `index_shuffle`.
+
+    Args:
+        indices: int64, any shape, in [0, size).
+        epochs: int64 >= 0, the same shape.
+        size: how many indices are permuted, >= 1.
+        seed: in [0, 2**64).
+
+    Returns:
+        int64, the shape of `indices`; for a fixed epoch a bijection of [0, size).
+
+    Raises:
+        ValueError: shapes differ, an index or epoch or the seed is out of range.
+    """
+    _check(indices, epochs, size, seed)
+    half_bits = _U64(((size - 1).bit_length() + 1) // 2)
+    if half_bits == 0:
+        return np.zeros(indices.shape, dtype=np.int64)
+    values = indices.astype(_U64).ravel()
+    epoch_keys = _mix(epochs.astype(_U64).ravel() * _GOLDEN + _mix(np.array([seed], dtype=_U64)))
+    outside = np.arange(values.size)
+    while outside.size:
+        values[outside] = _feistel(values[outside], epoch_keys[outside], half_bits)
+        outside = outside[values[outside] >= _U64(size)]
+    return values.astype(np.int64).reshape(indices.shape)
+
+
+def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: np.uint64) -> NDArray[np.uint64]:
+    mask = (_U64(1) << half_bits) - _U64(1)
+    left, right = values >> half_bits, values & mask
+    for number in range(1, _ROUNDS + 1):
+        round_keys = _mix(keys + np.array([number], dtype=_U64) * _GOLDEN)
+        # The finaliser's high bits depend on all input bits; a half needs only a few of them.
+        left, right = right, left ^ (_mix(right ^ round_keys) >> (_U64(64) - half_bits))
+    return (left << half_bits) | right
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finaliser. Array arithmetic in uint64 wraps around, as the algorithm asks."""
+    values = (values ^ (values >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return values ^ (values >> _U64(31))
+
+
+def _check(indices: NDArray[np.int64], epochs: NDArray[np.int64], size: int, seed: int) -> None:
+    if indices.shape != epochs.shape:
+        raise ValueError(f"indices {indices.shape} and epochs {epochs.shape} must have one shape")
+    if size < 1 or not 0 <= seed < _SEED_LIMIT:
+        raise ValueError(f"size must be >= 1 and seed in [0, 2**64); got size={size}, seed={seed}")
+    if indices.size and (indices.min() < 0 or indices.max() >= size or epochs.min() < 0):
+        raise ValueError(f"indices must lie in [0, {size}) and epochs must not be negative")

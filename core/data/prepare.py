@@ -1,0 +1,268 @@
+"""Text in, token shards out: the whole of `lockstep data prepare` but its words on the screen."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from core.data.atomic import remove_temporaries, write_atomically
+from core.data.catalog import Catalog, read_catalog
+from core.data.entropy import bigram_entropy, unigram_entropy
+from core.data.index import INDEX_NAME, TOKENIZER_NAME, DatasetIndex, ShardEntry, SplitEntry, read_index, write_index
+from core.data.left_over import damaged_shards, plan_to_continue, remove_files, remove_prepared
+from core.data.lock import folder_lock
+from core.data.plan import Plan, ShardPlan, plan_shards, write_plan
+from core.data.sample import sample_training_text
+from core.data.shards import ShardHeader, Tokens, map_tokens, read_header, token_bytes_for, verify_shard
+from core.data.sources import SourceListing, list_source
+from core.data.tokenizer import LEAST_VOCABULARY, MIN_VOCAB_SIZE, TextTokenizer, load_tokenizer, train_tokenizer
+from core.data.workers import encode_shards
+from core.errors import UserError
+
+DEFAULT_VOCAB_SIZE = 32_768
+
+_TOKENIZER_SAMPLE_BYTES = 16 << 20
+_MEASURED_BYTES = 1 << 20
+# Shards are sized from a sample, so the disk must have room for some more than the estimate.
+_DISK_MARGIN = 1.2
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """What to prepare.
+
+    Attributes:
+        out: the folder to write; made if it is not there.
+        source: see `core.data.sources.list_source`; None is Python's standard library.
+        vocab_size: tokens of the tokenizer to train, the end of text included; None is 32,768.
+        tokenizer: a tokenizer.json to use; not together with `vocab_size`.
+        column: the key or column with the text, for JSON lines and parquet.
+        val_fraction: share of the documents for validation, in (0, 1).
+        shard_tokens: about how many tokens go into a shard.
+        workers: processes that encode; changes no byte of the result.
+        force: throw away what the folder holds of earlier preparations.
+    """
+
+    out: str | Path
+    source: str | None = None
+    vocab_size: int | None = None
+    tokenizer: str | Path | None = None
+    column: str = "text"
+    val_fraction: float = 0.01
+    shard_tokens: int = 1 << 22
+    workers: int = 1
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage is: `done` of `total` bytes of text; both 0 where a stage cannot say."""
+
+    stage: Literal["read", "tokenizer", "encode", "measure"]
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class PrepareResult:
+    """What was done. `up_to_date` means: nothing, all was there; shards are then all among `shards_kept`."""
+
+    folder: Path
+    index: DatasetIndex
+    up_to_date: bool
+    shards_written: int
+    shards_kept: int
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def prepare(settings: PrepareSettings, on_progress: OnProgress | None = None) -> PrepareResult:
+    """Turn a source into token shards that `TokenDataset.open` reads.
+
+    The order of things on the disk is what makes it safe to interrupt: plan.json, tokenizer.json, the shards,
+    index.json, each whole or absent. Started again with the same settings and source, it keeps what is finished;
+    if all is, it does nothing.
+
+    Args:
+        settings: what to prepare.
+        on_progress: called now and then, in this process.
+
+    Raises:
+        UserError: settings that cannot be, a source without text, a folder that holds something else, no room on the
+            disk, or another process at work in the folder.
+    """
+    _check_settings(settings)
+    report = on_progress or (lambda progress: None)
+    folder = _make_folder(settings.out)
+    with folder_lock(folder):
+        remove_temporaries(folder)
+        given = load_tokenizer(settings.tokenizer) if settings.tokenizer is not None else None
+        listing = list_source(settings.source, exclude=folder)
+        identity = _identity(settings, given)
+        plan = None if settings.force else plan_to_continue(folder, identity, listing)
+        if plan is None:
+            remove_prepared(folder)
+            plan = _start(settings, folder, identity, listing, given, report)
+        elif (folder / INDEX_NAME).is_file():
+            index = read_index(folder)
+            if not (damaged := damaged_shards(folder, index)):
+                return PrepareResult(folder, index, True, 0, len(plan.shards))
+            # From here on the folder is an unfinished one, until all shards are right again.
+            remove_files([folder / INDEX_NAME, *damaged])
+        return _finish(settings, folder, plan, report)
+
+
+def _check_settings(settings: PrepareSettings) -> None:
+    if settings.tokenizer is not None and settings.vocab_size is not None:
+        raise UserError("give either a vocabulary size (to train a tokenizer) or a tokenizer, not both")
+    if settings.vocab_size is not None and settings.vocab_size < MIN_VOCAB_SIZE:
+        raise UserError(
+            f"vocab_size {settings.vocab_size} is too small; {MIN_VOCAB_SIZE} is the least: {LEAST_VOCABULARY}"
+        )
+    if not 0.0 < settings.val_fraction < 1.0:
+        raise UserError(f"val_fraction {settings.val_fraction} must lie between 0 and 1, for example 0.01")
+    if settings.shard_tokens < 1 or settings.workers < 1:
+        raise UserError(f"shard_tokens {settings.shard_tokens} and workers {settings.workers} must be at least 1")
+
+
+def _make_folder(out: str | Path) -> Path:
+    folder = Path(out).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder}: {error.strerror or error}") from error
+    return folder
+
+
+def _identity(settings: PrepareSettings, given: TextTokenizer | None) -> dict[str, Any]:
+    """The settings that decide the contents, as they stand in plan.json and index.json."""
+    return {
+        "vocab_size": None if given else settings.vocab_size or DEFAULT_VOCAB_SIZE,
+        "tokenizer": given.fingerprint if given else None,
+        "column": settings.column,
+        "val_fraction": settings.val_fraction,
+        "shard_tokens": settings.shard_tokens,
+    }
+
+
+def _start(
+    settings: PrepareSettings,
+    folder: Path,
+    identity: dict[str, Any],
+    listing: SourceListing,
+    given: TextTokenizer | None,
+    report: OnProgress,
+) -> Plan:
+    """Read the source, settle the tokenizer and the shards, and write both down."""
+    total = listing.size
+    catalog = read_catalog(
+        listing, settings.column, settings.val_fraction, lambda done: report(Progress("read", done, total))
+    )
+    report(Progress("tokenizer", 0, 0))
+    tokenizer, bytes_per_token = _settle_tokenizer(identity, listing, catalog, given)
+    plan = Plan(
+        identity=identity,
+        listing=listing,
+        tokenizer_sha256=tokenizer.fingerprint,
+        bytes_per_token=bytes_per_token,
+        left_out={
+            "skipped_files": catalog.skipped_files,
+            "skipped_documents": catalog.skipped_documents,
+            "empty_documents": catalog.empty_documents,
+        },
+        shards=tuple(plan_shards(catalog, settings.shard_tokens * bytes_per_token)),
+    )
+    _check_disk(folder, plan.shards, bytes_per_token, token_bytes_for(tokenizer.vocab_size))
+    write_plan(folder, plan)
+    write_atomically(folder / TOKENIZER_NAME, [tokenizer.content])
+    return plan
+
+
+def _settle_tokenizer(
+    identity: dict[str, Any], listing: SourceListing, catalog: Catalog, given: TextTokenizer | None
+) -> tuple[TextTokenizer, float]:
+    """The tokenizer and its bytes per token, measured on the head of an even sample of the training text."""
+    budget = _MEASURED_BYTES if given else _TOKENIZER_SAMPLE_BYTES
+    sample = list(sample_training_text(listing, identity["column"], catalog, budget))
+    tokenizer = given or train_tokenizer(sample, identity["vocab_size"])
+    # Every k-th text, so that what is measured is as even as the sample.
+    measured = sample[:: max(1, sum(map(len, sample)) // _MEASURED_BYTES)]
+    tokens = sum(ids.size + 1 for ids in tokenizer.encode_documents(measured))
+    return tokenizer, sum(len(text.encode()) for text in measured) / tokens
+
+
+def _check_disk(folder: Path, shards: tuple[ShardPlan, ...], bytes_per_token: float, token_bytes: int) -> None:
+    text = sum(shard.text_bytes for shard in shards)
+    documents = sum(shard.documents for shard in shards)
+    needed = int(_DISK_MARGIN * (text / bytes_per_token * token_bytes + documents * (8 + token_bytes)))
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(f"no room on the disk of {folder}: about {needed:,} bytes are needed, {free:,} are free")
+
+
+def _finish(settings: PrepareSettings, folder: Path, plan: Plan, report: OnProgress) -> PrepareResult:
+    """Write the shards that are missing, measure the validation split, and write the index."""
+    tokenizer = load_tokenizer(folder / TOKENIZER_NAME)
+    headers = {
+        shard.file: header for shard in plan.shards if (header := _kept_header(folder, shard, tokenizer)) is not None
+    }
+    kept = len(headers)
+    missing = tuple(shard for shard in plan.shards if shard.file not in headers)
+    _check_disk(folder, missing, plan.bytes_per_token, token_bytes_for(tokenizer.vocab_size))
+    total = sum(shard.text_bytes for shard in plan.shards)
+    done = total - sum(shard.text_bytes for shard in missing)
+    report(Progress("encode", done, total))
+    for shard, header in encode_shards(missing, folder, plan, settings.workers):
+        headers[shard.file] = header
+        done += shard.text_bytes
+        report(Progress("encode", done, total))
+    report(Progress("measure", 0, 0))
+    index = _index_of(folder, plan, headers, tokenizer)
+    write_index(folder, index)
+    return PrepareResult(folder, index, False, len(missing), kept)
+
+
+def _kept_header(folder: Path, shard: ShardPlan, tokenizer: TextTokenizer) -> ShardHeader | None:
+    """The header of a shard that is there and whole, else None."""
+    path = folder / shard.file
+    try:
+        header = read_header(path)
+        verify_shard(path, header, tokenizer.vocab_size, tokenizer.eot_id)
+    except UserError:
+        return None
+    return header if header.documents == shard.documents else None
+
+
+def _index_of(folder: Path, plan: Plan, headers: dict[str, ShardHeader], tokenizer: TextTokenizer) -> DatasetIndex:
+    entries: dict[str, list[ShardEntry]] = {"train": [], "val": []}
+    for shard in plan.shards:
+        header = headers[shard.file]
+        entry = ShardEntry(shard.file, header.tokens, header.documents, shard.text_bytes, header.sha256)
+        entries[shard.split].append(entry)
+    val = [map_tokens(folder / entry.file, headers[entry.file]) for entry in entries["val"]]
+    tokens: Tokens = np.concatenate(val) if val else np.empty(0, dtype=np.uint16)
+    return DatasetIndex(
+        vocab_size=tokenizer.vocab_size,
+        eot_id=tokenizer.eot_id,
+        token_bytes=token_bytes_for(tokenizer.vocab_size),
+        tokenizer_sha256=tokenizer.fingerprint,
+        train=SplitEntry(tuple(entries["train"]), None, None),
+        val=SplitEntry(
+            tuple(entries["val"]),
+            unigram_entropy(tokens, tokenizer.vocab_size) if tokens.size else None,
+            bigram_entropy(tokens, tokenizer.vocab_size) if tokens.size > 1 else None,
+        ),
+        settings=plan.identity,
+        source={
+            "description": plan.listing.description,
+            "files": len(plan.listing.files),
+            "bytes": plan.listing.size,
+            **plan.left_out,
+        },
+    )

@@ -1,0 +1,174 @@
+"""The shard: one file of token ids, with its documents' beginnings and a checksum over everything.
+
+    offset  size  what
+    0       8     magic, "LKSTPTOK"
+    8       4     format version
+    12      4     bytes per token: 2 (ids below 65,536) or 4
+    16      8     T, the number of tokens
+    24      8     D, the number of documents
+    32      32    SHA-256 of bytes 0 to 31 followed by everything from byte 64
+    64      8 D   where each document begins, in tokens; the first is 0
+    64+8D   .. T  the tokens; each document ends with the end-of-text token
+
+All numbers are unsigned and little-endian. The document table stands before the tokens so that both are aligned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.data.atomic import write_atomically
+from core.errors import UserError
+
+FORMAT_VERSION = 1
+
+_MAGIC = b"LKSTPTOK"
+_FIELDS = struct.Struct("<8sIIQQ")
+_DIGEST_BYTES = 32
+_HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
+_CHUNK_BYTES = 1 << 24
+_LARGEST_SHORT_VOCABULARY = 1 << 16
+
+Tokens = NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """What a shard says about itself. `token_bytes` is 2 or 4; `sha256` is in hexadecimal."""
+
+    token_bytes: int
+    tokens: int
+    documents: int
+    sha256: str
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The tokens' dtype on the disk."""
+        return np.dtype(f"<u{self.token_bytes}")
+
+    @property
+    def tokens_offset(self) -> int:
+        """Where the tokens begin, in bytes."""
+        return _HEADER_BYTES + 8 * self.documents
+
+    @property
+    def file_bytes(self) -> int:
+        """The size that the file must have."""
+        return self.tokens_offset + self.tokens * self.token_bytes
+
+
+def token_bytes_for(vocab_size: int) -> int:
+    """Bytes per token: 2 while every id below `vocab_size` fits in 16 bits, else 4."""
+    return 2 if vocab_size <= _LARGEST_SHORT_VOCABULARY else 4
+
+
+def write_shard(path: Path, documents: Sequence[NDArray[np.integer[Any]]], token_bytes: int) -> ShardHeader:
+    """Write whole documents (token ids, each of shape (tokens,), its end of text included) as one shard, atomically.
+
+    Raises:
+        UserError: the file cannot be written.
+        ValueError: no documents, an empty one, or an id that `token_bytes` cannot hold.
+    """
+    lengths = np.array([len(document) for document in documents], dtype=np.int64)
+    if not lengths.size or not lengths.all():
+        raise ValueError("a shard needs at least one document, and no document may be empty")
+    joined = np.concatenate(documents)
+    if int(joined.min()) < 0 or int(joined.max()) >= 1 << (8 * token_bytes):
+        raise ValueError(f"token ids do not fit in {token_bytes} unsigned bytes")
+    starts = (np.cumsum(lengths) - lengths).astype("<u8")
+    tokens = joined.astype(f"<u{token_bytes}")
+    fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, token_bytes, tokens.size, starts.size)
+    digest = hashlib.sha256(fields)
+    digest.update(starts.data)
+    digest.update(tokens.data)
+    write_atomically(path, [fields, digest.digest(), starts.data, tokens.data])
+    return ShardHeader(token_bytes, tokens.size, starts.size, digest.hexdigest())
+
+
+def read_header(path: Path) -> ShardHeader:
+    """Read and check a shard's header and its file's size; not its contents.
+
+    Raises:
+        UserError: the file is missing, is no shard, has another version, or its size is not what the header says.
+    """
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(_HEADER_BYTES)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise UserError(f"cannot read the shard {path}: {error.strerror or error}") from error
+    if len(raw) < _HEADER_BYTES or not raw.startswith(_MAGIC):
+        raise UserError(f"{path} is not a Lockstep token shard; prepare the data again with --force")
+    _, version, token_bytes, tokens, documents = _FIELDS.unpack_from(raw)
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path} has format version {version}, this Lockstep reads version {FORMAT_VERSION}")
+    header = ShardHeader(token_bytes, tokens, documents, raw[_FIELDS.size :].hex())
+    if token_bytes not in (2, 4) or header.file_bytes != size:
+        raise UserError(f"the shard {path} is damaged: it has {size} bytes, which is not what its header says")
+    return header
+
+
+def verify_shard(path: Path, header: ShardHeader, vocab_size: int, eot_id: int) -> None:
+    """Check every byte of a shard: the checksum, the ids' range, and that documents end where the table says.
+
+    Raises:
+        UserError: any of it is wrong.
+    """
+    if _checksum(path) != header.sha256:
+        raise UserError(
+            f"the shard {path} is damaged: its checksum does not match; prepare the data again with --force"
+        )
+    tokens, starts = map_tokens(path, header), read_document_starts(path, header)
+    step = _CHUNK_BYTES // header.token_bytes
+    if any(int(tokens[at : at + step].max()) >= vocab_size for at in range(0, header.tokens, step)):
+        raise UserError(f"the shard {path} holds token ids outside the vocabulary of {vocab_size}")
+    ends = np.append(starts[1:], header.tokens)
+    rising = starts[0] == 0 and bool((starts < ends).all())
+    if not (rising and (tokens[ends - 1] == eot_id).all()):
+        raise UserError(f"the shard {path} has a wrong document table: documents must end with token {eot_id}")
+
+
+def map_tokens(path: Path, header: ShardHeader) -> Tokens:
+    """The tokens of a shard, shape (tokens,), mapped and not read; the mapping is read-only.
+
+    Raises:
+        UserError: the file cannot be mapped.
+    """
+    try:
+        mapped = np.memmap(path, dtype=header.dtype, mode="r", offset=header.tokens_offset, shape=(header.tokens,))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot map the shard {path}: {error}") from error
+    # A plain array over the same pages: indexing a memmap costs Python calls each time.
+    return np.asarray(mapped)
+
+
+def read_document_starts(path: Path, header: ShardHeader) -> NDArray[np.int64]:
+    """Where each document of a shard begins, in tokens: int64 (documents,)."""
+    return np.fromfile(path, dtype="<u8", count=header.documents, offset=_HEADER_BYTES).astype(np.int64)
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    for chunk in _covered_bytes(path):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _covered_bytes(path: Path) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as file:
+            yield file.read(_FIELDS.size)
+            file.seek(_HEADER_BYTES)
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+    except OSError as error:
+        raise UserError(f"cannot read the shard {path}: {error.strerror or error}") from error

@@ -1,0 +1,39 @@
+"""One writer a folder: an advisory lock that the operating system takes back when its holder dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from core.errors import UserError
+
+
+class FolderLock:
+    """Holds `folder`/.lock with flock(2) until `release`; the file names the process that holds it.
+
+    Raises UserError if another process (or another lock of this one) holds it, or the folder is not writable.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / ".lock"
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip()
+            os.close(self._descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise UserError(f"cannot lock {self.path}: {error.strerror or error}") from error
+            raise UserError(f"{folder} is being written by another process (pid {holder or 'unknown'})") from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Give the lock back; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

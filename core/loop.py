@@ -1,0 +1,170 @@
+"""The training loop: a generator of step records, and `train`, which drains it into a run directory and its sinks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from core.backend import Batch, NotSupported, Session, StepRecord
+from core.budget import mfu
+from core.data.loader import Prefetcher
+from core.parity.verdict import Check
+from core.run import RunDir
+from core.run_data import RunData
+from core.sample import continue_tokens
+from core.sinks.sink import Sink
+
+
+class Watch(Protocol):
+    """Something that checks steps while they are made (core/parity/shadow.py)."""
+
+    def due(self, step: int) -> bool:
+        """Whether step `step` is to be checked."""
+        ...
+
+    def step(self, session: Session, batch: Batch, norms: bool) -> StepRecord:
+        """Run the step and gather what a check needs; `seconds` of the record is the step alone."""
+        ...
+
+    def collect(self) -> Iterator[Check | tuple[int, str]]:
+        """What has come back since the last call: checks, or (step, why it was skipped)."""
+        ...
+
+    def drain(self) -> Iterator[Check | tuple[int, str]]:
+        """Wait for all that is still out."""
+        ...
+
+
+class Interrupted(Protocol):
+    """A flag that something outside sets, such as `threading.Event`."""
+
+    def is_set(self) -> bool:
+        """Whether to stop after the step that is being made."""
+        ...
+
+
+def due(every: int, step: int, last: int) -> bool:
+    """Whether something with this interval happens at this step; the last step is always due, 0 is never."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
+def step_records(
+    session: Session, data: RunData, first: int, device: str, watch: Watch | None = None
+) -> Iterator[StepRecord]:
+    """Steps `first`… of the run, each as its record with timing and the metrics that are due."""
+    config = data.config
+    last = config.train.steps
+    with Prefetcher(data.batch, first, last + 1, config.data.prefetch) as batches:
+        for step, batch in zip(range(first, last + 1), batches, strict=True):
+            norms = due(config.log.norms_every, step, last)
+            started = time.perf_counter()
+            if watch is not None and watch.due(step):
+                record = watch.step(session, batch, norms)
+            else:
+                record = session.step(batch, norms=norms)
+                record = replace(record, seconds=time.perf_counter() - started)
+            rate = record.tokens / record.seconds
+            yield replace(
+                record,
+                tokens_per_second=rate,
+                mfu=mfu(config.model, config.train.sequence_length, rate, device, config.precision.policy),
+                metrics=dict(record.metrics) | measured(session, data, batch, step),
+                sample=sample(session, data, step) if due(config.log.sample_every, step, last) else None,
+            )
+
+
+def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[str, float]:
+    """Validation loss and top-1 accuracy, and FP32 cross-entropy on a slice of the batch, where they are due."""
+    config = data.config
+    metrics: dict[str, float] = {}
+    if due(config.eval.every, step, config.train.steps):
+        metrics |= validate(session, data.validation)
+    if due(config.log.fp32_loss_every, step, config.train.steps):
+        count = config.log.fp32_loss_sequences
+        part = Batch(batch.tokens[:count], batch.targets[:count], batch.weights[:count])
+        trained = float(session.evaluate(part)["nll"].mean(dtype=np.float64))
+        full = float(session.evaluate(part, "fp32")["nll"].mean(dtype=np.float64))
+        metrics |= {"fp32/loss": full, "fp32/difference": trained - full}
+    return metrics
+
+
+def validate(session: Session, batches: Sequence[Batch]) -> dict[str, float]:
+    """Mean NLL in nats and share of tokens guessed right, over held-out batches."""
+    scores = [session.evaluate(batch) for batch in batches]
+    return {
+        "val/loss": float(np.mean([s["nll"].mean(dtype=np.float64) for s in scores])),
+        "val/top1": float(np.mean([s["top1"].mean(dtype=np.float64) for s in scores])),
+    }
+
+
+def sample(session: Session, data: RunData, step: int) -> str:
+    """Text from the configured prompt."""
+    log, tokenizer = data.config.log, data.dataset.tokenizer()
+    prompt = np.asarray(tokenizer.encode_documents([log.sample_prompt])[0], np.int32)
+    if len(prompt) == 0:
+        prompt = np.asarray([data.dataset.eot_id], np.int32)
+    window = data.config.train.sequence_length
+    written = continue_tokens(session.next_token_logits, prompt, log.sample_tokens, window, data.config.seed + step)
+    return log.sample_prompt + tokenizer.decode(np.minimum(written, data.dataset.vocab_size - 1))
+
+
+def train(
+    session: Session,
+    data: RunData,
+    run: RunDir,
+    sinks: Sequence[Sink],
+    interrupted: Interrupted,
+    first: int,
+    device: str,
+    watch: Watch | None = None,
+) -> bool:
+    """Train from step `first` to the end, or until `interrupted`; returns whether it reached the end.
+
+    Every record and check goes to the sinks as it comes. A checkpoint is written at its interval, at the end, and
+    when interrupted.
+    """
+    last = run.config.train.steps
+    done = first - 1
+    saved = done if done else None
+    for record in step_records(session, data, first, device, watch):
+        done = record.step
+        for sink in sinks:
+            sink.record(record)
+        if watch is not None:
+            deliver(watch.collect(), sinks)
+        if due(run.config.checkpoint.every, done, last) or done == last:
+            saved = save(session, data, run)
+        if interrupted.is_set():
+            break
+    if saved != done:
+        save(session, data, run)
+    if watch is not None:
+        deliver(watch.drain(), sinks)
+    if done == last:
+        run.finish()
+    return done == last
+
+
+def save(session: Session, data: RunData, run: RunDir) -> int:
+    """Write a checkpoint; returns its step. A session that cannot give its state leaves none."""
+    try:
+        state = session.state()
+    except NotSupported:
+        return -1
+    tokens = state.step * data.config.train.batch_size * data.config.train.sequence_length
+    run.save_checkpoint(state, {"tokens_seen": tokens, "data_fingerprint": data.dataset.fingerprint})
+    return state.step
+
+
+def deliver(results: Iterator[Check | tuple[int, str]], sinks: Sequence[Sink]) -> None:
+    """Give what came back from the reference to every sink."""
+    for result in results:
+        for sink in sinks:
+            if isinstance(result, Check):
+                sink.check(result)
+            else:
+                sink.skipped(*result)

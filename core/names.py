@@ -1,0 +1,103 @@
+"""Canonical names of parameters, groups and taps. They are torch's `state_dict` keys and the JAX model's paths."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from core.config import ModelConfig
+
+if TYPE_CHECKING:
+    from core.backend import State
+
+Shape = tuple[int, ...]
+
+GROUPS = ("embedding", "head", "matrices", "gains", "biases")
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Every parameter's shape in canonical order; matrices are (out, in). A tied head has no name of its own."""
+    hidden, kv = model.hidden, model.kv_heads * model.head_dim
+    shapes: dict[str, Shape] = {"embed.weight": (model.vocab_size, hidden)}
+
+    def linear(name: str, out: int, into: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (out, into)
+        if bias:
+            shapes[f"{name}.bias"] = (out,)
+
+    for i in range(model.layers):
+        block = f"blocks.{i}"
+        shapes[f"{block}.attn_norm.weight"] = (hidden,)
+        linear(f"{block}.attn.q_proj", hidden, hidden, model.qkv_bias)
+        linear(f"{block}.attn.k_proj", kv, hidden, model.qkv_bias)
+        linear(f"{block}.attn.v_proj", kv, hidden, model.qkv_bias)
+        linear(f"{block}.attn.o_proj", hidden, hidden, model.o_bias)
+        shapes[f"{block}.mlp_norm.weight"] = (hidden,)
+        linear(f"{block}.mlp.gate_proj", model.ffn_hidden, hidden, model.mlp_bias)
+        linear(f"{block}.mlp.up_proj", model.ffn_hidden, hidden, model.mlp_bias)
+        linear(f"{block}.mlp.down_proj", hidden, model.ffn_hidden, model.mlp_bias)
+    shapes["final_norm.weight"] = (hidden,)
+    if not model.tied:
+        shapes["lm_head.weight"] = (model.vocab_size, hidden)
+    return shapes
+
+
+def head_name(model: ModelConfig) -> str:
+    """The parameter that turns hidden states into logits."""
+    return "embed.weight" if model.tied else "lm_head.weight"
+
+
+def group_of(name: str) -> str:
+    """The optimizer group of a parameter: one of `GROUPS`. A tied head belongs to `embedding`."""
+    if name == "embed.weight":
+        return "embedding"
+    if name == "lm_head.weight":
+        return "head"
+    if name.endswith(".bias"):
+        return "biases"
+    if name.endswith("norm.weight"):
+        return "gains"
+    return "matrices"
+
+
+def layer_of(name: str) -> int | None:
+    """The block that a parameter or tap belongs to, or None outside the blocks."""
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "blocks" else None
+
+
+# Taps inside one block, in the order in which the forward pass makes them: (B, S, …), heads an axis of their own.
+BLOCK_TAPS = (
+    "attn_norm",
+    "attn.q",
+    "attn.k",
+    "attn.v",
+    "attn.q_rope",
+    "attn.k_rope",
+    "attn.out",
+    "attn.o_proj",
+    "attn_residual",
+    "mlp_norm",
+    "mlp.gate",
+    "mlp.up",
+    "mlp.act",
+    "mlp.down_proj",
+    "mlp_residual",
+)
+
+
+def tap_names(model: ModelConfig) -> list[str]:
+    """Every forward tap of the model, in the order of the chain."""
+    blocks = [f"blocks.{i}.{tap}" for i in range(model.layers) for tap in BLOCK_TAPS]
+    return ["embed", *blocks, "final_norm", "logits"]
+
+
+def check_state(model: ModelConfig, state: State) -> None:
+    """Raise ValueError unless weights and moments have exactly this model's names and shapes."""
+    shapes = parameter_shapes(model)
+    for kind, arrays in {"weights": state.params, **state.optimizer}.items():
+        missing, extra = sorted(set(shapes) - set(arrays)), sorted(set(arrays) - set(shapes))
+        if missing or extra:
+            raise ValueError(f"{kind}: names differ from the model's: missing {missing}, not the model's {extra}")
+        for name, shape in shapes.items():
+            if tuple(arrays[name].shape) != shape:
+                raise ValueError(f"{kind}: {name} has shape {tuple(arrays[name].shape)}, the model's is {shape}")

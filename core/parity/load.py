@@ -1,0 +1,52 @@
+"""Backends by name: `module:NAME` or `FILE.py:NAME`, NAME a callable without arguments that returns a `Backend`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+from core.backend import Backend
+from core.errors import UserError
+
+
+def load_backend(spec: str) -> Backend:
+    """Import and call NAME. Raises UserError that says what of `spec` cannot be found or is not a backend."""
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise UserError(f"{spec!r} names no backend: write FILE.py:NAME or module:NAME")
+    try:
+        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{spec}: importing {place} failed: {type(error).__name__}: {error}") from error
+    factory = getattr(module, name, None)
+    if factory is None:
+        offered = sorted(
+            n for n in vars(module) if n.endswith("Backend") or callable(getattr(getattr(module, n), "open", None))
+        )
+        raise UserError(f"{spec}: {place} has no {name}" + (f"; it has {', '.join(offered)}" if offered else ""))
+    try:
+        backend = factory()
+    except Exception as error:
+        raise UserError(f"{spec}: calling {name}() failed: {type(error).__name__}: {error}") from error
+    if not callable(getattr(backend, "open", None)):
+        raise UserError(f"{spec}: {name}() returned {type(backend).__name__}, which has no open(config): not a Backend")
+    return backend
+
+
+def _from_file(path: Path) -> object:
+    if not path.is_file():
+        raise UserError(f"no such file: {path}")
+    found = importlib.util.spec_from_file_location(f"lockstep_candidate_{path.stem}", path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        found.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module

@@ -1,0 +1,169 @@
+"""Findings and verdicts as data: what was measured, its bound, the bound's basis, and what follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+SCHEMA = 1
+
+Outcome = Literal["agreed", "disagreed", "could_not"]
+Scope = Literal["local", "end_to_end"]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measured number, the interval that it must lie in (None = open on that side) and why that interval."""
+
+    name: str
+    value: float
+    low: float | None
+    high: float | None
+    basis: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the value lies in its interval; NaN never does."""
+        if math.isnan(self.value):
+            return False
+        return (self.low is None or self.value >= self.low) and (self.high is None or self.value <= self.high)
+
+    @property
+    def strain(self) -> float:
+        """How near the value is to its bound: above 1 means broken. Orders findings by how bad they are."""
+        if math.isnan(self.value):
+            return math.inf
+        if self.name == "excess" and self.low and self.high and self.low < 1 < self.high:
+            # A ratio: half and double are equally far from 1.
+            if self.value <= 0:
+                return math.inf
+            return math.log(self.value) / math.log(self.high if self.value >= 1 else self.low)
+        if self.name == "gain_difference":
+            reach = self.high if self.value >= 0 else self.low
+            return 0.0 if reach is None else _ratio(abs(self.value), abs(reach))
+        above = _ratio(self.value, self.high) if self.high is not None else 0.0
+        below = _ratio(self.low, self.value) if self.low else 0.0
+        return max(above, below)
+
+
+def _ratio(a: float, b: float) -> float:
+    if b <= 0:
+        return math.inf if a > 0 else 0.0
+    return a / b
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison of one tap.
+
+    stage: literal id of core/parity/stages.py. tap: canonical name. phase: of the stage. layer: block or None.
+    scope: `local` if the reference was fed the candidate's own inputs to the stage, else `end_to_end`.
+    size:  numbers compared. unequal: share of them whose bits differ from the twin's, None where there is no twin.
+    """
+
+    stage: str
+    tap: str
+    phase: str
+    layer: int | None
+    scope: Scope
+    measures: tuple[Measure, ...]
+    size: int
+    unequal: float | None = None
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every measure holds; a finding without measures compared nothing and does not."""
+        return bool(self.measures) and self.size > 0 and all(m.ok for m in self.measures)
+
+    @property
+    def worst(self) -> Measure:
+        """The measure nearest to (or furthest beyond) its bound."""
+        return max(self.measures, key=lambda m: m.strain)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping; infinities and NaN become strings, as JSON has none."""
+        tree = asdict(self) | {"ok": self.ok}
+        tree["measures"] = [{k: _json_number(v) for k, v in asdict(m).items()} | {"ok": m.ok} for m in self.measures]
+        return tree
+
+
+@dataclass(frozen=True)
+class Check:
+    """The findings of one checked step."""
+
+    step: int
+    findings: tuple[Finding, ...]
+    not_covered: tuple[str, ...]
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> Outcome:
+        """`could_not` if nothing was compared, else `agreed` only if every finding holds."""
+        if not self.findings:
+            return "could_not"
+        return "agreed" if all(f.ok for f in self.findings) else "disagreed"
+
+    @property
+    def origin(self) -> Finding | None:
+        """The earliest broken link of the chain: findings stand in the chain's order, a local one speaks first."""
+        broken = [f for f in self.findings if not f.ok]
+        return next((f for f in broken if f.scope == "local"), broken[0] if broken else None) if broken else None
+
+    @property
+    def worst(self) -> Finding | None:
+        """The finding nearest to, or furthest beyond, its bound."""
+        return max(self.findings, key=lambda f: f.worst.strain if f.measures else math.inf, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """One line of `parity.jsonl`."""
+        return {
+            "schema": SCHEMA,
+            "step": self.step,
+            "verdict": self.verdict,
+            "origin": _origin_json(self.origin),
+            "stages": [f.to_json() for f in self.findings],
+            "not_covered": list(self.not_covered),
+            "seconds": self.seconds,
+        }
+
+
+def verdict_json(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
+    """The verdict over several checked steps, with the keys that `--json` promises."""
+    first = next((c for c in checks if c.verdict == "disagreed"), None)
+    outcome = overall(checks)
+    return {
+        "schema": SCHEMA,
+        "verdict": outcome,
+        "first_bad_step": first.step if first else None,
+        "origin": _origin_json(first.origin) if first else None,
+        "cause": None,
+        **context,
+        "stages": [f.to_json() | {"step": c.step} for c in checks for f in c.findings],
+        "not_covered": sorted({item for c in checks for item in c.not_covered}),
+        "steps": [c.step for c in checks],
+        "seconds": sum(c.seconds for c in checks),
+    }
+
+
+def overall(checks: Sequence[Check]) -> Outcome:
+    """`disagreed` if any check did, `could_not` if nothing was compared in some step, else `agreed`."""
+    if any(c.verdict == "disagreed" for c in checks):
+        return "disagreed"
+    if not checks or any(c.verdict == "could_not" for c in checks):
+        return "could_not"
+    return "agreed"
+
+
+def _origin_json(finding: Finding | None) -> dict[str, Any] | None:
+    if finding is None:
+        return None
+    return {"stage": finding.stage, "tap": finding.tap, "phase": finding.phase, "layer": finding.layer}
+
+
+def _json_number(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

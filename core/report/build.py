@@ -1,0 +1,79 @@
+"""From a run directory to one HTML file that needs nothing but a browser."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from core.data.atomic import write_atomically
+from core.report import parts
+from core.report.checks import read_checks
+from core.report.curves import charts
+from core.report.heatmap import encode
+from core.report.read import read_run
+from core.report.text import embed, esc
+
+# The page may load nothing: what it shows is in it.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
+
+
+def build_report(run_dir: Path) -> str:
+    """The report on a run directory as HTML.
+
+    Raises:
+        UserError: there is no complete record, or a line of records.jsonl or parity.jsonl cannot be
+            understood. A torn last line is left out and noted on the page.
+    """
+    run = read_run(run_dir)
+    notes: list[str] = []
+    checks = read_checks(run_dir / "parity.jsonl", notes)
+    heat = encode(checks)
+    if heat and heat["left_out"]:
+        shown = f"{len(heat['steps'])} of {len(checks.steps)}"
+        notes.append(f"The heatmap shows {shown} checked steps, broken ones first.")
+    specs = charts(run.records, run.config, parts.entropies(run))
+    data: dict[str, Any] = {
+        "domain": [run.records[0]["step"], run.records[-1]["step"]],
+        "charts": specs,
+        "checks": checks.lines,
+        "heat": heat,
+    }
+    body = "\n".join(
+        [
+            parts.head(run, checks),
+            parts.facts(run),
+            parts.notes([*run.notes, *notes]),
+            parts.chart_frames(specs, checks),
+            parts.heat_frame(heat, checks),
+            parts.stages(checks),
+            parts.not_covered(checks),
+            parts.sample(run),
+            parts.config(run),
+        ]
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{esc(parts.name(run))} · Lockstep report</title>\n"
+        f"<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
+        f'<script type="application/json" id="data">{embed(data)}</script>\n'
+        f"<script>\n{_asset('page.js')}{_asset('heat.js')}</script>\n</body>\n</html>\n"
+    )
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Write the report to `out`, or to `report.html` in the run directory, whole or not at all; return where.
+
+    Raises:
+        UserError: as `build_report`, or the file cannot be written.
+    """
+    path = out or run_dir / "report.html"
+    write_atomically(path, [build_report(run_dir).encode("utf-8")])
+    return path
+
+
+def _asset(name: str) -> str:
+    return resources.files("core.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,299 @@
+"""The parts of the page that are plain HTML: head, facts, tables, frames for the charts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from core.report.checks import VERDICTS, Checks, StageSummary
+from core.report.curves import field, metric
+from core.report.read import Run, section
+from core.report.text import count, esc, number, plural
+
+BADGES = {
+    "agreed": ("good", "✓", "Agreed"),
+    "disagreed": ("bad", "✕", "Disagreed"),
+    "could_not": ("skip", "?", "Could not tell"),
+    "not_checked": ("skip", "-", "Not checked"),
+}
+DISPLAY = {"could_not": "could not tell"}
+
+
+def name(run: Run) -> str:
+    """The run's name, else its folder's."""
+    return str(run.about.get("name") or run.config.get("name") or run.path.resolve().name)
+
+
+def entropies(run: Run) -> dict[str, float]:
+    """Entropies of the validation data by label, where they are known."""
+    data = section(run.about, "data")
+    found = {label: data.get(f"val_{label}_entropy") for label in ("unigram", "bigram")}
+    known = {k: v for k, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+    return {f"{label} entropy": float(value) for label, value in known.items()}
+
+
+def head(run: Run, checks: Checks) -> str:
+    """Name, verdict and where the first disagreement came from."""
+    tone, mark, label = BADGES[checks.verdict]
+    return (
+        '<header class="head">\n<div><p class="eyebrow">Lockstep training report</p>'
+        f"<h1>{esc(name(run))}</h1></div>\n"
+        f'<div class="verdict {tone}"><p class="badge"><span aria-hidden="true">{mark}</span> {label}</p>'
+        f"<p>{_verdict_sentence(checks)}</p></div>\n</header>"
+    )
+
+
+def _verdict_sentence(checks: Checks) -> str:
+    if checks.verdict == "not_checked":
+        return "No step of this run was checked against the reference."
+    shares = [f"{checks.counts[v]} {DISPLAY.get(v, v)}" for v in VERDICTS if checks.counts[v]]
+    total = f"{plural(len(checks.lines), 'check')}: {', '.join(shares)}."
+    if checks.first_bad_step is None:
+        return total
+    origin = checks.origin or {}
+    parts = [f"First at <b>step {checks.first_bad_step:,}</b>"]
+    if origin:
+        layer = origin.get("layer")
+        where = [str(origin.get("phase", "")), "" if layer is None else f"layer {layer}"]
+        parts.append(
+            f", in stage <b>{esc(origin.get('stage', '?'))}</b> at <code>{esc(origin.get('tap', '?'))}</code>"
+            f" ({esc(', '.join(w for w in where if w))})"
+        )
+    return "".join(parts) + f". <br>{total}"
+
+
+def facts(run: Run) -> str:
+    """The run in numbers, and what it ran on."""
+    first, last = run.records[0], run.records[-1]
+    planned = section(run.config, "train").get("steps")
+    tokens = sum(int(r["tokens"]) for r in run.records if isinstance(r.get("tokens"), int))
+    seconds = sum(s for _, s in field(run.records, "seconds") if math.isfinite(s))
+    speeds = [v for _, v in field(run.records, "tokens_per_second") if math.isfinite(v)]
+    validation = metric(run.records, "val/loss")
+    tiles = [
+        ("Steps", f"{last['step']:,}", f"of {planned:,} planned" if isinstance(planned, int) else ""),
+        ("Tokens", count(tokens), f"{tokens:,}" if tokens >= 10_000 else ""),
+        ("Training loss", number(float(last["loss"])), f"from {number(float(first['loss']))}, last step"),
+        (
+            "Validation loss",
+            number(validation[-1][1]) if validation else "—",
+            " · ".join(f"{k.removesuffix(' entropy')} {number(v, 3)}" for k, v in entropies(run).items())
+            or (f"step {validation[-1][0]:,}" if validation else "never due"),
+        ),
+        (
+            "Tokens/s",
+            count(statistics.median(speeds)) if speeds else "—",
+            f"median; {_duration(seconds)} in steps",
+        ),
+        _parameters(run),
+    ]
+    boxes = "".join(
+        f'<div class="tile"><dt>{esc(label)}</dt><dd>{esc(value)}<small>{esc(beside)}</small></dd></div>'
+        for label, value, beside in tiles
+    )
+    return f'<dl class="tiles">{boxes}</dl>\n<dl class="about">{_about(run)}</dl>'
+
+
+def _parameters(run: Run) -> tuple[str, str, str]:
+    value = run.about.get("parameters")
+    if not isinstance(value, int):
+        return "Parameters", "—", ""
+    model = section(run.config, "model")
+    shape = [f"{model[k]} {k}" for k in ("layers",) if k in model]
+    shape += [f"width {model['hidden']}"] if "hidden" in model else []
+    return "Parameters", count(value), ", ".join(shape) or f"{value:,}"
+
+
+def _about(run: Run) -> str:
+    data, hardware = section(run.about, "data"), section(run.about, "hardware")
+    device = next((hardware[k] for k in ("device", "gpu", "name", "cpu") if hardware.get(k)), None)
+    precision = section(run.config, "precision").get("policy")
+    plain = {k: v for k, v in hardware.items() if isinstance(v, str | int | float)}
+    rest = {k: v for k, v in plain.items() if v != device}
+    items = [
+        ("Device", device),
+        ("Hardware", ", ".join(f"{k} {v}" for k, v in rest.items())),
+        ("Backend", " · ".join(str(x) for x in (run.about.get("backend"), precision) if x)),
+        ("Versions", ", ".join(f"{k} {v}" for k, v in section(run.about, "versions").items())),
+        ("Git commit", _short(run.about.get("git_commit"))),
+        ("Dataset", " · ".join(str(x) for x in (data.get("path"), _short(data.get("fingerprint"))) if x)),
+        ("Tokenizer", _short(data.get("tokenizer_fingerprint"))),
+        ("Weights & Biases", run.about.get("wandb_id")),
+        ("Created", run.about.get("created")),
+    ]
+    return "".join(f"<div><dt>{esc(k)}</dt><dd>{esc(v)}</dd></div>" for k, v in items if v)
+
+
+def _short(value: object) -> str:
+    text = str(value or "")
+    return text if len(text) <= 16 else f"{text[:12]}…"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def notes(items: Sequence[str]) -> str:
+    """What a reader should know about the files, if anything."""
+    if not items:
+        return ""
+    return '<aside class="notes" aria-label="Notes on the files"><ul>' + _list(items) + "</ul></aside>"
+
+
+def _list(items: Iterable[str]) -> str:
+    return "".join(f"<li>{esc(item)}</li>" for item in items)
+
+
+def chart_frames(specs: Sequence[Mapping[str, Any]], checks: Checks) -> str:
+    """An empty frame for each chart, with its text alternative; the page's script draws into it."""
+    frames = []
+    for spec in specs:
+        summary = spec["summary"]
+        if spec["id"] == "loss" and checks.lines:
+            shares = ", ".join(f"{n} {DISPLAY.get(v, v)}" for v, n in checks.counts.items())
+            summary += f" Parity checks: {shares}."
+        unit = f' <span class="unit">{esc(spec["unit"])}</span>' if spec["unit"] else ""
+        frames.append(
+            f'<figure class="chart" id="chart-{esc(spec["id"])}"><figcaption>'
+            f"<h3>{esc(spec['title'])}{unit}</h3>"
+            f'<div class="legend"></div></figcaption>'
+            f'<div class="plot" role="img" aria-label="{esc(summary)}"></div></figure>'
+        )
+    return (
+        f"{_opening('curves', 'Curves')}"
+        '<p class="hint">One step axis. Move over a chart to read it, click to pin the step, '
+        "arrow keys to walk.</p></div>"
+        '<noscript><p class="notes">Charts and heatmap are drawn by the script in this page.</p></noscript>'
+        '<div id="charts" tabindex="0" role="group" aria-label="Charts by step">'
+        f"{''.join(frames)}</div></section>"
+    )
+
+
+def heat_frame(heat: Mapping[str, Any] | None, checks: Checks) -> str:
+    """The frame of the heatmap and its controls."""
+    opening = _opening("parity", "Parity with the reference")
+    if heat is None:
+        text = "Nothing was compared with the reference." if checks.lines else "No step was checked."
+        return f'{opening}</div><p class="hint">{text}</p></section>'
+    bad = sum(1 for _, verdict, _ in checks.lines if verdict == "disagreed")
+    summary = (
+        f"Heatmap of {plural(len(heat['rows']), 'tap')} by {plural(len(heat['steps']), 'checked step')}; "
+        f"{plural(bad, 'check')} disagreed. The table below names the worst finding of each stage."
+    )
+    return (
+        f'{opening}<p class="hint">Rows are taps in the order of the chain, columns are checked steps; '
+        "a heavy outline marks what broke its bound.</p></div>"
+        '<div class="controls"><label>Colour <select id="heat-measure"></select></label>'
+        "<label>Filter "
+        '<input id="heat-filter" type="search" placeholder="blocks.3 rope" spellcheck="false"></label>'
+        '<label class="check"><input id="heat-worst" type="checkbox">'
+        " only the worst of each layer or stage</label>"
+        '<span id="heat-count" class="hint" aria-live="polite"></span></div>'
+        f'<div id="heat" role="img" aria-label="{esc(summary)}"><div id="heat-steps"></div>'
+        '<div id="heat-scroll" tabindex="0"><div id="heat-body"><canvas></canvas></div></div></div>'
+        '<div id="heat-legend"></div></section>'
+    )
+
+
+def stages(checks: Checks) -> str:
+    """The worst finding of each stage over all checks: origin, what else broke, the rest; in chain order."""
+    if not checks.stages:
+        return ""
+    origin = (checks.origin or {}).get("stage")
+    # Stages are met in the order of the chain, and sorting is stable.
+    found = sorted(checks.stages.items(), key=lambda item: (item[0] != origin, item[1].worst.ok))
+    heads = (
+        ("Stage", ""),
+        ("Worst finding", ""),
+        ("Step", "n"),
+        ("Measure", ""),
+        ("Value", "n"),
+        ("Bound", "n"),
+        ("Basis of the bound", ""),
+        ("Broken in", "n"),
+    )
+    header = "".join(f'<th scope="col" class="{tone}">{label}</th>' for label, tone in heads)
+    rows = "".join(_stage_row(stage, stage_id == origin) for stage_id, stage in found)
+    return (
+        f"{_opening('stages', 'Worst finding of each stage')}"
+        '<p class="hint">Over all checks: the origin, then what else broke, then the rest, '
+        "in the order of the chain.</p></div>"
+        f'<div class="scroll"><table><thead><tr>{header}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _stage_row(stage: StageSummary, is_origin: bool) -> str:
+    worst = stage.worst
+    key, measure = worst.key, worst.measure
+    layer = "" if key.layer is None else f", layer {key.layer}"
+    where = f"{key.phase}, {key.scope.replace('_', ' ')}{layer}"
+    if measure is None:
+        cells = '<td colspan="3">nothing compared</td><td></td>'
+    else:
+        basis = measure.basis + (f" ({worst.note})" if worst.note else "")
+        cells = (
+            f'<td>{esc(measure.name.replace("_", " "))}</td><td class="n"><b>{number(measure.value)}</b></td>'
+            f'<td class="n">{_interval(measure.low, measure.high)}</td><td class="basis">{esc(basis)}</td>'
+        )
+    mark = "✓" if worst.ok else "✕"
+    since = f"<small>first at step {stage.first_broken:,}</small>" if stage.first_broken is not None else ""
+    tone = "good" if worst.ok else "bad"
+    origin = '<span class="origin">origin</span>' if is_origin else ""
+    spoken = "ok" if worst.ok else "broken"
+    tap, scope = (quote(text, errors="replace") for text in (key.tap, key.scope))
+    link = f"#step={worst.step}&tap={tap}&scope={scope}"
+    return (
+        f'<tr class="{tone}"><th scope="row"><span class="mark" aria-label="{spoken}">{mark}</span> '
+        f'{esc(key.stage)}{origin}</th><td><a href="{esc(link)}"><code>{esc(key.tap)}</code></a>'
+        f'<small>{esc(where)}</small></td><td class="n">{worst.step:,}</td>{cells}'
+        f'<td class="n">{len(stage.broken)} of {len(stage.checks)}{since}</td></tr>'
+    )
+
+
+def _opening(anchor: str, title: str) -> str:
+    return f'<section aria-labelledby="{anchor}"><div class="title"><h2 id="{anchor}">{title}</h2>'
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    if low is not None and high is not None:
+        return f"{number(low)} to {number(high)}"
+    if high is not None:
+        return f"≤ {number(high)}"
+    return f"≥ {number(low)}" if low is not None else "none"
+
+
+def not_covered(checks: Checks) -> str:
+    """What the verdict does not speak of: things not compared, and checks that were skipped."""
+    if not checks.lines:
+        return ""
+    items = [f"{what} ({plural(n, 'check')})" for what, n in checks.not_covered.items()]
+    items += [f"skipped: {reason} ({plural(n, 'check')})" for reason, n in checks.reasons.items()]
+    text = f'<ul class="plain">{_list(items)}</ul>' if items else '<p class="hint">Nothing was left out.</p>'
+    return f"{_opening('uncovered', 'Not covered')}</div>{text}</section>"
+
+
+def sample(run: Run) -> str:
+    """The last text that the model wrote."""
+    written = [(r["step"], r["sample"]) for r in run.records if r.get("sample")]
+    if not written:
+        return ""
+    step, text = written[-1]
+    return (
+        f"{_opening('sample', 'Last sample')}"
+        f'<p class="hint">Step {step:,}</p></div><pre class="sample" dir="auto">{esc(text)}</pre></section>'
+    )
+
+
+def config(run: Run) -> str:
+    """The resolved configuration, folded."""
+    if not run.config_text:
+        return ""
+    folded = f"<summary>Resolved configuration</summary><pre>{esc(run.config_text)}</pre>"
+    return f"<section><details>{folded}</details></section>"

@@ -1,0 +1,50 @@
+"""The data of a run: its batches by step, and its validation batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.backend import Batch
+from core.config import RunConfig
+from core.data.batches import eval_batches, train_batch
+from core.data.dataset import TokenDataset
+from core.data.sampler import BlockSampler
+from core.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A data set as one run reads it. A batch is a function of the step alone."""
+
+    config: RunConfig
+    dataset: TokenDataset
+    sampler: BlockSampler
+    validation: list[Batch]
+
+    @classmethod
+    def open(cls, config: RunConfig) -> RunData:
+        """Open and verify the data of a run. Raises UserError if it is missing, damaged, or does not fit the run."""
+        data, train = config.data, config.train
+        limit = int(data.memory_limit_gib * 2**30) or None
+        dataset = TokenDataset.open(data.path, memory_limit_bytes=limit)
+        if dataset.vocab_size > config.model.vocab_size:
+            raise UserError(
+                f"model.vocab_size = {config.model.vocab_size} does not cover the tokenizer of {data.path}, "
+                f"which has {dataset.vocab_size} tokens"
+            )
+        split = dataset.split("train")
+        if split.num_tokens <= train.sequence_length:
+            raise UserError(
+                f"{data.path} has {split.num_tokens} training tokens, "
+                f"fewer than one sequence of {train.sequence_length} and its target"
+            )
+        validation = eval_batches(
+            dataset.split("val"), train.micro_batch_size, train.sequence_length, config.eval.batches
+        )
+        return cls(config, dataset, BlockSampler(data.seed, split.num_tokens, train.sequence_length), validation)
+
+    def batch(self, step: int) -> Batch:
+        """The batch of optimizer step `step`, from 1."""
+        train = self.config.train
+        first = (step - 1) * train.batch_size * train.sequence_length
+        return train_batch(self.dataset.split("train"), self.sampler, first, train.batch_size, train.sequence_length)

@@ -1,0 +1,32 @@
+"""Records and checks as lines of the run directory."""
+
+from __future__ import annotations
+
+from core.backend import StepRecord
+from core.parity.verdict import SCHEMA, Check
+from core.run import RunDir
+
+
+class JsonlSink:
+    """Appends to records.jsonl and parity.jsonl. The run directory is not closed with the sink."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+
+    def record(self, record: StepRecord) -> None:
+        """A line of records.jsonl."""
+        self._run.append_record(record)
+
+    def check(self, check: Check) -> None:
+        """A line of parity.jsonl."""
+        self._run.append_check(check.to_json())
+
+    def skipped(self, step: int, reason: str) -> None:
+        """A line of parity.jsonl that says why there is no verdict."""
+        self._run.append_check({"schema": SCHEMA, "step": step, "verdict": "skipped", "reason": reason})
+
+    def note(self, text: str) -> None:
+        """Nothing: notes are for people who watch."""
+
+    def close(self) -> None:
+        """Nothing: the lines are written already."""

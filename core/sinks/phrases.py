@@ -1,0 +1,98 @@
+"""Numbers in the words of a progress line. Pure functions of what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from core.backend import StepRecord
+from core.parity.verdict import Check
+
+
+def count(value: float) -> str:
+    """Three significant digits with k, M, G: 6600 → 6.60k."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{_three(value / limit)}{unit}"
+    return _three(value)
+
+
+def duration(seconds: float) -> str:
+    """2h 05m, 3m 20s, 12s."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    if whole >= 60:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole}s"
+
+
+def measures(record: StepRecord, val_loss: float | None, mfu: Mapping[str, float]) -> list[str]:
+    """What a step says of itself, in the order of the progress line. `val_loss` is the last one known."""
+    parts = [f"loss {record.loss:.4f}"]
+    if val_loss is not None:
+        parts.append(f"val {val_loss:.4f}")
+    parts += [f"lr {record.lr:.2e}", f"grad {record.grad_norm:.3g}", f"{count(record.tokens_per_second)} tok/s"]
+    if mfu:
+        parts.append("MFU " + " ".join(f"{kind} {share:.1%}" for kind, share in mfu.items()))
+    return parts
+
+
+def verdicts(agreed: int, judged: int, skipped: int) -> str:
+    """`parity 3/3 agreed`, `parity 2/3 agreed, 1 skipped`; empty if no check was due yet."""
+    parts = [f"parity {agreed}/{judged} agreed"] if judged else []
+    if skipped:
+        parts.append(f"{skipped} skipped" if judged else f"parity {skipped} skipped")
+    return ", ".join(parts)
+
+
+def check_line(check: Check) -> str:
+    """The verdict of one checked step, with the origin or the worst measure and its bound."""
+    head = f"step {check.step}: parity {check.verdict.replace('_', ' ')}"
+    finding = check.origin or check.worst
+    if finding is None:
+        return f"{head}: nothing was compared" + (f" ({check.not_covered[0]}, …)" if check.not_covered else "")
+    where = f"{finding.stage} at {finding.tap}" if finding.tap != finding.stage else finding.stage
+    kind = "origin" if check.origin else "worst of " + _findings(check)
+    if not finding.measures:
+        return f"{head}; {kind}: {where}, nothing was compared"
+    m = finding.worst
+    return f"{head}; {kind}: {where}, {m.name.replace('_', ' ')} {m.value:.3g} ({bounds(m.low, m.high)})"
+
+
+def bounds(low: float | None, high: float | None) -> str:
+    """An interval in words, as it stands in a verdict."""
+    if low is None and high is None:
+        return "no bound"
+    if low is None:
+        return f"≤ {high:.3g}"
+    if high is None:
+        return f"≥ {low:.3g}"
+    return f"{low:.3g} … {high:.3g}"
+
+
+def metric_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
+    """Lines for what was measured besides the step itself: validation, and the FP32 recomputation of the loss."""
+    lines = []
+    if "val/loss" in metrics:
+        top1 = f", top-1 {metrics['val/top1']:.1%}" if "val/top1" in metrics else ""
+        lines.append(f"step {step}: validation loss {metrics['val/loss']:.4f}{top1}")
+    if "fp32/loss" in metrics:
+        difference = f", training precision {metrics['fp32/difference']:+.1e}" if "fp32/difference" in metrics else ""
+        lines.append(f"step {step}: loss in FP32 {metrics['fp32/loss']:.4f}{difference}")
+    return lines
+
+
+def time_left(seconds: Sequence[float], steps: int) -> str:
+    """What `steps` more will take at the median pace of `seconds`, the wall times of the last steps."""
+    if not seconds or not steps:
+        return ""
+    return f"{duration(sorted(seconds)[len(seconds) // 2] * steps)} left"
+
+
+def _findings(check: Check) -> str:
+    total = len(check.findings)
+    return f"{total} finding" + ("s" if total != 1 else "")
+
+
+def _three(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"

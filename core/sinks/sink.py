@@ -1,0 +1,32 @@
+"""What a destination of records must offer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from core.backend import StepRecord
+from core.parity.verdict import Check
+
+
+class Sink(Protocol):
+    """Takes what the loop yields, in the order in which it happens. Checks may come some steps late."""
+
+    def record(self, record: StepRecord) -> None:
+        """One optimizer step is done."""
+        ...
+
+    def check(self, check: Check) -> None:
+        """One checked step has its findings."""
+        ...
+
+    def skipped(self, step: int, reason: str) -> None:
+        """A check that was due at `step` did not take place."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something for the reader, in plain words."""
+        ...
+
+    def close(self) -> None:
+        """No more will come; a second call does nothing."""
+        ...

@@ -1,0 +1,70 @@
+"""Tables that a run prints at its start, from plain rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """One parameter group. lr_factor: its learning rate / the run's. precision: what its products are computed in."""
+
+    group: str
+    parameters: int
+    lr_factor: float
+    weight_decay: float
+    precision: str
+
+
+def table(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Any rows under `headers`; numbers stand right. Raises ValueError if a row has another number of cells."""
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [list(row) for row in rows]
+    drawn = Table(title=title, title_justify="left", title_style="bold")
+    for i, header in enumerate(headers):
+        numeric = bool(cells) and all(isinstance(row[i], int | float) for row in cells if i < len(row))
+        drawn.add_column(header, justify="right" if numeric else "left")
+    for row in cells:
+        if len(row) != len(headers):
+            raise ValueError(f"{len(row)} cells under {len(headers)} headers: {row}")
+        drawn.add_row(*(Text(_cell(value)) for value in row))
+    return drawn
+
+
+def parameter_groups(rows: Sequence[GroupRow]) -> Table:
+    """Group, parameters, learning-rate factor, weight decay and precision, with the sum in the last row."""
+    drawn = table(
+        f"Parameters: {sum(row.parameters for row in rows):,}",
+        ("group", "parameters", "lr ×", "decay", "precision"),
+        [(row.group, row.parameters, row.lr_factor, row.weight_decay, row.precision) for row in rows],
+    )
+    return drawn
+
+
+def losses_to_know(vocab_size: int, entropies: Mapping[str, float]) -> Table:
+    """What a loss means on this data: the uniform guess, then each entropy (`unigram`, `bigram`), all in nats."""
+    nats = {"uniform guess": math.log(vocab_size), **entropies}
+    return table(
+        "Losses to compare with",
+        ("a model that knows", "loss (nats)", "perplexity"),
+        [(name, round(value, 4), round(math.exp(value), 1)) for name, value in nats.items()],
+    )
+
+
+def facts(title: str, values: Mapping[str, object]) -> Table:
+    """Names and values: what is in force, versions, hardware."""
+    return table(title, ("", ""), list(values.items()))
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,104 @@
+"""Weights & Biases, offline or online. Never imported by a run that does not use it; never the reason why one stops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from core.backend import StepRecord
+from core.errors import UserError
+from core.parity.verdict import Check
+from core.run import RunDir
+
+# The x axis is a value of our own, not W&B's counter: that one only goes up, so a run that resumes from an earlier
+# step, or a check that comes some steps late, would be dropped.
+STEP = "step"
+
+
+class WandbSink:
+    """Logs to the W&B run whose id stands in run.json, so that a resumed run goes on in the same one.
+
+    warn: told once if logging fails; training goes on without it.
+    Raises UserError if wandb is not installed, or the run cannot be opened (no login, no network).
+    """
+
+    def __init__(self, run: RunDir, warn: Callable[[str], None]) -> None:
+        mode = run.config.log.wandb
+        if mode == "disabled":
+            raise ValueError("log.wandb is disabled: make no WandbSink")
+        try:
+            import wandb
+        except ImportError:
+            raise UserError(
+                f"log.wandb = {mode} needs wandb, which is not installed: pip install 'lockstep[wandb]'"
+            ) from None
+        self._warn = warn
+        self._broken = False
+        identity = run.info.get("wandb_id")
+        try:
+            self._run: Any = wandb.init(
+                project=run.config.log.wandb_project,
+                name=run.config.name,
+                id=identity,
+                resume="allow",
+                dir=str(run.path),
+                mode=mode,
+                config=run.config.model_dump(),
+                settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+            )
+        except Exception as error:  # whatever it is, the user must know before hours are spent
+            raise UserError(f"log.wandb = {mode}: Weights & Biases did not start: {error}") from error
+        if self._run.id != identity:
+            run.update_info(wandb_id=self._run.id)
+        self._try(lambda: self._run.define_metric(STEP))
+        self._try(lambda: self._run.define_metric("*", step_metric=STEP))
+
+    def record(self, record: StepRecord) -> None:
+        """Log the step's numbers under `train/`, the others under their own names."""
+        values: dict[str, Any] = {
+            STEP: record.step,
+            "train/loss": record.loss,
+            "train/lr": record.lr,
+            "train/grad_norm": record.grad_norm,
+            "train/clip_coefficient": record.clip_coefficient,
+            "train/tokens_per_second": record.tokens_per_second,
+            **{f"mfu/{kind}": share for kind, share in record.mfu.items()},
+            **record.metrics,
+        }
+        if record.sample is not None:
+            values["sample"] = record.sample
+        self._log(values)
+
+    def check(self, check: Check) -> None:
+        """Log the verdict (1 agreed, 0 not) and how near the worst finding is to its bound (1 = at it)."""
+        values: dict[str, Any] = {STEP: check.step, "parity/agreed": int(check.verdict == "agreed")}
+        worst = check.worst
+        if worst is not None and worst.measures and math.isfinite(worst.worst.strain):
+            values["parity/worst_strain"] = worst.worst.strain
+        self._log(values)
+
+    def skipped(self, step: int, reason: str) -> None:
+        """Log that a check did not take place."""
+        self._log({STEP: step, "parity/skipped": 1})
+
+    def note(self, text: str) -> None:
+        """Nothing: W&B keeps numbers."""
+
+    def close(self) -> None:
+        """Finish the W&B run; a second call does nothing."""
+        if self._run is not None:
+            self._try(self._run.finish)
+            self._run = None
+
+    def _log(self, values: dict[str, Any]) -> None:
+        if not self._broken and self._run is not None:
+            self._try(lambda: self._run.log(values))
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # a dashboard must not end a run
+            if not self._broken:
+                self._warn(f"Weights & Biases failed and is left out from here on: {error}")
+            self._broken = True

@@ -1,0 +1,242 @@
+"""The reference behind the seam of core/backend.py: the same step as torch_backend/session.py, in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array
+
+from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
+from core.config import RunConfig
+from core.init import init_parameters
+from core.metrics import norms_by_group
+from core.names import check_state, parameter_shapes, tap_names
+from core.schedule import learning_rate
+from jax_backend.model import Llama
+from jax_backend.optim import Tree, clip_coefficient, decayed_and_move, global_norm, update_moments
+from jax_backend.precision import POLICIES, Policy
+from jax_backend.stages import in_stream, stage_functions
+
+
+class JaxSession:
+    """One run in JAX: parameters and moments are flat dicts by canonical name, programs are jitted pure functions."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.policy: Policy = replace(
+            POLICIES[config.precision.policy], kernel="cuda" if config.device == "cuda" else "cpu"
+        )
+        self.steps_done = 0
+        self.graph, abstract = nnx.split(nnx.eval_shape(partial(Llama, config.model)))
+        self._paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(abstract)}
+        self.params = self._arrays(init_parameters(config.model, config.seed))
+        self.moments = {
+            kind: {n: jnp.zeros_like(p) for n, p in self.params.items()} for kind in ("exp_avg", "exp_avg_sq")
+        }
+        self._micro_gradients = jax.jit(jax.value_and_grad(self.micro_loss, has_aux=True))
+        self._add = jax.jit(partial(jax.tree.map, jnp.add))
+        self._norm = jax.jit(global_norm)
+        self._leaf_norms = jax.jit(partial(jax.tree.map, lambda x: jnp.linalg.norm(x.ravel())))
+        self._move = jax.jit(self.move)
+        self._observe = jax.jit(self.observed, static_argnames="taps")
+        self._stages = {name: jax.jit(f) for name, f in stage_functions(config.model, self.policy).items()}
+        self._scores = jax.jit(self.scores, static_argnames="policy")
+
+    def state(self) -> State:
+        """A copy of weights, moments and step count."""
+        return State(
+            self.steps_done,
+            {name: np.array(p) for name, p in self.params.items()},
+            {kind: {name: np.array(m) for name, m in by_name.items()} for kind, by_name in self.moments.items()},
+        )
+
+    def load(self, state: State) -> None:
+        """Take over a canonical state. Raises ValueError if names or shapes are not this model's."""
+        check_state(self.config.model, state)
+        self.params = self._arrays(state.params)
+        self.moments = {kind: self._arrays(state.optimizer[kind]) for kind in self.moments}
+        self.steps_done = state.step
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group."""
+        loss, _, grads = self.accumulate(batch)
+        norm = self._norm(grads)
+        coefficient = clip_coefficient(self.config.optim, norm)
+        lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
+        params, moments = self.update(self.params, self.moments, grads, coefficient, self.steps_done, lr)
+        metrics = {}
+        if norms:
+            updates = jax.tree.map(jnp.subtract, params, self.params)
+            metrics = norms_by_group(
+                *({n: float(v) for n, v in self._leaf_norms(t).items()} for t in (grads, self.params, updates))
+            )
+        self.params, self.moments = params, moments
+        self.steps_done += 1
+        return StepRecord(
+            step=self.steps_done,
+            loss=float(loss),
+            loss_weight=float(batch.weights.sum(dtype=np.float64)),
+            lr=lr,
+            grad_norm=float(norm),
+            clip_coefficient=float(coefficient),
+            digest=batch.digest(),
+            tokens=batch.targets.size,
+            metrics=metrics,
+        )
+
+    def gradients(self, batch: Batch) -> Gradients:
+        """Per-token NLL, loss and accumulated gradients of `batch`; the state is left as it was."""
+        loss, nll, grads = self.accumulate(batch)
+        return Gradients(
+            np.concatenate([np.array(n) for n in nll]), float(loss), {name: np.array(g) for name, g in grads.items()}
+        )
+
+    def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
+        """Forward values of the named taps. Raises NotSupported for an unknown tap."""
+        unknown = sorted(set(taps) - set(tap_names(self.config.model)))
+        if unknown:
+            raise NotSupported(f"no such tap: {', '.join(unknown)}")
+        seen = self._observe(self.params, batch.tokens, batch.targets, taps=tuple(taps))
+        return {name: np.array(value) for name, value in seen.items()}
+
+    def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
+        """Execute one forward stage, or `update`, on the given inputs; the output is under `out`, or as `update` says.
+
+        `update` takes `step` (steps done), `coefficient`, `lr`, and by prefix `params/`, `grads/`, `exp_avg/`,
+        `exp_avg_sq/`; it gives the new `params/`, `exp_avg/`, `exp_avg_sq/`. Raises NotSupported for a stage that it
+        does not know.
+        """
+        if stage == "update":
+            return self._run_update(inputs)
+        if stage not in self._stages:
+            raise NotSupported(f"no such stage: {stage}")
+        return {"out": np.array(self._stages[stage](in_stream(inputs, self.policy)))}
+
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
+        """Per-token `nll` and `top1` of `batch`, under the run's policy or a named one."""
+        nll, top1 = self._scores(self.params, batch.tokens, batch.targets, policy=policy or self.policy.name)
+        return {"nll": np.array(nll), "top1": np.array(top1)}
+
+    def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length."""
+        padded = np.zeros((1, self.config.train.sequence_length), np.int32)
+        padded[0, : len(tokens)] = tokens
+        last = self._observe(self.params, padded, padded, taps=("logits",))["logits"]
+        return np.array(last[0, len(tokens) - 1])
+
+    def close(self) -> None:
+        """Nothing is held beyond the object itself."""
+
+    def model(self, params: Tree) -> Llama:
+        """The module with these parameters."""
+        flat = [(self._paths[name], nnx.Param(p)) for name, p in params.items()]
+        model: Llama = nnx.merge(self.graph, nnx.from_flat_state(flat))
+        return model
+
+    def accumulate(self, batch: Batch) -> tuple[Array, list[Array], Tree]:
+        """Loss, per-token NLL of each micro-batch, and gradients accumulated in order, weighted by tokens."""
+        total = jnp.asarray(batch.weights.sum(dtype=np.float64), self.policy.stream)
+        loss, nll, grads = jnp.zeros((), self.policy.stream), [], None
+        for micro in batch.micro_batches(self.config.train.micro_batch_size):
+            weights = jnp.asarray(micro.weights, self.policy.stream)
+            (part, micro_nll), micro_grads = self._micro_gradients(
+                self.params, micro.tokens, micro.targets, weights, total
+            )
+            grads = micro_grads if grads is None else self._add(grads, micro_grads)
+            loss += part
+            nll.append(micro_nll)
+        assert grads is not None
+        return loss, nll, grads
+
+    def micro_loss(
+        self, params: Tree, tokens: Array, targets: Array, weights: Array, total: Array
+    ) -> tuple[Array, Array]:
+        """Σ weight·nll / total of one micro-batch, and its per-token nll (B, S)."""
+        nll = self.model(params)(tokens, targets, self.policy)
+        return (nll * weights).sum() / total, nll
+
+    def update(
+        self, params: Tree, moments: dict[str, Tree], grads: Tree, coefficient: Array, step: int, lr: float
+    ) -> tuple[Tree, dict[str, Tree]]:
+        """Clip, then AdamW: new weights and moments. `step` is the number of steps done before this one."""
+        kept, move, moments = self._move(
+            params, moments, grads, coefficient, jnp.asarray(step + 1), jnp.asarray(lr, jnp.float64)
+        )
+        return self._add(kept, move), moments
+
+    def move(
+        self, params: Tree, moments: dict[str, Tree], grads: Tree, coefficient: Array, step: Array, lr: Array
+    ) -> tuple[Tree, Tree, dict[str, Tree]]:
+        """Everything of the update but its last addition."""
+        clipped = jax.tree.map(lambda g: g * coefficient.astype(g.dtype), grads)
+        exp_avg, exp_avg_sq = update_moments(self.config.optim, clipped, moments["exp_avg"], moments["exp_avg_sq"])
+        kept, move = decayed_and_move(self.config.optim, params, exp_avg, exp_avg_sq, step, lr)
+        return kept, move, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    def observed(self, params: Tree, tokens: Array, targets: Array, taps: tuple[str, ...]) -> Tree:
+        """Forward values of the named taps, as a pure function."""
+        seen: Tree = {}
+
+        def record(name: str, value: Array) -> Array:
+            if name in taps:
+                seen[name] = value
+            return value
+
+        self.model(params)(tokens, targets, self.policy, record)
+        return seen
+
+    def scores(self, params: Tree, tokens: Array, targets: Array, policy: str) -> tuple[Array, Array]:
+        """Per-token nll (B, S), and whether the likeliest token is the target (B, S)."""
+        seen: Tree = {}
+
+        def record(name: str, value: Array) -> Array:
+            if name == "logits":
+                seen[name] = value
+            return value
+
+        nll = self.model(params)(tokens, targets, POLICIES[policy], record)
+        return nll, seen["logits"].argmax(-1) == targets
+
+    def _run_update(self, inputs: Arrays) -> Arrays:
+        def under(prefix: str) -> Tree:
+            names = parameter_shapes(self.config.model)
+            return {n: jnp.asarray(inputs[f"{prefix}/{n}"], self.policy.stream) for n in names}
+
+        moments = {kind: under(kind) for kind in self.moments}
+        coefficient = jnp.asarray(inputs["coefficient"])
+        new, after = self.update(
+            under("params"), moments, under("grads"), coefficient, int(inputs["step"]), float(inputs["lr"])
+        )
+        out = {f"params/{n}": np.array(p) for n, p in new.items()}
+        return out | {f"{kind}/{n}": np.array(m) for kind, tree in after.items() for n, m in tree.items()}
+
+    def _arrays(self, params: Mapping[str, np.ndarray]) -> Tree:
+        return {name: jnp.asarray(params[name], self.policy.stream) for name in self._paths}
+
+
+class JaxBackend:
+    """Opens `JaxSession`s."""
+
+    name = "jax"
+
+    def open(self, config: RunConfig) -> JaxSession:
+        """A session at the initial weights of `config`."""
+        return JaxSession(config)
+
+    def describe(self, config: RunConfig) -> Mapping[str, Any]:
+        """Versions, device and what is in force."""
+        return {
+            "backend": self.name,
+            "versions": {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__},
+            "device": jax.devices()[0].device_kind,
+            "in_force": {"program": "jax.jit", "attention": "written out", "optimizer": "optax.scale_by_adam"},
+        }

@@ -1,0 +1,65 @@
+"""Every stage of the forward chain as a function of its own inputs, so that the reference can judge one stage alone.
+
+Input and output names are those of core/parity/stages.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from core.config import ModelConfig
+from jax_backend.attention import attention
+from jax_backend.model import expand, negative_log_likelihood, rms_norm, rope_tables, rotate, swiglu
+from jax_backend.precision import Policy, head, linear
+
+Inputs = Mapping[str, Array]
+StageFunction = Callable[[Inputs], Array]
+
+
+def stage_functions(config: ModelConfig, policy: Policy) -> dict[str, StageFunction]:
+    """Stage id → function of its inputs, under one policy."""
+
+    def by_heads(x: Array, heads: int) -> Array:
+        return x.reshape(*x.shape[:2], heads, config.head_dim)
+
+    def norm(inputs: Inputs) -> Array:
+        return rms_norm(inputs["x"], inputs["weight"], config.norm_eps)
+
+    def project(inputs: Inputs) -> Array:
+        return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy)
+
+    def rope(inputs: Inputs, heads: int) -> Array:
+        cos, sin = rope_tables(inputs["x"].shape[1], config.head_dim, config.rope_theta)
+        return rotate(by_heads(inputs["x"], heads), (cos.astype(policy.stream), sin.astype(policy.stream)))
+
+    def attend(inputs: Inputs) -> Array:
+        k = expand(inputs["k"], config.heads)
+        v = expand(by_heads(inputs["v"], config.kv_heads), config.heads)
+        out = attention(inputs["q"], k, v, policy)
+        return out.reshape(*out.shape[:2], -1)
+
+    def add(inputs: Inputs) -> Array:
+        return inputs["x"] + inputs["y"]
+
+    return {
+        "embed": lambda inputs: inputs["weight"][inputs["tokens"]],
+        **dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), norm),
+        **dict.fromkeys(("q", "k", "v", "o_proj", "gate", "up", "down_proj"), project),
+        "q_rope": lambda inputs: rope(inputs, config.heads),
+        "k_rope": lambda inputs: rope(inputs, config.kv_heads),
+        "attn": attend,
+        **dict.fromkeys(("attn_residual", "mlp_residual"), add),
+        "act": lambda inputs: swiglu(inputs["gate"], inputs["up"]),
+        "logits": lambda inputs: head(inputs["x"], inputs["weight"], policy),
+        "nll": lambda inputs: negative_log_likelihood(inputs["logits"], inputs["targets"]),
+    }
+
+
+def in_stream(inputs: Mapping[str, np.ndarray], policy: Policy) -> dict[str, Array]:
+    """Floating inputs in the policy's stream dtype, integers as they are."""
+    arrays = {name: jnp.asarray(value) for name, value in inputs.items()}
+    return {n: a.astype(policy.stream) if jnp.issubdtype(a.dtype, jnp.floating) else a for n, a in arrays.items()}

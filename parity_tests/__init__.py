@@ -1,0 +1,1 @@
+"""Tests of every package, tests across backends, and the planted faults that prove the checks can fail."""

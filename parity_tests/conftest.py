@@ -1,0 +1,26 @@
+"""What must stand in the environment before torch and jax are loaded. pytest reads this file first."""
+
+import os
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+
+_DEFAULTS = {
+    # OpenMP's threads spin while they wait, by default; with two workers on the same cores that costs a factor.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "OMP_NUM_THREADS": "2",
+    "MKL_NUM_THREADS": "2",
+    "OPENBLAS_NUM_THREADS": "2",
+    "TOKENIZERS_PARALLELISM": "false",
+    # The reference is a CPU program here, also where there is a GPU.
+    "JAX_PLATFORMS": "cpu",
+    "TORCHINDUCTOR_CACHE_DIR": str(REPO / ".cache" / "inductor"),
+}
+
+for _name, _value in _DEFAULTS.items():
+    os.environ.setdefault(_name, _value)
+
+_late = sorted({"torch", "jax"} & set(sys.modules))
+if _late:
+    raise RuntimeError(f"{' and '.join(_late)} loaded before parity_tests/conftest.py could set the environment")

@@ -1,0 +1,309 @@
+"""Sinks: what they print and write, that they survive odd values, and that W&B never decides over a run."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from core.backend import StepRecord
+from core.config import LogConfig, RunConfig
+from core.errors import UserError
+from core.parity.verdict import Check, Finding, Measure
+from core.run import RunDir
+from core.sinks import phrases, tables
+from core.sinks.console import ConsoleSink
+from core.sinks.jsonl import JsonlSink
+from core.sinks.wandb import WandbSink
+from parity_tests.conftest import REPO
+
+
+def record(step: int, **changes) -> StepRecord:
+    values = {
+        "loss": 8.0 / step,
+        "loss_weight": 2.0,
+        "lr": 1e-3,
+        "grad_norm": 2.1,
+        "clip_coefficient": 0.5,
+        "seconds": 2.0,
+        "tokens_per_second": 6600.0,
+    }
+    return StepRecord(**{"step": step, "digest": "d", "tokens": 2, **values, **changes})
+
+
+def check(step: int, value: float = 1.0, compared: bool = True) -> Check:
+    measure = Measure("excess", value, 0.5, 2.0, "a test")
+    findings = (Finding("attn", "blocks.1.attn.out", "forward", 1, "local", (measure,), 10),)
+    return Check(step, findings if compared else (), ("logits: not exposed",))
+
+
+def shown(total: int, play, terminal: bool = False, done: int = 0) -> str:
+    text = io.StringIO()
+    sink = ConsoleSink(total, done, Console(file=text, force_terminal=terminal, width=400, color_system=None))
+    play(sink)
+    sink.close()
+    return text.getvalue()
+
+
+# Phrases
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(3.14159, "3.14"), (66, "66.0"), (999, "999"), (6600, "6.60k"), (78_800, "78.8k"), (1.2416e9, "1.24G")],
+)
+def test_count(value, text):
+    assert phrases.count(value) == text
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (3599.7, "1h 00m"), (200, "3m 20s"), (7500, "2h 05m")]
+)
+def test_duration(seconds, text):
+    assert phrases.duration(seconds) == text
+
+
+def test_time_left_is_the_median_pace():
+    assert phrases.time_left([2.0, 2.0, 90.0], 30) == "1m 00s left"
+    assert phrases.time_left([], 30) == "" and phrases.time_left([2.0], 0) == ""
+
+
+def test_verdicts():
+    assert phrases.verdicts(0, 0, 0) == ""
+    assert phrases.verdicts(3, 3, 0) == "parity 3/3 agreed"
+    assert phrases.verdicts(2, 3, 1) == "parity 2/3 agreed, 1 skipped"
+    assert phrases.verdicts(0, 0, 2) == "parity 2 skipped"
+
+
+def test_check_lines():
+    assert phrases.check_line(check(7)) == (
+        "step 7: parity agreed; worst of 1 finding: attn at blocks.1.attn.out, excess 1 (0.5 … 2)"
+    )
+    assert "parity disagreed; origin: attn at blocks.1.attn.out, excess 44 " in phrases.check_line(check(7, 44.0))
+    assert "could not: nothing was compared (logits: not exposed" in phrases.check_line(check(7, compared=False))
+    assert "excess nan" in phrases.check_line(check(7, math.nan))
+
+
+def test_an_empty_finding_has_a_line_too():
+    empty = Check(1, (Finding("attn", "attn", "forward", 1, "local", (), 0),), ())
+    assert phrases.check_line(empty) == "step 1: parity disagreed; origin: attn, nothing was compared"
+
+
+# Console
+
+
+def test_plain_lines_come_first_then_every_tenth_then_last():
+    lines = shown(200, lambda sink: [sink.record(record(step)) for step in range(1, 201)]).splitlines()
+    assert [int(line.split()[1].split("/")[0]) for line in lines] == [1, *range(20, 201, 20)]
+    assert lines[1] == "step 20/200 · loss 0.4000 · lr 1.00e-03 · grad 2.1 · 6.60k tok/s · 6m 00s left"
+
+
+def test_the_first_step_compiles_and_says_nothing_of_the_pace():
+    lines = shown(10, lambda sink: [sink.record(record(1, seconds=90.0)), sink.record(record(2))]).splitlines()
+    assert "left" not in lines[0] and lines[1].endswith("16s left")
+
+
+@pytest.mark.parametrize("total, printed", [(1, 1), (3, 3), (7, 7), (25, 14)])
+def test_short_runs_print_few_lines(total, printed):
+    lines = shown(total, lambda sink: [sink.record(record(step)) for step in range(1, total + 1)]).splitlines()
+    assert len(lines) == printed
+
+
+def test_a_run_that_was_cut_short_ends_with_its_last_step():
+    lines = shown(1000, lambda sink: [sink.record(record(step)) for step in range(1, 43)]).splitlines()
+    assert [line.split()[1] for line in lines] == ["1/1000", "42/1000"]
+
+
+def test_validation_parity_samples_and_notes_have_their_lines():
+    def play(sink):
+        sink.note("data: 3 shards")
+        sink.record(record(1, mfu={"6N": 0.376, "causal": 0.396}))
+        sink.record(record(2, metrics={"val/loss": 3.25, "val/top1": 0.5, "fp32/loss": 3.0, "fp32/difference": -2e-4}))
+        sink.check(check(2))
+        sink.skipped(3, "the queue was full")
+        sink.record(record(4, sample="The [bold]meaning[/bold] \n\x1b[31mof"))
+        sink.check(check(4, 3.0))
+
+    text = shown(4, play)
+    for line in (
+        "data: 3 shards",
+        "MFU 6N 37.6% causal 39.6%",
+        "step 2: validation loss 3.2500, top-1 50.0%",
+        "step 2: loss in FP32 3.0000, training precision -2.0e-04",
+        "step 2: parity agreed",
+        "step 3: parity check skipped: the queue was full",
+        "sample: 'The [bold]meaning[/bold] \\n\\x1b[31mof'",
+        "step 4: parity disagreed",
+        "val 3.2500",
+    ):
+        assert line in text
+    assert text.splitlines()[-1] == "parity 1/2 agreed, 1 skipped"
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+def test_odd_values_are_shown(value):
+    text = shown(1, lambda sink: sink.record(record(1, loss=value, grad_norm=value, tokens_per_second=0.0)))
+    assert f"loss {value:.4f}" in text
+
+
+def test_the_terminal_gets_a_bar_that_ends_as_a_line():
+    def play(sink):
+        for step in range(1, 6):
+            sink.record(record(step, metrics={"val/loss": 3.25} if step == 3 else {}))
+        sink.check(check(5))
+        sink._progress.refresh()
+
+    text = shown(5, play, terminal=True)
+    assert "5/5" in text and "loss 1.6000 · val 3.2500" in text and "parity 1/1 agreed" in text
+    assert "step 3: validation loss 3.2500" in text
+    assert "step 5/5 · loss 1.6000" in text
+
+
+def test_closing_twice_and_closing_without_a_record():
+    assert shown(5, lambda sink: sink.close()) == ""
+    assert shown(5, lambda sink: sink.close(), terminal=True).endswith("\x1b[2K"), "the bar stays on the screen"
+
+
+# Tables
+
+
+def printed(table) -> str:
+    text = io.StringIO()
+    Console(file=text, width=120).print(table)
+    return text.getvalue()
+
+
+def test_parameter_groups():
+    rows = [
+        tables.GroupRow("matrices", 1_000_000, 1.0, 0.1, "bf16"),
+        tables.GroupRow("gains", 500, 1.0, 0.0, "fp32"),
+    ]
+    text = printed(tables.parameter_groups(rows))
+    for part in ("Parameters: 1,000,500", "matrices", "1,000,000", "0.1", "bf16"):
+        assert part in text
+
+
+def test_losses_to_know():
+    text = printed(tables.losses_to_know(4096, {"unigram": math.log(100), "bigram": math.log(10)}))
+    for part in ("uniform guess", "8.3178", "4,096", "unigram", "4.6052", "100.0", "10.0"):
+        assert part.replace(",", "") in text.replace(",", "")
+
+
+def test_a_row_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="1 cells under 2 headers"):
+        tables.table("t", ("a", "b"), [["only one"]])
+    assert "[bold]" in printed(tables.facts("t", {"path": "[bold]x"}))
+
+
+# JSON lines
+
+
+def test_jsonl(tmp_path):
+    with RunDir.create(tmp_path / "r", RunConfig(), {}) as run:
+        sink = JsonlSink(run)
+        sink.record(record(1))
+        sink.check(check(1))
+        sink.skipped(2, "the queue was full")
+        sink.note("nothing")
+        sink.close()
+    reader = RunDir.open(tmp_path / "r")
+    assert [line["step"] for line in reader.records()] == [1]
+    assert reader.checks() == [
+        json.loads(json.dumps(check(1).to_json())),
+        {"schema": 1, "step": 2, "verdict": "skipped", "reason": "the queue was full"},
+    ]
+
+
+# Weights & Biases
+
+OFFLINE = RunConfig(name="r", log=LogConfig(wandb="offline"))
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """A run that logs offline, away from the settings of whoever runs the tests."""
+    for name in ("WANDB_DIR", "WANDB_MODE", "WANDB_PROJECT", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SILENT"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    RunDir.create(tmp_path / "r", OFFLINE, {"wandb_id": None}).close()
+    return tmp_path / "r"
+
+
+def test_offline_run_is_written_and_a_resume_keeps_its_id(offline, capfd):
+    identities = []
+    for steps in ((1, 2), (2, 3)):  # the second goes on from step 1
+        with RunDir.open(offline, write=True) as run:
+            run.resume_from(steps[0] - 1)
+            sink = WandbSink(run, pytest.fail)
+            for step in steps:
+                sink.record(record(step, mfu={"6N": 0.4}, metrics={"val/loss": 3.0}, sample="text"))
+                sink.check(check(step))
+            sink.skipped(3, "full")
+            sink.note("nothing")
+            sink.close()
+            sink.close()
+            identities.append(run.info["wandb_id"])
+    assert identities[0] and identities[0] == identities[1]
+    files = list((offline / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2 and {path.name for path in files} == {f"run-{identities[0]}.wandb"}
+    for path in files:
+        for name in (b"train/loss", b"mfu/6N", b"val/loss", b"parity/agreed", b"parity/worst_strain", b"sample"):
+            assert name in path.read_bytes(), name
+    assert capfd.readouterr() == ("", "")
+
+
+class Broken:
+    """Stands for a W&B run whose service has died."""
+
+    def log(self, values):
+        raise RuntimeError("the service is gone")
+
+    finish = log
+
+
+def test_a_failure_is_said_once_and_stops_nothing(offline):
+    warnings: list[str] = []
+    with RunDir.open(offline, write=True) as run:
+        sink = WandbSink(run, warnings.append)
+        real, sink._run = sink._run, Broken()
+        for step in (1, 2, 3):
+            sink.record(record(step))
+            sink.check(check(step))
+        sink.close()
+        real.finish()
+    assert warnings == ["Weights & Biases failed and is left out from here on: the service is gone"]
+
+
+def test_missing_wandb_is_said_with_the_command(offline, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with (
+        RunDir.open(offline, write=True) as run,
+        pytest.raises(UserError, match=r"needs wandb, .*: pip install 'lockstep\[wandb\]'") as error,
+    ):
+        WandbSink(run, pytest.fail)
+    assert "\n" not in str(error.value)
+
+
+def test_a_failing_start_is_an_error_before_training(offline, monkeypatch):
+    import wandb
+
+    def refuse(**_):
+        raise RuntimeError("no API key")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with RunDir.open(offline, write=True) as run, pytest.raises(UserError, match="did not start: no API key"):
+        WandbSink(run, pytest.fail)
+
+
+def test_wandb_is_not_loaded_by_the_sinks():
+    program = (
+        "import sys; import core.sinks.console, core.sinks.wandb, core.sinks.tables; print('wandb' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=Path(REPO), capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr

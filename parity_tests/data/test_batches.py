@@ -1,0 +1,70 @@
+"""Batches hold the sampler's windows and their next tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from core.data.batches import eval_batches, train_batch
+from core.data.dataset import TokenSplit
+from core.data.sampler import BlockSampler
+from core.errors import UserError
+
+
+def counting(size) -> TokenSplit:
+    """A split whose tokens are their own positions, in three shards."""
+    return TokenSplit(np.array_split(np.arange(size, dtype=np.uint16), 3))
+
+
+def test_targets_are_the_next_tokens():
+    split, sampler = counting(1001), BlockSampler(4, 1001, 20)
+    batch = train_batch(split, sampler, 40, 6, 10)
+    assert batch.tokens.shape == batch.targets.shape == batch.weights.shape == (6, 10)
+    assert (batch.tokens.dtype, batch.targets.dtype, batch.weights.dtype) == (np.int32, np.int32, np.float32)
+    assert batch.tokens.flags.c_contiguous and batch.targets.flags.c_contiguous
+    assert np.array_equal(batch.targets, batch.tokens + 1) and (batch.weights == 1).all()
+    assert np.array_equal(batch.tokens[:, 0], sampler.window_starts(40, 6, 10))
+
+
+def test_a_sample_does_not_depend_on_its_batch():
+    split, sampler = counting(1001), BlockSampler(4, 1001, 20)
+    whole = train_batch(split, sampler, 0, 12, 10)
+    parts = [train_batch(split, sampler, first * 10, 3, 10) for first in range(0, 12, 3)]
+    assert np.array_equal(whole.tokens, np.concatenate([part.tokens for part in parts]))
+
+
+def test_an_epoch_reads_the_split():
+    split, sampler = counting(1001), BlockSampler(4, 1001, 20)
+    seen = [train_batch(split, sampler, first * 20, 5, 20).tokens.ravel() for first in range(0, 50, 5)]
+    assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(1000))
+
+
+def test_a_sampler_of_another_split_is_refused():
+    with pytest.raises(ValueError, match="1001"):
+        train_batch(counting(1000), BlockSampler(4, 1001, 20), 0, 1, 20)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "length", "count"), [(1001, 4, 10, 25), (1001, 3, 10, 5), (65, 2, 8, 4)]
+)
+def test_evaluation_windows_are_spread_without_overlap(size, batch_size, length, count):
+    batches = eval_batches(counting(size), batch_size, length, count)
+    assert len(batches) == count and all(batch.tokens.shape == (batch_size, length) for batch in batches)
+    starts = np.concatenate([batch.tokens[:, 0] for batch in batches])
+    assert starts[0] == 0 and starts[-1] == size - length - 1
+    assert np.diff(starts).min() >= length and np.ptp(np.diff(starts)) <= 1
+    assert all(np.array_equal(batch.targets, batch.tokens + 1) for batch in batches)
+
+
+def test_evaluation_is_the_same_every_time_and_fits_a_short_split():
+    one, two = eval_batches(counting(30), 4, 8, 3), eval_batches(counting(30), 4, 8, 3)
+    assert [batch.digest() for batch in one] == [batch.digest() for batch in two]
+    (only,) = eval_batches(counting(9), 2, 8, 1)
+    assert only.tokens[:, 0].tolist() == [0, 0]
+
+
+def test_a_split_shorter_than_a_window_is_refused():
+    with pytest.raises(UserError, match="8 tokens, a sequence of 8"):
+        eval_batches(counting(8), 1, 8, 1)
+    with pytest.raises(ValueError):
+        eval_batches(counting(100), 1, 8, 0)

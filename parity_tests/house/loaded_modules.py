@@ -1,0 +1,34 @@
+"""Which modules a package drags in, found in a fresh process by importing every one of its submodules."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_PROGRAM = """
+import importlib, json, pkgutil, sys
+
+def walk(name):
+    package = importlib.import_module(name)
+    for module in pkgutil.iter_modules(getattr(package, "__path__", []), name + "."):
+        if not module.name.endswith(".__main__"):
+            walk(module.name)
+
+walk(sys.argv[1])
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def loaded_modules(package: str, root: Path) -> set[str]:
+    """Names in `sys.modules` after every submodule of `package`, which lies in `root`, was imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, package],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise AssertionError(f"importing {package} failed:\n{done.stderr}")
+    return set(json.loads(done.stdout.splitlines()[-1]))

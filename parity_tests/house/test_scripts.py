@@ -1,0 +1,212 @@
+"""The shell scripts say in plain words what a machine lacks, and end with 2."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from parity_tests.conftest import REPO
+
+TOOLS = ("bash", "uname", "df", "awk", "dirname", "git", "cat", "mkdir", "tail", "rm", "mv")
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A checkout without .venv, and a PATH with only what every system has."""
+    checkout, tools = tmp_path / "checkout", tmp_path / "bin"
+    (checkout / "scripts").mkdir(parents=True)
+    tools.mkdir()
+    shutil.copy(REPO / "scripts" / "setup_env.sh", checkout / "scripts")
+    for name in TOOLS:
+        (tools / name).symlink_to(shutil.which(name))
+    return checkout, tools
+
+
+def put(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def real_python() -> Path:
+    """The interpreter under the virtual environment: the scripts meet a machine without one."""
+    import sys
+
+    return Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}")
+
+
+def setup_env(bare, *arguments, **environment) -> subprocess.CompletedProcess[str]:
+    checkout, tools = bare
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "CXX", "VIRTUAL_ENV", "PYTHONPATH")}
+    return subprocess.run(
+        ["bash", str(checkout / "scripts" / "setup_env.sh"), *arguments],
+        env=clean | {"PATH": str(tools)} | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_complete_machine_passes(bare):
+    (bare[1] / "python3").symlink_to(real_python())
+    put(bare[1], "clang++", "exit 0")
+    done = setup_env(bare, "--check", LOCKSTEP_DISK_GB="0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "this machine has what Lockstep needs" in done.stdout
+
+
+def test_no_compiler(bare):
+    (bare[1] / "python3").symlink_to(real_python())
+    done = setup_env(bare, "--check", LOCKSTEP_DISK_GB="0")
+    assert done.returncode == 2
+    assert "no C++ compiler (looked for g++, c++, clang++): torch.compile needs one" in done.stderr
+    assert "Python 3.11" not in done.stderr
+
+
+def test_old_python(bare):
+    put(bare[1], "g++", "exit 0")
+    put(bare[1], "python3", 'case "$2" in *version_info*) exit 1;; *) echo 3.9.2;; esac')
+    done = setup_env(bare, "--check", LOCKSTEP_DISK_GB="0")
+    assert done.returncode == 2
+    assert "Lockstep needs Python 3.11 or newer; found: python3=3.9.2." in done.stderr
+    assert "compiler" not in done.stderr
+
+
+def test_python_variable_wins_and_is_judged(bare):
+    put(bare[1], "g++", "exit 0")
+    (bare[1] / "python3").symlink_to(real_python())
+    put(bare[1], "old", 'case "$2" in *version_info*) exit 1;; *) echo 3.9.2;; esac')
+    done = setup_env(bare, "--check", LOCKSTEP_DISK_GB="0", PYTHON="old")
+    assert done.returncode == 2
+    assert "PYTHON=old is Python 3.9.2; Lockstep needs Python 3.11 or newer." in done.stderr
+    done = setup_env(bare, "--check", LOCKSTEP_DISK_GB="0", PYTHON="not-there")
+    assert done.returncode == 2
+    assert "PYTHON=not-there does not run." in done.stderr
+
+
+def test_everything_missing_is_said_at_once(bare):
+    done = setup_env(bare, "--check", LOCKSTEP_DISK_GB="100000000")
+    assert done.returncode == 2
+    assert "found: none" in done.stderr
+    assert "no C++ compiler" in done.stderr
+    assert "about 100000000 GB are needed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_missing_headers(bare):
+    put(bare[1], "g++", "exit 0")
+    put(bare[1], "python3", f'case "$2" in *Python.h*) exit 1;; *) exec {real_python()} "$@";; esac')
+    done = setup_env(bare, "--check", LOCKSTEP_DISK_GB="0")
+    assert done.returncode == 2
+    assert "Python's header files (Python.h) are missing for python3: torch.compile needs them" in done.stderr
+
+
+def test_a_failed_installation_leaves_no_stamp_and_says_where_its_log_is(bare):
+    checkout, tools = bare
+    for name in ("pyproject.toml", "constraints.txt"):
+        (checkout / name).write_text("")
+    for name in ("tee", "grep", "sed"):
+        (tools / name).symlink_to(shutil.which(name))
+    put(tools, "g++", "exit 0")
+    # Stands for a Python whose pip cannot reach a package index.
+    put(
+        tools,
+        "python3",
+        f"""case "$*" in
+        *"-m venv"*) mkdir -p {checkout}/.venv/bin; ln -sf {tools}/python3 {checkout}/.venv/bin/python;;
+        *"-m pip install"*) echo "ERROR: no index"; exit 1;;
+        *) exec {real_python()} "$@";; esac""",
+    )
+    (tools / "ln").symlink_to(shutil.which("ln"))
+    done = setup_env(bare, LOCKSTEP_DISK_GB="0")
+    assert done.returncode == 2
+    assert "ERROR: no index" in done.stderr
+    assert "setup_env.log has all. Run this again to go on." in done.stderr
+    assert not (checkout / ".venv" / "lockstep.stamp").exists()
+
+
+# quickstart.sh, with a `lockstep` that notes what it is asked for
+
+
+@pytest.fixture
+def quickstart(tmp_path):
+    """A function that runs quickstart.sh in a checkout whose `lockstep train` ends with a given code."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name in ("quickstart.sh", "environment.sh"):
+        shutil.copy(REPO / "scripts" / name, tmp_path / "scripts")
+    put(tmp_path / "scripts", "setup_env.sh", "exit 0")
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(real_python())
+    put(
+        tmp_path / ".venv" / "bin",
+        "lockstep",
+        f'echo "$*" >> {tmp_path}/asked; if [ "$1" = train ]; then exit "${{TRAIN_ENDS:-0}}"; fi',
+    )
+
+    def start(*arguments: str, train_ends: int = 0) -> tuple[int, str, list[str]]:
+        (tmp_path / "asked").unlink(missing_ok=True)
+        done = subprocess.run(
+            ["bash", str(tmp_path / "scripts" / "quickstart.sh"), *arguments],
+            env=os.environ | {"TRAIN_ENDS": str(train_ends)},
+            capture_output=True,
+            text=True,
+        )
+        asked = tmp_path / "asked"
+        return done.returncode, done.stdout + done.stderr, asked.read_text().splitlines() if asked.exists() else []
+
+    start.run = tmp_path / "runs" / "quickstart"
+    return start
+
+
+PREPARE, REPORT = "data prepare configs/quickstart.toml", "report runs/quickstart"
+START, RESUME = "train configs/quickstart.toml --overwrite", "train --resume runs/quickstart"
+
+
+def test_the_first_quickstart_trains(quickstart):
+    code, text, asked = quickstart()
+    assert (code, asked) == (0, [PREPARE, START, REPORT])
+    assert text.rstrip().endswith("runs/quickstart/report.html")
+
+
+@pytest.mark.parametrize("finished", ["true", "false", "null", None])
+@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_another_quickstart_does_the_obvious_thing(quickstart, finished, checkpoint, fresh):
+    (quickstart.run / "checkpoints").mkdir(parents=True)
+    if finished:
+        (quickstart.run / "run.json").write_text(f'{{"finished": {finished}}}')
+    if checkpoint:
+        (quickstart.run / "checkpoints" / "step_000010").mkdir()
+    code, text, asked = quickstart(*["--fresh"] * fresh)
+    assert code == 0
+    if fresh:
+        assert asked == [PREPARE, START, REPORT]
+    elif finished == "true":
+        assert asked == [REPORT]
+        assert "is finished" in text and "--fresh" in text
+    elif checkpoint:
+        assert asked == [PREPARE, RESUME, REPORT]
+    else:
+        assert asked == [PREPARE, START, REPORT]
+
+
+def test_a_disagreement_still_gets_its_report(quickstart):
+    code, _, asked = quickstart(train_ends=1)
+    assert (code, asked[-1]) == (1, REPORT)
+
+
+@pytest.mark.parametrize("ends", [2, 130])
+def test_a_training_that_stopped_gets_none(quickstart, ends):
+    code, text, asked = quickstart(train_ends=ends)
+    assert (code, asked[-1]) == (ends, START)
+    assert ("goes on from the checkpoint" in text) is (ends == 130)
+
+
+def test_quickstart_refuses_other_arguments(quickstart):
+    assert quickstart("--fersh")[::2] == (2, [])
+    assert quickstart("--help")[::2] == (0, [])
+
+
+@pytest.mark.parametrize("script", sorted((REPO / "scripts").glob("*.sh")), ids=lambda path: path.name)
+def test_bash_can_parse(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)

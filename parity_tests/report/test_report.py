@@ -1,0 +1,412 @@
+"""What the page carries is what the files say, whatever stands in them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.errors import UserError
+from core.report import build_report, write_report
+from core.report.checks import Checks
+from core.report.curves import POINTS, charts, smooth, thin
+from core.report.heatmap import MAX_VALUES, encode, number_planes
+from core.report.text import embed, esc, number
+from parity_tests.report.fake_run import FAULT_STEP, record, write_run
+
+
+def embedded(html: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
+    assert found
+    data: dict[str, Any] = json.loads(found[1], parse_constant=refuse)
+    return data
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON: no browser reads it")
+
+
+def series(data: dict[str, Any], chart: str, label: str) -> dict[str, Any]:
+    spec = next(c for c in data["charts"] if c["id"] == chart)
+    return next(s for s in spec["series"] if s["label"].startswith(label))
+
+
+class Unpacked:
+    """Reads the heatmap as page script does."""
+
+    def __init__(self, heat: dict[str, Any]) -> None:
+        self.heat = heat
+        self.shape = len(heat["rows"]), len(heat["steps"])
+        planes = np.frombuffer(zlib.decompress(base64.b64decode(heat["cells"])), dtype=np.uint8)
+        self.planes = iter(planes.reshape(-1, *self.shape))
+        self.state, self.meta = next(self.planes), self._pair()
+        self.unequal = self._numbers(heat["unequal_digits"])
+        self.measures = {m: (self._numbers(heat["digits"]), self._pair()) for m in heat["measures"]}
+        assert next(self.planes, None) is None
+
+    def _pair(self) -> Any:
+        low = next(self.planes).astype(int)
+        return low + 256 * next(self.planes).astype(int)
+
+    def _numbers(self, digits: int) -> Any:
+        exponent = next(self.planes).astype(int)
+        mantissa = self._pair() - 32768
+        special = {0: None, 1: math.nan, 2: math.inf, 3: -math.inf, 4: 0.0}
+        decode = np.vectorize(
+            lambda e, m: special[e] if e in special else float(f"{m}e{e - self.heat['zero'] - digits + 1}"),
+            otypes=[object],
+        )
+        return decode(exponent, mantissa)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("runs")
+    return {
+        "honest": write_run(root / "honest", steps=200),
+        "faulty": write_run(root / "faulty", steps=200, faulty=True),
+        "unchecked": write_run(root / "unchecked", steps=120, checked=False),
+    }
+
+
+@pytest.fixture(scope="module")
+def pages(runs: dict[str, Path]) -> dict[str, str]:
+    return {name: build_report(path) for name, path in runs.items()}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def replace_lines(run: Path, name: str, values: list[Any]) -> Path:
+    (run / name).write_text("".join((v if isinstance(v, str) else json.dumps(v)) + "\n" for v in values))
+    return run
+
+
+def test_every_record_is_on_the_page(pages, runs):
+    data, records = embedded(pages["honest"]), lines(runs["honest"] / "records.jsonl")
+    for chart, label, key in (
+        ("loss", "training, every step", "loss"),
+        ("lr", "learning rate", "lr"),
+        ("grad", "global", "grad_norm"),
+        ("speed", "tokens per second", "tokens_per_second"),
+    ):
+        got = series(data, chart, label)
+        assert got["x"] == [r["step"] for r in records]
+        assert got["y"] == pytest.approx([r[key] for r in records], rel=1e-5)
+
+
+def test_metrics_stand_at_the_steps_where_they_were_due(pages, runs):
+    data, records = embedded(pages["honest"]), lines(runs["honest"] / "records.jsonl")
+    for chart, label, key in (
+        ("loss", "validation", "val/loss"),
+        ("loss", "FP32 recomputed", "fp32/loss"),
+        ("grad", "matrices", "grad_norm/matrices"),
+        ("update", "gains", "update_ratio/gains"),
+    ):
+        due = [r for r in records if key in r["metrics"]]
+        got = series(data, chart, label)
+        assert got["x"] == [r["step"] for r in due]
+        assert got["y"] == pytest.approx([r["metrics"][key] for r in due], rel=1e-5)
+
+
+def test_entropies_and_clip_norm_are_lines(pages):
+    specs = {c["id"]: c for c in embedded(pages["honest"])["charts"]}
+    assert [(r["label"], r["y"]) for r in specs["loss"]["rules"]] == [
+        ("unigram entropy", 6.913),
+        ("bigram entropy", 4.287),
+    ]
+    assert specs["grad"]["rules"][0]["y"] == 1
+
+
+@pytest.mark.parametrize("name", ["honest", "faulty"])
+def test_every_finding_is_a_cell(pages, runs, name):
+    heat = embedded(pages[name])["heat"]
+    cells = Unpacked(heat)
+    checks = [c for c in lines(runs[name] / "parity.jsonl") if c["verdict"] != "skipped"]
+    assert heat["steps"] == [c["step"] for c in checks]
+    where = {(r[1], r[2], r[3], r[5]): i for i, r in enumerate(heat["rows"])}
+    compared = 0
+    for column, check in enumerate(checks):
+        for f in check["stages"]:
+            at = where[f["stage"], f["tap"], f["phase"], f["scope"]], column
+            assert cells.state[at] == (1 if f["ok"] else 2)
+            assert heat["metas"][cells.meta[at]] == [f["size"], f["note"]]
+            assert (cells.unequal[at] is None) == (f["unequal"] is None)
+            for m in f["measures"]:
+                value, code = (plane[at] for plane in cells.measures[m["name"]])
+                assert value == pytest.approx(m["value"], rel=5.1e-4)
+                low, high, basis = heat["bounds"][code >> 1]
+                assert (low, high, heat["bases"][basis]) == (m["low"], m["high"], m["basis"])
+                assert bool(code & 1) is not m["ok"]
+                compared += 1
+    assert compared == sum(len(f["measures"]) for c in checks for f in c["stages"])
+    assert int((cells.state > 0).sum()) == sum(len(c["stages"]) for c in checks)
+
+
+def test_rows_stand_in_sections_in_the_order_of_the_chain(pages, runs):
+    heat = embedded(pages["honest"])["heat"]
+    assert heat["sections"] == ["data", "forward, local", "forward, end to end", "backward", "update"]
+    chain = [f["tap"] for f in lines(runs["honest"] / "parity.jsonl")[0]["stages"] if f["phase"] == "backward"]
+    assert [r[2] for r in heat["rows"] if r[3] == "backward"] == chain
+
+
+def test_head_names_the_first_bad_step_and_its_origin(pages):
+    head = pages["faulty"].split("</header>")[0]
+    assert "Disagreed" in head and f"step {FAULT_STEP}" in head
+    assert "blocks.0.attn.q_rope" in head and "<b>rope</b>" in head and "forward, layer 0" in head
+    assert "20 checks: 13 agreed, 6 disagreed, 1 skipped." in head
+    assert "Agreed" in pages["honest"].split("</header>")[0]
+
+
+def test_the_table_starts_with_the_origin_then_broken_then_honest_stages(pages):
+    table = pages["faulty"].split("<tbody>")[1].split("</tbody>")[0]
+    rows = re.findall(r'<tr class="(\w+)">.*?</span> (\w[\w.]*)', table)
+    assert rows[0] == ("bad", "rope")
+    tones = [tone for tone, _ in rows]
+    assert tones == sorted(tones) and {"bad", "good"} == set(tones)
+    assert 'class="origin"' in table and 'class="origin"' not in pages["honest"]
+
+
+def test_without_parity_file_it_says_not_checked(pages):
+    page = pages["unchecked"]
+    assert "Not checked" in page and embedded(page)["heat"] is None and embedded(page)["checks"] == []
+
+
+def test_skipped_checks_are_counted_and_only_they_are_no_agreement(tmp_path):
+    run = write_run(tmp_path / "run", steps=40, checked=False)
+    skipped = {"schema": 1, "step": 10, "verdict": "skipped", "reason": "queue <full>"}
+    page = build_report(replace_lines(run, "parity.jsonl", [skipped, {**skipped, "step": 20}]))
+    assert "Could not tell" in page and "2 checks: 2 skipped." in page
+    assert "skipped: queue &lt;full&gt; (2 checks)" in page
+    assert [v for _, v, _ in embedded(page)["checks"]] == ["skipped", "skipped"]
+
+
+def test_a_check_that_compared_nothing_is_no_agreement(tmp_path):
+    run = write_run(tmp_path / "run", steps=40, checked=False)
+    empty = {"schema": 1, "step": 10, "verdict": "agreed", "origin": None, "stages": [], "not_covered": ["all"]}
+    assert "Could not tell" in build_report(replace_lines(run, "parity.jsonl", [empty]))
+
+
+def test_what_was_not_covered_is_listed(pages):
+    assert "attention inside the fused kernel (19 checks)" in pages["honest"]
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripts = 0
+        self.attributes: list[Any] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.scripts += tag == "script"
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+def test_nothing_from_the_files_becomes_markup(tmp_path):
+    run = write_run(tmp_path / "run", steps=30, faulty=True)
+    evil = "</script><img src=x onerror=alert(1)>\"'&\u2028\ud800\x1b"
+    records = lines(run / "records.jsonl")
+    records[-1]["sample"] = evil
+    records[-1]["metrics"] = {f"grad_norm/{evil}": 1.0}
+    replace_lines(run, "records.jsonl", records)
+    about = json.loads((run / "run.json").read_text()) | {"name": evil, "git_commit": evil, "versions": {evil: evil}}
+    (run / "run.json").write_text(json.dumps(about))
+    (run / "config.toml").write_text(f"# {evil[:30]}\n")
+    checks = lines(run / "parity.jsonl")
+    finding = checks[0]["stages"][5] | {"tap": evil, "stage": evil, "ok": False, "note": evil}
+    finding["measures"][0] |= {"basis": evil, "ok": False}
+    origin = {"stage": evil, "tap": evil, "phase": evil, "layer": None}
+    checks[0] |= {"stages": [finding], "not_covered": [evil], "verdict": "disagreed", "origin": origin}
+    page = build_report(replace_lines(run, "parity.jsonl", checks))
+    page.encode("utf-8")
+    tags = Tags()
+    tags.feed(page)
+    assert tags.scripts == 2 and "img" not in tags.tags
+    assert not [name for name, _ in tags.attributes if name.startswith("on")]
+    assert "\x1b" not in page and "\u2028" not in embed(evil)
+
+
+def test_the_page_loads_nothing(pages):
+    tags = Tags()
+    tags.feed(pages["faulty"])
+    assert not {"link", "iframe", "object"} & set(tags.tags)
+    links = [v for k, v in tags.attributes if k in ("src", "href", "action", "srcset")]
+    assert all(link.startswith("#") for link in links)
+    assert "url(" not in pages["faulty"].split("</style>")[0] and "fetch(" not in pages["faulty"]
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "parity.jsonl"])
+def test_a_torn_last_line_is_left_out_and_noted(tmp_path, name):
+    run = write_run(tmp_path / "run", steps=30)
+    with (run / name).open("a") as file:
+        file.write('{"step": 31, "los')
+    page = build_report(run)
+    assert f"The last line of {name}" in page
+    assert len(series(embedded(page), "loss", "training, every")["x"]) == 30
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "parity.jsonl"])
+@pytest.mark.parametrize("broken", ['{"step": 2', "[1]", '{"no": "step"}'])
+def test_a_line_broken_in_the_middle_is_an_error_that_names_it(tmp_path, name, broken):
+    run = write_run(tmp_path / "run", steps=30)
+    text = (run / name).read_text().splitlines()
+    text[1] = broken
+    replace_lines(run, name, text)
+    with pytest.raises(UserError, match=rf"{name}, line 2: ") as error:
+        build_report(run)
+    assert "\n" not in str(error.value)
+
+
+def test_no_records_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="not a run directory"):
+        build_report(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"no records\.jsonl"):
+        build_report(tmp_path)
+    (tmp_path / "records.jsonl").write_text('{"step": 1, "lo')
+    with pytest.raises(UserError, match="no complete record"):
+        build_report(tmp_path)
+
+
+def test_records_alone_are_enough(tmp_path):
+    (tmp_path / "records.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    page = build_report(tmp_path)
+    assert tmp_path.name in page and "run.json could not be read" in page
+    assert [c["id"] for c in embedded(page)["charts"]] == ["loss"]
+
+
+def test_non_finite_values_survive(tmp_path):
+    run = write_run(tmp_path / "run", steps=30)
+    records = lines(run / "records.jsonl")
+    records[4]["loss"], records[5]["grad_norm"], records[-1]["loss"] = math.nan, math.inf, math.nan
+    replace_lines(run, "records.jsonl", records)
+    checks = lines(run / "parity.jsonl")
+    finding = checks[0]["stages"][5]
+    finding["ok"] = False
+    for measure, value in zip(finding["measures"], ("nan", "inf", "-inf"), strict=True):
+        measure |= {"value": value, "ok": False}
+    checks[0]["verdict"] = "disagreed"
+    page = build_report(replace_lines(run, "parity.jsonl", checks))
+    data = embedded(page)
+    assert series(data, "loss", "training, every")["y"][4] == "nan"
+    assert series(data, "grad", "global")["y"][5] == "inf"
+    cells = Unpacked(data["heat"])
+    row = next(i for i, r in enumerate(data["heat"]["rows"]) if (r[2], r[5]) == (finding["tap"], finding["scope"]))
+    got = [cells.measures[m["name"]][0][row, 0] for m in finding["measures"]]
+    assert math.isnan(got[0]) and got[1:] == [math.inf, -math.inf]
+    assert "NaN" in page.split("<script")[0]
+
+
+def test_a_step_written_twice_counts_once(tmp_path):
+    run = write_run(tmp_path / "run", steps=30, checked=False)
+    records = lines(run / "records.jsonl")
+    again = [r | {"loss": 1.0} for r in records[19:]]
+    page = build_report(replace_lines(run, "records.jsonl", [*records, *again]))
+    got = series(embedded(page), "loss", "training, every")
+    assert got["x"] == list(range(1, 31)) and got["y"][19:] == [1] * 11 and "11 steps stand" in page
+
+
+@pytest.mark.parametrize("count", [1, 1500, 1501, 20_000])
+def test_thinning_keeps_ends_extremes_and_breaks(count):
+    values = np.random.default_rng(count).normal(size=count)
+    middle = count // 2
+    values[middle] = 50.0
+    values[count // 3] = -50.0
+    if count > 2:
+        values[count // 4] = math.nan
+    kept = thin(values)
+    assert len(kept) <= POINTS and (np.diff(kept) > 0).all()
+    assert {0, count - 1, int(np.nanargmax(values)), int(np.nanargmin(values))} <= set(kept.tolist())
+    assert count <= 2 or count // 4 in kept
+
+
+def test_smoothing_follows_a_constant_and_passes_over_nan():
+    assert [y for _, y in smooth([(i, 3.0) for i in range(20)], 5)] == pytest.approx([3.0] * 20)
+    assert [y for _, y in smooth([(1, math.nan), (2, 1.0), (3, math.nan)], 5)] == [1.0, 1.0]
+
+
+def test_numbers_keep_their_decimal_digits():
+    values = np.array([0.0, 9.9996, -1.2344e-7, 3.0, 123456.0, math.nan, math.inf, 7.0])
+    present = np.array([True] * 7 + [False])
+    exponent, low, high = (p.astype(int) for p in number_planes(values, present, 4))
+    mantissa = low + 256 * high - 32768
+    assert exponent.tolist()[0] == 4 and exponent.tolist()[5:] == [1, 2, 0]
+    assert mantissa.tolist()[1:5] == [1000, -1234, 3000, 1235]
+    assert (exponent[1:5] - 132).tolist() == [1, -7, 0, 5]
+
+
+def large_checks(columns: int, rows: int) -> Checks:
+    checks, rng = Checks(), np.random.default_rng(0)
+    for column in range(columns):
+        values = np.exp(rng.normal(0, 0.1, (rows, 3)))
+        unequal = rng.random(rows).tolist()
+        findings = [
+            {
+                "stage": f"s{i % 15}",
+                "tap": f"blocks.{i // 15}.tap{i % 15}",
+                "phase": "forward",
+                "layer": i // 15,
+                "scope": "local",
+                "size": 1 << 20,
+                "ok": True,
+                "unequal": unequal[i],
+                "measures": [
+                    {"name": n, "value": v, "low": None, "high": 9.0, "basis": "b"}
+                    for n, v in zip(("excess", "gain_difference", "twin_distance"), row, strict=True)
+                ],
+            }
+            for i, row in enumerate(values.tolist())
+        ]
+        checks.add({"step": 50 * column, "verdict": "agreed", "stages": findings})
+    return checks
+
+
+def test_a_large_run_stays_small(monkeypatch):
+    monkeypatch.setattr("core.report.heatmap.FINE_VALUES", 0)
+    rng = np.random.default_rng(0)
+    records = [record(step, 20_000, rng) for step in range(1, 20_001)]
+    curves = len(embed(charts(records, {}, {})))
+    # An eighth of the columns of the largest heatmap, at its three digits.
+    heat = encode(large_checks(50, 500))
+    assert heat is not None and heat["left_out"] == 0
+    assert curves < 400_000
+    assert curves + 8 * len(embed(heat)) < 2_000_000
+
+
+def test_beyond_the_limit_broken_columns_are_kept(monkeypatch):
+    checks = large_checks(20, 30)
+    checks.cells.broken[13 * 30] = 1
+    assert MAX_VALUES > 400 * 500 * 3
+    monkeypatch.setattr("core.report.heatmap.MAX_VALUES", 5 * 30 * 3)
+    heat = encode(checks)
+    assert heat is not None and heat["left_out"] == 15 and len(heat["steps"]) == 5 and 13 * 50 in heat["steps"]
+
+
+def test_write_is_whole_and_goes_where_it_is_told(runs, pages, tmp_path):
+    assert write_report(runs["honest"]) == runs["honest"] / "report.html"
+    assert (runs["honest"] / "report.html").read_text(encoding="utf-8") == pages["honest"]
+    assert write_report(runs["honest"], tmp_path / "x.html") == tmp_path / "x.html"
+    assert [p.name for p in tmp_path.iterdir()] == ["x.html"]
+
+
+def test_text_for_readers():
+    assert [number(v) for v in (0.0, 1.25, 1e-7, 123456.0, math.nan, -math.inf, None)] == [
+        "0",
+        "1.25",
+        "1e-7",
+        "123,456",
+        "NaN",
+        "-∞",
+        "—",
+    ]
+    assert esc("<a\x00\u202e") == "&lt;a␀\ufffd"

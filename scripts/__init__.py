@@ -1,0 +1,1 @@
+"""Thin entry points: the only place where a backend is chosen by name."""

@@ -1,0 +1,23 @@
+"""Backends by the names that people use."""
+
+from __future__ import annotations
+
+from core.backend import Backend
+from core.config import RunConfig
+
+TRAINER = "torch_backend.session:TorchBackend"
+REFERENCE = "jax_backend.session:JaxBackend"
+
+BY_NAME = {"torch": TRAINER, "jax": REFERENCE}
+
+
+def spec(name: str) -> str:
+    """`torch` and `jax` by name; anything else is `module:NAME` or `FILE.py:NAME` already."""
+    return BY_NAME.get(name, name)
+
+
+def on_its_device(config: RunConfig, backend: Backend) -> RunConfig:
+    """The configuration with `device` resolved: the twin follows the attention kernel of the candidate's device."""
+    describe = getattr(backend, "describe", None)
+    kind = describe(config).get("device_kind", "cpu") if describe else "cpu"
+    return config.model_copy(update={"device": kind})

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# From nothing to a trained, checked model and its report. Run it again: it goes on where it was, or says that it is done.
+#
+#   scripts/quickstart.sh           set up, prepare data, train (or resume), report
+#   scripts/quickstart.sh --fresh   the same, but the run starts again from step 0
+#
+# Ends 0; 1 if a check disagreed; 2 if something is missing; 130 after Ctrl-C (with a checkpoint).
+set -euo pipefail
+
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+config=configs/quickstart.toml
+run=runs/quickstart
+say() { printf 'lockstep: %s\n' "$*"; }
+
+fresh=
+case "${1:-}" in
+    "") ;;
+    --fresh) fresh=yes ;;
+    *)
+        printf 'usage: scripts/quickstart.sh [--fresh]\n' >&2
+        [ "$1" = --help ] || [ "$1" = -h ] && exit 0
+        exit 2
+        ;;
+esac
+
+bash "$repo/scripts/setup_env.sh"
+cd "$repo"
+. scripts/environment.sh
+lockstep=.venv/bin/lockstep
+
+is_finished() {
+    .venv/bin/python -c 'import json, sys; sys.exit(json.load(open(sys.argv[1])).get("finished") is not True)' \
+        "$run/run.json" 2>/dev/null
+}
+
+has_checkpoint() { compgen -G "$run/checkpoints/step_*" >/dev/null; }
+
+train() { # leaves the exit code in $trained, so that a run with a disagreement still gets its report
+    trained=0
+    "$lockstep" train "$@" || trained=$?
+    [ "$trained" -le 1 ] && return
+    [ "$trained" -ne 130 ] || say "stopped; scripts/quickstart.sh goes on from the checkpoint"
+    exit "$trained"
+}
+
+trained=0
+if [ -z "$fresh" ] && is_finished; then
+    say "$run is finished: its report is made anew. To train again from step 0: scripts/quickstart.sh --fresh"
+else
+    "$lockstep" data prepare "$config"
+    if [ -z "$fresh" ] && has_checkpoint; then
+        say "$run was interrupted: going on from its last checkpoint"
+        train --resume "$run"
+    else
+        # An earlier run without a checkpoint has nothing to go on from.
+        train "$config" --overwrite
+    fi
+fi
+"$lockstep" report "$run"
+say "the report: $repo/$run/report.html"
+exit "$trained"

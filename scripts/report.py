@@ -1,0 +1,30 @@
+"""`lockstep report`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from scripts.arguments import parse
+
+
+@dataclass
+class Report:
+    """Write a run's report: one self-contained HTML file with curves and the parity heatmap."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """run directory"""
+    out: Path | None = None
+    """file to write; default: RUN/report.html"""
+
+
+def main(argv: list[str]) -> int:
+    """Write the report and say where it is."""
+    from core.report import write_report
+
+    options, _ = parse(Report, "report", argv, with_settings=False)
+    print(write_report(options.run, options.out))
+    return 0

@@ -1,0 +1,107 @@
+"""What a run says of itself at its start: on the console and in run.json."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core.budget import flops_per_token, parameter_count, parameter_count_by_group
+from core.config import RunConfig
+from core.parity.bands import recipe
+from core.sinks.tables import GroupRow, facts, losses_to_know, parameter_groups
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from core.run import RunDir
+    from core.run_data import RunData
+
+LIBRARIES = ("torch", "jax", "jaxlib", "flax", "optax", "numpy", "tokenizers")
+
+
+def run_info(config: RunConfig, backend: str, about: Mapping[str, Any], data: RunData) -> dict[str, Any]:
+    """The contents of run.json at the start."""
+    index = data.dataset.index
+    return {
+        "backend": backend,
+        "versions": versions(),
+        "hardware": {
+            "device": about["device"],
+            "cpu_cores": os.cpu_count(),
+            "threads": about.get("threads"),
+            "machine": platform.machine(),
+        },
+        "in_force": dict(about["in_force"]),
+        "git_commit": git_commit(),
+        "parameters": parameter_count(config.model),
+        "data": {
+            "path": config.data.path,
+            "fingerprint": data.dataset.fingerprint,
+            "tokenizer_fingerprint": index.tokenizer_sha256,
+            "val_unigram_entropy": index.val.unigram_entropy,
+            "val_bigram_entropy": index.val.bigram_entropy,
+            "val_bytes_per_token": index.val.bytes_per_token,
+        },
+        "wandb_id": None,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, Lockstep and the libraries that decide numbers."""
+    found = {"python": platform.python_version(), "lockstep": metadata.version("lockstep")}
+    return found | {name: metadata.version(name) for name in LIBRARIES}
+
+
+def git_commit() -> str | None:
+    """The commit of this checkout, with `+` if it has changes; None outside one or without git."""
+
+    def git(*arguments: str) -> str:
+        here = Path(__file__).resolve().parent
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str, Any]) -> None:
+    """Tables: what is in force, parameter groups, and the losses to know."""
+    config, index = run.config, data.dataset.index
+    train, policy = config.train, config.precision.policy
+    stream = "fp64" if policy == "fp64" else "fp32"
+    tokens = train.batch_size * train.sequence_length
+    flops = flops_per_token(config.model, train.sequence_length)
+    every = config.parity.every
+    in_force = {
+        "device": f"{about['device']}, {about['backend']} {next(iter(about['versions'].values()))}",
+        **about["in_force"],
+        "precision": f"matrix products in {policy}, all else and the master weights in {stream}",
+        "a step": f"{tokens:,} tokens: {train.batch_size} sequences of {train.sequence_length}, "
+        f"{train.accumulation} micro-batches",
+        "the run": f"{train.steps:,} steps, {train.steps * tokens:,} tokens; the data has {index.train.tokens:,}",
+        "GFLOP a token": ", ".join(f"{kind} {value / 1e9:.4g}" for kind, value in flops.items()),
+        "parity checks": f"at step 1 and every {every} steps, bounds of {recipe(config)}" if every else "off",
+    }
+    console.print(facts(f"{config.name}: in force", in_force))
+    rows = [
+        GroupRow(
+            group,
+            count,
+            lr_factor=1.0,
+            weight_decay=config.optim.weight_decay if group == "matrices" else 0.0,
+            precision=policy if group in ("matrices", "head") else stream,
+        )
+        for group, count in parameter_count_by_group(config.model).items()
+    ]
+    console.print(parameter_groups(rows))
+    entropies = {"unigram": index.val.unigram_entropy, "bigram": index.val.bigram_entropy}
+    console.print(
+        losses_to_know(index.vocab_size, {kind: nats for kind, nats in entropies.items() if nats is not None})
+    )

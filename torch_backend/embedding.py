@@ -1,0 +1,44 @@
+"""Embedding look-up whose gradient is the same every time.
+
+Inductor turns the gradient of `F.embedding` into an atomic scatter-add, whose order, and so whose last bit, changes
+from run to run where a token occurs twice (seen on CPU with torch 2.13). ATen's own kernel adds in a fixed order on
+CPU and CUDA; as a custom operator it stays as it is inside a compiled graph. Resuming bit for bit depends on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@torch.library.custom_op("lockstep::embedding_gradient", mutates_args=())
+def embedding_gradient(grad_BSD: Tensor, tokens_BS: Tensor, rows: int) -> Tensor:
+    """Σ over the places where token v stands of the gradient there: (B, S, D), (B, S) → (rows, D)."""
+    return torch.ops.aten.embedding_dense_backward(grad_BSD.contiguous(), tokens_BS, rows, -1, False)
+
+
+@embedding_gradient.register_fake
+def _(grad_BSD: Tensor, tokens_BS: Tensor, rows: int) -> Tensor:
+    return grad_BSD.new_empty((rows, grad_BSD.shape[-1]))
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_BS)
+        ctx.rows = weight_VD.shape[0]
+        return F.embedding(tokens_BS, weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        (tokens_BS,) = ctx.saved_tensors
+        return None, embedding_gradient(grads[0], tokens_BS, ctx.rows)
+
+
+def embedding(tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
+    """Rows of the table (V, D) by token (B, S) → (B, S, D)."""
+    rows: Tensor = _Embedding.apply(tokens_BS, weight_VD)
+    return rows

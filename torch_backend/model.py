@@ -1,0 +1,203 @@
+"""Llama 3 in PyTorch. Twin: jax_backend/model.py, line by line.
+
+Tensors carry their axes: B batch, S sequence, D hidden, H query heads, K key-value heads, E head dim, F feed-forward,
+V vocabulary. Everything is in the policy's stream dtype; casts stand in torch_backend/precision.py and at attention's
+inputs. Parameter names are the canonical ones of core/names.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.config import ModelConfig
+from torch_backend.embedding import embedding
+from torch_backend.precision import Policy, head, linear
+
+Tap = Callable[[str, Tensor], Tensor]
+Rope = tuple[Tensor, Tensor]  # cos and sin, (S, E/2)
+
+
+def no_tap(name: str, value: Tensor) -> Tensor:
+    """The tap of the program that trains: nothing."""
+    return value
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean(x²) + eps) · gain (Zhang & Sennrich 2019)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X (…, D) → (…, D)."""
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Linear(nn.Module):
+    """x · Wᵀ + b with the policy's casts; W is (out, in)."""
+
+    def __init__(self, into: int, out: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out, into))
+        self.bias = nn.Parameter(torch.empty(out)) if bias else None
+
+    def forward(self, x: Tensor, policy: Policy) -> Tensor:
+        """X (…, in) → (…, out)."""
+        return linear(x, self.weight, self.bias, policy)
+
+
+def rope_tables(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), in FP64."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * theta**-exponent
+    return angle.cos(), angle.sin()
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        kv = config.kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden, config.hidden, config.qkv_bias)
+        self.k_proj = Linear(config.hidden, kv, config.qkv_bias)
+        self.v_proj = Linear(config.hidden, kv, config.qkv_bias)
+        self.o_proj = Linear(config.hidden, config.hidden, config.o_bias)
+
+    def rotate(self, x_BSHE: Tensor, rope: Rope) -> Tensor:
+        """Rotate each pair (i, i + E/2) of a head by its position's angle, paired as in Hugging Face's Llama."""
+        cos, sin = rope[0][:, None, :], rope[1][:, None, :]
+        left, right = x_BSHE.chunk(2, dim=-1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+    def expand(self, x_BSKE: Tensor) -> Tensor:
+        """Give each query head its key-value head: (B, S, K, E) → (B, S, H, E), each KV head repeated in place."""
+        return x_BSKE.repeat_interleave(self.heads // self.kv_heads, dim=2)
+
+    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
+        """softmax(q·kᵀ/√E + causal mask)·v → (B, S, H, E), operands and output in the operand dtype."""
+        q = q_BSHE.to(policy.operand).transpose(1, 2)
+        k = self.expand(k_BSKE).to(policy.operand).transpose(1, 2)
+        v = self.expand(v_BSKE).to(policy.operand).transpose(1, 2)
+        out_BHSE = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out_BHSE.transpose(1, 2).to(policy.stream)
+
+    def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
+        """X (B, S, D), already normed → (B, S, D)."""
+        q_BSHE = tap(f"{name}.q", self.q_proj(x_BSD, policy)).unflatten(-1, (self.heads, self.head_dim))
+        k_BSKE = tap(f"{name}.k", self.k_proj(x_BSD, policy)).unflatten(-1, (self.kv_heads, self.head_dim))
+        v_BSKE = tap(f"{name}.v", self.v_proj(x_BSD, policy)).unflatten(-1, (self.kv_heads, self.head_dim))
+        q_BSHE = tap(f"{name}.q_rope", self.rotate(q_BSHE, rope))
+        k_BSKE = tap(f"{name}.k_rope", self.rotate(k_BSKE, rope))
+        out_BSD = tap(f"{name}.out", self.attend(q_BSHE, k_BSKE, v_BSKE, policy).flatten(2))
+        return tap(f"{name}.o_proj", self.o_proj(out_BSD, policy))
+
+
+class SwiGLU(nn.Module):
+    """W_down · (silu(W_gate·x) ⊙ W_up·x) (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden, config.ffn_hidden, config.mlp_bias)
+        self.up_proj = Linear(config.hidden, config.ffn_hidden, config.mlp_bias)
+        self.down_proj = Linear(config.ffn_hidden, config.hidden, config.mlp_bias)
+
+    def activate(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
+        """silu(gate) ⊙ up."""
+        return F.silu(gate_BSF) * up_BSF
+
+    def forward(self, x_BSD: Tensor, policy: Policy, tap: Tap, name: str) -> Tensor:
+        """X (B, S, D), already normed → (B, S, D)."""
+        gate_BSF = tap(f"{name}.gate", self.gate_proj(x_BSD, policy))
+        up_BSF = tap(f"{name}.up", self.up_proj(x_BSD, policy))
+        act_BSF = tap(f"{name}.act", self.activate(gate_BSF, up_BSF))
+        return tap(f"{name}.down_proj", self.down_proj(act_BSF, policy))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attn_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.attn = Attention(config)
+        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
+        """X (B, S, D) → (B, S, D)."""
+        normed_BSD = tap(f"{name}.attn_norm", self.attn_norm(x_BSD))
+        x_BSD = tap(f"{name}.attn_residual", x_BSD + self.attn(normed_BSD, rope, policy, tap, f"{name}.attn"))
+        normed_BSD = tap(f"{name}.mlp_norm", self.mlp_norm(x_BSD))
+        return tap(f"{name}.mlp_residual", x_BSD + self.mlp(normed_BSD, policy, tap, f"{name}.mlp"))
+
+
+class Embedding(nn.Module):
+    """A table (V, D) and its look-up, in the stream dtype."""
+
+    def __init__(self, vocab_size: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden))
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Tokens (B, S) → (B, S, D)."""
+        return embedding(tokens_BS, self.weight)
+
+
+class Head(nn.Module):
+    """The untied head's weight (V, D); a tied one uses the embedding's."""
+
+    def __init__(self, vocab_size: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden))
+
+
+class Llama(nn.Module):
+    """Tokens (B, S) → logits (B, S, V) → negative log-likelihood of the targets (B, S)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig, max_length: int) -> None:
+        super().__init__()
+        self.rope = max_length, config.head_dim, config.rope_theta
+        self.place_rope(torch.get_default_device())
+        self.embed = Embedding(config.vocab_size, config.hidden)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.final_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.lm_head = None if config.tied else Head(config.vocab_size, config.hidden)
+
+    def place_rope(self, device: torch.device) -> None:
+        """Make the RoPE tables on a device: buffers in FP64, not part of the state."""
+        cos, sin = rope_tables(*self.rope)
+        self.register_buffer("cos", cos.to(device), persistent=False)
+        self.register_buffer("sin", sin.to(device), persistent=False)
+
+    def trunk(self, tokens_BS: Tensor, policy: Policy, tap: Tap = no_tap) -> Tensor:
+        """Everything before the head: tokens (B, S) → final-norm output (B, S, D)."""
+        length = tokens_BS.shape[1]
+        rope = self.cos[:length].to(policy.stream), self.sin[:length].to(policy.stream)
+        x_BSD = tap("embed", self.embed(tokens_BS))
+        for i, block in enumerate(self.blocks):
+            x_BSD = block(x_BSD, rope, policy, tap, f"blocks.{i}")
+        return tap("final_norm", self.final_norm(x_BSD))
+
+    def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
+        """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype."""
+        return head(x_BSD, (self.lm_head or self.embed).weight, policy)
+
+    def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        """logsumexp(logits) − logit of the target, (B, S), in the logits' dtype."""
+        return F.cross_entropy(logits_BSV.flatten(0, -2), targets_BS.flatten(), reduction="none").view_as(targets_BS)
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy, tap: Tap = no_tap) -> Tensor:
+        """Per-token negative log-likelihood (B, S) in nats."""
+        logits_BSV = tap("logits", self.logits(self.trunk(tokens_BS, policy, tap), policy))
+        return self.nll(logits_BSV, targets_BS)

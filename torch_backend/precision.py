@@ -1,0 +1,71 @@
+"""Precision policies, and the matrix products whose casts are the policy. Twin: jax_backend/precision.py.
+
+Weights, residual stream, norms, RoPE, softmax and loss are in the *stream* dtype. A matrix product casts its operands
+to the *operand* dtype, accumulates in FP32 at least, and rounds its output to the operand dtype, except the head, whose
+logits leave the product in the stream dtype.
+
+Backward casts under bf16: the gradient of a product's output is rounded to bf16 before both backward products, whose
+results are bf16, then FP32. For `linear` that is what autograd makes of the casts; `head` needs a rule of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Policy:
+    """stream: dtype of everything but matrix operands. operand: dtype of both operands of a matrix product."""
+
+    name: str
+    stream: torch.dtype
+    operand: torch.dtype
+
+
+POLICIES = {
+    "fp64": Policy("fp64", torch.float64, torch.float64),
+    "fp32": Policy("fp32", torch.float32, torch.float32),
+    "bf16": Policy("bf16", torch.float32, torch.bfloat16),
+}
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy) -> Tensor:
+    """X (…, in), weight (out, in) → (…, out) in the stream dtype; the bias is added in the stream dtype."""
+    y = F.linear(x.to(policy.operand), weight.to(policy.operand)).to(policy.stream)
+    return y if bias is None else y + bias
+
+
+def head(x_BSD: Tensor, weight_VD: Tensor, policy: Policy) -> Tensor:
+    """Logits (B, S, V) in the stream dtype: operands rounded to the operand dtype, output not rounded."""
+    if policy.operand == policy.stream:
+        return F.linear(x_BSD, weight_VD)
+    logits: Tensor = _Head.apply(x_BSD, weight_VD, policy.operand)
+    return logits
+
+
+class _Head(torch.autograd.Function):
+    """Autograd would leave the gradient of FP32 logits in FP32; the policy rounds it before both products."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, weight_VD: Tensor, operand: torch.dtype) -> Tensor:
+        x, weight = x_BSD.to(operand), weight_VD.to(operand)
+        ctx.save_for_backward(x, weight)
+        ctx.stream = x_BSD.dtype
+        if x.is_cuda:
+            flat = torch.mm(x.flatten(0, -2), weight.T, out_dtype=x_BSD.dtype)
+            return flat.unflatten(0, x.shape[:-1])
+        # The CPU has no low-precision product with FP32 output; products of bf16 values are exact in FP32.
+        return F.linear(x.to(x_BSD.dtype), weight.to(x_BSD.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].to(x.dtype)
+        grad_x = torch.matmul(grad, weight).to(ctx.stream)
+        grad_weight = torch.mm(grad.flatten(0, -2).T, x.flatten(0, -2)).to(ctx.stream)
+        return grad_x, grad_weight, None

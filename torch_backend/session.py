@@ -1,0 +1,239 @@
+"""The trainer behind the seam of core/backend.py: model, optimizer and compiled forward-backward of one run."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
+from core.config import RunConfig
+from core.errors import UserError
+from core.init import init_parameters
+from core.metrics import norms_by_group
+from core.names import check_state, tap_names
+from core.schedule import learning_rate
+from torch_backend.model import Llama
+from torch_backend.optim import build_optimizer, clip_coefficient, read_moments, write_moments
+from torch_backend.precision import POLICIES, Policy
+
+
+class TorchSession:
+    """One run in torch. Subclass and override a method to make another candidate (docs/candidates.md)."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.device = resolve_device(config)
+        self.policy: Policy = POLICIES[config.precision.policy]
+        self.steps_done = 0
+        self.model = self.build_model()
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = self.build_optimizer()
+        self._micro_loss = self._compiled() if config.compile.enabled else self.micro_loss
+        self._load_parameters(init_parameters(config.model, config.seed))
+
+    def build_model(self) -> Llama:
+        """The model with unset weights in the policy's stream dtype (RoPE tables stay FP64 until they are used)."""
+        with torch.device("meta"):
+            model = Llama(self.config.model, self.config.train.sequence_length)
+        model.to_empty(device=self.device).to(self.policy.stream)
+        model.place_rope(self.device)
+        return model
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer over the model's parameters."""
+        return build_optimizer(self.config.optim, self.parameters)
+
+    def state(self) -> State:
+        """A copy of weights, moments and step count."""
+        moments = read_moments(self.optimizer, self.parameters)
+        return State(
+            self.steps_done,
+            {name: _numpy(p) for name, p in self.parameters.items()},
+            {kind: {name: _numpy(m) for name, m in by_name.items()} for kind, by_name in moments.items()},
+        )
+
+    def load(self, state: State) -> None:
+        """Take over a canonical state. Raises ValueError if names or shapes are not this model's."""
+        check_state(self.config.model, state)
+        self._load_parameters(state.params)
+        write_moments(self.optimizer, self.parameters, state)
+        self.steps_done = state.step
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group."""
+        loss, _ = self.accumulate(batch)
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+        before = {n: p.detach().clone() for n, p in self.parameters.items()} if norms else {}
+        group_norms = self._norms({n: p.grad for n, p in self.parameters.items()}) if norms else {}
+        coefficient = clip_coefficient(self.config.optim, norm)
+        torch._foreach_mul_(grads, coefficient)
+        lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.steps_done += 1
+        metrics = {}
+        if norms:
+            updates = {n: p.detach() - before[n] for n, p in self.parameters.items()}
+            metrics = norms_by_group(group_norms, self._norms(before), self._norms(updates))
+        return StepRecord(
+            step=self.steps_done,
+            loss=loss.item(),
+            loss_weight=float(batch.weights.sum(dtype=np.float64)),
+            lr=lr,
+            grad_norm=norm.item(),
+            clip_coefficient=coefficient.item(),
+            digest=batch.digest(),
+            tokens=batch.targets.size,
+            metrics=metrics,
+        )
+
+    def gradients(self, batch: Batch) -> Gradients:
+        """Per-token NLL, loss and accumulated gradients of `batch`, through the program that trains."""
+        loss, nll = self.accumulate(batch)
+        grads = {name: _numpy(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        self.optimizer.zero_grad(set_to_none=True)
+        return Gradients(np.concatenate([_numpy(n) for n in nll]), loss.item(), grads)
+
+    def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
+        """Forward values of the named taps, from the eager program. Raises NotSupported for an unknown tap."""
+        unknown = sorted(set(taps) - set(tap_names(self.config.model)))
+        if unknown:
+            raise NotSupported(f"no such tap: {', '.join(unknown)}")
+        seen: dict[str, np.ndarray] = {}
+
+        def record(name: str, value: Tensor) -> Tensor:
+            if name in taps:
+                seen[name] = _numpy(value)
+            return value
+
+        tokens, targets, _ = self.to_device(batch)
+        with torch.no_grad():
+            self.model(tokens, targets, self.policy, record)
+        return seen
+
+    def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
+        """Stages are executed by the reference; the trainer has no use for it."""
+        raise NotSupported(f"the torch trainer does not execute single stages ({stage})")
+
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
+        """Per-token `nll` and `top1` of `batch` in eager, under the run's policy or a named one."""
+        tokens, targets, _ = self.to_device(batch)
+        chosen = POLICIES[policy] if policy else self.policy
+        with torch.no_grad():
+            logits = self.model.logits(self.model.trunk(tokens, chosen), chosen)
+            return {
+                "nll": _numpy(self.model.nll(logits, targets)),
+                "top1": _numpy(logits.argmax(-1) == targets),
+            }
+
+    def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length."""
+        with torch.no_grad():
+            ids = torch.tensor(tokens[None], dtype=torch.long, device=self.device)
+            return _numpy(self.model.logits(self.model.trunk(ids, self.policy)[:, -1:], self.policy)[0, 0])
+
+    def close(self) -> None:
+        """Nothing is held beyond the object itself."""
+
+    def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens (B, S) and targets (B, S) as int64, weights (B, S) in the stream dtype, on the device."""
+        return (
+            torch.from_numpy(batch.tokens).to(self.device, torch.long),
+            torch.from_numpy(batch.targets).to(self.device, torch.long),
+            torch.from_numpy(batch.weights).to(self.device, self.policy.stream),
+        )
+
+    def accumulate(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """Gradients of the batch into `.grad`; returns the loss and the per-token NLL of each micro-batch.
+
+        Each micro-batch contributes Σ weight·nll divided by the *whole* batch's Σ weight, so that accumulation
+        weights by
+        tokens: the sum over micro-batches is the mean over the batch, however unevenly the weights lie.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.tensor(float(batch.weights.sum(dtype=np.float64)), dtype=self.policy.stream, device=self.device)
+        loss = torch.zeros((), dtype=self.policy.stream, device=self.device)
+        nll = []
+        for micro in batch.micro_batches(self.config.train.micro_batch_size):
+            tokens, targets, weights = self.to_device(micro)
+            micro_loss, micro_nll = self._micro_loss(tokens, targets, weights, total)
+            micro_loss.backward()
+            loss += micro_loss.detach()
+            nll.append(micro_nll.detach())
+        return loss, nll
+
+    def micro_loss(self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ weight·nll / total of one micro-batch, and its per-token nll (B, S)."""
+        nll = self.model(tokens, targets, self.policy)
+        return (nll * weights).sum() / total, nll
+
+    def _compiled(self) -> Any:
+        backend = self.config.compile.backend
+        # Inductor drops a cast to bf16 and back inside a fusion, and with it the policy's rounding of the head's
+        # operands.
+        options: Any = {"emulate_precision_casts": True} if backend == "inductor" else None
+        return torch.compile(self.micro_loss, fullgraph=True, dynamic=False, backend=backend, options=options)
+
+    def _load_parameters(self, params: Arrays) -> None:
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                p.copy_(torch.from_numpy(np.ascontiguousarray(params[name])))
+
+    def _norms(self, tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
+        present = {name: t for name, t in tensors.items() if t is not None}
+        norms = torch._foreach_norm(list(present.values()))
+        return {name: n.item() for name, n in zip(present, norms, strict=True)}
+
+
+class TorchBackend:
+    """Opens `session_class` on a configuration; a candidate names its own session class."""
+
+    name = "torch"
+    session_class: type[TorchSession] = TorchSession
+
+    def open(self, config: RunConfig) -> TorchSession:
+        """A session at the initial weights of `config`. Raises UserError if the device is not there."""
+        return self.session_class(config)
+
+    def describe(self, config: RunConfig) -> Mapping[str, Any]:
+        """Versions, device and what is in force."""
+        device = resolve_device(config)
+        compiled = f"torch.compile({config.compile.backend}, fullgraph)" if config.compile.enabled else "eager"
+        return {
+            "backend": self.name,
+            "versions": {"torch": torch.__version__},
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+            "device_kind": device.type,
+            "threads": torch.get_num_threads(),
+            "in_force": {
+                "program": compiled,
+                "attention": "scaled_dot_product_attention",
+                "optimizer": "AdamW (foreach)",
+            },
+        }
+
+
+def resolve_device(config: RunConfig) -> torch.device:
+    """The device asked for; `auto` takes CUDA where there is one. Raises UserError if CUDA was asked for in vain."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "device = 'cuda' was asked for, but torch sees no CUDA device here; use device = 'cpu' or 'auto'"
+        )
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    # Sums inside a bf16 product stay in FP32: the policy promises it, cuBLAS's default does not.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return torch.device("cuda")
+
+
+def _numpy(tensor: Tensor | None) -> np.ndarray:
+    assert tensor is not None
+    array: np.ndarray = tensor.detach().to("cpu", copy=True).numpy()
+    return array
