@@ -1,0 +1,44 @@
+"""Small configurations and batches that the tests share."""
+
+from __future__ import annotations
+
+import sysconfig
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.backend import Batch
+from core.config import CompileConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+
+MODEL = {"vocab_size": 256, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_hidden": 128}
+TRAIN = {"steps": 20, "batch_size": 4, "micro_batch_size": 2, "sequence_length": 64}
+
+
+def tiny_config(
+    policy: str = "bf16", compiled: bool = False, train: dict[str, Any] | None = None, **model: Any
+) -> RunConfig:
+    """A two-block Llama over bytes; clips at a norm that is always exceeded, so that clipping is always checked."""
+    return RunConfig(
+        model=ModelConfig(**(MODEL | model)),
+        train=TrainConfig(**(TRAIN | (train or {}))),
+        optim=OptimConfig(warmup_steps=5, clip_norm=0.25),
+        precision=PrecisionConfig(policy=policy),
+        compile=CompileConfig(enabled=compiled, backend="aot_eager"),
+    )
+
+
+@cache
+def text_bytes() -> np.ndarray:
+    """Real text: bytes of one of the standard library's modules, uint8."""
+    return np.frombuffer((Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_bytes(), np.uint8)
+
+
+def text_batch(config: RunConfig, seed: int = 0) -> Batch:
+    """Random windows of real text, all loss weights 1."""
+    rows, length = config.train.batch_size, config.train.sequence_length
+    data = text_bytes()
+    starts = np.random.default_rng(seed).integers(0, len(data) - length - 1, rows)
+    windows = data[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    return Batch(windows[:, :-1].copy(), windows[:, 1:].copy(), np.ones((rows, length), np.float32))
