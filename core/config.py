@@ -131,7 +131,7 @@ class LogConfig(Section):
 
     norms_every: Interval = Field(10, description="parameter, gradient and update norms by group")
     fp32_loss_every: Interval = Field(50, description="cross-entropy recomputed in FP32 from FP32 weights on a slice")
-    fp32_loss_sequences: Positive = Field(2, description="sequences in that slice")
+    fp32_loss_sequences: Positive = Field(8, description="sequences in that slice")
     sample_every: Interval = Field(0, description="a text sample from the prompt")
     sample_prompt: str = Field("The meaning of life is ", description="prompt of the sample")
     sample_tokens: Positive = Field(50, description="tokens of the sample")

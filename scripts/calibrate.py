@@ -206,8 +206,8 @@ def main() -> None:
         f"seeds held out, {CHECKS} checked steps a run with {BETWEEN} training steps in between, uneven loss weights, "
         "real text as bytes.",
         "",
-        f"A bound is the calibration's extreme times {bands.MARGIN} on the logarithm of the excess, on the distance and "
-        f"on the gain, and never below excess ×/÷ {bands.LEAST_EXCESS}, distance {bands.LEAST_DISTANCE}, gain "
+        f"A bound is the calibration's extreme times {bands.MARGIN:g} on the logarithm of the excess, on the distance "
+        f"and on the gain, and never below excess ×/÷ {bands.LEAST_EXCESS}, distance {bands.LEAST_DISTANCE}, gain "
         f"{bands.LEAST_GAIN} of the twin's error.",
         "",
     ]

@@ -15,10 +15,11 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from core.config import RunConfig
+from core.config import ModelConfig, RunConfig
 from core.errors import UserError
-from core.names import group_of
+from core.names import group_of, parameter_shapes
 from core.parity.excess import Distances
+from core.parity.stages import forward_stages
 from core.parity.verdict import Measure
 
 # Bounds are the calibration's extremes times this (on log-excess, distance and gain).
@@ -63,6 +64,25 @@ def table() -> dict[str, dict[str, Extremes]]:
     return {recipe: {kind: Extremes(**row) for kind, row in kinds.items()} for recipe, kinds in raw["recipes"].items()}
 
 
+def require(recipe: str) -> None:
+    """Raise UserError unless clean runs of `recipe` were measured, in every kind of comparison: before anything starts.
+
+    FP64 needs none: its bound is absolute.
+    """
+    if recipe.startswith("fp64/"):
+        return
+    model = ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
+    kinds = {gradient_kind(name) for name in parameter_shapes(model)}
+    kinds |= {f"local/{stage.id}" for stage in forward_stages(model) if stage.id != "nll"}
+    kinds |= {"nll", "gradients/together", "exp_avg", "exp_avg_sq", "update"}
+    if missing := sorted(kinds - table().get(recipe, {}).keys()):
+        what = recipe if len(missing) == len(kinds) else f"{recipe} ({', '.join(missing)})"
+        raise UserError(
+            f"no clean runs of {what} were measured, so a check has no bounds: "
+            f"run python -m scripts.calibrate {recipe}, or leave the checks out"
+        )
+
+
 def measures(recipe: str, kind: str, d: Distances) -> tuple[Measure, ...]:
     """The measures of one comparison with their bounds. Raises UserError for a recipe that was never calibrated."""
     if recipe.startswith("fp64/"):
@@ -73,20 +93,24 @@ def measures(recipe: str, kind: str, d: Distances) -> tuple[Measure, ...]:
     except KeyError:
         raise UserError(f"no clean runs of {recipe} ({kind}) were measured; run python -m scripts.calibrate") from None
     high = max(math.exp(MARGIN * clean.log_excess), LEAST_EXCESS)
+    gain = max(MARGIN * clean.gain, LEAST_GAIN)
     distance = max(MARGIN * clean.distance, LEAST_DISTANCE)
-    gain = max(MARGIN * clean.gain, LEAST_GAIN) * d.twin_relative_error
-    basis = (
-        f"{clean.draws} clean {recipe} comparisons of {kind} reached excess ×/÷ {math.exp(clean.log_excess):.3g}, "
-        f"distance {clean.distance:.2g}, gain {clean.gain:.2g} of the twin's error {d.twin_relative_error:.1e}; "
-        f"margin {MARGIN} on the logarithm"
-    )
+    error = f" of the twin's error {d.twin_relative_error:.1e}"
+    excess_basis = _basis(math.exp(clean.log_excess), f"^{MARGIN:g}", high == LEAST_EXCESS, clean.draws)
+    gain_basis = _basis(clean.gain, f" × {MARGIN:g}", gain == LEAST_GAIN, clean.draws) + error
+    distance_basis = _basis(clean.distance, f" × {MARGIN:g}", distance == LEAST_DISTANCE, clean.draws)
+    reach = gain * d.twin_relative_error
     found = [
-        Measure("excess", d.excess, 1 / high, high, basis),
-        Measure("gain_difference", d.gain_difference, -gain, gain, basis),
-        Measure("twin_distance", d.twin_distance, None, distance, basis),
+        Measure("excess", d.excess, 1 / high, high, excess_basis),
+        Measure("gain_difference", d.gain_difference, -reach, reach, gain_basis),
+        Measure("twin_distance", d.twin_distance, None, distance, distance_basis),
     ]
     if recipe.startswith("fp32/") and kind.startswith("gradients/"):
         limit = max(FP32_LIMIT, high * d.twin_relative_error)
         basis = f"FP32 gradients: {FP32_LIMIT:.0e}, or the bound on excess where the twin's own error makes that more"
         found.append(Measure("relative_error", d.relative_error, None, limit, basis))
     return tuple(found)
+
+
+def _basis(extreme: float, margin: str, least: bool, draws: int) -> str:
+    return f"least ({draws} clean draws: {extreme:.3g})" if least else f"{extreme:.3g}{margin} ({draws} clean draws)"

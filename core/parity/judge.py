@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from core.backend import Backend, NotSupported, Session
+from core.backend import Arrays, Backend, NotSupported, Session
 from core.config import CompileConfig, PrecisionConfig, RunConfig
 from core.init import init_parameters
-from core.names import layer_of, parameter_shapes
+from core.names import Shape, layer_of, parameter_shapes
 from core.parity import bands, scalars
 from core.parity.evidence import Evidence
 from core.parity.excess import Distances, distances
@@ -61,6 +61,9 @@ def judge(evidence: Evidence, reference: Reference) -> Check:
             findings.extend(part(evidence, reference))
         except NotSupported as reason:
             missing.append(f"{part.__name__.strip('_').replace('_', ' ')}: {reason}")
+        if part is _weights and not findings[-1].ok and findings[-1].tap == "names":
+            missing.append("all that follows from the weights: the reference has no such parameters")
+            break
     if reference.config.compile.enabled and evidence.taps:
         missing.append(
             "forward stages inside the compiled program: they were observed in the same model's eager program"
@@ -89,32 +92,41 @@ def _exact(stage: str, tap: str, mismatches: int, size: int, basis: str, note: s
 
 def _data(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     same = evidence.record.digest == evidence.batch.digest()
-    basis = "tokens, targets and weights are compared bit by bit, by SHA-256"
+    basis = "equal bits, by SHA-256"
     yield _exact("tokens", "tokens", 0 if same else 1, evidence.batch.tokens.size, basis)
 
 
 def _weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Names and shapes always; at step 0, bits against core/init.py."""
+    """Names and shapes of weights and moments always; at step 0, the weights' bits against core/init.py."""
     shapes, params = parameter_shapes(reference.config.model), evidence.before.params
-    wrong = sorted(
-        n
-        for n in shapes.keys() | params.keys()
-        if n not in shapes or tuple(getattr(params.get(n), "shape", ())) != shapes[n]
-    )
+    wrong: list[str] = []
+    for state in (evidence.before, evidence.after):
+        wrong += _differing(state.params, shapes)
+        for kind in MOMENTS:
+            wrong += [f"{kind}/{name}" for name in _differing(state.optimizer.get(kind, {}), shapes)]
     yield _exact(
         "weights",
         "names",
         len(wrong),
         len(shapes),
-        "canonical names and shapes, compared exactly",
+        "equal names and shapes",
         ", ".join(wrong[:5]),
     )
     if evidence.before.step == 0 and not wrong:
         initial = init_parameters(reference.config.model, reference.config.seed)
         differ = {name: int(np.count_nonzero(params[name] != values)) for name, values in initial.items()}
-        basis = "initial weights, compared bit by bit with core/init.py"
+        basis = "equal bits, with core/init.py"
         note = ", ".join(name for name, count in differ.items() if count)
         yield _exact("weights", "initial", sum(differ.values()), sum(v.size for v in initial.values()), basis, note)
+
+
+def _differing(arrays: Arrays, shapes: Mapping[str, Shape]) -> list[str]:
+    """Names that are missing, too many, or of another shape."""
+    return sorted(
+        n
+        for n in shapes.keys() | arrays.keys()
+        if n not in shapes or n not in arrays or tuple(np.shape(arrays[n])) != shapes[n]
+    )
 
 
 def _compare(
@@ -164,7 +176,8 @@ def _losses_and_gradients(evidence: Evidence, reference: Reference) -> Iterator[
         t = reference.truth.gradients(evidence.probe)
     c = evidence.probed
     yield _compare(reference, "nll", "nll", "nll", "end_to_end", c.nll, w.nll, t.nll)
-    yield finding("loss", "loss", "local", (scalars.loss(c.loss, c.nll, evidence.probe),), 1)
+    if c.nll.shape == t.nll.shape:
+        yield finding("loss", "loss", "local", (scalars.loss(c.loss, c.nll, evidence.probe),), 1)
     absent = sorted(t.grads.keys() ^ c.grads.keys())
     yield _exact(
         "gradients", "names", len(absent), len(t.grads), "every parameter has a gradient", ", ".join(absent[:5])
@@ -196,7 +209,7 @@ def _scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     config, record = reference.config, evidence.record
     dtype: np.dtype[np.floating] = np.dtype(np.float64 if config.precision.policy == "fp64" else np.float32)
     if evidence.grads is not None and evidence.probed is not None:
-        if evidence.probe is evidence.batch:
+        if evidence.probe is evidence.batch and evidence.probed.nll.shape == evidence.batch.targets.shape:
             yield finding(
                 "loss", "loss_of_step", "local", (scalars.loss(record.loss, evidence.probed.nll, evidence.batch),), 1
             )
@@ -214,7 +227,7 @@ def _update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     counted = _exact(
         "step_count", "step", 0 if after.step == evidence.record.step == steps else 1, 1, "one step is one step"
     )
-    if evidence.grads is None or evidence.grads.keys() != before.params.keys():
+    if evidence.grads is None or _differing(evidence.grads, {n: p.shape for n, p in before.params.items()}):
         yield counted
         return
     inputs: dict[str, np.ndarray] = {

@@ -17,10 +17,10 @@ def load_backend(spec: str) -> Backend:
     if not place or not name:
         raise UserError(f"{spec!r} names no backend: write FILE.py:NAME or module:NAME")
     try:
-        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = _from_file(Path(place)) if place.endswith(".py") else _from_module(place)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # somebody else's code: it must not end the check as if all were well
         raise UserError(f"{spec}: importing {place} failed: {type(error).__name__}: {error}") from error
     factory = getattr(module, name, None)
     if factory is None:
@@ -30,23 +30,35 @@ def load_backend(spec: str) -> Backend:
         raise UserError(f"{spec}: {place} has no {name}" + (f"; it has {', '.join(offered)}" if offered else ""))
     try:
         backend = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{spec}: calling {name}() failed: {type(error).__name__}: {error}") from error
     if not callable(getattr(backend, "open", None)):
         raise UserError(f"{spec}: {name}() returned {type(backend).__name__}, which has no open(config): not a Backend")
     return backend
 
 
+def _from_module(name: str) -> object:
+    """A module; one beside which the command was called is found as well, after what is installed."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    return importlib.import_module(name)
+
+
 def _from_file(path: Path) -> object:
+    """The file as a module. Its folder comes first while it is imported, and stays last for what is imported later."""
     if not path.is_file():
         raise UserError(f"no such file: {path}")
     found = importlib.util.spec_from_file_location(f"lockstep_candidate_{path.stem}", path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module
-    sys.path.insert(0, str(path.resolve().parent))
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
     try:
         found.loader.exec_module(module)
     finally:
-        sys.path.pop(0)
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
     return module

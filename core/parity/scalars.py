@@ -34,7 +34,7 @@ def ulps(value: float, exact: float, dtype: np.dtype[np.floating]) -> float:
 def sum_bound(terms: int) -> tuple[float, str]:
     """Ulp that a sum of `terms` terms may be off in its own precision, and the words for it."""
     bound = CONFIDENCE * math.sqrt(terms) / 2 + FEW_ULPS
-    return bound, f"λ·√n/2 + {FEW_ULPS:g} ulp for a sum of n = {terms} terms, λ = {CONFIDENCE:g} (Higham & Mary 2019)"
+    return bound, f"{CONFIDENCE:g}·√n/2 + {FEW_ULPS:g}, a sum of n = {terms:,}"
 
 
 def loss(value: float, nll: np.ndarray, batch: Batch) -> Measure:
@@ -56,13 +56,9 @@ def gradient_norm(value: float, grads: Mapping[str, np.ndarray]) -> Measure:
 def clip_coefficient(value: float, norm: float, optim: OptimConfig, dtype: np.dtype[np.floating]) -> Measure:
     """The clip coefficient against min(1, limit / (norm + 1e-6)) from the candidate's own norm; 1 without clipping."""
     exact = min(1.0, optim.clip_norm / (norm + 1e-6)) if optim.clip_norm else 1.0
-    return Measure(
-        "ulp", ulps(value, exact, dtype), None, FEW_ULPS, f"{FEW_ULPS:g} ulp: one sum, one quotient, one minimum"
-    )
+    return Measure("ulp", ulps(value, exact, dtype), None, FEW_ULPS, "one sum, one quotient, one minimum")
 
 
 def learning_rate(value: float, exact: float) -> Measure:
     """The learning rate against the schedule; it may have been rounded to FP32 once."""
-    return Measure(
-        "ulp", ulps(value, exact, np.dtype(np.float32)), None, 1.0, "the schedule's value, rounded at most once to FP32"
-    )
+    return Measure("ulp", ulps(value, exact, np.dtype(np.float32)), None, 1.0, "the schedule, rounded once to FP32")

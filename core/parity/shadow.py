@@ -1,26 +1,31 @@
-"""Checks during training: the reference works in a process of its own, the trainer waits only to hand evidence over.
+"""Checks during training: the reference works in a process of its own, the trainer waits only to gather evidence.
 
 Every N steps the trainer gathers evidence (a probe micro-batch of the live data with uneven loss weights, at the live
-weights, and the live step's update) and puts it into a queue. If more checks wait than `parity.queue` allows, a check
-is skipped and counted. If the worker dies, training goes on and every check that is lost says so.
+weights, and the live step's update) and hands it to a thread that writes it to the worker. If more checks wait than
+`parity.queue` allows, a check is skipped and counted. If the worker dies, training goes on and every check that is lost
+says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import Any, Self
 
 from core.backend import Batch, Session, StepRecord
 from core.config import RunConfig
-from core.parity.evidence import gather, uneven_weights
+from core.parity.evidence import Evidence, gather, uneven_weights
 from core.parity.judge import Reference, judge
 from core.parity.load import load_backend
 from core.parity.verdict import Check
@@ -28,26 +33,30 @@ from core.parity.verdict import Check
 POLL_SECONDS = 0.2
 # The worker gives way to the trainer; both may share two cores.
 WORKER_NICENESS = 5
+# A worker that is told to end may be in the midst of a judgement that nobody waits for.
+END_SECONDS = 1.0
 
 Result = Check | tuple[int, str]
 
 
 class Shadow:
-    """The trainer's end. `reference` is a backend's name as core/parity/load.py takes it."""
+    """The trainer's end. `reference` is a backend's name as core/parity/load.py takes it.
+
+    As a context manager it ends the worker, at once if it is left by an exception.
+    """
 
     def __init__(self, config: RunConfig, reference: str) -> None:
         self._config = config
         self._every = config.parity.every
         self._waiting: set[int] = set()
         self._lost: list[tuple[int, str]] = []
+        # One pipe each way, and no end of the worker's stays open here: when it dies, reading says so instead of
+        # waiting for the rest of a message.
         context = multiprocessing.get_context("spawn")
-        self._out: Any = context.Queue()
-        self._back: Any = context.Queue()
+        self._results, results_out = context.Pipe(duplex=False)
+        evidence_in, self._evidence = context.Pipe(duplex=False)
         self._worker: SpawnProcess = context.Process(
-            target=_work,
-            args=(config, reference, self._out, self._back, os.getpid()),
-            daemon=True,
-            name="lockstep-reference",
+            target=_work, args=(config, reference, evidence_in, results_out), daemon=True, name="lockstep-reference"
         )
         # Ctrl-C reaches the whole group of processes: the worker inherits that it is ignored, and finishes what it has.
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -55,6 +64,23 @@ class Shadow:
             self._worker.start()
         finally:
             signal.signal(signal.SIGINT, previous)
+        evidence_in.close()
+        results_out.close()
+        self._outbox: queue.SimpleQueue[Evidence | None] = queue.SimpleQueue()
+        threading.Thread(
+            target=_send_all, args=(self._outbox, self._evidence), name="lockstep-evidence", daemon=True
+        ).start()
+
+    @property
+    def worker_pid(self) -> int:
+        """Process id of the worker."""
+        assert self._worker.pid is not None
+        return self._worker.pid
+
+    @property
+    def pending(self) -> int:
+        """Checks that were handed over and have not come back."""
+        return len(self._waiting)
 
     def due(self, step: int) -> bool:
         """Every `parity.every` steps, and at step 1."""
@@ -71,17 +97,13 @@ class Shadow:
         probe = uneven_weights(batch.micro_batches(self._config.train.micro_batch_size)[0], self._config.seed)
         evidence = gather(session, self._config, batch, probe, norms)
         self._waiting.add(evidence.record.step)
-        self._out.put(evidence)
+        self._outbox.put(evidence)
         return evidence.record
 
     def collect(self) -> Iterator[Result]:
         """What has come back so far."""
-        while True:
-            try:
-                result = self._back.get_nowait()
-            except queue.Empty:
-                break
-            yield self._returned(result)
+        while (result := self._receive(0.0)) is not None:
+            yield result
         if self._waiting and not self._worker.is_alive():
             for step in sorted(self._waiting):
                 self._lost.append((step, self._reason()))
@@ -92,21 +114,26 @@ class Shadow:
     def drain(self) -> Iterator[Result]:
         """Wait until every check that was handed over has come back or is lost."""
         while self._waiting:
-            try:
-                yield self._returned(self._back.get(timeout=POLL_SECONDS))
-            except queue.Empty:
-                if not self._worker.is_alive():
-                    break
+            if (result := self._receive(POLL_SECONDS)) is not None:
+                yield result
+            elif not self._worker.is_alive():
+                break
         yield from self.collect()
 
-    def close(self) -> None:
-        """End the worker."""
+    def close(self, at_once: bool = False) -> None:
+        """End the worker; a second call does nothing."""
+        if self._worker.is_alive() and not at_once:
+            self._outbox.put(None)
+            self._worker.join(timeout=END_SECONDS)
         if self._worker.is_alive():
-            self._out.put(None)
-            self._worker.join(timeout=5)
-        if self._worker.is_alive():
-            self._worker.terminate()
-        self._out.cancel_join_thread()
+            self._worker.kill()
+            self._worker.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close(at_once=kind is not None)
 
     def _ready(self) -> bool:
         return self._worker.is_alive() and len(self._waiting) < self._config.parity.queue
@@ -116,29 +143,73 @@ class Shadow:
             return f"the reference is still busy with {len(self._waiting)} earlier checks"
         return f"the reference's process has died (exit code {self._worker.exitcode}); training goes on unchecked"
 
-    def _returned(self, result: Result) -> Result:
+    def _receive(self, seconds: float) -> Result | None:
+        """A result that is there within `seconds`, or None; also None, at once, if the worker is gone."""
+        try:
+            if not self._results.poll(seconds):
+                return None
+            result: Result = self._results.recv()
+        except (EOFError, OSError):
+            self._worker.join(timeout=END_SECONDS)  # its end of the pipe closes a moment before it is gone
+            return None
         self._waiting.discard(result.step if isinstance(result, Check) else result[0])
         return result
 
 
-def _work(config: RunConfig, reference: str, evidence_in: Any, results_out: Any, parent: int) -> None:
-    """The worker's end: judge what comes until None comes or the trainer is gone."""
+def send_evidence(evidence: Evidence, pipe: Connection) -> None:
+    """Write evidence array by array: nothing is copied, and the interpreter is free while the pipe is full."""
+    buffers: list[pickle.PickleBuffer] = []
+    frame = pickle.dumps(evidence, protocol=5, buffer_callback=buffers.append)
+    views = [buffer.raw() for buffer in buffers]
+    pipe.send((frame, [view.nbytes for view in views]))
+    for view in views:
+        pipe.send_bytes(view)
+
+
+def receive_evidence(pipe: Connection) -> Evidence | None:
+    """Read what `send_evidence` wrote; None when the sender is done."""
+    message = pipe.recv()
+    if message is None:
+        return None
+    frame, sizes = message
+    buffers = [bytearray(size) for size in sizes]
+    for buffer in buffers:
+        pipe.recv_bytes_into(buffer)
+    evidence: Evidence = pickle.loads(frame, buffers=buffers)
+    return evidence
+
+
+def _send_all(outbox: queue.SimpleQueue[Evidence | None], pipe: Connection) -> None:
+    """The thread beside the trainer: it waits for the worker, so that the trainer need not."""
+    with contextlib.suppress(OSError):  # the worker has died: `Shadow.collect` says which checks are lost
+        while (evidence := outbox.get()) is not None:
+            send_evidence(evidence, pipe)
+            del evidence
+        pipe.send(None)
+
+
+def _work(config: RunConfig, reference: str, evidence_in: Connection, results_out: Connection) -> None:
+    """The worker: judge what comes until the trainer is done, or gone."""
     os.nice(WORKER_NICENESS)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     opened: Reference | None = None
-    while True:
-        try:
-            evidence = evidence_in.get(timeout=1.0)
-        except queue.Empty:
-            if os.getppid() != parent:
-                return
-            continue
-        if evidence is None:
-            return
+    while (evidence := receive_evidence(evidence_in)) is not None:
+        result: Result
         try:
             if opened is None:
                 opened = Reference.open(load_backend(reference), config)
-            results_out.put(judge(evidence, opened))
+            result = judge(evidence, opened)
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            reason = f"the reference failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-            results_out.put((evidence.record.step, reason))
+            said = next(iter(str(error).splitlines()), "")
+            reason = f"the reference failed: {type(error).__name__}: {said} ({where.filename}:{where.lineno})"
+            result = (evidence.record.step, reason)
+        results_out.send(result)
+        del evidence
+
+
+def _end_with_parent() -> None:
+    """End this process, whatever it does, when the trainer is gone."""
+    parent: Any = multiprocessing.parent_process()
+    parent.join()
+    os._exit(1)

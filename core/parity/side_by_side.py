@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 
 from core.backend import Backend, Batch
 from core.config import RunConfig
+from core.errors import UserError
 from core.parity.evidence import gather, uneven_weights
 from core.parity.judge import Reference, judge
 from core.parity.verdict import Check
+
+ASKED_OF_A_CANDIDATE = ("state", "step", "gradients", "observe", "close")
 
 
 def check_steps(candidate: Backend, reference: Backend, config: RunConfig, batches: Iterable[Batch]) -> Iterator[Check]:
@@ -16,11 +20,15 @@ def check_steps(candidate: Backend, reference: Backend, config: RunConfig, batch
 
     State-synchronised: before each judgement the reference takes the candidate's state, so every check judges one step.
     """
-    session = candidate.open(config)
-    references = Reference.open(reference, config)
-    try:
+    with ExitStack() as stack:
+        session = candidate.open(config)
+        if missing := [name for name in ASKED_OF_A_CANDIDATE if not callable(getattr(session, name, None))]:
+            raise UserError(
+                f"the candidate's session has no {', '.join(missing)}: docs/candidates.md says what it needs; "
+                "what it cannot do may raise core.backend.NotSupported"
+            )
+        stack.callback(session.close)
+        references = Reference.open(reference, config)
+        stack.callback(references.close)
         for number, batch in enumerate(batches):
             yield judge(gather(session, config, uneven_weights(batch, config.seed + number)), references)
-    finally:
-        session.close()
-        references.close()

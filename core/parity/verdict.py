@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 SCHEMA = 1
 
+# Agreement in these alone says nothing of the arithmetic: no tensor was computed.
+BOOKKEEPING = frozenset({"tokens", "weights", "clip_coefficient", "learning_rate", "step_count"})
+
 Outcome = Literal["agreed", "disagreed", "could_not"]
 Scope = Literal["local", "end_to_end"]
 
@@ -101,16 +104,15 @@ class Check:
 
     @property
     def verdict(self) -> Outcome:
-        """`could_not` if nothing was compared, else `agreed` only if every finding holds."""
-        if not self.findings:
-            return "could_not"
-        return "agreed" if all(f.ok for f in self.findings) else "disagreed"
+        """`disagreed` if a finding does not hold, `could_not` if nothing computed was compared, else `agreed`."""
+        if not all(f.ok for f in self.findings):
+            return "disagreed"
+        return "agreed" if any(f.stage not in BOOKKEEPING for f in self.findings) else "could_not"
 
     @property
     def origin(self) -> Finding | None:
-        """The earliest broken link of the chain: findings stand in the chain's order, a local one speaks first."""
-        broken = [f for f in self.findings if not f.ok]
-        return next((f for f in broken if f.scope == "local"), broken[0] if broken else None) if broken else None
+        """The earliest broken link: findings stand in the chain's order; what comes later may only be contaminated."""
+        return next((f for f in self.findings if not f.ok), None)
 
     @property
     def worst(self) -> Finding | None:

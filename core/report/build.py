@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from core.data.atomic import write_atomically
+from core.atomic import write_atomically
 from core.report import parts
 from core.report.checks import read_checks
 from core.report.curves import charts

@@ -145,7 +145,7 @@ function makeHeat(cells) {
     scroll.style.height = `${height + 2}px`;
     body.style.height = `${total}px`;
     width = body.clientWidth;
-    cellWidth = Math.min((width - LABELS - RIGHT) / columns, 34);
+    cellWidth = Math.min((width - LABELS - RIGHT) / columns, 90);
     for (const [c, h] of [[canvas, height], [header, 24]]) {
       c.width = Math.round(width * devicePixelRatio);
       c.height = Math.round(h * devicePixelRatio);

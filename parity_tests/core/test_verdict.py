@@ -81,12 +81,10 @@ def test_nothing_compared_is_could_not():
     assert check(finding()).verdict == "disagreed"
 
 
-def test_origin_is_the_first_broken_link_and_a_local_one_speaks_first():
+def test_origin_is_the_first_broken_link_of_the_chain():
     early, late = finding(3.0, stage="gate"), finding(9.0, stage="down_proj")
-    local = finding(3.0, stage="up", scope="local")
     assert check(finding(1.0)).origin is None
     assert check(finding(1.0), early, late).origin is early
-    assert check(early, local, late).origin is local
     assert check(early, late).worst is late
 
 

@@ -129,7 +129,8 @@ class _ScaledLinear(Linear):
 class _ScaledQuerySession(TorchSession):
     def build_model(self) -> Llama:
         model = super().build_model()
-        model.blocks[-1].attn.q_proj.__class__ = _ScaledLinear
+        last = [m for m in model.modules() if isinstance(m, Attention)][-1]
+        last.q_proj.__class__ = _ScaledLinear
         return model
 
 
@@ -159,7 +160,8 @@ class _AheadAttention(Attention):
 class _AheadSession(TorchSession):
     def build_model(self) -> Llama:
         model = super().build_model()
-        model.blocks[0].attn.__class__ = _AheadAttention
+        first = next(m for m in model.modules() if isinstance(m, Attention))
+        first.__class__ = _AheadAttention
         return model
 
 

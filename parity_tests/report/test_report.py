@@ -108,7 +108,7 @@ def test_metrics_stand_at_the_steps_where_they_were_due(pages, runs):
     data, records = embedded(pages["honest"]), lines(runs["honest"] / "records.jsonl")
     for chart, label, key in (
         ("loss", "validation", "val/loss"),
-        ("loss", "FP32 recomputed", "fp32/loss"),
+        ("loss", "FP32, on a slice", "fp32/loss"),
         ("grad", "matrices", "grad_norm/matrices"),
         ("update", "gains", "update_ratio/gains"),
     ):

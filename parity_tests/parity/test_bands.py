@@ -1,0 +1,66 @@
+"""Bounds: what they follow from, and which recipes have them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from core.errors import UserError
+from core.names import parameter_shapes
+from core.parity import bands
+from core.parity.excess import Distances
+from core.parity.stages import PHASES, forward_stages
+from parity_tests.tiny import tiny_config
+
+RECIPES = [f"{policy}/{program}" for policy in ("fp32", "bf16") for program in ("eager", "compiled")]
+
+
+def distances(excess: float = 1.0, gain: float = 0.0, distance: float = 0.0, relative: float = 1e-3) -> Distances:
+    return Distances(excess, gain, distance, excess * relative, relative, 0.0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_comparison_of_every_recipe_was_measured(recipe):
+    model = tiny_config(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True).model
+    kinds = {f"local/{s.id}" for s in forward_stages(model)} - {"local/nll"}
+    kinds |= {bands.gradient_kind(name) for name in parameter_shapes(model)}
+    kinds |= {"gradients/together", "nll", "exp_avg", "exp_avg_sq", "update"}
+    assert kinds == set(bands.table()[recipe])
+    assert "nll" in PHASES
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_bound_is_the_clean_extreme_with_its_margin(recipe):
+    clean = bands.table()[recipe]["gradients/matrices"]
+    excess, gain, distance = bands.measures(recipe, "gradients/matrices", distances())[:3]
+    high = max(math.exp(bands.MARGIN * clean.log_excess), bands.LEAST_EXCESS)
+    assert (excess.low, excess.high) == (1 / high, high)
+    assert gain.high == -gain.low == max(bands.MARGIN * clean.gain, bands.LEAST_GAIN) * 1e-3
+    assert distance.high == max(bands.MARGIN * clean.distance, bands.LEAST_DISTANCE)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"excess": 30.0}, {"excess": 1 / 30}, {"gain": 0.02}, {"gain": -0.02}, {"distance": 30.0}]
+)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_measure_alone_can_break(recipe, wrong):
+    assert all(m.ok for m in bands.measures(recipe, "gradients/matrices", distances()))
+    assert sum(not m.ok for m in bands.measures(recipe, "gradients/matrices", distances(**wrong))) >= 1
+
+
+def test_fp64_is_held_to_a_relative_error():
+    (measure,) = bands.measures("fp64/eager", "gradients/qk", distances(relative=9e-13))
+    assert measure.ok
+    (measure,) = bands.measures("fp64/compiled", "gradients/qk", distances(relative=1.1e-12))
+    assert not measure.ok
+
+
+def test_fp32_gradients_are_held_to_a_relative_error_too():
+    by_name = {m.name: m for m in bands.measures("fp32/eager", "gradients/matrices", distances(relative=1e-7))}
+    assert by_name["relative_error"].high == bands.FP32_LIMIT
+
+
+def test_a_recipe_that_was_never_measured_is_refused():
+    with pytest.raises(UserError, match=r"scripts\.calibrate"):
+        bands.measures("fp8/eager", "nll", distances())

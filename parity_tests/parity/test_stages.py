@@ -1,0 +1,33 @@
+"""The chain: its ids, its order, and that its stages read and write what the model's taps say."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.names import parameter_shapes, tap_names
+from core.parity.stages import ORDER, PHASES, forward_stages
+from parity_tests.tiny import tiny_config
+
+BIASED = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": False}, BIASED])
+def test_every_tap_is_written_once_and_only_earlier_taps_are_read(options):
+    model = tiny_config(**options).model
+    written: list[str] = []
+    for stage in forward_stages(model):
+        assert set(stage.taps.values()) <= set(written)
+        written.append(stage.tap)
+    assert written == [*tap_names(model), "nll"]
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": False}, BIASED])
+def test_every_parameter_is_read(options):
+    model = tiny_config(**options).model
+    assert {p for s in forward_stages(model) for p in s.params.values()} == set(parameter_shapes(model))
+
+
+def test_ids_stand_in_the_order_of_the_chain():
+    ids = [stage.id for stage in forward_stages(tiny_config(layers=1).model)]
+    assert ids == sorted(ids, key=ORDER.__getitem__)
+    assert set(ids) == {stage for stage, phase in PHASES.items() if phase == "forward"} - {"loss"}
