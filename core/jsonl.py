@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.data.atomic import write_atomically
+from core.atomic import write_atomically
 from core.errors import UserError
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from typing import Self
 
 from core.errors import UserError
 
 
 class FolderLock:
-    """Holds `folder`/.lock with flock(2) until `release`; the file names the process that holds it.
+    """Holds `folder`/.lock with flock(2) until `release` or the end of a `with`; the file names who holds it.
 
+    The file itself stays: removing it would let two processes hold locks on two files of one name.
     Raises UserError if another process (or another lock of this one) holds it, or the folder is not writable.
     """
 
@@ -37,3 +39,9 @@ class FolderLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -30,6 +30,11 @@ class Watch(Protocol):
         """Run the step and gather what a check needs; `seconds` of the record is the step alone."""
         ...
 
+    @property
+    def pending(self) -> int:
+        """Checks that are still out."""
+        ...
+
     def collect(self) -> Iterator[Check | tuple[int, str]]:
         """What has come back since the last call: checks, or (step, why it was skipped)."""
         ...
@@ -143,6 +148,9 @@ def train(
     if saved != done:
         save(session, data, run)
     if watch is not None:
+        if watch.pending:
+            for sink in sinks:
+                sink.note(f"waiting for the reference: checks under way: {watch.pending}")
         deliver(watch.drain(), sinks)
     if done == last:
         run.finish()

@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from core import checkpoint
+from core.atomic import remove_temporaries, write_atomically
 from core.backend import State, StepRecord
 from core.config import RunConfig
 from core.config_file import dump_config, load_config
-from core.data.atomic import remove_temporaries, write_atomically
 from core.errors import UserError
 from core.jsonl import JsonLines, cut_after, read_lines
 from core.lock import FolderLock
@@ -39,6 +39,18 @@ class RunDir:
         self._records = JsonLines(path / RECORDS) if lock else None
         self._checks = JsonLines(path / CHECKS) if lock else None
 
+    @staticmethod
+    def check_free(path: Path, overwrite: bool) -> bool:
+        """Whether an earlier run lies at `path`. Raises UserError if a new one cannot take its place."""
+        occupied = path.is_dir() and any(path.iterdir())
+        if (path.exists() or path.is_symlink()) and not path.is_dir():
+            raise UserError(f"{path} is a file, not a folder for a run")
+        if occupied and not _is_run(path):
+            raise UserError(f"{path} is not empty and not a run: choose another name")
+        if occupied and not overwrite:
+            raise UserError(f"{path} holds a run already: --overwrite replaces it, --resume {path} goes on with it")
+        return occupied
+
     @classmethod
     def create(cls, path: Path, config: RunConfig, info: Mapping[str, Any], overwrite: bool = False) -> Self:
         """Make a new run directory with config.toml and run.json, and hold its lock.
@@ -49,13 +61,7 @@ class RunDir:
         Raises:
             UserError: `path` is in use, or cannot be written.
         """
-        occupied = path.is_dir() and any(path.iterdir())
-        if (path.exists() or path.is_symlink()) and not path.is_dir():
-            raise UserError(f"{path} is a file, not a folder for a run")
-        if occupied and not _is_run(path):
-            raise UserError(f"{path} is not empty and not a run: choose another name")
-        if occupied and not overwrite:
-            raise UserError(f"{path} holds a run already: --overwrite replaces it, --resume {path} goes on with it")
+        occupied = cls.check_free(path, overwrite)
         beside = path.with_name(f".{path.name}.{os.getpid()}.new")
         replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
         described = {"name": config.name, "created": _now(), "finished": False, "resumes": [], "branches": []}
@@ -129,6 +135,14 @@ class RunDir:
     def finish(self) -> None:
         """Set `finished`: all steps are done."""
         self.update_info(finished=True)
+
+    def discard(self) -> None:
+        """Remove the directory of a run that has not begun. Raises RuntimeError if a step was recorded."""
+        self._writer()
+        if self.records():
+            raise RuntimeError(f"{self.path} has records")
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
 
     # Records and checks
 
@@ -223,7 +237,9 @@ class RunDir:
                 return checkpoint.load_checkpoint(path)
             except checkpoint.CorruptCheckpoint as error:
                 warn(f"checkpoint passed over: {error}")
-        raise UserError(f"{self.path} has no {'intact ' if found else ''}checkpoint to go on from")
+        raise UserError(
+            f"{self.path} has no {'intact ' if found else ''}checkpoint to go on from: begin again with --overwrite"
+        )
 
     # Lifetime
 

@@ -220,7 +220,8 @@ class JaxSession:
         return out | {f"{kind}/{n}": np.array(m) for kind, tree in after.items() for n, m in tree.items()}
 
     def _arrays(self, params: Mapping[str, np.ndarray]) -> Tree:
-        return {name: jnp.asarray(params[name], self.policy.stream) for name in self._paths}
+        # A copy: on the CPU, `asarray` would share an aligned array's memory with its owner, who may write to it.
+        return {name: jnp.array(params[name], self.policy.stream) for name in self._paths}
 
 
 class JaxBackend:

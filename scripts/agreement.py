@@ -63,8 +63,8 @@ def main() -> None:
     lines = [
         "# Agreement of torch and JAX",
         "",
-        f"Made by `python -m scripts.agreement`: `configs/quickstart.toml`, {STEPS} steps, uneven loss weights; "
-        f"torch {torch.__version__.split('+')[0]}, jax {jax.__version__}, {platform.machine()} {platform.system()}, CPU.",
+        f"Made by `python -m scripts.agreement`: `configs/quickstart.toml`, {STEPS} steps, uneven loss weights, "
+        f"torch {torch.__version__}, jax {jax.__version__}, {platform.machine()} {platform.system()} CPU.",
         "",
         "| precision | program | micro-batches | verdict | findings | worst gradient, relative error "
         "| excess of gradients | excess of updates | time |",

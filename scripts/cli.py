@@ -18,6 +18,8 @@ COMMANDS = {
     "report": ("scripts.report", "write a run's report.html"),
 }
 
+HELP = ("-h", "--help", "help")
+
 USAGE = "\n".join(
     [
         "lockstep: a language model pretrains in PyTorch while an independent JAX implementation checks the step",
@@ -38,34 +40,41 @@ def main() -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command; returns its exit code. `--help` of a command raises SystemExit(0), as tyro does."""
     from core.errors import UserError
 
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    if not argv or argv[0] in HELP or (argv[0] == "data" and argv[1:2] and argv[1] in HELP):
         print(USAGE)
         return 0 if argv else 2
-    for length in (2, 1):
-        name = " ".join(argv[:length])
-        if name in COMMANDS:
-            try:
-                return _command(name)(argv[length:])
-            except UserError as error:
-                for line in str(error).splitlines():
-                    print(f"lockstep: {line}", file=sys.stderr)
-                return 2
-            except KeyboardInterrupt:
-                print("lockstep: stopped", file=sys.stderr)
-                return 130
-            except BrokenPipeError:
-                sys.stderr.close()
-                return 2
+    name = next((" ".join(argv[:n]) for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), None)
+    if name is None:
+        print(f"lockstep: {_no_command(argv)}", file=sys.stderr)
+        return 2
+    try:
+        return _command(name)(argv[len(name.split()) :])
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"lockstep: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("lockstep: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 2
+    except Exception as error:
+        from scripts.failures import in_one_line
+
+        print(f"lockstep: {in_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _no_command(argv: list[str]) -> str:
     import difflib
 
-    near = difflib.get_close_matches(argv[0], [*COMMANDS, "data"], n=1)
-    if argv[0] == "data":
-        near = ["data prepare"]
-    print(f"lockstep: {argv[0]} is not a command" + (f"; did you mean {near[0]}?" if near else ""), file=sys.stderr)
-    return 2
+    said = " ".join(argv[:2] if argv[0] == "data" else argv[:1])
+    near = ["data prepare"] if argv[0] == "data" else difflib.get_close_matches(argv[0], [*COMMANDS, "data"], n=1)
+    return f"{said} is not a command" + (f"; did you mean {near[0]}?" if near else "; lockstep --help lists them")
 
 
 def _command(name: str):  # type: ignore[no-untyped-def]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +13,8 @@ import tyro
 from core.errors import UserError
 from scripts.arguments import parse
 from scripts.backends import on_its_device, spec
+from scripts.failures import in_one_line
+from scripts.open_data import open_data
 
 if TYPE_CHECKING:
     from core.parity.verdict import Check
@@ -28,15 +28,15 @@ class Parity:
     the candidate's place (docs/candidates.md).
     """
 
-    config: Annotated[Path, tyro.conf.Positional]
+    config: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
     """run file (TOML)"""
     steps: int = 2
     """steps to check, from the initial weights on"""
-    json: Path | None = None
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
     """write the verdict here as JSON"""
-    candidate: str = "torch"
+    candidate: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "torch"
     """who is judged: torch, jax, FILE.py:NAME or module:NAME"""
-    reference: str = "jax"
+    reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
     """who judges: torch, jax, FILE.py:NAME or module:NAME"""
 
 
@@ -45,27 +45,30 @@ def main(argv: list[str]) -> int:
     from rich.console import Console
 
     from core.config_file import load_config
-    from core.parity.bands import recipe
+    from core.parity import bands
     from core.parity.load import load_backend
     from core.parity.side_by_side import check_steps
     from core.parity.verdict import overall, verdict_json
-    from core.run_data import RunData
     from core.sinks.phrases import check_line
     from scripts.parity_table import print_verdict
 
     options, given = parse(Parity, "parity", argv, with_settings=True)
     if options.steps < 1:
         raise UserError(f"command line: steps = {options.steps}: at least one step is needed")
+    if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
+        raise UserError(f"command line: json = {options.json}: not a file in a folder that is there")
     config = load_config(options.config, given)
-    data = RunData.open(config)
+    bands.require(bands.recipe(config))
+    data = open_data(config, options.config, given)
     candidate, reference = load_backend(spec(options.candidate)), load_backend(spec(options.reference))
-    config = on_its_device(config, candidate)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=140)
     checks: list[Check] = []
     batches = (data.batch(step) for step in range(1, options.steps + 1))
+    stopped: UserError | None = None
     try:
+        config = on_its_device(config, candidate)
         for check in check_steps(candidate, reference, config, batches):
             checks.append(check)
             console.print(
@@ -73,21 +76,22 @@ def main(argv: list[str]) -> int:
                 style={"agreed": "green", "disagreed": "bold red"}.get(check.verdict, "yellow"),
                 markup=False,
             )
-    except UserError:
-        raise
-    except Exception as error:
-        if "LOCKSTEP_TRACEBACK" in os.environ:
-            traceback.print_exc(file=sys.stderr)
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"the check could not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} "
-            f"({at.filename}:{at.lineno}; LOCKSTEP_TRACEBACK=1 shows all)"
-        ) from error
-    print_verdict(console, checks)
+    except UserError as error:
+        stopped = error
+    except (Exception, SystemExit) as error:  # a candidate is somebody else's code
+        stopped = UserError(f"the check could not run: {in_one_line(error)}")
+    if stopped and not any(check.verdict == "disagreed" for check in checks):
+        raise stopped
+    print_verdict(console, checks, bands.recipe(config))
     if options.json:
-        context = {"recipe": recipe(config), "candidate": options.candidate, "reference": options.reference}
+        context = {"recipe": bands.recipe(config), "candidate": options.candidate, "reference": options.reference}
+        text = json.dumps(verdict_json(checks, **context), indent=1, allow_nan=False)
         try:
-            options.json.write_text(json.dumps(verdict_json(checks, **context), indent=1) + "\n")
+            options.json.write_text(text + "\n")
         except OSError as error:
             raise UserError(f"cannot write {options.json}: {error.strerror}") from error
+    if overall(checks) == "could_not":
+        stopped = UserError(check_line(next(check for check in checks if check.verdict == "could_not")))
+    if stopped:
+        print(f"lockstep: {stopped}", file=sys.stderr)
     return {"agreed": 0, "disagreed": 1, "could_not": 2}[overall(checks)]

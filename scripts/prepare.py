@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from core.config_file import load_config
+from core.errors import UserError
 from scripts.arguments import parse
 
 
@@ -22,7 +23,9 @@ class Prepare:
     --model.vocab-size 4096.
     """
 
-    config: Annotated[Path | None, tyro.conf.Positional] = None
+    config: Annotated[
+        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG]", help_behavior_hint="(default: none)")
+    ] = None
     """run file whose [data] and model.vocab_size say what to prepare"""
     workers: int = 0
     """processes that encode; 0 = one a core"""
@@ -39,7 +42,9 @@ def main(argv: list[str]) -> int:
     from core.data.prepare import Progress as Stage
     from core.sinks.tables import facts
 
-    options, given = parse(Prepare, "data prepare", argv, with_settings=True)
+    options, given = parse(Prepare, "data prepare", argv, with_settings=True, shown=_bears_on_data)
+    if options.workers < 0:
+        raise UserError(f"command line: workers = {options.workers}: at least one process, or 0 for one a core")
     config = load_config(options.config, given)
     data = config.data
     settings = PrepareSettings(
@@ -84,6 +89,10 @@ def main(argv: list[str]) -> int:
     }
     console.print(facts(str(result.folder), found))
     return 0
+
+
+def _bears_on_data(key: str) -> bool:
+    return key.startswith("data.") or key == "model.vocab_size"
 
 
 def _two(value: float | None) -> str:

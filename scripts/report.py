@@ -15,10 +15,10 @@ from scripts.arguments import parse
 class Report:
     """Write a run's report: one self-contained HTML file with curves and the parity heatmap."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """run directory"""
-    out: Path | None = None
-    """file to write; default: RUN/report.html"""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: RUN/report.html)")] = None
+    """file to write"""
 
 
 def main(argv: list[str]) -> int:

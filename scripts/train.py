@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from core.errors import UserError
 from scripts.arguments import parse
 from scripts.backends import REFERENCE, on_its_device, spec
+from scripts.open_data import open_data
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from core.backend import Session
+    from core.run import RunDir
+    from core.run_data import RunData
 
 
 @dataclass
@@ -25,11 +35,13 @@ class Train:
     Ends 0 when finished, 1 if a parity check disagreed, 2 if it could not start, 130 after Ctrl-C.
     """
 
-    config: Annotated[Path | None, tyro.conf.Positional] = None
+    config: Annotated[
+        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG]", help_behavior_hint="(this or --resume)")
+    ] = None
     """run file (TOML)"""
-    resume: Path | None = None
-    """run directory to go on with, from its last checkpoint"""
-    out: Path = Path("runs")
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(default: a new run)")] = None
+    """run directory to go on with, from its last checkpoint, under its own settings"""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """folder of run directories"""
     overwrite: bool = False
     """replace an earlier run of the same name"""
@@ -38,39 +50,54 @@ class Train:
 
 
 def main(argv: list[str]) -> int:
-    """Open everything that can fail, then train."""
+    """Open everything that can fail, then make the run directory, then train."""
     from core.config_file import load_config
+    from core.parity import bands
     from core.parity.load import load_backend
-    from core.run_data import RunData
+    from core.run import CONFIG, RunDir
 
     options, given = parse(Train, "train", argv, with_settings=True)
-    if (options.config is None) == (options.resume is None):
-        raise UserError("name a run file to train, or --resume RUN to go on with one")
     if options.resume and options.overwrite:
         raise UserError("--overwrite and --resume exclude each other")
+    if (options.config is None) == (options.resume is None):
+        raise UserError("name a run file to train, or --resume RUN to go on with one")
     resumed = _resumed(options.resume, given) if options.resume else None
     config = resumed.config if resumed else load_config(options.config, given)
     name = resumed.info.get("backend", "torch") if resumed else options.backend
     _one_rank(config.train.ranks)
-    data = RunData.open(config)
+    if config.parity.every:
+        bands.require(bands.recipe(config))
+    path = resumed.path if resumed else options.out / config.name
+    if not resumed:
+        RunDir.check_free(path, options.overwrite)
+    data = open_data(config, options.config or path / CONFIG, given)
     backend = load_backend(spec(name))
     config = on_its_device(config, backend)
     about = backend.describe(config)
     with ExitStack() as stack:
+        stack.enter_context(_terminated_as_interrupted())
         if resumed:
-            resumed.close()
-            run = stack.enter_context(_reopen(resumed.path, data))
-        else:
-            run = stack.enter_context(_create(options, config, name, about, data))
-        return _train(stack, run, data, backend, about, resuming=resumed is not None)
+            run = stack.enter_context(_reopen(path, data))
+        session = backend.open(config)
+        stack.callback(session.close)
+        if not resumed:
+            run = stack.enter_context(_create(path, options, config, name, about, data))
+            stack.push(_Unbegun(run))
+        return _train(stack, run, data, session, about, resuming=resumed is not None)
 
 
-def _train(stack: ExitStack, run: Any, data: Any, backend: Any, about: Mapping[str, Any], resuming: bool) -> int:
+def _train(
+    stack: ExitStack,
+    run: RunDir,
+    data: RunData,
+    session: Session,
+    about: Mapping[str, Any],
+    resuming: bool,
+) -> int:
     from rich.console import Console
 
     from core.loop import train
     from core.parity.shadow import Shadow
-    from core.parity.verdict import Check
     from core.sinks.console import ConsoleSink
     from core.sinks.jsonl import JsonlSink
     from core.sinks.wandb import WandbSink
@@ -78,59 +105,50 @@ def _train(stack: ExitStack, run: Any, data: Any, backend: Any, about: Mapping[s
 
     config = run.config
     console = Console(highlight=False)
-    session = backend.open(config)
-    stack.callback(session.close)
-    first = 1
-    if resuming:
-        state, extra = run.load_latest(lambda text: console.print(text, style="yellow", markup=False))
-        if extra.get("data_fingerprint") != data.dataset.fingerprint:
-            raise UserError(
-                f"{run.path}: its checkpoint was made with another data set than {config.data.path} holds now"
-            )
-        session.load(state)
-        run.resume_from(state.step)
-        first = state.step + 1
-        console.print(f"{run.path}: going on from step {state.step}", markup=False)
-        if first > config.train.steps:
-            run.finish()
-            console.print("all steps are done", markup=False)
-            return 0
+    done = _load(run, data, session, console) if resuming else 0
+    if done >= config.train.steps:
+        run.finish()
+        console.print("all steps are done", markup=False)
+        return _exit_code(run)
     print_start(console, run, data, about)
-    interrupted = stack.enter_context(_interrupts(console))
     sinks: list[Any] = [JsonlSink(run)]
     if config.log.wandb != "disabled":
         sinks.append(WandbSink(run, lambda text: console.print(text, style="yellow", markup=False)))
-    sinks.append(ConsoleSink(config.train.steps, first - 1, console))
-    disagreed: list[int] = []
-
-    class Verdicts:
-        """Remembers which checks disagreed, for the exit code."""
-
-        def check(self, check: Check) -> None:
-            if check.verdict == "disagreed":
-                disagreed.append(check.step)
-
-        def record(self, record: object) -> None: ...
-        def skipped(self, step: int, reason: str) -> None: ...
-        def note(self, text: str) -> None: ...
-        def close(self) -> None: ...
-
-    sinks.append(Verdicts())
+    watch = stack.enter_context(Shadow(config, REFERENCE)) if config.parity.every else None
+    sinks.append(ConsoleSink(config.train.steps, done, console))
     for sink in sinks:
         stack.callback(sink.close)
-    watch = None
-    if config.parity.every:
-        watch = Shadow(config, REFERENCE)
-        stack.callback(watch.close)
-    finished = train(session, data, run, sinks, interrupted, first, str(about["device"]), watch)
+    with _interrupts() as interrupted:
+        finished = train(session, data, run, sinks, interrupted, done + 1, str(about["device"]), watch)
     stack.close()
     if not finished:
-        console.print(f"stopped; go on with: lockstep train --resume {run.path}", markup=False)
+        console.print(f"stopped; go on with: lockstep train --resume {run.path}", markup=False, soft_wrap=True)
         return 130
-    return 1 if disagreed else 0
+    return _exit_code(run)
 
 
-def _resumed(path: Path, given: Mapping[str, str]) -> Any:
+def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int:
+    """Bring session and run directory back to the last checkpoint; returns its step."""
+    state, extra = run.load_latest(lambda text: console.print(text, style="yellow", markup=False))
+    if extra.get("data_fingerprint") != data.dataset.fingerprint:
+        raise UserError(
+            f"{run.path}: its checkpoint was made with another data set than {data.config.data.path} holds now"
+        )
+    try:
+        session.load(state)
+    except ValueError as error:
+        raise UserError(f"{run.path}: its checkpoint does not fit its settings: {error}") from error
+    run.resume_from(state.step)
+    console.print(f"{run.path}: going on from step {state.step}", markup=False)
+    return state.step
+
+
+def _exit_code(run: RunDir) -> int:
+    """1 if any check of the run disagreed, before or after a resume."""
+    return int(any(line.get("verdict") == "disagreed" for line in run.checks()))
+
+
+def _resumed(path: Path, given: Mapping[str, str]) -> RunDir:
     from core.run import RunDir
 
     if given:
@@ -147,7 +165,7 @@ def _one_rank(ranks: int) -> None:
         )
 
 
-def _reopen(path: Path, data: Any) -> Any:
+def _reopen(path: Path, data: RunData) -> RunDir:
     from core.run import RunDir
 
     run = RunDir.open(path, write=True)
@@ -163,27 +181,59 @@ def _reopen(path: Path, data: Any) -> Any:
     return run
 
 
-def _create(options: Train, config: Any, backend: str, about: Mapping[str, Any], data: Any) -> Any:
+def _create(path: Path, options: Train, config: Any, backend: str, about: Mapping[str, Any], data: RunData) -> RunDir:
     from core.run import RunDir
     from scripts.start import run_info
 
-    return RunDir.create(options.out / config.name, config, run_info(config, backend, about, data), options.overwrite)
+    return RunDir.create(path, config, run_info(config, backend, about, data), options.overwrite)
+
+
+class _Unbegun(contextlib.AbstractContextManager[None]):
+    """Takes a new run's directory away if it fails before its first step: nothing half-written stays."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None and not self._run.records():
+            self._run.discard()
 
 
 @contextmanager
-def _interrupts(console: Any) -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM set a flag the first time; the second Ctrl-C stops at once."""
-    flag = threading.Event()
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM unwinds as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """While steps are made: Ctrl-C and SIGTERM set a flag the first time; the second Ctrl-C stops at once."""
+    flag, over = threading.Event(), threading.Event()
 
     def stop(signum: int, frame: object) -> None:
         if flag.is_set() and signum == signal.SIGINT:
             raise KeyboardInterrupt
         flag.set()
-        console.print("finishing this step, then writing a checkpoint (Ctrl-C again stops at once)", markup=False)
+        # Not through `print`: the signal may have come in the midst of one.
+        with contextlib.suppress(OSError, ValueError):
+            os.write(sys.stderr.fileno(), SAID_ON_INTERRUPT)
 
     before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    # Ctrl-C reaches every process of the group. A C++ compiler that torch.compile has started would die of it and take
+    # the first step along, so this thread, whose children inherit what it blocks, leaves SIGINT to another one.
+    threading.Thread(target=over.wait, name="lockstep-signals", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield flag
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        over.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+SAID_ON_INTERRUPT = b"\nfinishing this step, then writing a checkpoint (Ctrl-C again stops at once)\n"

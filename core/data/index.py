@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from core.data.atomic import canonical_json, read_sealed_json, write_sealed_json
+from core.atomic import canonical_json, read_sealed_json, write_sealed_json
 from core.data.shards import FORMAT_VERSION
 from core.errors import UserError
 

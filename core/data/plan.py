@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.data.atomic import read_sealed_json, write_sealed_json
+from core.atomic import read_sealed_json, write_sealed_json
 from core.data.catalog import Catalog
 from core.data.shards import FORMAT_VERSION
 from core.data.sources import SourceFile, SourceListing

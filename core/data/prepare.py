@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from core.data.atomic import remove_temporaries, write_atomically
+from core.atomic import remove_temporaries, write_atomically
 from core.data.catalog import Catalog, read_catalog
 from core.data.entropy import bigram_entropy, unigram_entropy
 from core.data.index import INDEX_NAME, TOKENIZER_NAME, DatasetIndex, ShardEntry, SplitEntry, read_index, write_index
 from core.data.left_over import damaged_shards, plan_to_continue, remove_files, remove_prepared
-from core.data.lock import folder_lock
 from core.data.plan import Plan, ShardPlan, plan_shards, write_plan
 from core.data.sample import sample_training_text
 from core.data.shards import ShardHeader, Tokens, map_tokens, read_header, token_bytes_for, verify_shard
@@ -23,6 +22,7 @@ from core.data.sources import SourceListing, list_source
 from core.data.tokenizer import LEAST_VOCABULARY, MIN_VOCAB_SIZE, TextTokenizer, load_tokenizer, train_tokenizer
 from core.data.workers import encode_shards
 from core.errors import UserError
+from core.lock import FolderLock
 
 DEFAULT_VOCAB_SIZE = 32_768
 
@@ -100,7 +100,7 @@ def prepare(settings: PrepareSettings, on_progress: OnProgress | None = None) ->
     _check_settings(settings)
     report = on_progress or (lambda progress: None)
     folder = _make_folder(settings.out)
-    with folder_lock(folder):
+    with FolderLock(folder):
         remove_temporaries(folder)
         given = load_tokenizer(settings.tokenizer) if settings.tokenizer is not None else None
         listing = list_source(settings.source, exclude=folder)

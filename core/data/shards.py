@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.data.atomic import write_atomically
+from core.atomic import write_atomically
 from core.errors import UserError
 
 FORMAT_VERSION = 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.data.atomic import canonical_json
+from core.atomic import canonical_json
 from core.data.grouping import grouped
 from core.errors import UserError
 

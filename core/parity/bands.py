@@ -1,9 +1,13 @@
 """The bounds that tensor comparisons are held to: measured extremes of clean runs, by recipe and kind of comparison.
 
-`bands.json` is made by `python -m scripts.calibrate`: for each recipe (precision policy, eager or compiled) and kind
-(a forward stage judged locally, NLL end to end, gradients by kind of parameter, moments, update) it holds the
-extremes over clean draws. Bounds are those extremes widened by a stated margin on the logarithm; the same script
-checks them on separate draws (docs/calibration.md).
+`bands.json` is made by `python -m scripts.calibrate`: for each recipe (precision policy, eager or compiled) and kind (a
+forward stage judged locally, NLL end to end, gradients by kind of parameter, moments, update) it holds the extremes
+over clean draws. Bounds are those extremes widened by a stated margin on the logarithm; the same script checks them on
+separate draws (docs/calibration.md).
+
+A ratio of norms over few numbers scatters more: the logarithm of the ratio of two norms of n independent errors has a
+standard deviation of order 1/√n, and the cosine between an error and the truth is of order 1/√n too. Extremes are
+therefore kept, and bounds given, in units of `scatter(n)`.
 """
 
 from __future__ import annotations
@@ -34,9 +38,21 @@ FP64_LIMIT = 1e-12
 FP32_LIMIT = 1e-5
 
 
+# Sampling scatter of this many numbers is as large as what clean runs show on tensors of any size.
+SCATTER_SIZE = 256
+
+
+def scatter(size: int) -> float:
+    """How much wider a band is for a tensor of `size` numbers: √(1 + 256 / size), 1 for large ones."""
+    return math.sqrt(1.0 + SCATTER_SIZE / size)
+
+
 @dataclass(frozen=True)
 class Extremes:
-    """What clean runs showed: max |log excess|, max twin distance, max |gain difference| / twin's error."""
+    """What clean runs showed: max |log excess|, max twin distance, max |gain difference| / twin's error.
+
+    Each in units of `scatter(size)`.
+    """
 
     log_excess: float
     distance: float
@@ -83,8 +99,8 @@ def require(recipe: str) -> None:
         )
 
 
-def measures(recipe: str, kind: str, d: Distances) -> tuple[Measure, ...]:
-    """The measures of one comparison with their bounds. Raises UserError for a recipe that was never calibrated."""
+def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, ...]:
+    """The measures of a comparison of `size` numbers with their bounds. Raises UserError for an uncalibrated recipe."""
     if recipe.startswith("fp64/"):
         basis = f"FP64 has no truth above it: relative error at most {FP64_LIMIT:.0e}"
         return (Measure("relative_error", d.relative_error, None, FP64_LIMIT, basis),)
@@ -92,13 +108,15 @@ def measures(recipe: str, kind: str, d: Distances) -> tuple[Measure, ...]:
         clean = table()[recipe][kind]
     except KeyError:
         raise UserError(f"no clean runs of {recipe} ({kind}) were measured; run python -m scripts.calibrate") from None
-    high = max(math.exp(MARGIN * clean.log_excess), LEAST_EXCESS)
-    gain = max(MARGIN * clean.gain, LEAST_GAIN)
-    distance = max(MARGIN * clean.distance, LEAST_DISTANCE)
+    width = scatter(size)
+    high = max(math.exp(MARGIN * clean.log_excess), LEAST_EXCESS) ** width
+    gain, distance = width * max(MARGIN * clean.gain, LEAST_GAIN), width * max(MARGIN * clean.distance, LEAST_DISTANCE)
     error = f" of the twin's error {d.twin_relative_error:.1e}"
-    excess_basis = _basis(math.exp(clean.log_excess), f"^{MARGIN:g}", high == LEAST_EXCESS, clean.draws)
-    gain_basis = _basis(clean.gain, f" × {MARGIN:g}", gain == LEAST_GAIN, clean.draws) + error
-    distance_basis = _basis(clean.distance, f" × {MARGIN:g}", distance == LEAST_DISTANCE, clean.draws)
+    excess_basis = _basis(
+        math.exp(clean.log_excess), "^", math.exp(clean.log_excess) ** MARGIN, LEAST_EXCESS, clean, width
+    )
+    gain_basis = _basis(clean.gain, " × ", MARGIN * clean.gain, LEAST_GAIN, clean, width) + error
+    distance_basis = _basis(clean.distance, " × ", MARGIN * clean.distance, LEAST_DISTANCE, clean, width)
     reach = gain * d.twin_relative_error
     found = [
         Measure("excess", d.excess, 1 / high, high, excess_basis),
@@ -112,5 +130,8 @@ def measures(recipe: str, kind: str, d: Distances) -> tuple[Measure, ...]:
     return tuple(found)
 
 
-def _basis(extreme: float, margin: str, least: bool, draws: int) -> str:
-    return f"least ({draws} clean draws: {extreme:.3g})" if least else f"{extreme:.3g}{margin} ({draws} clean draws)"
+def _basis(extreme: float, sign: str, bound: float, least: float, clean: Extremes, width: float) -> str:
+    """Where a bound comes from, in a few words."""
+    if bound < least:
+        return f"least {least:g}{sign}{width:.3g} ({clean.draws} clean draws: {extreme:.3g})"
+    return f"{extreme:.3g}{sign}{MARGIN * width:.3g} ({clean.draws} clean draws)"

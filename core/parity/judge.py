@@ -27,13 +27,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Reference:
     """Two sessions of one reference: the twin at the candidate's declared precision, the truth in FP64.
 
-    bound: (recipe, kind, distances) → measures with their bounds; calibration puts a recorder here.
+    bound: (recipe, kind, distances, size) → measures with their bounds; calibration puts a recorder here.
     """
 
     config: RunConfig
     twin: Session
     truth: Session
-    bound: Callable[[str, str, Distances], tuple[Measure, ...]] = bands.measures
+    bound: Callable[[str, str, Distances, int], tuple[Measure, ...]] = bands.measures
 
     @classmethod
     def open(cls, backend: Backend, config: RunConfig) -> Reference:
@@ -99,18 +99,18 @@ def _data(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 def _weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     """Names and shapes of weights and moments always; at step 0, the weights' bits against core/init.py."""
     shapes, params = parameter_shapes(reference.config.model), evidence.before.params
-    wrong: list[str] = []
+    wrong: dict[str, None] = {}
     for state in (evidence.before, evidence.after):
-        wrong += _differing(state.params, shapes)
+        wrong |= dict.fromkeys(_differing(state.params, shapes))
         for kind in MOMENTS:
-            wrong += [f"{kind}/{name}" for name in _differing(state.optimizer.get(kind, {}), shapes)]
+            wrong |= dict.fromkeys(f"{kind}/{name}" for name in _differing(state.optimizer.get(kind, {}), shapes))
     yield _exact(
         "weights",
         "names",
         len(wrong),
         len(shapes),
         "equal names and shapes",
-        ", ".join(wrong[:5]),
+        ", ".join(list(wrong)[:5]),
     )
     if evidence.before.step == 0 and not wrong:
         initial = init_parameters(reference.config.model, reference.config.seed)
@@ -137,7 +137,9 @@ def _compare(
         return _exact(stage, tap, 1, t.size, "shapes must be equal", note)
     stream = np.float64 if reference.config.precision.policy == "fp64" else np.float32
     d = distances(c, w, t, stream)
-    return finding(stage, tap, scope, reference.bound(bands.recipe(reference.config), kind, d), t.size, d.unequal)
+    return finding(
+        stage, tap, scope, reference.bound(bands.recipe(reference.config), kind, d, t.size), t.size, d.unequal
+    )
 
 
 def _forward(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
@@ -200,7 +202,8 @@ def _losses_and_gradients(evidence: Evidence, reference: Reference) -> Iterator[
     if excesses:
         mean = math.exp(math.fsum(math.log(max(e, 1e-300)) for e in excesses) / len(excesses))
         together = Distances(mean, 0.0, 0.0, 0.0, 0.0, 0.0)
-        bounds = reference.bound(bands.recipe(reference.config), "gradients/together", together)
+        numbers = sum(g.size for g in t.grads.values())
+        bounds = reference.bound(bands.recipe(reference.config), "gradients/together", together, numbers)
         only = tuple(m for m in bounds if m.name == "excess")
         yield finding("gradients", "geometric mean", "end_to_end", only, len(excesses))
 

@@ -49,8 +49,9 @@ def check_line(check: Check) -> str:
     """The verdict of one checked step, with the origin or the worst measure and its bound."""
     head = f"step {check.step}: parity {check.verdict.replace('_', ' ')}"
     finding = check.origin or check.worst
-    if finding is None:
-        return f"{head}: nothing was compared" + (f" ({check.not_covered[0]}, …)" if check.not_covered else "")
+    if finding is None or check.verdict == "could_not":
+        what = "nothing" if finding is None else "nothing that the model computes"
+        return f"{head}: {what} was compared" + (f" ({check.not_covered[0]}, …)" if check.not_covered else "")
     where = f"{finding.stage} at {finding.tap}" if finding.tap != finding.stage else finding.stage
     kind = "origin" if check.origin else "worst of " + _findings(check)
     if not finding.measures:

@@ -19,17 +19,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from core.atomic import TEMPORARY_SUFFIX
 from core.data import prepare as prepare_module
-from core.data.atomic import TEMPORARY_SUFFIX
 from core.data.catalog import read_catalog
 from core.data.dataset import TokenDataset
 from core.data.entropy import bigram_entropy, unigram_entropy
-from core.data.lock import folder_lock
 from core.data.plan import read_plan
 from core.data.prepare import PrepareSettings, prepare
 from core.data.sample import sample_training_text
 from core.data.sources import list_source
 from core.errors import UserError
+from core.lock import FolderLock
 from parity_tests.data.conftest import settings_for, write_texts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -136,7 +136,7 @@ def test_a_killed_preparation_goes_on(prepared, texts, tmp_path):
     out = tmp_path / "out"
     code = f"""
 import os, signal
-from core.data import atomic
+from core import atomic
 from core.data.prepare import PrepareSettings, prepare
 written = []
 flush = atomic.os.fsync
@@ -351,7 +351,7 @@ def test_the_output_may_lie_inside_the_source(tmp_path):
 
 
 def test_two_at_a_time_are_refused(prepared, texts):
-    with folder_lock(prepared), pytest.raises(UserError, match="another process is preparing"):
+    with FolderLock(prepared), pytest.raises(UserError, match="is being written by another process"):
         prepare(settings_for(prepared, texts))
     assert prepare(settings_for(prepared, texts)).up_to_date
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.data import atomic
+from core import atomic
 from core.data.shards import (
     map_tokens,
     read_document_starts,

@@ -33,11 +33,19 @@ def test_every_comparison_of_every_recipe_was_measured(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_bound_is_the_clean_extreme_with_its_margin(recipe):
     clean = bands.table()[recipe]["gradients/matrices"]
-    excess, gain, distance = bands.measures(recipe, "gradients/matrices", distances())[:3]
+    excess, gain, distance = bands.measures(recipe, "gradients/matrices", distances(), 10**9)[:3]
     high = max(math.exp(bands.MARGIN * clean.log_excess), bands.LEAST_EXCESS)
-    assert (excess.low, excess.high) == (1 / high, high)
-    assert gain.high == -gain.low == max(bands.MARGIN * clean.gain, bands.LEAST_GAIN) * 1e-3
-    assert distance.high == max(bands.MARGIN * clean.distance, bands.LEAST_DISTANCE)
+    assert (excess.low, excess.high) == pytest.approx((1 / high, high))
+    assert gain.high == -gain.low == pytest.approx(max(bands.MARGIN * clean.gain, bands.LEAST_GAIN) * 1e-3)
+    assert distance.high == pytest.approx(max(bands.MARGIN * clean.distance, bands.LEAST_DISTANCE))
+
+
+def test_few_numbers_have_a_wider_band():
+    assert bands.scatter(10**9) == pytest.approx(1.0)
+    assert bands.scatter(bands.SCATTER_SIZE) == pytest.approx(math.sqrt(2))
+    few, many = (bands.measures("bf16/eager", "update", distances(), n) for n in (8, 10**6))
+    assert all(a.high > 5 * b.high for a, b in zip(few[1:], many[1:], strict=True))
+    assert few[0].high == pytest.approx(many[0].high ** (bands.scatter(8) / bands.scatter(10**6)))
 
 
 @pytest.mark.parametrize(
@@ -45,22 +53,22 @@ def test_a_bound_is_the_clean_extreme_with_its_margin(recipe):
 )
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_measure_alone_can_break(recipe, wrong):
-    assert all(m.ok for m in bands.measures(recipe, "gradients/matrices", distances()))
-    assert sum(not m.ok for m in bands.measures(recipe, "gradients/matrices", distances(**wrong))) >= 1
+    assert all(m.ok for m in bands.measures(recipe, "gradients/matrices", distances(), 10**6))
+    assert sum(not m.ok for m in bands.measures(recipe, "gradients/matrices", distances(**wrong), 10**6)) >= 1
 
 
 def test_fp64_is_held_to_a_relative_error():
-    (measure,) = bands.measures("fp64/eager", "gradients/qk", distances(relative=9e-13))
+    (measure,) = bands.measures("fp64/eager", "gradients/qk", distances(relative=9e-13), 100)
     assert measure.ok
-    (measure,) = bands.measures("fp64/compiled", "gradients/qk", distances(relative=1.1e-12))
+    (measure,) = bands.measures("fp64/compiled", "gradients/qk", distances(relative=1.1e-12), 100)
     assert not measure.ok
 
 
 def test_fp32_gradients_are_held_to_a_relative_error_too():
-    by_name = {m.name: m for m in bands.measures("fp32/eager", "gradients/matrices", distances(relative=1e-7))}
+    by_name = {m.name: m for m in bands.measures("fp32/eager", "gradients/matrices", distances(relative=1e-7), 10**6)}
     assert by_name["relative_error"].high == bands.FP32_LIMIT
 
 
 def test_a_recipe_that_was_never_measured_is_refused():
     with pytest.raises(UserError, match=r"scripts\.calibrate"):
-        bands.measures("fp8/eager", "nll", distances())
+        bands.measures("fp8/eager", "nll", distances(), 100)

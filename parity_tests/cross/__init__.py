@@ -1,0 +1,1 @@
+"""Both backends on the same numbers, and both against implementations that are not ours."""

@@ -1,0 +1,68 @@
+"""The trained program is one whole graph, compiled once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from core.backend import Batch
+from core.parity.evidence import uneven_weights
+from parity_tests.tiny import text_batch, tiny_config
+from torch_backend.session import TorchBackend
+
+CONFIG = tiny_config("bf16", compiled=True, layers=1, train={"sequence_length": 32})
+
+
+@pytest.fixture
+def graphs():
+    """How many graphs dynamo has compiled since the test began."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield lambda: counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+
+
+def test_one_graph_and_no_second_compilation(graphs):
+    session = TorchBackend().open(CONFIG)
+    assert graphs() == 0
+    session.gradients(text_batch(CONFIG))
+    assert graphs() == 1
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        session.gradients(uneven_weights(text_batch(CONFIG, 1), 1))
+        for step in range(3):
+            session.step(text_batch(CONFIG, step), norms=step == 1)
+        session.load(session.state())
+        session.evaluate(text_batch(CONFIG))
+        session.observe(text_batch(CONFIG), ["embed"])
+        session.gradients(text_batch(CONFIG))
+    assert graphs() == 1
+    assert not counters["graph_break"]
+
+
+def test_another_shape_is_another_graph(graphs):
+    """The negative twin: the counter counts, and `dynamic=False` makes no graph for every shape."""
+    session = TorchBackend().open(CONFIG)
+    batch = text_batch(CONFIG)
+    session.gradients(batch)
+    session.gradients(Batch(*(x[:, :16].copy() for x in (batch.tokens, batch.targets, batch.weights))))
+    assert graphs() == 2
+
+
+def test_a_graph_break_is_an_error(graphs, monkeypatch):
+    """fullgraph: what cannot be traced is not silently left to eager."""
+    session = TorchBackend().open(CONFIG)
+    nll = session.model.nll
+
+    def broken(logits, targets):
+        torch._dynamo.graph_break()
+        return nll(logits, targets)
+
+    monkeypatch.setattr(session.model, "nll", broken)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        session.gradients(text_batch(CONFIG))
+
+
+def test_compile_off_compiles_nothing(graphs):
+    TorchBackend().open(tiny_config("bf16")).gradients(text_batch(CONFIG))
+    assert graphs() == 0

@@ -1,0 +1,63 @@
+"""What looks at a session leaves it as it was, bit for bit, and the next step too."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.names import tap_names
+from core.parity.evidence import uneven_weights
+from parity_tests.cross.variants import same_bits
+from parity_tests.tiny import text_batch, tiny_config
+from torch_backend.session import TorchBackend
+
+CONFIG = tiny_config("bf16", train={"sequence_length": 32})
+LOOKS = {
+    "gradients": lambda s: s.gradients(text_batch(CONFIG, 7)),
+    "observe": lambda s: s.observe(text_batch(CONFIG, 7), tap_names(CONFIG.model)),
+    "evaluate": lambda s: s.evaluate(text_batch(CONFIG, 7)),
+    "evaluate in fp32": lambda s: s.evaluate(text_batch(CONFIG, 7), "fp32"),
+    "next_token_logits": lambda s: s.next_token_logits(text_batch(CONFIG, 7).tokens[0]),
+    "state": lambda s: s.state(),
+}
+
+
+def stepped(count=2):
+    session = TorchBackend().open(CONFIG)
+    for seed in range(count):
+        session.step(text_batch(CONFIG, seed))
+    return session
+
+
+@pytest.fixture(scope="module")
+def two_steps():
+    return stepped(2).state()
+
+
+@pytest.fixture(scope="module")
+def three_steps():
+    return stepped(3).state()
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_the_state_stays(look, two_steps, three_steps):
+    session = stepped()
+    LOOKS[look](session)
+    assert same_bits(session.state(), two_steps)
+    session.step(text_batch(CONFIG, 2))
+    assert same_bits(session.state(), three_steps)
+
+
+def test_a_step_does_change_it(two_steps, three_steps):
+    assert not same_bits(two_steps, three_steps)
+
+
+@pytest.mark.parametrize("program", [False, True], ids=["eager", "aot_eager"])
+def test_norms_change_no_weight(program):
+    config = tiny_config("bf16", compiled=program, train={"sequence_length": 32})
+    batch = uneven_weights(text_batch(config), 0)
+    plain, asked = TorchBackend().open(config), TorchBackend().open(config)
+    for _ in range(2):
+        without, with_norms = plain.step(batch), asked.step(batch, norms=True)
+    assert same_bits(plain.state(), asked.state())
+    assert not without.metrics and {"grad_norm/matrices", "update_ratio/matrices"} <= set(with_norms.metrics)
+    assert (without.loss, without.grad_norm) == (with_norms.loss, with_norms.grad_norm)

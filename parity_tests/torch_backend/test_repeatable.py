@@ -1,0 +1,70 @@
+"""The same weights and batch give the same bits, every time, in every program.
+
+Inductor turns the gradient of `F.embedding` into an atomic scatter-add, whose order changes from run to run where a
+token occurs twice. Whether two threads really meet depends on the machine, so the generated code is read as well.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
+
+import torch_backend.model
+from core.parity.evidence import uneven_weights
+from parity_tests.tiny import text_batch, tiny_config
+from parity_tests.torch_backend.programs import GENERATED, PROGRAMS, fresh_compiler, same_gradients, under
+from torch_backend.session import TorchBackend
+
+CONFIG = tiny_config("bf16", layers=1)
+BATCH = uneven_weights(text_batch(CONFIG), 0)
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    with fresh_compiler():
+        yield
+
+
+def test_tokens_repeat():
+    """Else there would be nothing to race for."""
+    assert np.unique(BATCH.tokens).size < BATCH.tokens.size / 4
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_repeat_bit_for_bit(program):
+    session = TorchBackend().open(under(CONFIG, PROGRAMS[program]))
+    first = session.gradients(BATCH)
+    assert all(same_gradients(first, session.gradients(BATCH)) for _ in range(10))
+    assert same_gradients(first, TorchBackend().open(session.config).gradients(BATCH))
+
+
+def test_tracing_changes_no_bit():
+    found = [TorchBackend().open(under(CONFIG, PROGRAMS[p])).gradients(BATCH) for p in ("eager", "aot_eager")]
+    assert same_gradients(*found)
+
+
+def test_one_token_is_seen():
+    """The negative twin of the comparison."""
+    session = TorchBackend().open(CONFIG)
+    other = type(BATCH)(BATCH.tokens.copy(), BATCH.targets, BATCH.weights)
+    other.tokens[0, -1] ^= 1
+    assert not same_gradients(session.gradients(BATCH), session.gradients(other))
+
+
+def generated_code() -> str:
+    session = TorchBackend().open(under(CONFIG, GENERATED))
+    _, code = run_and_get_code(session.gradients, BATCH)
+    assert len(code) == 2, "forward and backward"
+    return "\n".join(code)
+
+
+def test_generated_code_adds_nothing_atomically():
+    assert "atomic_add" not in generated_code()
+
+
+def test_the_plain_embedding_would_be_added_atomically(monkeypatch):
+    """The bug planted back: it is what the operator in torch_backend/embedding.py is for."""
+    monkeypatch.setattr(torch_backend.model, "embedding", F.embedding)
+    assert "atomic_add" in generated_code()

@@ -1,0 +1,20 @@
+"""The model is as large as it says: the 1.24B run counted without allocating it."""
+
+from __future__ import annotations
+
+import torch
+
+from core.config_file import load_config
+from core.names import parameter_shapes
+from parity_tests.conftest import REPO
+from torch_backend.model import Llama
+
+
+def test_llama_1b_has_1_241_581_568_parameters():
+    config = load_config(REPO / "configs" / "llama-1b.toml")
+    with torch.device("meta"):
+        model = Llama(config.model, config.train.sequence_length)
+    parameters = dict(model.named_parameters())
+    assert all(p.is_meta for p in (*parameters.values(), *model.buffers()))
+    assert sum(p.numel() for p in parameters.values()) == 1_241_581_568
+    assert {name: tuple(p.shape) for name, p in parameters.items()} == parameter_shapes(config.model)
