@@ -23,8 +23,8 @@ TAPPED_SEQUENCES = 2
 class Evidence:
     """One step of a candidate.
 
-    before, after: state around the step. batch: what the step was given. grads: gradients of that batch by the
-    candidate.
+    before, after: state around the step. batch: what the step was given.
+    stepped:   the candidate's NLL, loss and gradients on that batch.
     probe:     the batch whose forward and backward pass the reference repeats (the step's own batch, or a smaller one).
     probed:    the candidate's NLL, loss and gradients on the probe.
     tapped:    the sequences on which `taps` were observed, and their values.
@@ -35,7 +35,7 @@ class Evidence:
     after: State
     batch: Batch
     record: StepRecord
-    grads: Arrays | None
+    stepped: Gradients | None
     probe: Batch
     probed: Gradients | None
     tapped: Batch
@@ -56,10 +56,10 @@ def gather(
     missing: list[str] = []
     before = session.state()
     target = batch if probe is None else probe
-    probed = grads = None
+    probed = stepped = None
     try:
         probed = session.gradients(target)
-        grads = probed.grads if probe is None else session.gradients(batch).grads
+        stepped = probed if probe is None else session.gradients(batch)
     except NotSupported as reason:
         missing.append(f"gradients and per-token NLL: {reason}")
     tapped = first_sequences(target, TAPPED_SEQUENCES)
@@ -73,7 +73,7 @@ def gather(
     record = session.step(batch, norms=True) if norms else session.step(batch)
     record = replace(record, seconds=time.perf_counter() - started)
     return Evidence(
-        before, session.state(), batch, record, grads, target, probed, tapped, taps, tuple(missing), gathering
+        before, session.state(), batch, record, stepped, target, probed, tapped, taps, tuple(missing), gathering
     )
 
 

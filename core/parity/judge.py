@@ -211,12 +211,12 @@ def _losses_and_gradients(evidence: Evidence, reference: Reference) -> Iterator[
 def _scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     config, record = reference.config, evidence.record
     dtype: np.dtype[np.floating] = np.dtype(np.float64 if config.precision.policy == "fp64" else np.float32)
-    if evidence.grads is not None and evidence.probed is not None:
-        if evidence.probe is evidence.batch and evidence.probed.nll.shape == evidence.batch.targets.shape:
-            yield finding(
-                "loss", "loss_of_step", "local", (scalars.loss(record.loss, evidence.probed.nll, evidence.batch),), 1
-            )
-        yield finding("grad_norm", "grad_norm", "local", (scalars.gradient_norm(record.grad_norm, evidence.grads),), 1)
+    if stepped := evidence.stepped:
+        if stepped.nll.shape == evidence.batch.targets.shape:
+            of_step = scalars.loss(record.loss, stepped.nll, evidence.batch)
+            yield finding("loss", "loss_of_step", "local", (of_step,), 1)
+        norm = scalars.gradient_norm(record.grad_norm, stepped.grads)
+        yield finding("grad_norm", "grad_norm", "local", (norm,), 1)
     coefficient = scalars.clip_coefficient(record.clip_coefficient, record.grad_norm, config.optim, dtype)
     yield finding("clip_coefficient", "clip_coefficient", "local", (coefficient,), 1)
     due = learning_rate(config.optim, evidence.before.step + 1, config.train.steps)
@@ -230,7 +230,8 @@ def _update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     counted = _exact(
         "step_count", "step", 0 if after.step == evidence.record.step == steps else 1, 1, "one step is one step"
     )
-    if evidence.grads is None or _differing(evidence.grads, {n: p.shape for n, p in before.params.items()}):
+    grads = evidence.stepped.grads if evidence.stepped else {}
+    if _differing(grads, {n: p.shape for n, p in before.params.items()}):
         yield counted
         return
     inputs: dict[str, np.ndarray] = {
@@ -238,7 +239,7 @@ def _update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         "coefficient": np.asarray(evidence.record.clip_coefficient),
         "lr": np.asarray(learning_rate(config.optim, steps, config.train.steps)),
     }
-    for prefix, arrays in {"params": before.params, "grads": evidence.grads, **before.optimizer}.items():
+    for prefix, arrays in {"params": before.params, "grads": grads, **before.optimizer}.items():
         inputs |= {f"{prefix}/{name}": array for name, array in arrays.items()}
     w, t = reference.twin.run_stage("update", inputs), reference.truth.run_stage("update", inputs)
     for kind in MOMENTS:

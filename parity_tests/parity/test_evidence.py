@@ -79,6 +79,7 @@ def test_a_probe_is_judged_instead_of_the_batch(reference):
     check = judge(gather(TorchBackend().open(CONFIG), CONFIG, batch, probe), reference)
     assert check.verdict == "agreed", check.origin
     assert next(f for f in check.findings if f.stage == "nll").size == probe.tokens.size
+    assert "loss_of_step" in {f.tap for f in check.findings}
 
 
 def test_a_name_that_is_missing_disagrees(reference):
