@@ -36,8 +36,8 @@ def update_moments(optim: OptimConfig, grads: Tree, exp_avg: Tree, exp_avg_sq: T
 
 
 def global_norm(grads: Tree) -> Array:
-    """L2 norm over all gradients: the norm of the vector of per-parameter norms, as torch's `get_total_norm`."""
-    return jnp.linalg.norm(jnp.stack([jnp.linalg.norm(g.ravel()) for g in grads.values()]))
+    """L2 norm over all gradients, a float64 scalar, accumulated in FP64."""
+    return jnp.linalg.norm(jnp.stack([jnp.linalg.norm(g.ravel().astype(jnp.float64)) for g in grads.values()]))
 
 
 def clip_coefficient(optim: OptimConfig, norm: Array) -> Array:

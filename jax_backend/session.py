@@ -70,7 +70,7 @@ class JaxSession:
         """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group."""
         loss, _, grads = self.accumulate(batch)
         norm = self._norm(grads)
-        coefficient = clip_coefficient(self.config.optim, norm)
+        coefficient = clip_coefficient(self.config.optim, norm).astype(self.policy.stream)
         lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
         params, moments = self.update(self.params, self.moments, grads, coefficient, self.steps_done, lr)
         metrics = {}

@@ -18,7 +18,7 @@ from core.metrics import norms_by_group
 from core.names import check_state, tap_names
 from core.schedule import learning_rate
 from torch_backend.model import Llama
-from torch_backend.optim import build_optimizer, clip_coefficient, read_moments, write_moments
+from torch_backend.optim import build_optimizer, clip_coefficient, global_norm, read_moments, write_moments
 from torch_backend.precision import POLICIES, Policy
 
 
@@ -68,10 +68,10 @@ class TorchSession:
         """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group."""
         loss, _ = self.accumulate(batch)
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+        norm = global_norm(grads)
         before = {n: p.detach().clone() for n, p in self.parameters.items()} if norms else {}
         group_norms = self._norms({n: p.grad for n, p in self.parameters.items()}) if norms else {}
-        coefficient = clip_coefficient(self.config.optim, norm)
+        coefficient = clip_coefficient(self.config.optim, norm).to(self.policy.stream)
         torch._foreach_mul_(grads, coefficient)
         lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
         for group in self.optimizer.param_groups:
