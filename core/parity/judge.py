@@ -27,7 +27,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Reference:
     """Two sessions of one reference: the twin at the candidate's declared precision, the truth in FP64.
 
-    bound: (recipe, kind, distances, size) → measures with their bounds; calibration puts a recorder here.
+    bound: (recipe, kind, distances, numbers) → measures with their bounds; calibration puts a recorder here.
     """
 
     config: RunConfig
@@ -138,7 +138,12 @@ def _compare(
     stream = np.float64 if reference.config.precision.policy == "fp64" else np.float32
     d = distances(c, w, t, stream)
     return finding(
-        stage, tap, scope, reference.bound(bands.recipe(reference.config), kind, d, t.size), t.size, d.unequal
+        stage,
+        tap,
+        scope,
+        reference.bound(bands.recipe(reference.config), kind, d, bands.independent(t.shape)),
+        t.size,
+        d.unequal,
     )
 
 
