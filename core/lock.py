@@ -9,6 +9,8 @@ from typing import Self
 
 from core.errors import UserError
 
+LOCK_NAME = ".lock"
+
 
 class FolderLock:
     """Holds `folder`/.lock with flock(2) until `release` or the end of a `with`; the file names who holds it.
@@ -18,7 +20,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / ".lock"
+        self.path = folder / LOCK_NAME
         try:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:

@@ -24,7 +24,8 @@ from core.errors import UserError
 
 T = TypeVar("T")
 
-_BOX = re.compile(r"[╭╮╰╯│─]+")
+# tyro draws boxes in ASCII where the terminal has no more.
+_BOX = re.compile(r"[╭╮╰╯│─]+|[+|]*-{3,}[+|]*|(?<!\S)[|+](?!\S)")
 
 
 def parse(

@@ -129,7 +129,7 @@ def _train(
 
 def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int:
     """Bring session and run directory back to the last checkpoint; returns its step."""
-    state, extra = run.load_latest(lambda text: console.print(text, style="yellow", markup=False))
+    state, extra = run.load_latest(lambda text: console.print(text, style="yellow", markup=False, soft_wrap=True))
     if extra.get("data_fingerprint") != data.dataset.fingerprint:
         raise UserError(
             f"{run.path}: its checkpoint was made with another data set than {data.config.data.path} holds now"
@@ -139,7 +139,7 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int
     except ValueError as error:
         raise UserError(f"{run.path}: its checkpoint does not fit its settings: {error}") from error
     run.resume_from(state.step)
-    console.print(f"{run.path}: going on from step {state.step}", markup=False)
+    console.print(f"{run.path}: going on from step {state.step}", markup=False, soft_wrap=True)
     return state.step
 
 

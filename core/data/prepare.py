@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from core.data.sources import SourceListing, list_source
 from core.data.tokenizer import LEAST_VOCABULARY, MIN_VOCAB_SIZE, TextTokenizer, load_tokenizer, train_tokenizer
 from core.data.workers import encode_shards
 from core.errors import UserError
-from core.lock import FolderLock
+from core.lock import LOCK_NAME, FolderLock
 
 DEFAULT_VOCAB_SIZE = 32_768
 
@@ -99,23 +100,42 @@ def prepare(settings: PrepareSettings, on_progress: OnProgress | None = None) ->
     """
     _check_settings(settings)
     report = on_progress or (lambda progress: None)
-    folder = _make_folder(settings.out)
-    with FolderLock(folder):
-        remove_temporaries(folder)
-        given = load_tokenizer(settings.tokenizer) if settings.tokenizer is not None else None
-        listing = list_source(settings.source, exclude=folder)
-        identity = _identity(settings, given)
-        plan = None if settings.force else plan_to_continue(folder, identity, listing)
-        if plan is None:
-            remove_prepared(folder)
-            plan = _start(settings, folder, identity, listing, given, report)
-        elif (folder / INDEX_NAME).is_file():
-            index = read_index(folder)
-            if not (damaged := damaged_shards(folder, index)):
-                return PrepareResult(folder, index, True, 0, len(plan.shards))
-            # From here on the folder is an unfinished one, until all shards are right again.
-            remove_files([folder / INDEX_NAME, *damaged])
-        return _finish(settings, folder, plan, report)
+    folder = Path(settings.out).expanduser().absolute()
+    fresh = not folder.exists()
+    _make_folder(folder)
+    try:
+        with FolderLock(folder):
+            return _prepare(settings, folder, report)
+    except UserError:
+        if fresh:
+            _remove_if_nothing_came_of_it(folder)
+        raise
+
+
+def _prepare(settings: PrepareSettings, folder: Path, report: OnProgress) -> PrepareResult:
+    """`prepare`, in a folder that is there and held."""
+    remove_temporaries(folder)
+    given = load_tokenizer(settings.tokenizer) if settings.tokenizer is not None else None
+    listing = list_source(settings.source, exclude=folder)
+    identity = _identity(settings, given)
+    plan = None if settings.force else plan_to_continue(folder, identity, listing)
+    if plan is None:
+        remove_prepared(folder)
+        plan = _start(settings, folder, identity, listing, given, report)
+    elif (folder / INDEX_NAME).is_file():
+        index = read_index(folder)
+        if not (damaged := damaged_shards(folder, index)):
+            return PrepareResult(folder, index, True, 0, len(plan.shards))
+        # From here on the folder is an unfinished one, until all shards are right again.
+        remove_files([folder / INDEX_NAME, *damaged])
+    return _finish(settings, folder, plan, report)
+
+
+def _remove_if_nothing_came_of_it(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [LOCK_NAME]:
+            (folder / LOCK_NAME).unlink()
+            folder.rmdir()
 
 
 def _check_settings(settings: PrepareSettings) -> None:
@@ -131,13 +151,11 @@ def _check_settings(settings: PrepareSettings) -> None:
         raise UserError(f"shard_tokens {settings.shard_tokens} and workers {settings.workers} must be at least 1")
 
 
-def _make_folder(out: str | Path) -> Path:
-    folder = Path(out).expanduser().absolute()
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the folder {folder}: {error.strerror or error}") from error
-    return folder
 
 
 def _identity(settings: PrepareSettings, given: TextTokenizer | None) -> dict[str, Any]:

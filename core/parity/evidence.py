@@ -58,8 +58,8 @@ def gather(
     target = batch if probe is None else probe
     probed = stepped = None
     try:
-        probed = session.gradients(target)
-        stepped = probed if probe is None else session.gradients(batch)
+        probed = _gradients(session, target)
+        stepped = probed if probe is None else _gradients(session, batch)
     except NotSupported as reason:
         missing.append(f"gradients and per-token NLL: {reason}")
     tapped = first_sequences(target, TAPPED_SEQUENCES)
@@ -75,6 +75,13 @@ def gather(
     return Evidence(
         before, session.state(), batch, record, stepped, target, probed, tapped, taps, tuple(missing), gathering
     )
+
+
+def _gradients(session: Session, batch: Batch) -> Gradients:
+    found = session.gradients(batch)
+    if not isinstance(found, Gradients):  # None would pass for a candidate that has none, and be agreed with
+        raise TypeError(f"gradients() gave {type(found).__name__}, not core.backend.Gradients")
+    return found
 
 
 def first_sequences(batch: Batch, count: int) -> Batch:

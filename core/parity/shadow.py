@@ -67,9 +67,11 @@ class Shadow:
         evidence_in.close()
         results_out.close()
         self._outbox: queue.SimpleQueue[Evidence | None] = queue.SimpleQueue()
-        threading.Thread(
-            target=_send_all, args=(self._outbox, self._evidence), name="lockstep-evidence", daemon=True
-        ).start()
+        self._unsent: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._sender = threading.Thread(
+            target=_send_all, args=(self._outbox, self._evidence, self._unsent), name="lockstep-evidence", daemon=True
+        )
+        self._sender.start()
 
     @property
     def worker_pid(self) -> int:
@@ -102,9 +104,11 @@ class Shadow:
 
     def collect(self) -> Iterator[Result]:
         """What has come back so far."""
+        alive = self._worker.is_alive()  # asked first: what a worker sent before it died is still read
         while (result := self._receive(0.0)) is not None:
             yield result
-        if self._waiting and not self._worker.is_alive():
+        self._take_unsent()
+        if self._waiting and not alive:
             for step in sorted(self._waiting):
                 self._lost.append((step, self._reason()))
             self._waiting.clear()
@@ -114,20 +118,25 @@ class Shadow:
     def drain(self) -> Iterator[Result]:
         """Wait until every check that was handed over has come back or is lost."""
         while self._waiting:
+            alive = self._worker.is_alive()
             if (result := self._receive(POLL_SECONDS)) is not None:
                 yield result
-            elif not self._worker.is_alive():
+            elif not alive:
                 break
+            self._take_unsent()
         yield from self.collect()
 
     def close(self, at_once: bool = False) -> None:
         """End the worker; a second call does nothing."""
+        self._outbox.put(None)
         if self._worker.is_alive() and not at_once:
-            self._outbox.put(None)
             self._worker.join(timeout=END_SECONDS)
         if self._worker.is_alive():
             self._worker.kill()
             self._worker.join()
+        # Nobody reads any more, so it ends now. Waited for: a thread that frees a tensor's memory while the interpreter
+        # shuts down aborts the process.
+        self._sender.join(timeout=END_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -142,6 +151,12 @@ class Shadow:
         if self._worker.is_alive():
             return f"the reference is still busy with {len(self._waiting)} earlier checks"
         return f"the reference's process has died (exit code {self._worker.exitcode}); training goes on unchecked"
+
+    def _take_unsent(self) -> None:
+        while not self._unsent.empty():
+            lost = self._unsent.get()
+            self._waiting.discard(lost[0])
+            self._lost.append(lost)
 
     def _receive(self, seconds: float) -> Result | None:
         """A result that is there within `seconds`, or None; also None, at once, if the worker is gone."""
@@ -179,11 +194,16 @@ def receive_evidence(pipe: Connection) -> Evidence | None:
     return evidence
 
 
-def _send_all(outbox: queue.SimpleQueue[Evidence | None], pipe: Connection) -> None:
+def _send_all(
+    outbox: queue.SimpleQueue[Evidence | None], pipe: Connection, unsent: queue.SimpleQueue[tuple[int, str]]
+) -> None:
     """The thread beside the trainer: it waits for the worker, so that the trainer need not."""
     with contextlib.suppress(OSError):  # the worker has died: `Shadow.collect` says which checks are lost
         while (evidence := outbox.get()) is not None:
-            send_evidence(evidence, pipe)
+            try:
+                send_evidence(evidence, pipe)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:  # raised before a byte is written
+                unsent.put((evidence.record.step, f"its evidence could not be sent: {type(error).__name__}: {error}"))
             del evidence
         pipe.send(None)
 

@@ -1,0 +1,87 @@
+"""What docs/candidates.md shows runs and ends as it says; a session is closed whatever happens."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from parity_tests.cli.conftest import Lockstep, Place
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+EXAMPLE = DOCS / "examples" / "hf_llama.py"
+FP32 = ("--precision.policy", "fp32", "--compile.enabled", "false")
+
+OTHER_EPSILON = """
+from hf_llama import HfLlama, HfSession
+
+
+class OtherEpsilon(HfLlama):
+    def open(self, config):
+        model = config.model.model_copy(update={"norm_eps": 1e-4})
+        return HfSession(config.model_copy(update={"model": model}))
+"""
+
+FAILING = """
+from pathlib import Path
+from torch_backend.session import TorchBackend, TorchSession
+
+
+class Session(TorchSession):
+    def gradients(self, batch):
+        raise RuntimeError("out of cheese")
+
+    def close(self):
+        Path(MARK).write_text("closed")
+
+
+class Failing(TorchBackend):
+    session_class = Session
+"""
+
+
+def test_the_example_of_hugging_faces_llama_agrees(lockstep: Lockstep, place: Place, tmp_path: Path) -> None:
+    verdict = tmp_path / "verdict.json"
+    candidate = f"{EXAMPLE}:HfLlama"
+    said = lockstep("parity", place.config, "--steps", 2, *FP32, "--candidate", candidate, "--json", verdict)
+    assert (said.code, said.err) == (0, ""), said.out
+    found = json.loads(verdict.read_text())
+    assert found["not_covered"] == ["local checks of the forward stages: the model is a black box"]
+    assert {"nll", "loss", "gradients", "grad_norm", "moments", "update"} <= {f["stage"] for f in found["stages"]}
+
+
+def test_the_example_with_another_epsilon_disagrees(
+    lockstep: Lockstep, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    file = tmp_path / "other_epsilon.py"
+    file.write_text(OTHER_EPSILON)
+    said = lockstep("parity", place.config, "--steps", 1, *FP32, "--candidate", f"{file}:OtherEpsilon")
+    assert said.code == 1
+    assert "first bad step 1; origin: nll at nll (forward, end to end)" in said.out
+
+
+def test_the_code_of_the_page_does_what_the_page_says(lockstep: Lockstep, place: Place, tmp_path: Path) -> None:
+    page = (DOCS / "candidates.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    file = tmp_path / "bf16_logits.py"
+    file.write_text(code)
+    shown = re.search(r"^\$ lockstep (parity .*)\n(first bad step 1; origin: logits at logits )", page, re.M)
+    assert shown
+    words = shown[1].replace("bf16_logits.py", str(file)).split()
+    words[1] = str(place.config)
+    said = lockstep(*words)
+    assert said.code == 1
+    assert shown[2] in said.out
+    assert "$ echo $?\n1\n" in page[shown.end() :]
+
+
+def test_a_session_is_closed_also_when_the_check_fails(lockstep: Lockstep, place: Place, tmp_path: Path) -> None:
+    mark, file = tmp_path / "mark", tmp_path / "failing.py"
+    file.write_text(f"MARK = {str(mark)!r}\n{FAILING}")
+    said = lockstep("parity", place.config, "--steps", 1, "--candidate", f"{file}:Failing")
+    assert said.code == 2
+    assert said.err.startswith("lockstep: the check could not run: RuntimeError: out of cheese (")
+    assert mark.read_text() == "closed"

@@ -1,0 +1,56 @@
+"""A tiny data set and folders of runs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from parity_tests.loop.runs import COMPILED, INDUCTOR, Folder
+from parity_tests.usage.workspace import write_workspace
+from scripts import cli
+
+KINDS: dict[str, dict[str, object]] = {"eager": {}, "aot_eager": COMPILED, "inductor": INDUCTOR}
+
+
+def prepare(text: Path, data: Path, *more: str) -> None:
+    """`lockstep data prepare`: 300 tokens unless said otherwise."""
+    words = ["data", "prepare", "--data.source", str(text), "--data.path", str(data), "--workers", "1", *more]
+    if not {"--model.vocab-size", "--data.tokenizer"} & set(more):
+        words += ["--model.vocab-size", "300"]
+    if "--data.val-fraction" not in more:
+        words += ["--data.val-fraction", "0.2"]
+    assert cli.run(words) == 0
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_workspace(tmp_path_factory.mktemp("text")).parent / "text"
+
+
+@pytest.fixture(scope="session")
+def tokens(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished data set; tests that change it work on a copy."""
+    data = tmp_path_factory.mktemp("tokens") / "data"
+    prepare(text, data)
+    return data
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokens: Path) -> Folder:
+    return Folder(tmp_path, tokens)
+
+
+@pytest.fixture(scope="session")
+def straight(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Folder]:
+    """`straight(kind)`: a folder with an uninterrupted run of that kind, called `straight`."""
+    made: dict[str, Folder] = {}
+
+    def run(kind: str) -> Folder:
+        if kind not in made:
+            made[kind] = Folder(tmp_path_factory.mktemp(kind), tokens)
+            assert made[kind].train("straight", KINDS[kind]) == 0
+        return made[kind]
+
+    return run

@@ -1,0 +1,49 @@
+"""References that are late, fail or are wrong. The worker imports them by name; JAX is loaded only where it is used."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from core.backend import Session
+from core.config import RunConfig
+
+
+class Late:
+    """Takes its time to open."""
+
+    name = "late"
+
+    def open(self, config: RunConfig) -> Session:
+        time.sleep(60)
+        raise AssertionError("nobody waits for this")
+
+
+class Failing:
+    """Does not open, and says why in two lines."""
+
+    name = "failing"
+
+    def open(self, config: RunConfig) -> Session:
+        raise RuntimeError("no such luck\nand a second line")
+
+
+class Ending:
+    """Ends its process."""
+
+    name = "ending"
+
+    def open(self, config: RunConfig) -> Session:
+        raise SystemExit(7)
+
+
+def wrong() -> Any:
+    """The reference with another epsilon than the run's in its norms."""
+    from jax_backend.session import JaxBackend
+
+    class Wrong(JaxBackend):
+        def open(self, config: RunConfig) -> Any:
+            model = config.model.model_copy(update={"norm_eps": 1e-2})
+            return super().open(config.model_copy(update={"model": model}))
+
+    return Wrong()

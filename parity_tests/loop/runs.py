@@ -1,0 +1,153 @@
+"""Tiny runs through the command line, in this process or in one that can be sent signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.backend import Arrays
+from core.jsonl import read_lines
+from core.run import RunDir
+from parity_tests.conftest import REPO
+from scripts import cli
+
+STEPS = 12
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "model.vocab_size": 300,
+    "model.hidden": 64,
+    "model.layers": 2,
+    "model.heads": 4,
+    "model.kv_heads": 2,
+    "model.ffn_hidden": 128,
+    "train.steps": STEPS,
+    "train.batch_size": 4,
+    "train.micro_batch_size": 2,
+    "train.sequence_length": 32,
+    "optim.warmup_steps": 3,
+    "compile.enabled": False,
+    "eval.every": 0,
+    "eval.batches": 1,
+    "log.norms_every": 0,
+    "log.fp32_loss_every": 0,
+}
+COMPILED = {"compile.enabled": True, "compile.backend": "aot_eager"}
+INDUCTOR = {"compile.enabled": True, "compile.backend": "inductor"}
+
+
+class Folder:
+    """A folder of run directories over one data set."""
+
+    def __init__(self, path: Path, data: Path) -> None:
+        self.path = path
+        self.data = data
+        self.file = path / "run.toml"
+        self.file.write_text("")
+
+    def arguments(self, name: str, settings: dict[str, Any]) -> list[str]:
+        """The arguments of `lockstep train` for a new run."""
+        told = SETTINGS | {"data.path": self.data, "name": name} | settings
+        words = ["train", str(self.file), "--out", str(self.path)]
+        for key, value in told.items():
+            words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+        return words
+
+    def train(self, name: str, settings: dict[str, Any] | None = None, *more: str) -> int:
+        """A new run in this process; returns the exit code."""
+        return cli.run([*self.arguments(name, settings or {}), *more])
+
+    def resume(self, name: str, *more: str) -> int:
+        """Go on with a run in this process; returns the exit code."""
+        return cli.run(["train", "--resume", str(self.path / name), *more])
+
+    def start(self, name: str, settings: dict[str, Any] | None = None) -> subprocess.Popen[str]:
+        """A new run in a process of its own, slow enough to be interrupted where one likes."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "parity_tests.loop.slowly", *self.arguments(name, settings or {})],
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def stop(self, name: str, settings: dict[str, Any], number: signal.Signals, after: int) -> tuple[int, str, str]:
+        """Start a run, send it a signal once `after` records exist; returns exit code, stdout, stderr."""
+        process = self.start(name, settings)
+        try:
+            self.wait(process, name, after)
+            process.send_signal(number)
+            out, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        return process.returncode, out, error
+
+    def wait(self, process: subprocess.Popen[str], name: str, records: int) -> None:
+        """Wait until the run has so many records."""
+        deadline = time.monotonic() + 60
+        while len(self.records(name)) < records:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"no {records} records: {process.communicate(timeout=5)}")
+            time.sleep(0.02)
+
+    def run(self, name: str) -> RunDir:
+        """The run directory, to read."""
+        return RunDir.open(self.path / name)
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """Its records so far."""
+        path = self.path / name / "records.jsonl"
+        return read_lines(path) if path.exists() else []
+
+    def losses(self, name: str) -> list[tuple[int, float]]:
+        """(step, loss) of each record."""
+        return [(r["step"], r["loss"]) for r in self.records(name)]
+
+    def weights(self, name: str) -> bytes:
+        """The file of the last checkpoint's weights."""
+        last = self.run(name).latest_checkpoint()
+        assert last is not None
+        return (last / "params.safetensors").read_bytes()
+
+
+def one_line(text: str) -> str:
+    """What was printed, which must be one line."""
+    lines = text.splitlines()
+    assert len(lines) == 1, text
+    return lines[0]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and is not reaped does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        if Path("/proc/self").exists():
+            return False
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+    return state not in "ZX"
+
+
+def wait_until_gone(pid: int, seconds: float = 10.0) -> bool:
+    """Whether the process ends within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while alive(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def equal(a: Arrays, b: Arrays) -> bool:
+    """Whether two sets of arrays hold the same bits."""
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)

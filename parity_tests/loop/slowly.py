@@ -1,0 +1,24 @@
+"""`lockstep`, with a pause after each step of the torch trainer, so that a signal finds it in the midst of a run."""
+
+import sys
+import time
+
+
+def main() -> int:
+    from core.backend import Batch, StepRecord
+    from scripts import cli
+    from torch_backend.session import TorchSession
+
+    step = TorchSession.step
+
+    def slow_step(self: TorchSession, batch: Batch, *, norms: bool = False) -> StepRecord:
+        record = step(self, batch, norms=norms)
+        time.sleep(0.15)
+        return record
+
+    TorchSession.step = slow_step  # type: ignore[method-assign]
+    return cli.run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

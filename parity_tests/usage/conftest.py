@@ -1,0 +1,62 @@
+"""The command line as tests call it: in this process, in a folder of its own, on a tiny data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from parity_tests.usage.workspace import Done, write_workspace
+from scripts.cli import run
+
+Lockstep = Callable[..., Done]
+
+
+@pytest.fixture(scope="session")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run file whose data is prepared; tests that change the data work on a copy."""
+    file = write_workspace(tmp_path_factory.mktemp("workspace"))
+    assert run(["data", "prepare", str(file), "--workers", "1"]) == 0
+    return file
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which commands run."""
+    monkeypatch.chdir(tmp_path)
+    # Tables and messages are not cut at the width of whoever runs the tests.
+    monkeypatch.setenv("COLUMNS", "120")
+    return tmp_path
+
+
+@pytest.fixture
+def lockstep(here: Path, capsys: pytest.CaptureFixture[str]) -> Lockstep:
+    """`lockstep(*arguments)` → exit code and what was printed."""
+
+    def call(*arguments: object) -> Done:
+        capsys.readouterr()
+        try:
+            code = run([str(a) for a in arguments])
+        except SystemExit as stop:  # --help
+            code = int(stop.code or 0)
+        said = capsys.readouterr()
+        return Done(code, said.out, said.err)
+
+    return call
+
+
+@pytest.fixture
+def refused(lockstep: Lockstep, here: Path) -> Callable[..., str]:
+    """`refused(*arguments)` → the one line that says why; nothing else was printed and no file was written."""
+
+    def call(*arguments: object) -> str:
+        before = sorted(here.rglob("*"))
+        done = lockstep(*arguments)
+        assert done.code == 2, done
+        assert len(done.lines) == 1 and done.err.startswith("lockstep: "), done.err
+        assert done.out == ""
+        assert sorted(here.rglob("*")) == before
+        return done.err.removeprefix("lockstep: ").rstrip("\n")
+
+    return call

@@ -1,0 +1,110 @@
+"""Data that is missing, damaged or does not fit: one clear line, exit code 2, no run directory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from core.config_file import load_config
+from parity_tests.usage.conftest import Lockstep
+
+
+@pytest.fixture
+def data(run_file: Path, here: Path) -> Path:
+    """A copy of the prepared data, to be damaged."""
+    return Path(shutil.copytree(load_config(run_file).data.path, here / "data"))
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+# What happens to the data, and what must be said of it.
+DAMAGE = {
+    "a byte of a shard": (lambda d: flip(d / "train_00000.bin", 5000), "train_00000.bin is damaged: its checksum"),
+    "a byte of the last shard": (lambda d: flip(d / "val_00000.bin", -1), "val_00000.bin is damaged: its checksum"),
+    "a byte of a header": (lambda d: flip(d / "train_00000.bin", 2), "train_00000.bin is not a Lockstep token shard"),
+    "a shard cut short": (lambda d: (d / "train_00000.bin").write_bytes(b"LKSTPTOK" + bytes(992)), "train_00000.bin"),
+    "a shard gone": (lambda d: (d / "val_00000.bin").unlink(), "cannot read the shard"),
+    "the tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer.json is not the tokenizer that"),
+    "the index": (lambda d: flip(d / "index.json", 40), "index.json is damaged or was edited"),
+    "the index gone": (lambda d: (d / "index.json").unlink(), "make it with: lockstep data prepare"),
+}
+
+
+@pytest.mark.parametrize("command", ["train", "parity"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_data(refused, run_file: Path, data: Path, command: str, damage: str) -> None:
+    inflict, said = DAMAGE[damage]
+    inflict(data)
+    assert said in refused(command, run_file, "--data.path", data)
+
+
+@pytest.mark.parametrize("command", ["train", "parity"])
+def test_data_that_was_never_prepared_names_the_command_that_prepares_it(
+    refused, lockstep: Lockstep, run_file: Path, here: Path, command: str
+) -> None:
+    said = refused(command, run_file, "--data.path", "own tokens", "--model.vocab-size", "310", "--model.layers", "1")
+    told = f"lockstep data prepare {run_file} --model.vocab-size 310 --data.path 'own tokens'"
+    assert said == f"own tokens holds no prepared data; make it with: {told}"
+    # It is the right one.
+    arguments = ["data", "prepare", run_file, "--model.vocab-size", "310", "--data.path", "own tokens"]
+    assert lockstep(*arguments, "--workers", "1").code == 0
+    assert (here / "own tokens" / "index.json").is_file()
+
+
+def test_a_resumed_run_names_its_own_settings(lockstep: Lockstep, refused, run_file: Path, data: Path) -> None:
+    assert lockstep("train", run_file, "--data.path", data, "--train.steps", "4").code == 0
+    shutil.rmtree(data)
+    assert refused("train", "--resume", "runs/tiny").endswith("lockstep data prepare runs/tiny/config.toml")
+
+
+# Arguments of `data prepare`, what lies in the file `source.txt`, and what must be said.
+UNPREPARABLE = [
+    ("--data.source nowhere", "", "the source nowhere does not exist"),
+    ("--data.source source.txt", "", "no text in"),
+    ("--data.source source.txt", "  \n\t\n", "no text in"),
+    ("--data.source source.txt", "\ud800", "are not UTF-8 text"),
+    ("--data.source empty", "x", "no files in the source"),
+    ("--data.source source.jsonl", '{"body": "a"}\n', "no column 'text'; there are body"),
+    ("--data.source source.jsonl", '{"text": "a"}\n{"text"', "not a line of JSON"),
+    ("--data.source source.parquet", "PAR1junk", "is not a readable parquet file"),
+    ("--data.source source.txt --data.tokenizer source.txt", "x", "source.txt is not a tokenizer.json"),
+    ("--data.source source.txt --data.tokenizer nowhere.json", "x", "cannot read the tokenizer nowhere.json"),
+    ("--data.source source.txt --model.vocab-size 10", "text", "vocab_size 10 is too small; 257 is the least"),
+    ("--data.source source.txt --data.path /proc/nowhere", "text", "cannot make the folder /proc/nowhere"),
+    ("--data.source source.txt --data.path source.txt", "text", "cannot make the folder"),
+    ("--data.source source.txt --data.val-fraction 1", "text", "data.val_fraction = '1'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text", "said"), UNPREPARABLE)
+def test_what_cannot_be_prepared_leaves_nothing(
+    refused, run_file: Path, here: Path, arguments: str, text: str, said: str
+) -> None:
+    (here / "empty").mkdir()
+    content = text.encode(errors="surrogatepass")
+    for name in ("source.txt", "source.jsonl", "source.parquet"):
+        (here / name).write_bytes(content)
+    assert said in refused("data", "prepare", run_file, "--data.path", "own", *arguments.split())
+
+
+def test_other_settings_do_not_replace_what_is_there(refused, lockstep: Lockstep, run_file: Path, data: Path) -> None:
+    before = {p.name: p.read_bytes() for p in data.iterdir() if p.name != ".lock"}
+    said = refused("data", "prepare", run_file, "--data.path", data, "--model.vocab-size", "280")
+    assert "was prepared otherwise: vocab_size is 300 there, 280 was asked for" in said
+    assert {p.name: p.read_bytes() for p in data.iterdir() if p.name != ".lock"} == before
+    again = lockstep("data", "prepare", run_file, "--data.path", data)
+    assert (again.code, again.err) == (0, "")
+    assert "was ready" in again.out
+
+
+def test_preparing_says_what_there_is_now(lockstep: Lockstep, run_file: Path) -> None:
+    done = lockstep("data", "prepare", run_file)
+    assert (done.code, done.err) == (0, "")
+    for what in ("documents", "tokens", "300 tokens", "held-out unigram entropy", "held-out bigram entropy"):
+        assert what in done.out

@@ -1,0 +1,155 @@
+"""A tiny data set, a run file on it, and the command line in this process or in one of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+
+RUN_FILE = """
+name = "tiny"
+[model]
+vocab_size = 300
+hidden = 64
+layers = 2
+heads = 4
+kv_heads = 2
+ffn_hidden = 128
+[data]
+path = "{data}"
+source = "{source}"
+val_fraction = 0.2
+[train]
+steps = 12
+batch_size = 4
+micro_batch_size = 2
+sequence_length = 64
+[optim]
+warmup_steps = 3
+clip_norm = 0.25
+[compile]
+enabled = false
+backend = "aot_eager"
+[eval]
+every = 0
+[log]
+norms_every = 0
+fp32_loss_every = 0
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of stderr."""
+        return self.err.splitlines()
+
+
+def write_workspace(folder: Path) -> Path:
+    """Text (the heads of some modules of the standard library) and a run file; returns the run file."""
+    text = folder / "text"
+    text.mkdir(parents=True)
+    for module in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:30]:
+        (text / f"{module.stem}.txt").write_bytes(module.read_bytes()[:4000].decode(errors="ignore").encode())
+    file = folder / "tiny.toml"
+    file.write_text(RUN_FILE.format(data=folder / "data", source=text))
+    return file
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """The lines of records.jsonl."""
+    return read_lines(run / "records.jsonl")
+
+
+def checks(run: Path) -> list[dict[str, Any]]:
+    """The lines of parity.jsonl."""
+    return read_lines(run / "parity.jsonl")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def trained(run: Path) -> list[tuple[Any, ...]]:
+    """What must be bit-equal of every step."""
+    return [(r["step"], r["digest"], r["loss"], r["lr"], r["grad_norm"], r["clip_coefficient"]) for r in records(run)]
+
+
+def last_weights(run: Path) -> bytes:
+    """The bytes of the last checkpoint's parameters."""
+    return (max((run / "checkpoints").iterdir()) / "params.safetensors").read_bytes()
+
+
+class Started:
+    """`lockstep` in a process group of its own, as a terminal starts it."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self._folder = folder
+        self._out, self._err = folder / "stdout.txt", folder / "stderr.txt"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "scripts.cli", *arguments],
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": str(REPO)},
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    def wait_for(self, what: Callable[[], bool], seconds: float = 120) -> None:
+        """Wait until it is so; fails if the process ends before."""
+        end = time.monotonic() + seconds
+        while not what():
+            assert self.process.poll() is None, self._err.read_text() + self._out.read_text()
+            assert time.monotonic() < end, f"not within {seconds} s"
+            time.sleep(0.01)
+
+    def wait_for_step(self, run: Path, step: int) -> None:
+        """Wait until step `step` is recorded."""
+        path = run / "records.jsonl"
+        self.wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") >= step)
+
+    def interrupt(self) -> None:
+        """Ctrl-C: SIGINT to every process of the group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def worker(self) -> int:
+        """Process id of the reference's worker."""
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parent = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+                if parent == self.process.pid and b"spawn_main" in (stat.parent / "cmdline").read_bytes():
+                    return int(stat.parent.name)
+            except OSError:
+                continue
+        raise AssertionError("there is no worker")
+
+    def end(self, seconds: float = 120) -> Done:
+        """Wait for the end."""
+        code = self.process.wait(seconds)
+        return Done(code, self._out.read_text(), self._err.read_text())
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
