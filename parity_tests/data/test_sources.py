@@ -79,7 +79,7 @@ def test_newlines_are_kept_as_they_are(tmp_path):
 def test_json_lines_whole_and_in_spans(tmp_path, name):
     lines = [{"text": f"line {number} é", "other": number} for number in range(5)] + [{"text": None}]
     raw = b"\n".join(json.dumps(line).encode() for line in lines) + b"\n\n"
-    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    (tmp_path / name).write_bytes(gzip.compress(raw, mtime=0) if name.endswith("gz") else raw)
     (file,) = list_source(str(tmp_path)).files
     documents = list(read_documents(file, "text"))
     assert [document.text for document in documents] == [f"line {number} é" for number in range(5)] + [""]
@@ -110,7 +110,7 @@ def test_parquet_whole_and_in_spans(tmp_path, dictionary):
         ("a.jsonl", b'{"text": 3}\n', "must hold text"),
         ("a.jsonl", b'{"text": "\xff"}\n', "not a line of JSON"),
         ("a.jsonl.gz", b"not gzip", "cannot read"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], "cannot read"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9], "cannot read"),
         ("a.parquet", b"PAR1 or not", "not a readable parquet file"),
     ],
 )
