@@ -124,6 +124,12 @@ class ParityConfig(Section):
 
     every: Interval = 0
     queue: Positive = Field(2, description="checks that may wait for the reference; more are skipped and counted")
+    record_every: Interval = Field(
+        0, description="sketches of a step kept for `lockstep replay`, without a reference; checked steps keep theirs"
+    )
+    on_alarm: Literal["log", "stop", "roll_back"] = Field(
+        "log", description="after a check that disagreed: go on, stop, or stop at the last checkpoint before it"
+    )
 
 
 class LogConfig(Section):
@@ -136,7 +142,7 @@ class LogConfig(Section):
     sample_prompt: str = Field("The meaning of life is ", description="prompt of the sample")
     sample_tokens: Positive = Field(50, description="tokens of the sample")
     wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases")
-    wandb_project: str = "lockstep"
+    wandb_project: str = Field("lockstep", description="project of Weights & Biases")
 
 
 class RunConfig(Section):

@@ -26,8 +26,11 @@ class Watch(Protocol):
         """Whether step `step` is to be checked."""
         ...
 
-    def step(self, session: Session, batch: Batch, norms: bool) -> StepRecord:
-        """Run the step and gather what a check needs; `seconds` of the record is the step alone."""
+    def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
+        """Run the step and gather what a check needs; `seconds` of the record is the step alone.
+
+        due: digest of the batch that the data order prescribes.
+        """
         ...
 
     @property
@@ -68,7 +71,8 @@ def step_records(
             norms = due(config.log.norms_every, step, last)
             started = time.perf_counter()
             if watch is not None and watch.due(step):
-                record = watch.step(session, batch, norms)
+                # Read anew, not from the loader: a loader that has lost its place is a fault to be found.
+                record = watch.step(session, batch, norms, data.batch(step).digest())
             else:
                 record = session.step(batch, norms=norms)
                 record = replace(record, seconds=time.perf_counter() - started)

@@ -60,8 +60,8 @@ def group_of(name: str) -> str:
 
 
 def layer_of(name: str) -> int | None:
-    """The block that a parameter or tap belongs to, or None outside the blocks."""
-    parts = name.split(".")
+    """The block that a parameter or tap belongs to, under whatever prefix (`exp_avg/…`), or None outside the blocks."""
+    parts = name.rpartition("/")[2].split(".")
     return int(parts[1]) if parts[0] == "blocks" else None
 
 
@@ -84,11 +84,55 @@ BLOCK_TAPS = (
     "mlp_residual",
 )
 
+# Edges inside one block: where a tensor with several consumers enters one of them, under the consumer's tap and role.
+# Forward an edge is the tensor itself; its gradient is what this consumer alone sends back.
+BLOCK_EDGES = (
+    "attn_norm.x",
+    "attn.q.x",
+    "attn.k.x",
+    "attn.v.x",
+    "attn_residual.x",
+    "mlp_norm.x",
+    "mlp.gate.x",
+    "mlp.up.x",
+    "mlp_residual.x",
+)
+
+# The head's weight where it enters the product: with tied weights, its gradient is the head's part of the table's.
+HEAD_EDGE = "logits.weight"
+
+# `grad/NAME`: d loss / d NAME for a tap, an edge or a parameter, from the tapped program.
+GRADIENT = "grad/"
+
 
 def tap_names(model: ModelConfig) -> list[str]:
     """Every forward tap of the model, in the order of the chain."""
     blocks = [f"blocks.{i}.{tap}" for i in range(model.layers) for tap in BLOCK_TAPS]
-    return ["embed", *blocks, "final_norm", "logits"]
+    return ["embed", *blocks, "final_norm", "logits", "nll"]
+
+
+def edge_names(model: ModelConfig) -> list[str]:
+    """Every edge of the model; only their gradients are observed."""
+    return [*(f"blocks.{i}.{edge}" for i in range(model.layers) for edge in BLOCK_EDGES), HEAD_EDGE]
+
+
+def probe_shapes(model: ModelConfig, batch: int, length: int) -> dict[str, Shape]:
+    """Shape of every tap and edge on `batch` sequences of `length` tokens."""
+    hidden, kv = model.hidden, model.kv_heads * model.head_dim
+    widths: dict[str, Shape] = {
+        "attn.k": (kv,),
+        "attn.v": (kv,),
+        "attn.q_rope": (model.heads, model.head_dim),
+        "attn.k_rope": (model.kv_heads, model.head_dim),
+        **dict.fromkeys(("mlp.gate", "mlp.up", "mlp.act"), (model.ffn_hidden,)),
+        "logits": (model.vocab_size,),
+        "nll": (),
+    }
+    shapes = {}
+    for name in (*tap_names(model), *edge_names(model)):
+        within = name.split(".", 2)[2] if layer_of(name) is not None else name
+        shapes[name] = (batch, length, *widths.get(within, (hidden,)))
+    return shapes | {HEAD_EDGE: (model.vocab_size, hidden)}
 
 
 def check_state(model: ModelConfig, state: State) -> None:

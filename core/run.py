@@ -26,6 +26,7 @@ from core.jsonl import JsonLines, cut_after, read_lines
 from core.lock import FolderLock
 
 CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records.jsonl", "parity.jsonl", "checkpoints"
+OBSERVATIONS, CAPSULES = "observations", "capsules"
 
 
 class RunDir:

@@ -16,6 +16,7 @@ from jax import Array
 
 from core.config import ModelConfig
 from jax_backend.attention import attention
+from jax_backend.loss import negative_log_likelihood
 from jax_backend.precision import Policy, head, linear
 
 Tap = Callable[[str, Array], Array]
@@ -80,12 +81,6 @@ def swiglu(gate_BSF: Array, up_BSF: Array) -> Array:
     return jax.nn.silu(gate_BSF) * up_BSF
 
 
-def negative_log_likelihood(logits_BSV: Array, targets_BS: Array) -> Array:
-    """logsumexp(logits) − logit of the target, (B, S), in the logits' dtype."""
-    chosen = jnp.take_along_axis(logits_BSV, targets_BS[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits_BSV, axis=-1) - chosen
-
-
 class Attention(nnx.Module):
     """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions."""
 
@@ -100,9 +95,12 @@ class Attention(nnx.Module):
     def __call__(self, x_BSD: Array, rope: Rope, policy: Policy, tap: Tap, name: str) -> Array:
         """X (B, S, D), already normed → (B, S, D)."""
         batch = x_BSD.shape[:2]
-        q_BSHE = tap(f"{name}.q", self.q_proj(x_BSD, policy)).reshape(*batch, self.heads, self.head_dim)
-        k_BSKE = tap(f"{name}.k", self.k_proj(x_BSD, policy)).reshape(*batch, self.kv_heads, self.head_dim)
-        v_BSKE = tap(f"{name}.v", self.v_proj(x_BSD, policy)).reshape(*batch, self.kv_heads, self.head_dim)
+        q_BSD = tap(f"{name}.q", self.q_proj(tap(f"{name}.q.x", x_BSD), policy))
+        k_BSD = tap(f"{name}.k", self.k_proj(tap(f"{name}.k.x", x_BSD), policy))
+        v_BSD = tap(f"{name}.v", self.v_proj(tap(f"{name}.v.x", x_BSD), policy))
+        q_BSHE = q_BSD.reshape(*batch, self.heads, self.head_dim)
+        k_BSKE = k_BSD.reshape(*batch, self.kv_heads, self.head_dim)
+        v_BSKE = v_BSD.reshape(*batch, self.kv_heads, self.head_dim)
         q_BSHE = tap(f"{name}.q_rope", rotate(q_BSHE, rope))
         k_BSKE = tap(f"{name}.k_rope", rotate(k_BSKE, rope))
         out_BSHE = attention(q_BSHE, expand(k_BSKE, self.heads), expand(v_BSKE, self.heads), policy)
@@ -120,8 +118,8 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BSD: Array, policy: Policy, tap: Tap, name: str) -> Array:
         """X (B, S, D), already normed → (B, S, D)."""
-        gate_BSF = tap(f"{name}.gate", self.gate_proj(x_BSD, policy))
-        up_BSF = tap(f"{name}.up", self.up_proj(x_BSD, policy))
+        gate_BSF = tap(f"{name}.gate", self.gate_proj(tap(f"{name}.gate.x", x_BSD), policy))
+        up_BSF = tap(f"{name}.up", self.up_proj(tap(f"{name}.up.x", x_BSD), policy))
         act_BSF = tap(f"{name}.act", swiglu(gate_BSF, up_BSF))
         return tap(f"{name}.down_proj", self.down_proj(act_BSF, policy))
 
@@ -137,10 +135,12 @@ class Block(nnx.Module):
 
     def __call__(self, x_BSD: Array, rope: Rope, policy: Policy, tap: Tap, name: str) -> Array:
         """X (B, S, D) → (B, S, D)."""
-        normed_BSD = tap(f"{name}.attn_norm", self.attn_norm(x_BSD))
-        x_BSD = tap(f"{name}.attn_residual", x_BSD + self.attn(normed_BSD, rope, policy, tap, f"{name}.attn"))
-        normed_BSD = tap(f"{name}.mlp_norm", self.mlp_norm(x_BSD))
-        return tap(f"{name}.mlp_residual", x_BSD + self.mlp(normed_BSD, policy, tap, f"{name}.mlp"))
+        normed_BSD = tap(f"{name}.attn_norm", self.attn_norm(tap(f"{name}.attn_norm.x", x_BSD)))
+        mixed_BSD = self.attn(normed_BSD, rope, policy, tap, f"{name}.attn")
+        x_BSD = tap(f"{name}.attn_residual", tap(f"{name}.attn_residual.x", x_BSD) + mixed_BSD)
+        normed_BSD = tap(f"{name}.mlp_norm", self.mlp_norm(tap(f"{name}.mlp_norm.x", x_BSD)))
+        mixed_BSD = self.mlp(normed_BSD, policy, tap, f"{name}.mlp")
+        return tap(f"{name}.mlp_residual", tap(f"{name}.mlp_residual.x", x_BSD) + mixed_BSD)
 
 
 class Embedding(nnx.Module):
@@ -180,11 +180,11 @@ class Llama(nnx.Module):
             x_BSD = block(x_BSD, rope, policy, tap, f"blocks.{i}")
         return tap("final_norm", self.final_norm(x_BSD))
 
-    def logits(self, x_BSD: Array, policy: Policy) -> Array:
+    def logits(self, x_BSD: Array, policy: Policy, tap: Tap = no_tap) -> Array:
         """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype."""
-        return head(x_BSD, (self.lm_head or self.embed).weight[...], policy)
+        return head(x_BSD, tap("logits.weight", (self.lm_head or self.embed).weight[...]), policy)
 
     def __call__(self, tokens_BS: Array, targets_BS: Array, policy: Policy, tap: Tap = no_tap) -> Array:
-        """Per-token negative log-likelihood (B, S) in nats."""
-        logits_BSV = tap("logits", self.logits(self.trunk(tokens_BS, policy, tap), policy))
-        return negative_log_likelihood(logits_BSV, targets_BS)
+        """Per-token negative log-likelihood (B, S) in nats; `tap` sees every tensor of the chain on its way."""
+        logits_BSV = tap("logits", self.logits(self.trunk(tokens_BS, policy, tap), policy, tap))
+        return tap("nll", negative_log_likelihood(logits_BSV, targets_BS))

@@ -19,12 +19,15 @@ from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepReco
 from core.config import RunConfig
 from core.init import init_parameters
 from core.metrics import norms_by_group
-from core.names import check_state, parameter_shapes, tap_names
+from core.names import GRADIENT, check_state, edge_names, parameter_shapes, probe_shapes, tap_names
 from core.schedule import learning_rate
+from jax_backend.loss import weighted_mean
 from jax_backend.model import Llama
 from jax_backend.optim import Tree, clip_coefficient, decayed_and_move, global_norm, update_moments
 from jax_backend.precision import POLICIES, Policy
-from jax_backend.stages import in_stream, stage_functions
+from jax_backend.stages import in_stream, stage_functions, with_gradients
+
+Names = frozenset[str]
 
 
 class JaxSession:
@@ -47,8 +50,11 @@ class JaxSession:
         self._norm = jax.jit(global_norm)
         self._leaf_norms = jax.jit(partial(jax.tree.map, lambda x: jnp.linalg.norm(x.ravel())))
         self._move = jax.jit(self.move)
-        self._observe = jax.jit(self.observed, static_argnames="taps")
-        self._stages = {name: jax.jit(f) for name, f in stage_functions(config.model, self.policy).items()}
+        self._observe = jax.jit(self.observed, static_argnums=6)
+        functions = stage_functions(config.model, self.policy)
+        # Stages that are one function share its compiled programs.
+        programs = {f: jax.jit(with_gradients(f)) for f in set(functions.values())}
+        self._stages = {name: programs[f] for name, f in functions.items()}
         self._scores = jax.jit(self.scores, static_argnames="policy")
 
     def state(self) -> State:
@@ -101,16 +107,27 @@ class JaxSession:
         )
 
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """Forward values of the named taps. Raises NotSupported for an unknown tap."""
-        unknown = sorted(set(taps) - set(tap_names(self.config.model)))
-        if unknown:
+        """Taps of one micro-batch, and `grad/NAME` of a tap, an edge or a parameter.
+
+        Raises NotSupported for a name that no Llama has.
+        """
+        names = [*tap_names(self.config.model), *edge_names(self.config.model), *self.params]
+        if unknown := sorted(set(taps) - {*tap_names(self.config.model), *(GRADIENT + n for n in names)}):
             raise NotSupported(f"no such tap: {', '.join(unknown)}")
-        seen = self._observe(self.params, batch.tokens, batch.targets, taps=tuple(taps))
-        return {name: np.array(value) for name, value in seen.items()}
+        grads = [name.removeprefix(GRADIENT) for name in taps if name.startswith(GRADIENT)]
+        shapes = probe_shapes(self.config.model, *batch.tokens.shape)
+        probes = {n: jnp.zeros(shapes[n], self.policy.stream) for n in sorted(grads) if n not in self.params}
+        weights = jnp.asarray(batch.weights, self.policy.stream)
+        seen, by_probe, by_parameter = self._observe(
+            self.params, probes, batch.tokens, batch.targets, weights, self.total_weight(batch), frozenset(taps)
+        )
+        found = seen | {GRADIENT + n: g for n, g in {**by_probe, **by_parameter}.items() if n in grads}
+        return {name: np.array(value) for name, value in found.items()}
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
-        """Execute one forward stage, or `update`, on the given inputs; the output is under `out`, or as `update` says.
+        """Execute one stage on the given inputs: the output is under `out`, or as `update` says.
 
+        With `grad`, the gradient of the output, among the inputs there is also `grad/ROLE` for every floating input.
         `update` takes `step` (steps done), `coefficient`, `lr`, and by prefix `params/`, `grads/`, `exp_avg/`,
         `exp_avg_sq/`; it gives the new `params/`, `exp_avg/`, `exp_avg_sq/`. Raises NotSupported for a stage that it
         does not know.
@@ -119,7 +136,8 @@ class JaxSession:
             return self._run_update(inputs)
         if stage not in self._stages:
             raise NotSupported(f"no such stage: {stage}")
-        return {"out": np.array(self._stages[stage](in_stream(inputs, self.policy)))}
+        found = self._stages[stage](in_stream(inputs, self.policy))
+        return {name: np.array(value) for name, value in found.items()}
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """Per-token `nll` and `top1` of `batch`, under the run's policy or a named one."""
@@ -130,8 +148,8 @@ class JaxSession:
         """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length."""
         padded = np.zeros((1, self.config.train.sequence_length), np.int32)
         padded[0, : len(tokens)] = tokens
-        last = self._observe(self.params, padded, padded, taps=("logits",))["logits"]
-        return np.array(last[0, len(tokens) - 1])
+        batch = Batch(padded, padded, np.ones(padded.shape, np.float32))
+        return np.array(self.observe(batch, ["logits"])["logits"][0, len(tokens) - 1])
 
     def close(self) -> None:
         """Nothing is held beyond the object itself."""
@@ -144,9 +162,9 @@ class JaxSession:
 
     def accumulate(self, batch: Batch) -> tuple[Array, list[Array], Tree]:
         """Loss, per-token NLL of each micro-batch, and gradients accumulated in order, weighted by tokens."""
-        total = jnp.asarray(batch.weights.sum(dtype=np.float64), self.policy.stream)
-        loss, nll, grads = jnp.zeros((), self.policy.stream), [], None
-        for micro in batch.micro_batches(self.config.train.micro_batch_size):
+        total = self.total_weight(batch)
+        loss, nll, grads = jnp.zeros((), jnp.float64), [], None
+        for micro in batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens))):
             weights = jnp.asarray(micro.weights, self.policy.stream)
             (part, micro_nll), micro_grads = self._micro_gradients(
                 self.params, micro.tokens, micro.targets, weights, total
@@ -162,7 +180,11 @@ class JaxSession:
     ) -> tuple[Array, Array]:
         """Σ weight·nll / total of one micro-batch, and its per-token nll (B, S)."""
         nll = self.model(params)(tokens, targets, self.policy)
-        return (nll * weights).sum() / total, nll
+        return weighted_mean(nll, weights, total), nll
+
+    def total_weight(self, batch: Batch) -> Array:
+        """Σ weight over a batch, a float64 scalar: what the loss is divided by."""
+        return jnp.asarray(batch.weights.sum(dtype=np.float64), jnp.float64)
 
     def update(
         self, params: Tree, moments: dict[str, Tree], grads: Tree, coefficient: Array, step: int, lr: float
@@ -182,17 +204,27 @@ class JaxSession:
         kept, move = decayed_and_move(self.config.optim, params, exp_avg, exp_avg_sq, step, lr)
         return kept, move, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
-    def observed(self, params: Tree, tokens: Array, targets: Array, taps: tuple[str, ...]) -> Tree:
-        """Forward values of the named taps, as a pure function."""
-        seen: Tree = {}
+    def observed(
+        self, params: Tree, probes: Tree, tokens: Array, targets: Array, weights: Array, total: Array, names: Names
+    ) -> tuple[Tree, Tree, Tree]:
+        """Taps by name, and the loss's gradients by probe (a zero added to a tap) and by parameter; pure."""
 
-        def record(name: str, value: Array) -> Array:
-            if name in taps:
-                seen[name] = value
-            return value
+        def loss(params: Tree, probes: Tree) -> tuple[Array, Tree]:
+            seen: Tree = {}
 
-        self.model(params)(tokens, targets, self.policy, record)
-        return seen
+            def tap(name: str, value: Array) -> Array:
+                value = value + probes[name] if name in probes else value
+                if name in names:
+                    seen[name] = value
+                return value
+
+            nll = self.model(params)(tokens, targets, self.policy, tap)
+            return weighted_mean(nll, weights, total), seen
+
+        if not any(name.startswith(GRADIENT) for name in names):
+            return loss(params, probes)[1], {}, {}
+        (_, seen), (by_parameter, by_probe) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, probes)
+        return seen, by_probe, by_parameter
 
     def scores(self, params: Tree, tokens: Array, targets: Array, policy: str) -> tuple[Array, Array]:
         """Per-token nll (B, S), and whether the likeliest token is the target (B, S)."""

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from core.config import ModelConfig
 from jax_backend.attention import attention
-from jax_backend.model import expand, negative_log_likelihood, rms_norm, rope_tables, rotate, swiglu
+from jax_backend.loss import negative_log_likelihood
+from jax_backend.model import expand, rms_norm, rope_tables, rotate, swiglu
 from jax_backend.precision import Policy, head, linear
 
 Inputs = Mapping[str, Array]
@@ -57,6 +59,21 @@ def stage_functions(config: ModelConfig, policy: Policy) -> dict[str, StageFunct
         "logits": lambda inputs: head(inputs["x"], inputs["weight"], policy),
         "nll": lambda inputs: negative_log_likelihood(inputs["logits"], inputs["targets"]),
     }
+
+
+def with_gradients(function: StageFunction) -> Callable[[Inputs], dict[str, Array]]:
+    """The stage as a program: `out`, and `grad/ROLE` of every floating input if the inputs hold `grad`."""
+
+    def run(inputs: Inputs) -> dict[str, Array]:
+        if "grad" not in inputs:
+            return {"out": function(inputs)}
+        fixed = {n: a for n, a in inputs.items() if n != "grad" and not jnp.issubdtype(a.dtype, jnp.floating)}
+        floating = {n: a for n, a in inputs.items() if n != "grad" and n not in fixed}
+        out, pull_back = jax.vjp(lambda arrays: function({**fixed, **arrays}), floating)
+        (grads,) = pull_back(inputs["grad"])
+        return {"out": out, **{f"grad/{role}": grad for role, grad in grads.items()}}
+
+    return run
 
 
 def in_stream(inputs: Mapping[str, np.ndarray], policy: Policy) -> dict[str, Array]:

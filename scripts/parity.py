@@ -38,6 +38,8 @@ class Parity:
     """who is judged: torch, jax, FILE.py:NAME or module:NAME"""
     reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
     """who judges: torch, jax, FILE.py:NAME or module:NAME"""
+    free_running: bool = False
+    """do not check: let both train on by themselves and show how far they drift apart"""
 
 
 def main(argv: list[str]) -> int:
@@ -46,11 +48,12 @@ def main(argv: list[str]) -> int:
 
     from core.config_file import load_config
     from core.parity import bands
+    from core.parity.free_running import drift
     from core.parity.load import load_backend
     from core.parity.side_by_side import check_steps
     from core.parity.verdict import overall, verdict_json
     from core.sinks.phrases import check_line
-    from scripts.parity_table import print_verdict
+    from scripts.parity_table import print_drift, print_verdict
 
     options, given = parse(Parity, "parity", argv, with_settings=True)
     if options.steps < 1:
@@ -64,6 +67,10 @@ def main(argv: list[str]) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=140)
+    if options.free_running:
+        watched = on_its_device(config, candidate)
+        print_drift(console, drift(candidate, reference, watched, map(data.batch, range(1, options.steps + 1))))
+        return 0
     checks: list[Check] = []
     batches = (data.batch(step) for step in range(1, options.steps + 1))
     stopped: UserError | None = None

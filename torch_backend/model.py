@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from core.config import ModelConfig
 from torch_backend.embedding import embedding
+from torch_backend.loss import negative_log_likelihood
 from torch_backend.precision import Policy, head, linear
 
 Tap = Callable[[str, Tensor], Tensor]
@@ -26,8 +27,13 @@ def no_tap(name: str, value: Tensor) -> Tensor:
     return value
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """X (…, D) / √(mean(x²) + eps) · gain (Zhang & Sennrich 2019)."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
 class RMSNorm(nn.Module):
-    """x / √(mean(x²) + eps) · gain (Zhang & Sennrich 2019)."""
+    """x / √(mean(x²) + eps) · gain."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -36,7 +42,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """X (…, D) → (…, D)."""
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Linear(nn.Module):
@@ -91,9 +97,12 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
         """X (B, S, D), already normed → (B, S, D)."""
-        q_BSHE = tap(f"{name}.q", self.q_proj(x_BSD, policy)).unflatten(-1, (self.heads, self.head_dim))
-        k_BSKE = tap(f"{name}.k", self.k_proj(x_BSD, policy)).unflatten(-1, (self.kv_heads, self.head_dim))
-        v_BSKE = tap(f"{name}.v", self.v_proj(x_BSD, policy)).unflatten(-1, (self.kv_heads, self.head_dim))
+        q_BSD = tap(f"{name}.q", self.q_proj(tap(f"{name}.q.x", x_BSD), policy))
+        k_BSD = tap(f"{name}.k", self.k_proj(tap(f"{name}.k.x", x_BSD), policy))
+        v_BSD = tap(f"{name}.v", self.v_proj(tap(f"{name}.v.x", x_BSD), policy))
+        q_BSHE = q_BSD.unflatten(-1, (self.heads, self.head_dim))
+        k_BSKE = k_BSD.unflatten(-1, (self.kv_heads, self.head_dim))
+        v_BSKE = v_BSD.unflatten(-1, (self.kv_heads, self.head_dim))
         q_BSHE = tap(f"{name}.q_rope", self.rotate(q_BSHE, rope))
         k_BSKE = tap(f"{name}.k_rope", self.rotate(k_BSKE, rope))
         out_BSD = tap(f"{name}.out", self.attend(q_BSHE, k_BSKE, v_BSKE, policy).flatten(2))
@@ -115,8 +124,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_BSD: Tensor, policy: Policy, tap: Tap, name: str) -> Tensor:
         """X (B, S, D), already normed → (B, S, D)."""
-        gate_BSF = tap(f"{name}.gate", self.gate_proj(x_BSD, policy))
-        up_BSF = tap(f"{name}.up", self.up_proj(x_BSD, policy))
+        gate_BSF = tap(f"{name}.gate", self.gate_proj(tap(f"{name}.gate.x", x_BSD), policy))
+        up_BSF = tap(f"{name}.up", self.up_proj(tap(f"{name}.up.x", x_BSD), policy))
         act_BSF = tap(f"{name}.act", self.activate(gate_BSF, up_BSF))
         return tap(f"{name}.down_proj", self.down_proj(act_BSF, policy))
 
@@ -133,10 +142,12 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
         """X (B, S, D) → (B, S, D)."""
-        normed_BSD = tap(f"{name}.attn_norm", self.attn_norm(x_BSD))
-        x_BSD = tap(f"{name}.attn_residual", x_BSD + self.attn(normed_BSD, rope, policy, tap, f"{name}.attn"))
-        normed_BSD = tap(f"{name}.mlp_norm", self.mlp_norm(x_BSD))
-        return tap(f"{name}.mlp_residual", x_BSD + self.mlp(normed_BSD, policy, tap, f"{name}.mlp"))
+        normed_BSD = tap(f"{name}.attn_norm", self.attn_norm(tap(f"{name}.attn_norm.x", x_BSD)))
+        mixed_BSD = self.attn(normed_BSD, rope, policy, tap, f"{name}.attn")
+        x_BSD = tap(f"{name}.attn_residual", tap(f"{name}.attn_residual.x", x_BSD) + mixed_BSD)
+        normed_BSD = tap(f"{name}.mlp_norm", self.mlp_norm(tap(f"{name}.mlp_norm.x", x_BSD)))
+        mixed_BSD = self.mlp(normed_BSD, policy, tap, f"{name}.mlp")
+        return tap(f"{name}.mlp_residual", tap(f"{name}.mlp_residual.x", x_BSD) + mixed_BSD)
 
 
 class Embedding(nn.Module):
@@ -167,6 +178,7 @@ class Llama(nn.Module):
 
     def __init__(self, config: ModelConfig, max_length: int) -> None:
         super().__init__()
+        self.tap: Tap = no_tap
         self.rope = max_length, config.head_dim, config.rope_theta
         self.place_rope(torch.get_default_device())
         self.embed = Embedding(config.vocab_size, config.hidden)
@@ -191,13 +203,14 @@ class Llama(nn.Module):
 
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
         """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype."""
-        return head(x_BSD, (self.lm_head or self.embed).weight, policy)
+        return head(x_BSD, self.tap("logits.weight", (self.lm_head or self.embed).weight), policy)
 
     def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         """logsumexp(logits) − logit of the target, (B, S), in the logits' dtype."""
-        return F.cross_entropy(logits_BSV.flatten(0, -2), targets_BS.flatten(), reduction="none").view_as(targets_BS)
+        return negative_log_likelihood(logits_BSV, targets_BS)
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy, tap: Tap = no_tap) -> Tensor:
-        """Per-token negative log-likelihood (B, S) in nats."""
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy) -> Tensor:
+        """Per-token negative log-likelihood (B, S) in nats; `self.tap` sees every tensor of the chain on its way."""
+        tap = self.tap
         logits_BSV = tap("logits", self.logits(self.trunk(tokens_BS, policy, tap), policy))
-        return self.nll(logits_BSV, targets_BS)
+        return tap("nll", self.nll(logits_BSV, targets_BS))

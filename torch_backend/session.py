@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
 from core.config import RunConfig
 from core.errors import UserError
 from core.init import init_parameters
 from core.metrics import norms_by_group
-from core.names import check_state, tap_names
+from core.names import GRADIENT, check_state, edge_names, probe_shapes, tap_names
 from core.schedule import learning_rate
-from torch_backend.model import Llama
-from torch_backend.optim import build_optimizer, clip_coefficient, global_norm, read_moments, write_moments
+from torch_backend.loss import weighted_mean
+from torch_backend.model import Llama, no_tap
+from torch_backend.optim import MOMENTS, build_optimizer, clip_coefficient, global_norm, read_moments, write_moments
 from torch_backend.precision import POLICIES, Policy
+from torch_backend.stages import run_stage, stage_functions
 
 
 class TorchSession:
@@ -33,7 +36,8 @@ class TorchSession:
         self.model = self.build_model()
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = self.build_optimizer()
-        self._micro_loss = self._compiled() if config.compile.enabled else self.micro_loss
+        self._micro_loss = self.compiled(self.micro_loss) if config.compile.enabled else self.micro_loss
+        self._tapped_programs: dict[frozenset[str], Any] = {}
         self._load_parameters(init_parameters(config.model, config.seed))
 
     def build_model(self) -> Llama:
@@ -102,25 +106,100 @@ class TorchSession:
         return Gradients(np.concatenate([_numpy(n) for n in nll]), loss.item(), grads)
 
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """Forward values of the named taps, from the eager program. Raises NotSupported for an unknown tap."""
-        unknown = sorted(set(taps) - set(tap_names(self.config.model)))
-        if unknown:
-            raise NotSupported(f"no such tap: {', '.join(unknown)}")
-        seen: dict[str, np.ndarray] = {}
+        """Taps and gradients of one micro-batch from the tapped program, compiled if the trainer is.
 
-        def record(name: str, value: Tensor) -> Tensor:
-            if name in taps:
-                seen[name] = _numpy(value)
+        Besides taps, names are `grad/NAME` for a tap, an edge or a parameter, and `untapped/NAME` for a parameter's
+        gradient from the program that trains, before anything is accumulated. What the model does not pass through
+        its tap is left out. Raises NotSupported for a name that no Llama has.
+        """
+        model = self.config.model
+        kinds = {"": tap_names(model), GRADIENT: [*tap_names(model), *edge_names(model), *self.parameters]}
+        kinds["untapped/"] = [*self.parameters]
+        if unknown := sorted(set(taps) - {prefix + name for prefix, names in kinds.items() for name in names}):
+            raise NotSupported(f"no such tap: {', '.join(unknown)}")
+        untapped = [t.removeprefix("untapped/") for t in taps if t.startswith("untapped/")]
+        tapped = frozenset(taps).difference(f"untapped/{name}" for name in untapped)
+        found = self._observe_tapped(batch, tapped) if tapped else {}
+        if untapped:
+            loss, _ = self._micro_loss(*self.to_device(batch), self.total_weight(batch))
+            grads = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
+            by_name = dict(zip(self.parameters, grads, strict=True))
+            found |= {f"untapped/{name}": _numpy(g) for name in untapped if (g := by_name[name]) is not None}
+        return found
+
+    def _observe_tapped(self, batch: Batch, names: frozenset[str]) -> dict[str, np.ndarray]:
+        program = self._tapped_programs.get(names)
+        if program is None:
+            program = partial(self.tapped_micro_loss, frozenset(n for n in names if not n.startswith(GRADIENT)))
+            program = self._tapped_programs[names] = self.compiled(program) if self.config.compile.enabled else program
+        asked = [name.removeprefix(GRADIENT) for name in names if name.startswith(GRADIENT)]
+        shapes = probe_shapes(self.config.model, *batch.tokens.shape)
+        probes = {
+            name: torch.zeros(shapes[name], dtype=self.policy.stream, device=self.device, requires_grad=True)
+            for name in sorted(asked)
+            if name not in self.parameters
+        }
+        with torch.set_grad_enabled(bool(asked)):
+            loss, seen = program(*self.to_device(batch), self.total_weight(batch), probes)
+        wanted = probes | {name: p for name, p in self.parameters.items() if name in asked}
+        grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True) if wanted else ()
+        by_name = zip(wanted, grads, strict=True)
+        return {n: _numpy(v) for n, v in seen.items()} | {GRADIENT + n: _numpy(g) for n, g in by_name if g is not None}
+
+    def tapped_micro_loss(
+        self,
+        wanted: frozenset[str],
+        tokens: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        total: Tensor,
+        probes: Mapping[str, Tensor],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`micro_loss`, and the taps that it passed; a zero is added to each probed one: its gradient is the tap's."""
+        seen: dict[str, Tensor] = {}
+
+        def tap(name: str, value: Tensor) -> Tensor:
+            if name in probes:
+                value = value + probes[name].to(value.dtype)
+            if name in wanted:
+                seen[name] = value.detach()
             return value
 
-        tokens, targets, _ = self.to_device(batch)
-        with torch.no_grad():
-            self.model(tokens, targets, self.policy, record)
-        return seen
+        self.model.tap = tap
+        try:
+            loss, _ = self.micro_loss(tokens, targets, weights, total)
+        finally:
+            self.model.tap = no_tap
+        return loss, seen
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
-        """Stages are executed by the reference; the trainer has no use for it."""
-        raise NotSupported(f"the torch trainer does not execute single stages ({stage})")
+        """Execute one stage on the given inputs: see `JaxSession.run_stage`, whose torch twin this is."""
+        if stage == "update":
+            return self._run_update(inputs)
+        functions = stage_functions(self.model, self.policy)
+        if stage not in functions:
+            raise NotSupported(f"no such stage: {stage}")
+        return {name: _numpy(value) for name, value in run_stage(functions[stage], inputs, self.policy).items()}
+
+    def _run_update(self, inputs: Arrays) -> Arrays:
+        def under(prefix: str) -> dict[str, np.ndarray]:
+            return {name: inputs[f"{prefix}/{name}"] for name in self.parameters}
+
+        parameters = {
+            name: nn.Parameter(torch.tensor(value, dtype=self.policy.stream, device=self.device))
+            for name, value in under("params").items()
+        }
+        optimizer = build_optimizer(self.config.optim, parameters)
+        state = State(int(inputs["step"]), {}, {kind: under(kind) for kind in MOMENTS})
+        write_moments(optimizer, parameters, state)
+        coefficient = torch.tensor(float(inputs["coefficient"]), dtype=self.policy.stream, device=self.device)
+        for name, p in parameters.items():
+            p.grad = torch.tensor(inputs[f"grads/{name}"], dtype=self.policy.stream, device=self.device) * coefficient
+        for group in optimizer.param_groups:
+            group["lr"] = float(inputs["lr"])
+        optimizer.step()
+        after: dict[str, Mapping[str, Tensor]] = {"params": parameters, **read_moments(optimizer, parameters)}
+        return {f"{kind}/{name}": _numpy(value) for kind, tree in after.items() for name, value in tree.items()}
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """Per-token `nll` and `top1` of `batch` in eager, under the run's policy or a named one."""
@@ -158,10 +237,10 @@ class TorchSession:
         tokens: the sum over micro-batches is the mean over the batch, however unevenly the weights lie.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        total = torch.tensor(float(batch.weights.sum(dtype=np.float64)), dtype=self.policy.stream, device=self.device)
-        loss = torch.zeros((), dtype=self.policy.stream, device=self.device)
+        total = self.total_weight(batch)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         nll = []
-        for micro in batch.micro_batches(self.config.train.micro_batch_size):
+        for micro in batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens))):
             tokens, targets, weights = self.to_device(micro)
             micro_loss, micro_nll = self._micro_loss(tokens, targets, weights, total)
             micro_loss.backward()
@@ -172,14 +251,19 @@ class TorchSession:
     def micro_loss(self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         """Σ weight·nll / total of one micro-batch, and its per-token nll (B, S)."""
         nll = self.model(tokens, targets, self.policy)
-        return (nll * weights).sum() / total, nll
+        return weighted_mean(nll, weights, total), nll
 
-    def _compiled(self) -> Any:
+    def total_weight(self, batch: Batch) -> Tensor:
+        """Σ weight over a batch, a float64 scalar on the device: what the loss is divided by."""
+        return torch.tensor(float(batch.weights.sum(dtype=np.float64)), dtype=torch.float64, device=self.device)
+
+    def compiled(self, program: Any) -> Any:
+        """`program` through torch.compile as the configuration says."""
         backend = self.config.compile.backend
         # Inductor drops a cast to bf16 and back inside a fusion, and with it the policy's rounding of the head's
         # operands.
         options: Any = {"emulate_precision_casts": True} if backend == "inductor" else None
-        return torch.compile(self.micro_loss, fullgraph=True, dynamic=False, backend=backend, options=options)
+        return torch.compile(program, fullgraph=True, dynamic=False, backend=backend, options=options)
 
     def _load_parameters(self, params: Arrays) -> None:
         with torch.no_grad():

@@ -6,17 +6,38 @@ side (`lockstep parity`) and one in a worker process (`lockstep train --parity.e
 
 from __future__ import annotations
 
+import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
+from core import checkpoint
 from core.backend import Arrays, Batch, Gradients, NotSupported, Session, State, StepRecord
 from core.config import RunConfig
-from core.names import tap_names
+from core.names import GRADIENT, edge_names, parameter_shapes, tap_names
 
 # A local check sees a fault in whatever it is fed: two sequences are enough, and keep what is handed over small.
 TAPPED_SEQUENCES = 2
+# Parameter gradients of the program that trains, before the session has done anything with them.
+UNTAPPED = "untapped/"
+# Shares of the loss weight that the micro-batches of the accumulation check have: uneven, and powers of two, so that
+# a micro-batch's part of the sum is its own gradient scaled without a rounding.
+SHARES = (0.5, 0.25, 0.25)
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """Gradients of several micro-batches, each on its own and summed by the candidate.
+
+    parts: of each micro-batch alone. shares: the part of the loss weight that each has in the whole. whole: of all.
+    """
+
+    parts: tuple[Arrays, ...]
+    shares: tuple[float, ...]
+    whole: Arrays
 
 
 @dataclass(frozen=True)
@@ -24,10 +45,15 @@ class Evidence:
     """One step of a candidate.
 
     before, after: state around the step. batch: what the step was given.
+    due:       digest of the batch that the data order prescribes for this step, where that is known.
     stepped:   the candidate's NLL, loss and gradients on that batch.
-    probe:     the batch whose forward and backward pass the reference repeats (the step's own batch, or a smaller one).
+    probe:     the batch whose forward and backward pass the reference repeats (the step's own batch, or `tapped`).
     probed:    the candidate's NLL, loss and gradients on the probe.
-    tapped:    the sequences on which `taps` were observed, and their values.
+    tapped:    a micro-batch whose loss lies on its first `sequences` sequences alone.
+    taps:      taps and gradients on `tapped`, of the first sequences; of parameters under `grad/` and `untapped/`.
+    micro:     gradients that the session gives for `tapped`.
+    accumulated: gradients of several micro-batches apart and together. reloaded: the state after a checkpoint of
+    `after` was written, read back and loaded.
     not_covered: what the candidate could not do, in words. seconds: what gathering cost, without the step itself.
     """
 
@@ -42,39 +68,173 @@ class Evidence:
     taps: Arrays
     not_covered: tuple[str, ...]
     seconds: float
+    due: str | None = None
+    sequences: int = TAPPED_SEQUENCES
+    micro: Arrays = field(default_factory=dict)
+    accumulated: Accumulation | None = None
+    reloaded: State | None = None
 
 
 def gather(
-    session: Session, config: RunConfig, batch: Batch, probe: Batch | None = None, norms: bool = False
+    session: Session,
+    config: RunConfig,
+    batch: Batch,
+    probe: Batch | None = None,
+    norms: bool = False,
+    due: str | None = None,
 ) -> Evidence:
-    """Run one step of `session` on `batch` and keep what a check needs. Without `probe`, the batch itself is probed.
+    """Run one step of `session` on `batch` and keep what a check needs.
 
-    Raises whatever the session raises, except NotSupported from `gradients` and `observe`, which is listed as not
-    covered.
+    Without `probe` the check is thorough: the step's whole batch is repeated by the reference, accumulation is tried
+    on micro-batches of its own, and the state goes through a checkpoint. With one, made by `probe_batch` from a
+    micro-batch, only that is repeated, and the session's state is never touched but by its step.
+
+    Raises whatever the session raises, except NotSupported, which is listed as not covered.
     """
     started = time.perf_counter()
     missing: list[str] = []
+
+    def attempt(what: str, ask: Callable[[], Gradients]) -> Gradients | None:
+        try:
+            return ask()
+        except NotSupported as reason:
+            missing.append(f"{what}: {reason}")
+            return None
+
     before = session.state()
+    tapped = probe_batch(batch.micro_batches(_micro_size(config, batch))[0], config.seed) if probe is None else probe
     target = batch if probe is None else probe
-    probed = stepped = None
-    try:
-        probed = _gradients(session, target)
-        stepped = probed if probe is None else _gradients(session, batch)
-    except NotSupported as reason:
-        missing.append(f"gradients and per-token NLL: {reason}")
-    tapped = first_sequences(target, TAPPED_SEQUENCES)
-    taps: Arrays = {}
-    try:
-        taps = session.observe(tapped, tap_names(config.model))
-    except NotSupported as reason:
-        missing.append(f"local checks of the forward stages: {reason}")
+    micro: Arrays = {}
+    probed = attempt("gradients and per-token NLL", lambda: _gradients(session, target))
+    stepped = probed
+    if probed is not None and probe is not None:
+        stepped = _gradients(session, batch)
+        micro = probed.grads
+    elif probed is not None and (of_tapped := attempt("one micro-batch", lambda: _gradients(session, tapped))):
+        micro = of_tapped.grads
+    taps = _observe(session, config, tapped, missing)
+    accumulated = None
+    if probe is None and probed is not None and config.train.accumulation > 1:
+        accumulated = _accumulate(session, batch.micro_batches(config.train.micro_batch_size))
     gathering = time.perf_counter() - started
     started = time.perf_counter()
     record = session.step(batch, norms=True) if norms else session.step(batch)
     record = replace(record, seconds=time.perf_counter() - started)
+    started = time.perf_counter()
+    after = session.state()
+    reloaded = _round_trip(session, after, missing) if probe is None else None
+    if probe is not None:
+        missing.append("accumulation and the checkpoint's round trip: a check during training leaves the state alone")
+    gathering += time.perf_counter() - started
     return Evidence(
-        before, session.state(), batch, record, stepped, target, probed, tapped, taps, tuple(missing), gathering
+        before,
+        after,
+        batch,
+        record,
+        stepped,
+        target,
+        probed,
+        tapped,
+        taps,
+        tuple(missing),
+        gathering,
+        due=due,
+        sequences=weighted_sequences(tapped),
+        micro=micro,
+        accumulated=accumulated,
+        reloaded=reloaded,
     )
+
+
+def probe_batch(micro: Batch, seed: int) -> Batch:
+    """A micro-batch with uneven loss weights on `TAPPED_SEQUENCES` sequences and none on the others.
+
+    The first sequences are the first and the last of the micro-batch: the latter has the highest index in every
+    tensor. What a sequence without weight contributes to a gradient is exactly zero, so the reference computes only
+    those with weight, while the candidate runs the program and the shapes that it trains with.
+    """
+    rows = np.arange(len(micro.tokens))
+    order = np.concatenate([rows[:1], rows[1:][::-1]])
+    weighted = uneven_weights(first_sequences(micro, TAPPED_SEQUENCES), seed).weights
+    weights = np.zeros_like(micro.weights)
+    weights[: len(weighted)] = weighted
+    return Batch(micro.tokens[order], micro.targets[order], weights)
+
+
+def weighted_sequences(batch: Batch) -> int:
+    """How many of the first sequences of a batch hold all of its loss weight."""
+    return int(np.flatnonzero(batch.weights.any(axis=1))[-1]) + 1
+
+
+def observed_names(config: RunConfig) -> list[str]:
+    """Every name that a full check asks of a candidate's taps."""
+    taps, parameters = tap_names(config.model), list(parameter_shapes(config.model))
+    probed = (*taps, *edge_names(config.model), *parameters)
+    return [*taps, *(GRADIENT + name for name in probed), *(UNTAPPED + name for name in parameters)]
+
+
+def _observe(session: Session, config: RunConfig, tapped: Batch, missing: list[str]) -> Arrays:
+    names = observed_names(config)
+    forward_and_backward = [name for name in names if not name.startswith(UNTAPPED)]
+    forward = tap_names(config.model)
+    for asked, lost in (
+        (names, ""),
+        (forward_and_backward, "gradients of the program that trains, apart from accumulation"),
+        (forward, "local checks of the backward stages"),
+        ([], "local checks of the forward stages"),
+    ):
+        try:
+            found = session.observe(tapped, asked) if asked else {}
+        except NotSupported as reason:
+            why = str(reason)
+            continue
+        if lost:
+            missing.append(f"{lost}: {why}")
+        return _first(found, weighted_sequences(tapped), len(tapped.tokens))
+    raise AssertionError("an empty request cannot be refused")
+
+
+def _first(found: Mapping[str, np.ndarray], sequences: int, rows: int) -> Arrays:
+    """Taps of the sequences with weight; parameter gradients, and what is not shaped like a tap, whole."""
+
+    def part(name: str, value: np.ndarray) -> np.ndarray:
+        tap = name.removeprefix(GRADIENT)
+        whole = name.startswith(UNTAPPED) or tap.endswith((".weight", ".bias"))
+        return value if whole or np.ndim(value) == 0 or len(value) != rows else value[:sequences]
+
+    return {name: part(name, value) for name, value in found.items()}
+
+
+def _accumulate(session: Session, micros: list[Batch]) -> Accumulation | None:
+    """Three micro-batches with loss weights that are each other's powers of two, apart and together."""
+    base = uneven_weights(micros[0], 0).weights
+    parts = [
+        Batch(m.tokens, m.targets, base * np.float32(share))
+        for m, share in zip((micros * len(SHARES))[: len(SHARES)], SHARES, strict=True)
+    ]
+    whole = Batch(*(np.concatenate([getattr(p, key) for p in parts]) for key in ("tokens", "targets", "weights")))
+    grads = tuple(session.gradients(part).grads for part in parts)
+    return Accumulation(grads, SHARES, session.gradients(whole).grads)
+
+
+def _round_trip(session: Session, state: State, missing: list[str]) -> State | None:
+    """The state through a checkpoint on disk and back into the session."""
+    load = getattr(session, "load", None)
+    if not callable(load):
+        missing.append("the checkpoint's round trip: the session has no load")
+        return None
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        loaded, _ = checkpoint.load_checkpoint(checkpoint.save_checkpoint(Path(folder), state, {}))
+    try:
+        load(loaded)
+    except NotSupported as reason:
+        missing.append(f"the checkpoint's round trip: {reason}")
+        return None
+    return session.state()
+
+
+def _micro_size(config: RunConfig, batch: Batch) -> int:
+    return min(config.train.micro_batch_size, len(batch.tokens))
 
 
 def _gradients(session: Session, batch: Batch) -> Gradients:

@@ -47,7 +47,13 @@ def distances(candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray, stream
         raise ValueError("nothing to compare: the arrays are empty")
     if not (np.isfinite(candidate).all() and np.isfinite(twin).all() and np.isfinite(truth).all()):
         return Distances(np.inf, np.inf, np.inf, np.inf, np.inf, float(np.mean(candidate != twin)))
+    unequal = float(np.mean(candidate != twin))
     c, w, t = (x.astype(np.float64).ravel() for x in (candidate, twin, truth))
+    return ratios(c, w, t, stream, unequal)
+
+
+def ratios(c: np.ndarray, w: np.ndarray, t: np.ndarray, stream: type[np.floating], unequal: float) -> Distances:
+    """The measures of three float64 vectors: flattened tensors, or their sketches."""
     scale = float(np.linalg.norm(t))
     # A truth of all zeros (the gradient of an unused row) leaves only the smallest normal number as a floor.
     floor = max(FLOOR_ULPS * float(np.finfo(stream).eps) * scale, float(np.finfo(np.float32).tiny))
@@ -60,5 +66,5 @@ def distances(candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray, stream
         twin_distance=apart / honest,
         relative_error=of_candidate / scale if scale else (0.0 if of_candidate == 0 else np.inf),
         twin_relative_error=honest / scale if scale else np.inf,
-        unequal=float(np.mean(candidate != twin)),
+        unequal=unequal,
     )

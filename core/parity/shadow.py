@@ -21,13 +21,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any, Self
 
 from core.backend import Batch, Session, StepRecord
 from core.config import RunConfig
-from core.parity.evidence import Evidence, gather, uneven_weights
+from core.errors import UserError
+from core.parity.end_to_end import observations_of
+from core.parity.evidence import Evidence, gather, probe_batch
 from core.parity.judge import Reference, judge
 from core.parity.load import load_backend
+from core.parity.record import save_observations
 from core.parity.verdict import Check
 
 POLL_SECONDS = 0.2
@@ -45,7 +49,8 @@ class Shadow:
     As a context manager it ends the worker, at once if it is left by an exception.
     """
 
-    def __init__(self, config: RunConfig, reference: str) -> None:
+    def __init__(self, config: RunConfig, reference: str, observations: Path | None = None) -> None:
+        """`observations`: the folder that keeps the sketches of each checked step, or None to keep none."""
         self._config = config
         self._every = config.parity.every
         self._waiting: set[int] = set()
@@ -56,7 +61,10 @@ class Shadow:
         self._results, results_out = context.Pipe(duplex=False)
         evidence_in, self._evidence = context.Pipe(duplex=False)
         self._worker: SpawnProcess = context.Process(
-            target=_work, args=(config, reference, evidence_in, results_out), daemon=True, name="lockstep-reference"
+            target=_work,
+            args=(config, reference, observations, evidence_in, results_out),
+            daemon=True,
+            name="lockstep-reference",
         )
         # Ctrl-C reaches the whole group of processes: the worker inherits that it is ignored, and finishes what it has.
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -88,16 +96,16 @@ class Shadow:
         """Every `parity.every` steps, and at step 1."""
         return step % self._every == 0 or step == 1
 
-    def step(self, session: Session, batch: Batch, norms: bool) -> StepRecord:
-        """Run the step; hand its evidence over if the worker can take it."""
+    def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
+        """Run the step; hand its evidence over if the worker can take it. `due`: digest of the batch that is due."""
         if not self._ready():
             started = time.perf_counter()
             record = session.step(batch, norms=norms)
             record = replace(record, seconds=time.perf_counter() - started)
             self._lost.append((record.step, self._reason()))
             return record
-        probe = uneven_weights(batch.micro_batches(self._config.train.micro_batch_size)[0], self._config.seed)
-        evidence = gather(session, self._config, batch, probe, norms)
+        probe = probe_batch(batch.micro_batches(self._config.train.micro_batch_size)[0], self._config.seed)
+        evidence = gather(session, self._config, batch, probe, norms, due)
         self._waiting.add(evidence.record.step)
         self._outbox.put(evidence)
         return evidence.record
@@ -208,7 +216,9 @@ def _send_all(
         pipe.send(None)
 
 
-def _work(config: RunConfig, reference: str, evidence_in: Connection, results_out: Connection) -> None:
+def _work(
+    config: RunConfig, reference: str, observations: Path | None, evidence_in: Connection, results_out: Connection
+) -> None:
     """The worker: judge what comes until the trainer is done, or gone."""
     os.nice(WORKER_NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -217,8 +227,9 @@ def _work(config: RunConfig, reference: str, evidence_in: Connection, results_ou
         result: Result
         try:
             if opened is None:
-                opened = Reference.open(load_backend(reference), config)
-            result = judge(evidence, opened)
+                opened = Reference.open(load_backend(reference), config).over_a_run()
+            check = judge(evidence, opened)
+            result = check if observations is None else _kept(check, evidence, config, observations)
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = next(iter(str(error).splitlines()), "")
@@ -226,6 +237,15 @@ def _work(config: RunConfig, reference: str, evidence_in: Connection, results_ou
             result = (evidence.record.step, reason)
         results_out.send(result)
         del evidence
+
+
+def _kept(check: Check, evidence: Evidence, config: RunConfig, folder: Path) -> Check:
+    """The check, after the sketches of its step were written; what could not be written is not covered later."""
+    try:
+        save_observations(folder, evidence, observations_of(evidence, config.model))
+    except UserError as error:
+        return replace(check, not_covered=(*check.not_covered, f"a later replay of this step: {error}"))
+    return check
 
 
 def _end_with_parent() -> None:

@@ -28,7 +28,7 @@ def check_steps(candidate: Backend, reference: Backend, config: RunConfig, batch
                 "what it cannot do may raise core.backend.NotSupported"
             )
         stack.callback(session.close)
-        references = Reference.open(reference, config)
+        references = Reference.open(reference, config).over_a_run()
         stack.callback(references.close)
         for number, batch in enumerate(batches):
             yield judge(gather(session, config, uneven_weights(batch, config.seed + number)), references)

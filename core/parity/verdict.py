@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-SCHEMA = 1
+from core.parity.stages import place
+
+SCHEMA = 2
 
 # Agreement in these alone says nothing of the arithmetic: no tensor was computed.
 BOOKKEEPING = frozenset({"tokens", "weights", "clip_coefficient", "learning_rate", "step_count"})
 
 Outcome = Literal["agreed", "disagreed", "could_not"]
-Scope = Literal["local", "end_to_end"]
+Scope = Literal["local", "end_to_end", "over_steps"]
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,11 @@ def _ratio(a: float, b: float) -> float:
 class Finding:
     """One comparison of one tap.
 
-    stage: literal id of core/parity/stages.py. tap: canonical name. phase: of the stage. layer: block or None.
-    scope: `local` if the reference was fed the candidate's own inputs to the stage, else `end_to_end`.
-    size:  numbers compared. unequal: share of them whose bits differ from the twin's, None where there is no twin.
+    stage: literal id of core/parity/stages.py. tap: canonical name. layer: block or None.
+    phase: `forward`, `backward`, `update`, `data` or `state`.
+    scope: `local` if the reference was fed the candidate's own inputs to the stage; `end_to_end` if it started from
+           the weights and the batch; `over_steps` for a bias summed over the checks so far.
+    size:  numbers compared. unequal: share of them whose bits differ from the twin's, None where that is not known.
     """
 
     stage: str
@@ -101,6 +105,7 @@ class Check:
     findings: tuple[Finding, ...]
     not_covered: tuple[str, ...]
     seconds: float = 0.0
+    cause: str | None = None
 
     @property
     def verdict(self) -> Outcome:
@@ -110,9 +115,29 @@ class Check:
         return "agreed" if any(f.stage not in BOOKKEEPING for f in self.findings) else "could_not"
 
     @property
+    def origins(self) -> tuple[Finding, ...]:
+        """The broken links in the chain's order, one a link: stages that are wrong on what they themselves were given.
+
+        What is broken end to end is an origin only where no link is broken by itself: it inherits what came before.
+        """
+        broken = [f for f in self.findings if not f.ok]
+        by_themselves = [f for f in broken if f.scope != "end_to_end"] or broken
+        links: dict[tuple[int, int, int], Finding] = {}
+        for finding in sorted(by_themselves, key=lambda f: place(f.stage, f.phase, f.layer)):
+            links.setdefault(place(finding.stage, finding.phase, finding.layer), finding)
+        return tuple(links.values())
+
+    @property
     def origin(self) -> Finding | None:
-        """The earliest broken link: findings stand in the chain's order; what comes later may only be contaminated."""
-        return next((f for f in self.findings if not f.ok), None)
+        """The first broken link of the chain."""
+        return next(iter(self.origins), None)
+
+    def role(self, finding: Finding) -> str | None:
+        """`origin` for a broken link, `contaminated` for what only inherited wrong inputs, None for what holds."""
+        if finding.ok:
+            return None
+        local = any(not f.ok and f.scope != "end_to_end" for f in self.findings)
+        return "contaminated" if local and finding.scope == "end_to_end" else "origin"
 
     @property
     def worst(self) -> Finding | None:
@@ -126,7 +151,9 @@ class Check:
             "step": self.step,
             "verdict": self.verdict,
             "origin": _origin_json(self.origin),
-            "stages": [f.to_json() for f in self.findings],
+            "origins": [_origin_json(f) for f in self.origins],
+            "cause": self.cause,
+            "stages": [f.to_json() | {"role": self.role(f)} for f in self.findings],
             "not_covered": list(self.not_covered),
             "seconds": self.seconds,
         }
@@ -141,9 +168,10 @@ def verdict_json(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
         "verdict": outcome,
         "first_bad_step": first.step if first else None,
         "origin": _origin_json(first.origin) if first else None,
-        "cause": None,
+        "origins": [_origin_json(f) for f in first.origins] if first else [],
+        "cause": first.cause if first else None,
         **context,
-        "stages": [f.to_json() | {"step": c.step} for c in checks for f in c.findings],
+        "stages": [f.to_json() | {"role": c.role(f), "step": c.step} for c in checks for f in c.findings],
         "not_covered": sorted({item for c in checks for item in c.not_covered}),
         "steps": [c.step for c in checks],
         "seconds": sum(c.seconds for c in checks),

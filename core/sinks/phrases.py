@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from core.backend import StepRecord
-from core.parity.verdict import Check
+from core.parity.verdict import Check, Finding
 
 
 def count(value: float) -> str:
@@ -52,12 +52,20 @@ def check_line(check: Check) -> str:
     if finding is None or check.verdict == "could_not":
         what = "nothing" if finding is None else "nothing that the model computes"
         return f"{head}: {what} was compared" + (f" ({check.not_covered[0]}, …)" if check.not_covered else "")
-    where = f"{finding.stage} at {finding.tap}" if finding.tap != finding.stage else finding.stage
+    where = place_of(finding)
     kind = "origin" if check.origin else "worst of " + _findings(check)
     if not finding.measures:
         return f"{head}; {kind}: {where}, nothing was compared"
     m = finding.worst
     return f"{head}; {kind}: {where}, {m.name.replace('_', ' ')} {m.value:.3g} ({bounds(m.low, m.high)})"
+
+
+def place_of(finding: Finding) -> str:
+    """Where a finding is: `attn backward, layer 3, at blocks.3.attn.q_rope (own input)`."""
+    layer = "" if finding.layer is None else f", layer {finding.layer}"
+    tap = "" if finding.tap == finding.stage else f", at {finding.tap}"
+    scope = {"local": "from its own input", "end_to_end": "end to end", "over_steps": "over steps"}[finding.scope]
+    return f"{finding.stage} ({finding.phase}{layer}{tap}, {scope})"
 
 
 def bounds(low: float | None, high: float | None) -> str:

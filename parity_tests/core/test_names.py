@@ -3,7 +3,17 @@
 import pytest
 
 from core.config import ModelConfig
-from core.names import BLOCK_TAPS, GROUPS, group_of, head_name, layer_of, parameter_shapes, tap_names
+from core.names import (
+    BLOCK_TAPS,
+    GROUPS,
+    edge_names,
+    group_of,
+    head_name,
+    layer_of,
+    parameter_shapes,
+    probe_shapes,
+    tap_names,
+)
 
 BARE = ModelConfig(layers=2)
 FULL = ModelConfig(layers=2, tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
@@ -78,6 +88,19 @@ def test_layers():
 
 def test_taps_are_unique_and_in_the_chain_s_order():
     taps = tap_names(BARE)
-    assert len(set(taps)) == len(taps) == 3 + 2 * len(BLOCK_TAPS)
-    assert taps[0] == "embed" and taps[-2:] == ["final_norm", "logits"]
+    assert len(set(taps)) == len(taps) == 4 + 2 * len(BLOCK_TAPS)
+    assert taps[0] == "embed" and taps[-3:] == ["final_norm", "logits", "nll"]
     assert taps.index("blocks.0.mlp_residual") + 1 == taps.index("blocks.1.attn_norm")
+
+
+@pytest.mark.parametrize("model", [BARE, FULL], ids=["bare", "full"])
+def test_every_tap_and_edge_has_a_shape_and_none_has_two_names(model):
+    shapes = probe_shapes(model, 3, 5)
+    assert set(shapes) == set(tap_names(model)) | set(edge_names(model))
+    assert not set(shapes) & set(parameter_shapes(model))
+    assert all(shape[:2] == (3, 5) for name, shape in shapes.items() if name != "logits.weight")
+
+
+def test_a_layer_is_found_under_any_prefix():
+    assert layer_of("grad/blocks.7.attn.q") == layer_of("exp_avg/blocks.7.attn.q_proj.weight") == 7
+    assert layer_of("grad/embed") is None

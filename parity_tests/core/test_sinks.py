@@ -13,7 +13,7 @@ from rich.console import Console
 from core.backend import StepRecord
 from core.config import LogConfig, RunConfig
 from core.errors import UserError
-from core.parity.verdict import Check, Finding, Measure
+from core.parity.verdict import SCHEMA, Check, Finding, Measure
 from core.run import RunDir
 from core.sinks import phrases, tables
 from core.sinks.console import ConsoleSink
@@ -81,16 +81,22 @@ def test_verdicts():
 
 def test_check_lines():
     assert phrases.check_line(check(7)) == (
-        "step 7: parity agreed; worst of 1 finding: attn at blocks.1.attn.out, excess 1 (0.5 … 2)"
+        "step 7: parity agreed; worst of 1 finding: "
+        "attn (forward, layer 1, at blocks.1.attn.out, from its own input), excess 1 (0.5 … 2)"
     )
-    assert "parity disagreed; origin: attn at blocks.1.attn.out, excess 44 " in phrases.check_line(check(7, 44.0))
+    assert (
+        "parity disagreed; origin: attn (forward, layer 1, at blocks.1.attn.out, from its own input), excess 44 "
+        in phrases.check_line(check(7, 44.0))
+    )
     assert "could not: nothing was compared (logits: not exposed" in phrases.check_line(check(7, compared=False))
     assert "excess nan" in phrases.check_line(check(7, math.nan))
 
 
 def test_an_empty_finding_has_a_line_too():
     empty = Check(1, (Finding("attn", "attn", "forward", 1, "local", (), 0),), ())
-    assert phrases.check_line(empty) == "step 1: parity disagreed; origin: attn, nothing was compared"
+    assert phrases.check_line(empty) == (
+        "step 1: parity disagreed; origin: attn (forward, layer 1, from its own input), nothing was compared"
+    )
 
 
 # Console
@@ -215,7 +221,7 @@ def test_jsonl(tmp_path):
     assert [line["step"] for line in reader.records()] == [1]
     assert reader.checks() == [
         json.loads(json.dumps(check(1).to_json())),
-        {"schema": 1, "step": 2, "verdict": "skipped", "reason": "the queue was full"},
+        {"schema": SCHEMA, "step": 2, "verdict": "skipped", "reason": "the queue was full"},
     ]
 
 

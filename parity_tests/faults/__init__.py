@@ -45,7 +45,7 @@ CATALOG = (
     Fault(forward.GeluForSilu, "act"),
     Fault(forward.NormEpsilon, "attn_norm"),
     Fault(loss.LossWeightsIgnored, "loss"),
-    Fault(loss.HeadWithoutGradient, "gradients"),
+    Fault(loss.HeadWithoutGradient, "logits"),
     Fault(loss.GradientMissing, "gradients"),
     Fault(optimizer.NormCountsOneTwice, "grad_norm"),
     Fault(optimizer.NeverClips, "clip_coefficient"),

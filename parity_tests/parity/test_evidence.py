@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from core.backend import Batch, NotSupported
-from core.parity.evidence import TAPPED_SEQUENCES, gather, uneven_weights
+from core.parity.evidence import (
+    TAPPED_SEQUENCES,
+    first_sequences,
+    gather,
+    probe_batch,
+    uneven_weights,
+    weighted_sequences,
+)
 from core.parity.judge import Reference, judge
 from jax_backend.session import JaxBackend
 from parity_tests.tiny import text_batch, tiny_config
@@ -65,6 +72,7 @@ def test_what_a_candidate_cannot_do_is_listed_and_the_rest_is_judged(reference):
     assert check.verdict == "agreed"
     assert any("cannot look inside" in item for item in check.not_covered)
     assert {"gradients", "update", "nll"} <= {f.stage for f in check.findings}
+    assert "attn" not in {f.stage for f in check.findings}
 
 
 def test_a_candidate_that_shows_no_gradients_is_not_judged_on_them(reference):
@@ -75,11 +83,32 @@ def test_a_candidate_that_shows_no_gradients_is_not_judged_on_them(reference):
 
 def test_a_probe_is_judged_instead_of_the_batch(reference):
     batch = text_batch(CONFIG)
-    probe = uneven_weights(batch.micro_batches(2)[0], 1)
+    probe = probe_batch(batch.micro_batches(2)[0], 1)
     check = judge(gather(TorchBackend().open(CONFIG), CONFIG, batch, probe), reference)
     assert check.verdict == "agreed", check.origin
-    assert next(f for f in check.findings if f.stage == "nll").size == probe.tokens.size
+    nll = next(f for f in check.findings if (f.stage, f.scope) == ("nll", "end_to_end"))
+    assert nll.size == probe.tokens.size
     assert "loss_of_step" in {f.tap for f in check.findings}
+    assert any("leaves the state alone" in item for item in check.not_covered)
+
+
+def test_a_probe_has_its_loss_on_the_first_and_the_last_sequence():
+    micro = text_batch(tiny_config(train={"batch_size": 4, "micro_batch_size": 4}))
+    probe = probe_batch(micro, 3)
+    assert weighted_sequences(probe) == TAPPED_SEQUENCES
+    assert np.array_equal(probe.tokens[:2], micro.tokens[[0, 3]]) and not probe.weights[2:].any()
+    assert sorted(map(bytes, probe.tokens)) == sorted(map(bytes, micro.tokens))
+
+
+def test_sequences_without_weight_contribute_nothing():
+    """Why the reference may leave them out."""
+    config = tiny_config("fp64", train={"batch_size": 4, "micro_batch_size": 4})
+    probe = probe_batch(text_batch(config), 3)
+    session = JaxBackend().open(config)
+    whole, part = session.gradients(probe), session.gradients(first_sequences(probe, 2))
+    assert whole.loss == pytest.approx(part.loss, rel=1e-14)
+    for name, grad in whole.grads.items():
+        assert np.linalg.norm(grad - part.grads[name]) <= 1e-13 * np.linalg.norm(grad)
 
 
 def test_a_name_that_is_missing_disagrees(reference):
@@ -90,3 +119,11 @@ def test_a_name_that_is_missing_disagrees(reference):
     assert check.verdict == "disagreed"
     assert check.origin is not None
     assert (check.origin.stage, check.origin.note) == ("gradients", "final_norm.weight")
+
+
+def test_the_batch_that_the_data_order_prescribes_is_compared(reference):
+    batch = text_batch(CONFIG)
+    for due, verdict in ((batch.digest(), "agreed"), (text_batch(CONFIG, 1).digest(), "disagreed")):
+        check = judge(gather(TorchBackend().open(CONFIG), CONFIG, batch, due=due), reference)
+        assert check.verdict == verdict
+    assert check.origin is not None and (check.origin.stage, check.origin.tap) == ("tokens", "order")

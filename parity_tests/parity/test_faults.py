@@ -44,4 +44,5 @@ def test_every_stage_has_a_fault_that_trips_it(reference: Reference) -> None:
     tripped = {f.stage for fault in CATALOG for f in first_check(fault.make(), reference).findings if not f.ok}
     projections = {"q", "k", "v", "o_proj", "gate", "up", "down_proj"}
     assert tripped & projections
-    assert tripped | projections == set(PHASES)
+    # Eager, in one process; the compiler's link is tripped in test_programs.py, the checkpoint's in test_links.py.
+    assert tripped | projections | {"compiler", "reduction", "checkpoint"} == set(PHASES)

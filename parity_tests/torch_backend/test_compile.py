@@ -34,7 +34,6 @@ def test_one_graph_and_no_second_compilation(graphs):
             session.step(text_batch(CONFIG, step), norms=step == 1)
         session.load(session.state())
         session.evaluate(text_batch(CONFIG))
-        session.observe(text_batch(CONFIG), ["embed"])
         session.gradients(text_batch(CONFIG))
     assert graphs() == 1
     assert not counters["graph_break"]
@@ -66,3 +65,16 @@ def test_a_graph_break_is_an_error(graphs, monkeypatch):
 def test_compile_off_compiles_nothing(graphs):
     TorchBackend().open(tiny_config("bf16")).gradients(text_batch(CONFIG))
     assert graphs() == 0
+
+
+def test_the_tapped_program_is_a_graph_of_its_own_and_the_trained_one_stays(graphs):
+    session = TorchBackend().open(CONFIG)
+    micro = text_batch(CONFIG).micro_batches(2)[0]
+    before = session.gradients(micro)
+    for _ in range(2):
+        session.observe(micro, ["embed", "grad/blocks.0.attn.q", "grad/embed.weight"])
+    assert graphs() == 2
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        after = session.gradients(micro)
+    assert graphs() == 2 and not counters["graph_break"]
+    assert all((after.grads[name] == grad).all() for name, grad in before.grads.items())

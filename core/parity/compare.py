@@ -1,0 +1,166 @@
+"""One comparison as a finding: exact, by distances of full arrays, or by distances of their sketches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from core.backend import Backend, Session
+from core.config import CompileConfig, PrecisionConfig, RunConfig
+from core.names import layer_of
+from core.parity import bands
+from core.parity.decode import explain
+from core.parity.excess import Distances, distances
+from core.parity.observations import Observation, sketch_distances
+from core.parity.over_steps import OverSteps
+from core.parity.stages import PHASES
+from core.parity.verdict import Finding, Measure, Scope
+
+# Two orders of a few FP32 additions, or one of a value that was added to a zero, differ by no more.
+FEW_ULPS = 16.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Two sessions of one reference: the twin at the candidate's declared precision, the truth in FP64.
+
+    bound: (recipe, kind, distances, numbers) → measures with their bounds; calibration puts a recorder here.
+    over_steps: sums of local comparisons over the checks of a run, or None where there are no bounds to hold them to.
+    known: numbers that the judged step knows, for the decoder (core/parity/decode.py).
+    """
+
+    config: RunConfig
+    twin: Session
+    truth: Session
+    bound: Callable[[str, str, Distances, int], tuple[Measure, ...]] = bands.measures
+    over_steps: OverSteps | None = None
+    known: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, backend: Backend, config: RunConfig) -> Reference:
+        """Open both sessions of `backend`, uncompiled; under fp64 the truth is the twin."""
+        plain = config.model_copy(update={"compile": CompileConfig(enabled=False)})
+        twin = backend.open(plain)
+        if config.precision.policy == "fp64":
+            return cls(config, twin, twin)
+        truth = backend.open(plain.model_copy(update={"precision": PrecisionConfig(policy="fp64")}))
+        return cls(config, twin, truth)
+
+    def over_a_run(self) -> Reference:
+        """The same sessions with sums of their own, begun now: for the checks of one run in their order."""
+        return self if self.truth is self.twin else replace(self, over_steps=OverSteps(self.recipe))
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """Twin and truth, or the one that is both."""
+        return (self.twin,) if self.truth is self.twin else (self.twin, self.truth)
+
+    @property
+    def recipe(self) -> str:
+        """The recipe whose clean runs set the bounds."""
+        return bands.recipe(self.config)
+
+    @property
+    def stream(self) -> type[np.floating]:
+        """The dtype of everything but matrix operands: its ulp is the floor of every ratio."""
+        return np.float64 if self.config.precision.policy == "fp64" else np.float32
+
+    def close(self) -> None:
+        """Close both sessions."""
+        for session in self.sessions:
+            session.close()
+
+
+def finding(
+    stage: str,
+    tap: str,
+    scope: Scope,
+    measures: tuple[Measure, ...],
+    size: int,
+    unequal: float | None = None,
+    note: str = "",
+    phase: str | None = None,
+) -> Finding:
+    """A finding with its tap's layer, and its stage's first phase unless another is given."""
+    return Finding(stage, tap, phase or PHASES[stage], layer_of(tap), scope, measures, size, unequal, note)
+
+
+def exact(
+    stage: str, tap: str, mismatches: int, size: int, basis: str, note: str = "", phase: str | None = None
+) -> Finding:
+    """A comparison in which nothing may differ."""
+    found = Measure("mismatches", float(mismatches), None, 0.0, basis)
+    return finding(stage, tap, "local", (found,), size, note=note, phase=phase)
+
+
+def compare(
+    reference: Reference,
+    stage: str,
+    kind: str,
+    tap: str,
+    scope: Scope,
+    c: np.ndarray,
+    w: np.ndarray,
+    t: np.ndarray,
+    phase: str | None = None,
+    note: str = "",
+) -> Finding:
+    """Candidate, twin and truth as full arrays of one shape."""
+    if c.shape != t.shape:
+        return exact(stage, tap, 1, t.size, "shapes must be equal", f"candidate {c.shape}, reference {t.shape}", phase)
+    d = distances(c, w, t, reference.stream)
+    size = bands.independent(t.shape)
+    found = finding(stage, tap, scope, reference.bound(reference.recipe, kind, d, size), t.size, d.unequal, note, phase)
+    if not found.ok:
+        words = explain(c, t, reference.known, d.twin_relative_error)
+        return replace(found, note="; ".join([n for n in (note, *words[:2]) if n]))
+    if reference.over_steps is not None and scope == "local":
+        reference.over_steps.add(found, kind, size, (c, w, t), reference.stream, d.gain_difference)
+    return found
+
+
+def compare_observed(
+    reference: Reference,
+    stage: str,
+    kind: str,
+    tap: str,
+    c: Observation,
+    w: Observation,
+    t: Observation,
+    phase: str | None = None,
+) -> Finding:
+    """The same end to end, from what is kept of each side: a sketch of 1,021 numbers."""
+    if c.size != t.size:
+        return exact(stage, tap, 1, t.size, "sizes must be equal", f"candidate {c.size}, reference {t.size}", phase)
+    d = sketch_distances(c, w, t, reference.stream)
+    measures = reference.bound(reference.recipe, kind, d, min(t.independent, len(t.sketch)))
+    found = finding(stage, tap, "end_to_end", measures, t.size, None, phase=phase)
+    if found.ok:
+        return found
+    words = explain(c.sketch, t.sketch, reference.known, d.twin_relative_error, sketched=True)
+    return replace(found, note="; ".join(words[:2]))
+
+
+def same_but_for_rounding(
+    reference: Reference, stage: str, tap: str, ours: np.ndarray, theirs: np.ndarray, phase: str | None = None
+) -> Finding:
+    """Two arrays of the candidate's own that should be equal bit for bit, but for the order of a few additions."""
+    if ours.shape != theirs.shape:
+        return exact(stage, tap, 1, theirs.size, "shapes must be equal", f"{ours.shape}, {theirs.shape}", phase)
+    apart = relative_difference(ours, theirs) / float(np.finfo(reference.stream).eps)
+    basis = f"one number twice, at most a few additions in another order: {FEW_ULPS:g} ulp of the norm"
+    unequal = float(np.mean(ours != theirs)) if ours.size else 0.0
+    return finding(
+        stage, tap, "local", (Measure("ulp", apart, None, FEW_ULPS, basis),), theirs.size, unequal, phase=phase
+    )
+
+
+def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """‖a − b‖ / ‖b‖ in FP64; infinite if anything is not finite, or b is zero and a is not."""
+    a64, b64 = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
+    apart, scale = float(np.linalg.norm(a64 - b64)), float(np.linalg.norm(b64))
+    if not (np.isfinite(apart) and np.isfinite(scale)):
+        return float("inf")
+    return apart / scale if scale else (0.0 if apart == 0 else float("inf"))

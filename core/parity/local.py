@@ -1,0 +1,214 @@
+"""Local checks: every stage of the model, forward and backward, from the candidate's own inputs to it.
+
+Upstream error is gone, so sensitivity is highest and the culprit is named directly. A stage's backward is fed the
+candidate's own inputs and the candidate's own gradient of its output; what it must send back is compared at each
+*edge*: the gradient that this stage alone sends to each of its inputs and parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from core.backend import Arrays, NotSupported
+from core.names import GRADIENT, parameter_shapes
+from core.parity import bands
+from core.parity.compare import (
+    Reference,
+    compare,
+    exact,
+    finding,
+    same_but_for_rounding,
+)
+from core.parity.end_to_end import Repeated
+from core.parity.evidence import UNTAPPED, Evidence, first_sequences
+from core.parity.excess import distances
+from core.parity.stages import ForwardStage, Shared, forward_stages, shared_tensors
+from core.parity.verdict import Finding
+
+Contribution = tuple[np.ndarray, np.ndarray]  # of the twin, of the truth
+
+
+def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iterator[Finding]:
+    """Each stage's output, then each gradient that it sends back, in no particular order of the chain."""
+    if not evidence.taps:
+        return
+    model = reference.config.model
+    has_gradients = any(name.startswith(GRADIENT) for name in evidence.taps)
+    sums = {shared.name: shared for shared in shared_tensors(model)}
+    sent: dict[tuple[str, str], Contribution] = {}
+    if has_gradients:
+        yield _loss_backward(evidence, reference)
+    for stage in forward_stages(model):
+        if absent := [t for t in (*stage.taps.values(), stage.tap) if t not in evidence.taps]:
+            basis = "every tap that was asked for is there"
+            yield exact(stage.id, stage.tap, len(absent), len(absent), basis, ", ".join(absent))
+            continue
+        inputs = _inputs(stage, evidence)
+        grad = evidence.taps.get(GRADIENT + stage.tap)
+        if grad is not None:
+            inputs["grad"] = grad
+        if not all(np.isfinite(a).all() for a in inputs.values()):
+            missing.append(f"{stage.id} at {stage.tap}: the candidate's own inputs to it are not finite")
+            continue
+        try:
+            w, t = _run(stage, inputs, reference)
+        except ValueError as error:  # shapes that do not fit together: the tap's own comparison says so
+            yield exact(stage.id, stage.tap, 1, 1, "shapes of the inputs fit together", str(error).splitlines()[0])
+            continue
+        kind = bands.local_kind(stage.id)
+        yield compare(reference, stage.id, kind, stage.tap, "local", evidence.taps[stage.tap], w["out"], t["out"])
+        if grad is None:
+            continue
+        for role in (*stage.taps, *stage.params):
+            name, total = stage.sends(role), stage.taps.get(role, stage.params.get(role))
+            there = GRADIENT + name in evidence.taps
+            if total in sums:
+                sent[stage.tap, role] = (w[f"grad/{role}"], t[f"grad/{role}"])
+                if not there or name == total:
+                    continue
+            yield _sent_back(stage, role, name, w[f"grad/{role}"], t[f"grad/{role}"], evidence.taps, reference)
+    if has_gradients:
+        for shared in sums.values():
+            yield from _sum(shared, sent, evidence.taps, reference)
+
+
+def program(evidence: Evidence, repeated: Repeated | None, reference: Reference) -> Iterator[Finding]:
+    """The program that trains against the tapped one, and what the session makes of its gradients.
+
+    The two programs may differ by what honest rounding makes of the same mathematics: their distance is held against
+    that between twin and truth. Where gradients cancel, both are large.
+    Where the session does not show what its program gave before anything else touched it, the two links are one, and
+    it is called `compiler` under compile and `gradients` else.
+    """
+    compiled = reference.config.compile.enabled
+    for name in parameter_shapes(reference.config.model):
+        tapped, given = evidence.taps.get(GRADIENT + name), evidence.micro.get(name)
+        raw = evidence.taps.get(UNTAPPED + name)
+        untapped = given if raw is None else raw
+        if tapped is not None and untapped is not None and repeated is not None:
+            yield from _bridge("compiler" if compiled else "gradients", name, untapped, tapped, repeated, reference)
+        if raw is not None and given is not None:
+            yield same_but_for_rounding(reference, "gradients", name, given, raw)
+        if given is None and evidence.micro:
+            yield exact("gradients", name, 1, 1, "every parameter has a gradient")
+
+
+def accumulation(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+    """The gradients of several micro-batches against the sum of what each gives alone, by its share of the weight."""
+    found = evidence.accumulated
+    if found is None:
+        return
+    for name, whole in found.whole.items():
+        parts = [part.get(name) for part in found.parts]
+        if any(part is None or part.shape != whole.shape for part in parts):
+            yield exact("accumulation", name, 1, 1, "every micro-batch has this gradient", phase="backward")
+            continue
+        total = np.zeros_like(whole)
+        for share, part in zip(found.shares, parts, strict=True):
+            assert part is not None
+            total += whole.dtype.type(share) * part
+        yield same_but_for_rounding(reference, "accumulation", name, whole, total)
+
+
+def _inputs(stage: ForwardStage, evidence: Evidence) -> dict[str, np.ndarray]:
+    inputs = {role: evidence.taps[tap] for role, tap in stage.taps.items()}
+    inputs |= {role: evidence.before.params[name] for role, name in stage.params.items()}
+    part = first_sequences(evidence.tapped, evidence.sequences)
+    return inputs | {role: getattr(part, role) for role in stage.batch}
+
+
+def _run(stage: ForwardStage, inputs: Arrays, reference: Reference) -> tuple[Arrays, Arrays]:
+    outputs = [session.run_stage(stage.id, inputs) for session in reference.sessions]
+    if "grad" in inputs and any("grad/" + role not in outputs[0] for role in (*stage.taps, *stage.params)):
+        raise NotSupported(f"the reference gives no gradients of {stage.id}")
+    return outputs[0], outputs[-1]
+
+
+def _loss_backward(evidence: Evidence, reference: Reference) -> Finding:
+    """The gradient of each token's NLL is its weight's share."""
+    part = first_sequences(evidence.tapped, evidence.sequences)
+    share = part.weights.astype(np.float64) / evidence.tapped.weights.sum(dtype=np.float64)
+    found = evidence.taps.get(GRADIENT + "nll")
+    if found is None or found.shape != share.shape:
+        return exact("loss", "nll", 1, 1, "every NLL has a gradient", phase="backward")
+    return same_but_for_rounding(reference, "loss", "nll", found, share, phase="backward")
+
+
+def _sent_back(
+    stage: ForwardStage,
+    role: str,
+    name: str,
+    w: np.ndarray,
+    t: np.ndarray,
+    taps: Mapping[str, np.ndarray],
+    reference: Reference,
+) -> Finding:
+    """One gradient that a stage sends back; one that never came is zero."""
+    c = taps.get(GRADIENT + name)
+    note = "" if c is not None else "no gradient came back"
+    c = np.zeros_like(t) if c is None else c
+    found = compare(reference, stage.id, bands.local_kind(stage.id, role), name, "local", c, w, t, "backward", note)
+    # A tap belongs to the stage that writes it, its gradient to the stage that sends it back.
+    return _at(found, stage)
+
+
+def _at(found: Finding, stage: ForwardStage) -> Finding:
+    return replace(found, layer=stage.layer)
+
+
+def _sum(
+    shared: Shared, sent: Mapping[tuple[str, str], Contribution], taps: Mapping[str, np.ndarray], reference: Reference
+) -> Iterator[Finding]:
+    """A shared tensor's gradient against the sum of its consumers' parts.
+
+    Parts that the candidate shows are its own; for others the twin's and the truth's stand in, so that what is wrong
+    is one of those: the one in whose direction the difference points.
+    """
+    total = taps.get(GRADIENT + shared.name)
+    own = {edge: taps.get(GRADIENT + edge) for _, _, edge in shared.consumers if edge}
+    hidden = [(s, role) for s, role, edge in shared.consumers if edge is None or own[edge] is None]
+    if any((s.tap, role) not in sent for s, role in hidden):
+        return
+    shown = [part for part in own.values() if part is not None]
+    if not hidden and total is not None:
+        together = np.sum([part.astype(np.float64) for part in shown], axis=0)
+        found = same_but_for_rounding(reference, shared.producer.id, shared.name, total, together, "backward")
+        yield _at(found, shared.producer)
+        return
+    if not hidden:
+        yield exact(shared.producer.id, shared.name, 1, 1, "what its consumers send back arrives", phase="backward")
+        return
+    w, t = (
+        np.sum([p.astype(np.float64) for p in (*shown, *(sent[s.tap, r][i] for s, r in hidden))], 0) for i in (0, 1)
+    )
+    c = np.zeros_like(t) if total is None else total
+    w = w.astype(c.dtype)
+    stage, role = max(hidden, key=lambda item: _alignment(c - t, sent[item[0].tap, item[1]][1]))
+    kind = bands.local_kind(stage.id, role)
+    yield _at(compare(reference, stage.id, kind, shared.name, "local", c, w, t, "backward"), stage)
+
+
+def _alignment(difference: np.ndarray, part: np.ndarray) -> float:
+    size = float(np.linalg.norm(part))
+    return abs(float(np.vdot(difference, part))) / size if size else 0.0
+
+
+def _bridge(
+    stage: str, name: str, untapped: np.ndarray, tapped: np.ndarray, repeated: Repeated, reference: Reference
+) -> Iterator[Finding]:
+    """Untapped against tapped gradient, as a twin distance."""
+    w, t = (side.get(GRADIENT + name) for side in repeated.tapped)
+    if w is None or t is None:
+        return
+    if not untapped.shape == tapped.shape == t.shape:
+        yield exact(stage, name, 1, 1, "shapes must be equal", f"{untapped.shape}, {tapped.shape}", "backward")
+        return
+    # Candidate minus tapped, laid upon the twin: all three measures are then those of the difference.
+    d = distances(w + (untapped - tapped), w, t, reference.stream)
+    only = replace(d, excess=1.0, gain_difference=0.0)
+    found = reference.bound(reference.recipe, bands.bridge_kind(name), only, bands.independent(tapped.shape))
+    unequal = float(np.mean(untapped != tapped))
+    yield finding(stage, name, "local", found, tapped.size, unequal, phase="backward")

@@ -1,0 +1,119 @@
+"""Observations: what is kept of a tensor. A sketch of 4 KiB and a few statistics, in one npz file a step.
+
+The file is readable with `numpy.load(path, allow_pickle=False)` alone. With N tensors: `names` (N,) text, `sketch`
+(N, 1021), `norm`, `max_abs`, `mean` (N,) float64, `nonfinite`, `size`, `independent` (N,) int64, and `about`, a JSON
+object as text, whose `schema` says how to read the rest.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.atomic import write_atomically
+from core.errors import UserError
+from core.parity.bands import independent
+from core.parity.excess import Distances, ratios
+from core.parity.sketch import K, sketch
+
+SCHEMA = 1
+STATISTICS = ("norm", "max_abs", "mean")
+COUNTS = ("nonfinite", "size", "independent")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What is kept of one tensor.
+
+    sketch: (K,) S(x). norm: L2. max_abs, mean: of all elements. nonfinite: how many are not finite. size: elements.
+    independent: about how many errors of their own they carry (core/parity/bands.py).
+    """
+
+    sketch: np.ndarray
+    norm: float
+    max_abs: float
+    mean: float
+    nonfinite: int
+    size: int
+    independent: int
+
+
+def observed(x: np.ndarray) -> Observation:
+    """Observe a floating array; norm and mean are accumulated in FP64."""
+    if x.size == 0:
+        return Observation(sketch(x), 0.0, 0.0, 0.0, 0, 0, 0)
+    with np.errstate(all="ignore"):
+        wide = x.astype(np.float64).ravel()
+        return Observation(
+            sketch(x),
+            float(np.sqrt(wide @ wide)),
+            float(np.abs(x).max()),
+            float(wide.mean()),
+            int(x.size - np.count_nonzero(np.isfinite(x))),
+            x.size,
+            independent(x.shape),
+        )
+
+
+def sketch_distances(c: Observation, w: Observation, t: Observation, stream: type[np.floating]) -> Distances:
+    """The measures of core/parity/excess.py from sketches; `unequal` is NaN, as bits are not kept.
+
+    Raises ValueError if sizes differ.
+    """
+    if not c.size == w.size == t.size:
+        raise ValueError(f"sizes differ: candidate {c.size}, twin {w.size}, truth {t.size}")
+    if c.nonfinite or w.nonfinite or t.nonfinite:
+        return Distances(np.inf, np.inf, np.inf, np.inf, np.inf, np.nan)
+    candidate, twin, truth = (o.sketch.astype(np.float64) for o in (c, w, t))
+    return ratios(candidate, twin, truth, stream, np.nan)
+
+
+def save(path: Path, observations: Mapping[str, Observation], about: Mapping[str, Any]) -> None:
+    """Write one npz file, atomically. Raises UserError if the disk refuses."""
+    rows = list(observations.values())
+    arrays: dict[str, np.ndarray] = {
+        "names": np.asarray(list(observations), dtype=np.str_),
+        "sketch": np.stack([o.sketch for o in rows]) if rows else np.zeros((0, K), np.float32),
+        **{key: np.asarray([getattr(o, key) for o in rows], np.float64) for key in STATISTICS},
+        **{key: np.asarray([getattr(o, key) for o in rows], np.int64) for key in COUNTS},
+        "about": np.asarray(json.dumps({"schema": SCHEMA, **about})),
+    }
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]  # numpy types the keywords as the positional ones
+    try:
+        write_atomically(path, [buffer.getvalue()])
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def load(path: Path) -> tuple[dict[str, Observation], dict[str, Any]]:
+    """Read (observations, about). Raises UserError if the file is missing, damaged or of another schema."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {key: file[key] for key in ("names", "sketch", *STATISTICS, *COUNTS, "about")}
+        about = json.loads(str(arrays["about"]))
+        schema = about["schema"]
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is damaged or no file of observations: {type(error).__name__}: {error}") from error
+    if schema != SCHEMA:
+        raise UserError(f"{path} has schema {schema}; this Lockstep reads {SCHEMA}")
+    count = len(arrays["names"])
+    if arrays["sketch"].shape != (count, K) or any(arrays[key].shape != (count,) for key in (*STATISTICS, *COUNTS)):
+        raise UserError(f"{path} is damaged: its arrays do not belong together")
+    rows = zip(
+        arrays["sketch"],
+        *(arrays[key].tolist() for key in STATISTICS),
+        *(arrays[key].tolist() for key in COUNTS),
+        strict=True,
+    )
+    return {str(name): Observation(*row) for name, row in zip(arrays["names"], rows, strict=True)}, about

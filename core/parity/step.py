@@ -1,0 +1,124 @@
+"""The links of a step that are not the model's: data, state, scalars, optimizer, checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from core.backend import Arrays, State
+from core.init import init_parameters
+from core.names import Shape, parameter_shapes
+from core.parity import scalars
+from core.parity.compare import Reference, compare, exact, finding
+from core.parity.evidence import Evidence
+from core.parity.verdict import Finding
+from core.schedule import learning_rate
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def data(evidence: Evidence) -> Iterator[Finding]:
+    """The candidate consumed the batch that it was given, and that was the one which the data order prescribes."""
+    size, digest = evidence.batch.tokens.size, evidence.batch.digest()
+    basis = "equal bits, by SHA-256"
+    yield exact("tokens", "tokens", int(evidence.record.digest != digest), size, basis)
+    if evidence.due is not None:
+        yield exact("tokens", "order", int(evidence.due != digest), size, f"{basis}, with the data order at this step")
+
+
+def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+    """Names and shapes of weights and moments always; at step 0, the weights' bits against core/init.py."""
+    shapes, params = parameter_shapes(reference.config.model), evidence.before.params
+    wrong: dict[str, None] = {}
+    for state in (evidence.before, evidence.after):
+        wrong |= dict.fromkeys(differing(state.params, shapes))
+        for kind in MOMENTS:
+            wrong |= dict.fromkeys(f"{kind}/{name}" for name in differing(state.optimizer.get(kind, {}), shapes))
+    basis = "equal names and shapes"
+    yield exact("weights", "names", len(wrong), len(shapes), basis, ", ".join(list(wrong)[:5]))
+    if evidence.before.step == 0 and not wrong:
+        initial = init_parameters(reference.config.model, reference.config.seed)
+        differ = {name: int(np.count_nonzero(params[name] != values)) for name, values in initial.items()}
+        basis = "equal bits, with core/init.py"
+        note = ", ".join(name for name, count in differ.items() if count)
+        yield exact("weights", "initial", sum(differ.values()), sum(v.size for v in initial.values()), basis, note)
+
+
+def differing(arrays: Arrays, shapes: Mapping[str, Shape]) -> list[str]:
+    """Names that are missing, too many, or of another shape."""
+    return sorted(
+        n
+        for n in shapes.keys() | arrays.keys()
+        if n not in shapes or n not in arrays or tuple(np.shape(arrays[n])) != shapes[n]
+    )
+
+
+def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+    """Loss, gradient norm, clip coefficient and learning rate from the candidate's own arrays."""
+    config, record = reference.config, evidence.record
+    dtype: np.dtype[np.floating] = np.dtype(reference.stream)
+    for tap, of, batch, said in (
+        ("loss", evidence.probed, evidence.probe, None),
+        ("loss_of_step", evidence.stepped, evidence.batch, record.loss),
+    ):
+        if of is not None and of.nll.shape == batch.targets.shape:
+            value = of.loss if said is None else said
+            yield finding("loss", tap, "local", (scalars.loss(value, of.nll, batch),), 1)
+    if evidence.stepped:
+        norm = scalars.gradient_norm(record.grad_norm, evidence.stepped.grads)
+        yield finding("grad_norm", "grad_norm", "local", (norm,), 1)
+    coefficient = scalars.clip_coefficient(record.clip_coefficient, record.grad_norm, config.optim, dtype)
+    yield finding("clip_coefficient", "clip_coefficient", "local", (coefficient,), 1)
+    due = learning_rate(config.optim, evidence.before.step + 1, config.train.steps)
+    yield finding("learning_rate", "learning_rate", "local", (scalars.learning_rate(record.lr, due),), 1)
+
+
+def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+    """Moments and update from the candidate's own gradients, state and coefficient, relative to the update."""
+    config, before, after = reference.config, evidence.before, evidence.after
+    steps = before.step + 1
+    counted = 0 if after.step == evidence.record.step == steps else 1
+    yield exact("step_count", "step", counted, 1, "one step is one step")
+    grads = evidence.stepped.grads if evidence.stepped else {}
+    if differing(grads, {n: p.shape for n, p in before.params.items()}):
+        return
+    inputs: dict[str, np.ndarray] = {
+        "step": np.asarray(before.step),
+        "coefficient": np.asarray(evidence.record.clip_coefficient),
+        "lr": np.asarray(learning_rate(config.optim, steps, config.train.steps)),
+    }
+    for prefix, arrays in {"params": before.params, "grads": grads, **before.optimizer}.items():
+        inputs |= {f"{prefix}/{name}": array for name, array in arrays.items()}
+    outputs = [session.run_stage("update", inputs) for session in reference.sessions]
+    w, t = outputs[0], outputs[-1]
+    for kind in MOMENTS:
+        for name in before.params:
+            key = f"{kind}/{name}"
+            yield compare(reference, "moments", kind, key, "local", after.optimizer[kind][name], w[key], t[key])
+    for name, old in before.params.items():
+        c64, w64, t64 = (
+            new.astype(np.float64) - old for new in (after.params[name], w[f"params/{name}"], t[f"params/{name}"])
+        )
+        yield compare(reference, "update", "update", name, "local", c64, w64, t64)
+
+
+def checkpoint(evidence: Evidence) -> Iterator[Finding]:
+    """The state after it was written, read back and loaded: equal bits."""
+    if evidence.reloaded is None:
+        return
+    now, then = flat(evidence.reloaded), flat(evidence.after)
+    differ = [
+        name
+        for name in sorted(now.keys() | then.keys())
+        if name not in now or name not in then or not np.array_equal(now[name], then[name], equal_nan=True)
+    ]
+    basis = "equal bits after a checkpoint was written, read back and loaded"
+    yield exact("checkpoint", "state", len(differ), len(then), basis, ", ".join(differ[:5]))
+
+
+def flat(state: State) -> dict[str, np.ndarray]:
+    """Every array of a state by `params/NAME`, `KIND/NAME`, and `step`."""
+    arrays = {f"params/{name}": array for name, array in state.params.items()}
+    arrays |= {f"{kind}/{name}": array for kind, tree in state.optimizer.items() for name, array in tree.items()}
+    return arrays | {"step": np.asarray(state.step)}

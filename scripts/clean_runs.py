@@ -1,0 +1,127 @@
+"""Clean runs of random models: what calibration measures and what the search for false alarms judges.
+
+A draw is a model shape, a batch shape and an optimizer, all functions of a seed; data are bytes of the running Python's
+standard library. Each run is checked at its initial weights and after some training.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+import torch
+
+from core.backend import Batch, State
+from core.config import CompileConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from core.init import init_parameters
+from core.parity.compare import Reference
+from core.parity.evidence import Evidence, gather, probe_batch, uneven_weights
+from jax_backend.session import JaxBackend
+from torch_backend.session import TorchBackend
+
+
+@cache
+def text() -> np.ndarray:
+    """Bytes of the standard library's modules, uint8."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
+
+
+def draw_config(seed: int, recipe: str, accumulate: bool | None = None) -> RunConfig:
+    """A random run of a recipe (`policy/eager` or `policy/compiled`); the shapes depend on the seed alone.
+
+    One to four layers, 24 to 256 hidden, one to all KV heads, tied or not, biases or not, sequences of 16 to 320
+    tokens, one to four micro-batches. accumulate: whether there are several; by default the seed decides.
+    """
+    rng = np.random.default_rng([seed, 1])
+    heads = int(rng.choice([2, 4, 6, 8]))
+    hidden = heads * int(rng.choice([8, 12, 16, 32]))
+    micro, parts = int(rng.integers(1, 5)), int(rng.integers(1, 5))
+    parts = parts if accumulate is None else max(parts, 2) if accumulate else 1
+    bias, tied = rng.random(3) < 0.3, bool(rng.random() < 0.5)
+    model = ModelConfig(
+        vocab_size=int(rng.choice([256, 300, 512, 1000])),
+        hidden=hidden,
+        layers=int(rng.integers(1, 5)),
+        heads=heads,
+        kv_heads=int(rng.choice([k for k in range(1, heads + 1) if heads % k == 0])),
+        ffn_hidden=int(rng.integers(16, 513)),
+        tied=tied,
+        rope_theta=float(rng.choice([1e4, 5e5])),
+        norm_eps=float(rng.choice([1e-5, 1e-6])),
+        qkv_bias=bool(bias[0]),
+        o_bias=bool(bias[1]),
+        mlp_bias=bool(bias[2]),
+    )
+    optim = OptimConfig(
+        peak_lr=float(10 ** rng.uniform(-3.5, -2)),
+        warmup_steps=int(rng.integers(0, 10)),
+        beta2=float(rng.choice([0.95, 0.99, 0.999])),
+        weight_decay=float(rng.choice([0.0, 0.1])),
+        clip_norm=float(rng.choice([0.0, 0.5, 1.0])),
+    )
+    length = int(rng.choice([16, 33, 64, 100, 128, 200, 320]))
+    policy, program = recipe.split("/")
+    return RunConfig(
+        seed=seed,
+        device="cpu",
+        model=model,
+        train=TrainConfig(steps=1000, batch_size=micro * parts, micro_batch_size=micro, sequence_length=length),
+        optim=optim,
+        precision=PrecisionConfig(policy=policy),
+        compile=CompileConfig(enabled=program == "compiled"),
+    )
+
+
+def draw_batch(config: RunConfig, rng: np.random.Generator) -> Batch:
+    """Random windows with uneven loss weights."""
+    data, rows, length = text(), config.train.batch_size, config.train.sequence_length
+    starts = rng.integers(0, len(data) - length - 1, rows)
+    window = data[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    plain = Batch(window[:, :-1].copy(), window[:, 1:].copy(), np.ones((rows, length), np.float32))
+    return uneven_weights(plain, int(rng.integers(2**31)))
+
+
+def initial_state(config: RunConfig, seed: int) -> State:
+    """Initial weights of a seed, moments at zero."""
+    params = init_parameters(config.model, seed)
+    zeros = {kind: {n: np.zeros_like(p) for n, p in params.items()} for kind in ("exp_avg", "exp_avg_sq")}
+    return State(0, params, zeros)
+
+
+def clean_evidence(
+    config: RunConfig, reference: Reference, seeds: list[int], checks: int, between: int
+) -> Iterator[tuple[int, Evidence, Reference]]:
+    """Evidence of `checks` steps of each seed, `between` unchecked steps apart, with the reference to judge it by.
+
+    One session serves all seeds: only its weights change, its programs stay compiled. Every third check is made as
+    one during training is, on a single micro-batch.
+    """
+    torch._dynamo.reset()
+    session = TorchBackend().open(config)
+    for seed in seeds:
+        session.load(initial_state(config, seed))
+        seeded = config.model_copy(update={"seed": seed})
+        of_seed = replace(reference, config=seeded)
+        rng = np.random.default_rng([seed, 2])
+        for number in range(checks):
+            batch = draw_batch(config, rng)
+            probe = None
+            if number % 3 == 2:
+                micro = batch.micro_batches(config.train.micro_batch_size)[0]
+                probe = probe_batch(micro, int(rng.integers(2**31)))
+            yield seed, gather(session, seeded, batch, probe), of_seed
+            for _ in range(between):
+                session.step(draw_batch(config, rng))
+
+
+def open_reference(config: RunConfig) -> Reference:
+    """The JAX reference of a draw."""
+    return Reference.open(JaxBackend(), config)

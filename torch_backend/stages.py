@@ -1,0 +1,74 @@
+"""Every stage of the forward chain as a function of its own inputs, with its backward. Twin: jax_backend/stages.py.
+
+Input and output names are those of core/parity/stages.py. The functions are the model's own methods, so that a session
+of a changed model judges by what that model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_backend.embedding import embedding
+from torch_backend.model import Block, Llama, rms_norm
+from torch_backend.precision import Policy, head, linear
+
+Inputs = Mapping[str, Tensor]
+StageFunction = Callable[[Inputs], Tensor]
+
+
+def stage_functions(model: Llama, policy: Policy) -> dict[str, StageFunction]:
+    """Stage id → function of its inputs, under one policy."""
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    attention, mlp, eps = block.attn, block.mlp, model.final_norm.eps
+    heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
+
+    def norm(inputs: Inputs) -> Tensor:
+        return rms_norm(inputs["x"], inputs["weight"], eps)
+
+    def project(inputs: Inputs) -> Tensor:
+        return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy)
+
+    def rope(inputs: Inputs, count: int) -> Tensor:
+        length = inputs["x"].shape[1]
+        tables = model.cos[:length].to(policy.stream), model.sin[:length].to(policy.stream)
+        return attention.rotate(inputs["x"].unflatten(-1, (count, head_dim)), tables)
+
+    def attend(inputs: Inputs) -> Tensor:
+        v_BSKE = inputs["v"].unflatten(-1, (kv_heads, head_dim))
+        return attention.attend(inputs["q"], inputs["k"], v_BSKE, policy).flatten(2)
+
+    def add(inputs: Inputs) -> Tensor:
+        return inputs["x"] + inputs["y"]
+
+    return {
+        "embed": lambda inputs: embedding(inputs["tokens"], inputs["weight"]),
+        **dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), norm),
+        **dict.fromkeys(("q", "k", "v", "o_proj", "gate", "up", "down_proj"), project),
+        "q_rope": lambda inputs: rope(inputs, heads),
+        "k_rope": lambda inputs: rope(inputs, kv_heads),
+        "attn": attend,
+        **dict.fromkeys(("attn_residual", "mlp_residual"), add),
+        "act": lambda inputs: mlp.activate(inputs["gate"], inputs["up"]),
+        "logits": lambda inputs: head(inputs["x"], inputs["weight"], policy),
+        "nll": lambda inputs: model.nll(inputs["logits"], inputs["targets"]),
+    }
+
+
+def run_stage(function: StageFunction, inputs: Mapping[str, np.ndarray], policy: Policy) -> dict[str, Tensor]:
+    """`out`, and `grad/ROLE` of every floating input if `inputs` hold `grad`, the gradient of the output."""
+    tensors = {}
+    for role, array in inputs.items():
+        tensor = torch.tensor(array)
+        tensors[role] = tensor.to(policy.stream) if tensor.is_floating_point() else tensor.long()
+    grad = tensors.pop("grad", None)
+    leaves = {role: t.requires_grad_() for role, t in tensors.items() if grad is not None and t.is_floating_point()}
+    out = function(tensors)
+    if grad is None:
+        return {"out": out}
+    grads = torch.autograd.grad(out, list(leaves.values()), grad)
+    return {"out": out, **{f"grad/{role}": g for role, g in zip(leaves, grads, strict=True)}}
