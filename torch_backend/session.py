@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,12 +18,28 @@ from core.errors import UserError
 from core.init import init_parameters
 from core.metrics import norms_by_group
 from core.names import GRADIENT, check_state, edge_names, probe_shapes, tap_names
+from core.parity.observations import PARAMETER, PROBE_NLL, Observation
+from core.parity.sketch import K
 from core.schedule import learning_rate
 from torch_backend.loss import weighted_mean
-from torch_backend.model import Llama, no_tap
+from torch_backend.model import Llama, Tap, no_tap
 from torch_backend.optim import MOMENTS, build_optimizer, clip_coefficient, global_norm, read_moments, write_moments
 from torch_backend.precision import POLICIES, Policy
+from torch_backend.sketch import (
+    Kept,
+    lift,
+    sign_table,
+    sketch,
+    sketch_alone,
+    sketches_of,
+    statistics,
+    whole_observation,
+)
 from torch_backend.stages import run_stage, stage_functions
+
+Tensors = Mapping[str, Tensor]
+# torch.compile refuses to compile one function more often than this.
+SESSIONS = 64
 
 
 class TorchSession:
@@ -38,6 +55,7 @@ class TorchSession:
         self.optimizer = self.build_optimizer()
         self._micro_loss = self.compiled(self.micro_loss) if config.compile.enabled else self.micro_loss
         self._tapped_programs: dict[frozenset[str], Any] = {}
+        self._sketching: tuple[Any, Any, Tensor] | None = None
         self._load_parameters(init_parameters(config.model, config.seed))
 
     def build_model(self) -> Llama:
@@ -153,7 +171,7 @@ class TorchSession:
         targets: Tensor,
         weights: Tensor,
         total: Tensor,
-        probes: Mapping[str, Tensor],
+        probes: Tensors,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`micro_loss`, and the taps that it passed; a zero is added to each probed one: its gradient is the tap's."""
         seen: dict[str, Tensor] = {}
@@ -165,12 +183,77 @@ class TorchSession:
                 seen[name] = value.detach()
             return value
 
+        return self._through(tap, tokens, targets, weights, total), seen
+
+    def _through(self, tap: Tap, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> Tensor:
+        """The loss of `micro_loss`, the model's tensors passing `tap` on their way."""
         self.model.tap = tap
         try:
             loss, _ = self.micro_loss(tokens, targets, weights, total)
         finally:
             self.model.tap = no_tap
-        return loss, seen
+        return loss
+
+    def sketch(self, batch: Batch, sequences: int) -> dict[str, Observation]:
+        """What is kept of one micro-batch (core/parity/end_to_end.py), without a tensor leaving the device.
+
+        Taps and their gradients come from a tapped program of its own, parameter gradients from the one that trains.
+        The batch's loss lies on its first `sequences` sequences; only those are observed. Of a tap's gradient nothing
+        but the sketch is known: its norm is the sketch's, its largest value and its mean are NaN.
+        """
+        model = self.config.model
+        shapes = probe_shapes(model, min(sequences, len(batch.tokens)), batch.tokens.shape[1])
+        if self._sketching is None:
+            sizes = [math.prod(shape) for shape in probe_shapes(model, *batch.tokens.shape).values()]
+            table = sign_table(max(*sizes, *(p.numel() for p in self.parameters.values())), self.device)
+            of_taps, of_gradients = partial(self.sketched_micro_loss, sequences), sketches_of
+            if self.config.compile.enabled:
+                of_taps, of_gradients = self.compiled(of_taps), self.compiled(of_gradients)
+            self._sketching = of_taps, of_gradients, table
+        of_taps, of_gradients, table = self._sketching
+        zeros = {
+            name: torch.zeros(K, dtype=self.policy.stream, device=self.device, requires_grad=True)
+            for name in tap_names(model)
+        }
+        inputs = *self.to_device(batch), self.total_weight(batch)
+        loss, seen = of_taps(*inputs, zeros, table)
+        by_tap = torch.autograd.grad(loss, list(zeros.values()), allow_unused=True)
+        loss, _ = self._micro_loss(*inputs)
+        by_parameter = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
+        found = {name: whole_observation(kept, shapes[name]) for name, kept in seen.items()}
+        for name, grad in zip(zeros, by_tap, strict=True):
+            if grad is not None:
+                found[GRADIENT + name] = sketch_alone(grad, shapes[name])
+        if "nll" in found:
+            found[PROBE_NLL] = found["nll"]
+        grads = {name: g for name, g in zip(self.parameters, by_parameter, strict=True) if g is not None}
+        kept = of_gradients(grads, table)
+        return found | {PARAMETER + name: whole_observation(kept[name], tuple(g.shape)) for name, g in grads.items()}
+
+    def sketched_micro_loss(
+        self,
+        sequences: int,
+        tokens: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        total: Tensor,
+        probes: Tensors,
+        table: Tensor,
+    ) -> tuple[Tensor, dict[str, Kept]]:
+        """`micro_loss`, and sketch and statistics of each tap.
+
+        Sᵀ·0 is added to each, so that the gradient of the probe, 0, is the sketch of the tap's gradient.
+        """
+        seen: dict[str, Kept] = {}
+
+        def tap(name: str, value: Tensor) -> Tensor:
+            if name in probes:
+                value = value + lift(probes[name], tuple(value.shape), table).to(value.dtype)
+                part = value.detach()[:sequences]
+                seen[name] = sketch(part, table=table), statistics(part)
+            return value
+
+        return self._through(tap, tokens, targets, weights, total), seen
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
         """Execute one stage on the given inputs: see `JaxSession.run_stage`, whose torch twin this is."""
@@ -259,6 +342,8 @@ class TorchSession:
 
     def compiled(self, program: Any) -> Any:
         """`program` through torch.compile as the configuration says."""
+        # A process may open many sessions (a replay, a bisection): each has programs of the same few functions.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SESSIONS)
         backend = self.config.compile.backend
         # Inductor drops a cast to bf16 and back inside a fusion, and with it the policy's rounding of the head's
         # operands.

@@ -1,1 +1,8 @@
-"""The parity engine: compares any two sessions through the seam of core/backend.py and says where they part."""
+"""The parity engine: compares any two sessions through the seam of core/backend.py and says where they part.
+
+`watch` does the same inside somebody's own training loop (docs/watch.md).
+"""
+
+from core.parity.watching import Disagreed, Watcher, watch
+
+__all__ = ["Disagreed", "Watcher", "watch"]

@@ -17,14 +17,11 @@ from core.parity import bands
 from core.parity.compare import Reference, compare_observed, exact, finding
 from core.parity.evidence import Evidence, first_sequences
 from core.parity.excess import Distances
-from core.parity.observations import Observation, observed
+from core.parity.observations import PARAMETER, PROBE_NLL, Observation, observed
 from core.parity.stages import forward_stages
 from core.parity.verdict import Finding
 
 Observations = Mapping[str, Observation]
-
-# On the probe batch; taps and `grad/TAP` are those of the tapped one.
-PROBE_NLL, PARAMETER = "nll/probe", "gradient/"
 
 
 def observations(probed: Gradients | None, taps: Arrays, model: ModelConfig) -> dict[str, Observation]:

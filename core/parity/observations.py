@@ -25,6 +25,8 @@ from core.parity.excess import Distances, ratios
 from core.parity.sketch import K, sketch
 
 SCHEMA = 1
+# Names beside taps and `grad/TAP`, which are of the tapped batch: NLL and parameter gradients of the probe batch.
+PROBE_NLL, PARAMETER = "nll/probe", "gradient/"
 STATISTICS = ("norm", "max_abs", "mean")
 COUNTS = ("nonfinite", "size", "independent")
 

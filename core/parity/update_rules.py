@@ -1,0 +1,137 @@
+"""torch's optimizers in numpy, one rounding after each of torch's operations: what `watch` holds an update to.
+
+A rule is written once. With the rounding of the parameter's own dtype it is the twin; without any it is the truth in
+FP64. Sources: torch/optim/adam.py, adamw.py and sgd.py, single tensor (foreach rounds at the same places; `fused`
+rounds only what it stores, which matters to half precision alone).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+State = Mapping[str, np.ndarray]
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Float64 values rounded by way of FP32 to the nearest bfloat16, ties to even; float64 array of the same shape."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    # Adding just under half of the last kept place, plus that place's own bit, carries exactly where it must.
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)) << np.uint32(16)
+    return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float64)
+
+
+def to_dtype(dtype: type[np.floating]) -> Callable[[np.ndarray], np.ndarray]:
+    """Rounding to a numpy dtype, values kept in float64."""
+    return lambda x: x.astype(dtype).astype(np.float64)
+
+
+ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "float64": to_dtype(np.float64),
+    "float32": to_dtype(np.float32),
+    "float16": to_dtype(np.float16),
+    "bfloat16": to_bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Where a rule rounds.
+
+    store: what is written to a tensor. compute: inside one of torch's operations, which computes FP32 for narrower
+    dtypes and FP64 for FP64.
+    """
+
+    store: Callable[[np.ndarray], np.ndarray]
+    compute: Callable[[np.ndarray], np.ndarray]
+
+    @classmethod
+    def of(cls, dtype: str) -> Arithmetic:
+        """That of parameters of a dtype, a key of `ROUNDINGS`."""
+        return cls(ROUNDINGS[dtype], ROUNDINGS["float64" if dtype == "float64" else "float32"])
+
+    def scalar(self, x: float) -> float:
+        """A Python float, FP64, as an operation takes it."""
+        return float(self.compute(np.asarray(x)))
+
+
+EXACT = Arithmetic(lambda x: x, lambda x: x)
+
+
+@dataclass(frozen=True)
+class Updated:
+    """A parameter and its optimizer state by kind after the step, float64 arrays of the parameter's shape."""
+
+    param: np.ndarray
+    moments: dict[str, np.ndarray]
+
+
+# (parameter, gradient, moments before by kind, step counted from 1, hyperparameters of its group, arithmetic)
+Rule = Callable[[np.ndarray, np.ndarray, State, int, Mapping[str, Any], Arithmetic], Updated]
+
+
+def adam(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
+    """Adam with g ← g + λp, or AdamW's p ← p·(1 − lr·λ) where `decoupled_weight_decay` (arXiv 1711.05101).
+
+        m ← m + (1 − β₁)(g − m)        v ← β₂v + (1 − β₂)g²
+        p ← p − lr/(1 − β₁ᵗ) · m / (√v̄ / √(1 − β₂ᵗ) + ε)
+
+    v̄ is v, or its maximum so far under `amsgrad`. float64 arrays of one shape.
+    """
+    lr, (beta1, beta2), decay = float(group["lr"]), map(float, group["betas"]), float(group["weight_decay"])
+    between = a.compute if group.get("fused") else a.store
+    g = -g if group.get("maximize") else g
+    zeros = np.zeros_like(p)
+    if decay and group["decoupled_weight_decay"]:
+        p = between(p * a.scalar(1 - lr * decay))
+    elif decay:
+        g = between(g + a.scalar(decay) * p)
+    m, v = before.get("exp_avg", zeros), before.get("exp_avg_sq", zeros)
+    m = a.store(m + a.scalar(1 - beta1) * a.compute(g - m))
+    v = a.store(between(v * a.scalar(beta2)) + a.scalar(1 - beta2) * a.compute(g * g))
+    moments = {"exp_avg": m, "exp_avg_sq": v}
+    if group.get("amsgrad"):
+        v = moments["max_exp_avg_sq"] = np.maximum(before.get("max_exp_avg_sq", zeros), v)
+    denominator = between(between(between(np.sqrt(v)) / a.scalar((1 - beta2**step) ** 0.5)) + a.scalar(group["eps"]))
+    with np.errstate(divide="ignore", invalid="ignore"):  # ε = 0 and no gradient yet: torch gives NaN as well
+        return Updated(a.store(p - a.compute(a.scalar(lr / (1 - beta1**step)) * m / denominator)), moments)
+
+
+def adamw(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
+    """Adam with decoupled decay."""
+    return adam(p, g, before, step, {**group, "decoupled_weight_decay": True}, a)
+
+
+def adam_l2(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
+    """torch.optim.Adam: coupled decay unless the group says otherwise."""
+    return adam(p, g, before, step, {"decoupled_weight_decay": False, **group}, a)
+
+
+def sgd(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
+    """SGD with momentum μ and dampening τ: g ← g + λp; b ← μb + (1 − τ)g, b ← g at first; p ← p − lr·b.
+
+    Nesterov's form steps by g + μb. float64 arrays of one shape.
+    """
+    momentum, decay = float(group["momentum"]), float(group["weight_decay"])
+    g = -g if group.get("maximize") else g
+    g = a.store(g + a.scalar(decay) * p) if decay else g
+    moments = {}
+    if momentum:
+        old = before.get("momentum_buffer")
+        kept = 1 - float(group["dampening"])
+        b = g if old is None else a.store(a.store(old * a.scalar(momentum)) + a.scalar(kept) * g)
+        moments["momentum_buffer"] = b
+        g = a.store(g + a.scalar(momentum) * b) if group.get("nesterov") else b
+    return Updated(a.store(p - a.scalar(float(group["lr"])) * g), moments)
+
+
+RULES: dict[str, Rule] = {"adamw": adamw, "adam": adam_l2, "sgd": sgd}
+
+
+def rule_of(optimizer: Any) -> Rule | None:
+    """The rule of torch's own AdamW, Adam or SGD; None for any other class, and for subclasses, which may differ."""
+    kind = type(optimizer)
+    return RULES.get(kind.__name__.lower()) if kind.__module__.startswith("torch.optim.") else None

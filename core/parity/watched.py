@@ -1,0 +1,178 @@
+"""What `watch` reads of somebody's own model and optimizer: copies as numpy arrays, no framework imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from core.backend import Arrays
+from core.errors import UserError
+
+Names = Mapping[str, str] | Callable[[str], str] | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a reference gives: the scalar loss, its gradient by parameter, and whatever else of the forward by name."""
+
+    loss: float
+    grads: Arrays
+    outputs: Arrays = field(default_factory=dict)
+
+
+class Reference(Protocol):
+    """Two precisions of one function. `params` by the reference's names; `batch` with numpy arrays for tensors."""
+
+    def truth(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
+        """In FP64, from float64 parameters."""
+        ...
+
+    def twin(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
+        """As the candidate's precision rounds, from float32 parameters; not asked of a candidate in FP64."""
+        ...
+
+
+@dataclass(frozen=True)
+class FromCallable:
+    """`(params, batch) -> (loss, grads)` in numpy: it computes in the dtype that it is given."""
+
+    function: Callable[[dict[str, np.ndarray], Any], tuple[float, Arrays]]
+
+    def truth(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
+        """The function at float64 parameters. Raises UserError unless it answers in float64."""
+        answer = self.twin(params, batch)
+        if narrow := sorted(name for name, g in answer.grads.items() if g.dtype != np.float64):
+            raise UserError(
+                f"the reference's gradients are not float64 where its parameters are: {', '.join(narrow[:3])}; "
+                "the truth has to be computed in FP64"
+            )
+        return answer
+
+    def twin(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
+        """The function at float32 parameters."""
+        loss, grads = self.function(dict(params), batch)
+        return Answer(float(loss), {name: np.asarray(g) for name, g in grads.items()})
+
+
+def array_of(tensor: Any) -> np.ndarray:
+    """A copy of a tensor's values; dtypes that numpy lacks (bfloat16) as float32, which holds them exactly."""
+    if not hasattr(tensor, "detach"):
+        return np.array(tensor)
+    tensor = tensor.detach()
+    if dtype_of(tensor) in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        tensor = tensor.float()
+    return np.array(tensor.cpu().numpy())
+
+
+def dtype_of(tensor: Any) -> str:
+    """`float32`, `bfloat16` and so on, of a tensor or an array."""
+    return str(tensor.dtype).rpartition(".")[2]
+
+
+def batch_as(batch: Any, dtype: type[np.floating]) -> Any:
+    """The same nest of mappings, lists and tuples with tensors as arrays, floating ones in `dtype`."""
+    if isinstance(batch, Mapping) or hasattr(batch, "items"):
+        return {key: batch_as(value, dtype) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(batch_as(value, dtype) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(batch_as(value, dtype) for value in batch)
+    if hasattr(batch, "detach") or isinstance(batch, np.ndarray):
+        found = array_of(batch)
+        return found.astype(dtype) if found.dtype.kind == "f" else found
+    return batch
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def parameters_of(model: Any) -> dict[str, Any]:
+    """The model's parameters by name, each once; DistributedDataParallel's and torch.compile's prefixes left out.
+
+    Raises UserError if there are none.
+    """
+    found = {plain_name(name): p for name, p in model.named_parameters()}
+    if type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+        found = {name.removeprefix("module."): p for name, p in found.items()}
+    if not found:
+        raise UserError("the model has no parameters: nothing could be compared")
+    return found
+
+
+def renamed(names: Names, own: Sequence[str]) -> dict[str, str]:
+    """The model's name → the reference's. Raises UserError for a name that the model lacks, or two in one."""
+    if isinstance(names, Mapping):
+        if unknown := sorted(set(names) - set(own)):
+            raise UserError(
+                f"names= maps {unknown[0]}, which is no parameter of the model; it has {', '.join(own[:5])}, …"
+            )
+        found = {name: names.get(name, name) for name in own}
+    else:
+        found = {name: names(name) if names else name for name in own}
+    for name, theirs in found.items():
+        if twice := [other for other in own if other != name and found[other] == theirs]:
+            raise UserError(f"names= maps both {name} and {twice[0]} to {theirs}")
+    return found
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Parameters, gradients and optimizer state at one moment, by the model's names; copies.
+
+    moments: kind → name → array, for every state entry of its parameter's shape. steps: name → the optimizer's count.
+    groups: name → hyperparameters of its optimizer group.
+    """
+
+    params: dict[str, np.ndarray]
+    grads: dict[str, np.ndarray]
+    moments: dict[str, dict[str, np.ndarray]]
+    steps: dict[str, float]
+    groups: dict[str, dict[str, Any]]
+
+
+def gradients_of(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Copies of those gradients that there are."""
+    return {name: array_of(p.grad) for name, p in params.items() if p.grad is not None}
+
+
+def snapshot(params: Mapping[str, Any], optimizers: Sequence[Any]) -> Snapshot:
+    """Copy everything that an update by these optimizers reads or writes."""
+    moments: dict[str, dict[str, np.ndarray]] = {}
+    steps: dict[str, float] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    names = {id(p): name for name, p in params.items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            hyper = {key: _number(value) for key, value in group.items() if key != "params"}
+            for p in group["params"]:
+                if id(p) not in names:
+                    continue
+                name = names[id(p)]
+                groups[name] = hyper
+                # `get`: looking must not make an entry in the optimizer's defaultdict.
+                for kind, value in (optimizer.state.get(p) or {}).items():
+                    if kind == "step":
+                        steps[name] = float(value)
+                    elif hasattr(value, "shape") and tuple(value.shape) == tuple(p.shape):
+                        moments.setdefault(kind, {})[name] = array_of(value)
+    held = {name: params[name] for name in groups}
+    return Snapshot({n: array_of(p) for n, p in held.items()}, gradients_of(held), moments, steps, groups)
+
+
+def outside(params: Mapping[str, Any], optimizers: Sequence[Any]) -> tuple[list[str], int]:
+    """Trainable parameters that no optimizer holds, and how many tensors optimizers hold that the model does not."""
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    ours = {id(p) for p in params.values()}
+    return [n for n, p in params.items() if p.requires_grad and id(p) not in held], len(held - ours)
+
+
+def _number(value: Any) -> Any:
+    """Hyperparameters that are tensors (`capturable`) as floats, also inside a tuple."""
+    if isinstance(value, tuple):
+        return tuple(_number(x) for x in value)
+    return float(value) if hasattr(value, "detach") else value

@@ -1,0 +1,1 @@
+"""`core.parity.watch`: somebody's own loop, and what is planted in it."""
