@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ("fp32/eager", "fp32/compiled", "bf16/eager", "bf16/compiled")
 CALIBRATION_DRAWS, HELD_OUT_DRAWS = range(30), range(1000, 1008)
 SEEDS, CHECKS, BETWEEN = 2, 5, 6
+LARGE = 1 << 40  # numbers of a tensor whose size widens nothing
 
 Sample = tuple[str, Distances, int]
 
@@ -113,7 +114,8 @@ def page(table: dict[str, Any]) -> str:
         "",
         f"A bound is the calibration's extreme times {bands.MARGIN:g} on the logarithm of the excess, on the distance "
         f"and on the gain, and never below excess ×/÷ {bands.LEAST_EXCESS}, distance {bands.LEAST_DISTANCE}, gain "
-        f"{bands.LEAST_GAIN} of the twin's error. All are those of a large tensor; for one of n numbers "
+        f"{bands.LEAST_GAIN} of the twin's error, nor, where results stay in FP32, below {bands.LEAST_OF_SUMS:g} in "
+        "excess and distance. All are those of a large tensor; for one of n numbers "
         f"distance, gain and the logarithm of the excess are wider by √(1 + {bands.SCATTER_SIZE} / n). "
         f"What is compared end to end has a margin of {bands.MARGIN_END_TO_END:g}. "
         "`forward/…` and `backward/…` are local; the distance of `bridge/…` is that "
@@ -139,13 +141,12 @@ def _section(recipe: str, clean: dict[str, Any], held_out: dict[str, Any]) -> li
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for kind, c in clean.items():
-        h, margin = held_out.get(kind), bands.margin(kind)
+        h, limit = held_out.get(kind), bands.limits(recipe, kind, LARGE)
         apart = f"{math.exp(h['log_excess']):.3f}, {h['accused']} of {h['draws']}" if h else ""
         lines.append(
             f"| {kind} | {c['draws']} "
-            f"| {math.exp(c['log_excess']):.3f} | {max(math.exp(margin * c['log_excess']), bands.LEAST_EXCESS):.3f} "
-            f"| {c['distance']:.3f} | {max(margin * c['distance'], bands.LEAST_DISTANCE):.3f} "
-            f"| {c['gain']:.3f} | {max(margin * c['gain'], bands.LEAST_GAIN):.3f} | {apart} |"
+            f"| {math.exp(c['log_excess']):.3f} | {limit.excess:.3f} "
+            f"| {c['distance']:.3f} | {limit.distance:.3f} | {c['gain']:.3f} | {limit.gain:.3f} | {apart} |"
         )
     return [*lines, ""]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -45,8 +45,8 @@ class Train:
     """folder of run directories"""
     overwrite: bool = False
     """replace an earlier run of the same name"""
-    backend: Literal["torch", "jax"] = "torch"
-    """who trains; jax trains the reference itself"""
+    backend: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "torch"
+    """who trains: torch, jax (the reference itself), FILE.py:NAME or module:NAME (docs/candidates.md)"""
 
 
 def main(argv: list[str]) -> int:
@@ -97,7 +97,9 @@ def _train(
     from rich.console import Console
 
     from core.loop import train
+    from core.parity.recorder import Recorder
     from core.parity.shadow import Shadow
+    from core.run import OBSERVATIONS
     from core.sinks.console import ConsoleSink
     from core.sinks.jsonl import JsonlSink
     from core.sinks.wandb import WandbSink
@@ -114,7 +116,9 @@ def _train(
     sinks: list[Any] = [JsonlSink(run)]
     if config.log.wandb != "disabled":
         sinks.append(WandbSink(run, lambda text: console.print(text, style="yellow", markup=False)))
-    watch = stack.enter_context(Shadow(config, REFERENCE)) if config.parity.every else None
+    kept = run.path / OBSERVATIONS
+    shadow = stack.enter_context(Shadow(config, REFERENCE, kept)) if config.parity.every else None
+    watch = Recorder(config, kept, shadow) if config.parity.record_every else shadow
     sinks.append(ConsoleSink(config.train.steps, done, console))
     for sink in sinks:
         stack.callback(sink.close)

@@ -190,11 +190,11 @@ def _observe(session: Session, config: RunConfig, tapped: Batch, missing: list[s
             continue
         if lost:
             missing.append(f"{lost}: {why}")
-        return _first(found, weighted_sequences(tapped), len(tapped.tokens))
+        return first_of(found, weighted_sequences(tapped), len(tapped.tokens))
     raise AssertionError("an empty request cannot be refused")
 
 
-def _first(found: Mapping[str, np.ndarray], sequences: int, rows: int) -> Arrays:
+def first_of(found: Mapping[str, np.ndarray], sequences: int, rows: int) -> Arrays:
     """Taps of the sequences with weight; parameter gradients, and what is not shaped like a tap, whole."""
 
     def part(name: str, value: np.ndarray) -> np.ndarray:

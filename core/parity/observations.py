@@ -1,6 +1,6 @@
 """Observations: what is kept of a tensor. A sketch of 4 KiB and a few statistics, in one npz file a step.
 
-The file is readable with `numpy.load(path, allow_pickle=False)` alone. With N tensors: `names` (N,) text, `sketch`
+The file is readable with `numpy.load(path, allow_pickle=False)` alone. With N tensors: `names` (N,) ASCII, `sketch`
 (N, 1021), `norm`, `max_abs`, `mean` (N,) float64, `nonfinite`, `size`, `independent` (N,) int64, and `about`, a JSON
 object as text, whose `schema` says how to read the rest.
 """
@@ -82,7 +82,7 @@ def save(path: Path, observations: Mapping[str, Observation], about: Mapping[str
     """Write one npz file, atomically. Raises UserError if the disk refuses."""
     rows = list(observations.values())
     arrays: dict[str, np.ndarray] = {
-        "names": np.asarray(list(observations), dtype=np.str_),
+        "names": np.asarray(list(observations), dtype=np.bytes_),
         "sketch": np.stack([o.sketch for o in rows]) if rows else np.zeros((0, K), np.float32),
         **{key: np.asarray([getattr(o, key) for o in rows], np.float64) for key in STATISTICS},
         **{key: np.asarray([getattr(o, key) for o in rows], np.int64) for key in COUNTS},
@@ -118,4 +118,4 @@ def load(path: Path) -> tuple[dict[str, Observation], dict[str, Any]]:
         *(arrays[key].tolist() for key in COUNTS),
         strict=True,
     )
-    return {str(name): Observation(*row) for name, row in zip(arrays["names"], rows, strict=True)}, about
+    return {name.decode("ascii"): Observation(*row) for name, row in zip(arrays["names"], rows, strict=True)}, about

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from core.backend import Batch, NotSupported, Session
+from core.config import RunConfig
 from core.errors import UserError
-from core.parity.evidence import Evidence
+from core.names import GRADIENT, tap_names
+from core.parity.end_to_end import observations
+from core.parity.evidence import first_of, probe_batch, weighted_sequences
 from core.parity.observations import Observation, save
 
 
@@ -16,27 +21,45 @@ def observation_file(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}.npz"
 
 
-def about(evidence: Evidence) -> dict[str, Any]:
-    """What a replay must know besides the sketches.
+def probe_of(batch: Batch, config: RunConfig) -> Batch:
+    """The micro-batch on which a step is observed during training: a function of the step's batch and the run."""
+    return probe_batch(batch.micro_batches(config.train.micro_batch_size)[0], config.seed)
 
-    step:      number of the step. batch: digest of its batch. probe, tapped: digests of the batches that were observed.
-    sequences: of `tapped`, those that have loss weight.
-    """
-    return {
-        "step": evidence.record.step,
-        "batch": evidence.batch.digest(),
-        "probe": evidence.probe.digest(),
-        "tapped": evidence.tapped.digest(),
-        "sequences": evidence.sequences,
+
+def save_observations(folder: Path, step: int, batch: Batch, probe: Batch, found: Mapping[str, Observation]) -> Path:
+    """Write one step's observations, with what a replay must know besides. Raises UserError if the disk refuses."""
+    about: dict[str, Any] = {
+        "step": step,
+        "batch": batch.digest(),
+        "probe": probe.digest(),
+        "sequences": weighted_sequences(probe),
     }
-
-
-def save_observations(folder: Path, evidence: Evidence, found: Mapping[str, Observation]) -> Path:
-    """Write one step's observations. Raises UserError if the disk refuses."""
-    path = observation_file(folder, evidence.record.step)
+    path = observation_file(folder, step)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
-    save(path, found, about(evidence))
+    save(path, found, about)
     return path
+
+
+def observe(session: Session, config: RunConfig, probe: Batch) -> Mapping[str, Observation]:
+    """Observations of the probe at the session's weights: by its own sketches, or from what it shows of its tensors.
+
+    Raises NotSupported if it can do neither.
+    """
+    sequences = weighted_sequences(probe)
+    try:
+        sketch = getattr(session, "sketch", None)
+        if sketch is not None:
+            found: Mapping[str, Observation] = sketch(probe, sequences)
+            return found
+    except NotSupported:
+        pass
+    probed = session.gradients(probe)
+    names = [name for tap in tap_names(config.model) for name in (tap, GRADIENT + tap)]
+    try:
+        taps = first_of(session.observe(probe, names), sequences, len(probe.tokens))
+    except NotSupported:
+        taps = {}
+    return observations(replace(probed, nll=probed.nll[:sequences]), taps, config.model)

@@ -9,6 +9,7 @@ says so.
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -24,14 +25,17 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
+from core.atomic import write_atomically
 from core.backend import Batch, Session, StepRecord
 from core.config import RunConfig
 from core.errors import UserError
 from core.parity.end_to_end import observations_of
-from core.parity.evidence import Evidence, gather, probe_batch
+from core.parity.evidence import Evidence, gather
 from core.parity.judge import Reference, judge
 from core.parity.load import load_backend
-from core.parity.record import save_observations
+from core.parity.record import probe_of, save_observations
 from core.parity.verdict import Check
 
 POLL_SECONDS = 0.2
@@ -39,6 +43,8 @@ POLL_SECONDS = 0.2
 WORKER_NICENESS = 5
 # A worker that is told to end may be in the midst of a judgement that nobody waits for.
 END_SECONDS = 1.0
+# The sums over a run's checks (core/parity/bias.py) are some megabytes: written after this many checks and at the end.
+SUMS, SUMS_EVERY = "bias.npz", 8
 
 Result = Check | tuple[int, str]
 
@@ -104,7 +110,7 @@ class Shadow:
             record = replace(record, seconds=time.perf_counter() - started)
             self._lost.append((record.step, self._reason()))
             return record
-        probe = probe_batch(batch.micro_batches(self._config.train.micro_batch_size)[0], self._config.seed)
+        probe = probe_of(batch, self._config)
         evidence = gather(session, self._config, batch, probe, norms, due)
         self._waiting.add(evidence.record.step)
         self._outbox.put(evidence)
@@ -223,6 +229,7 @@ def _work(
     os.nice(WORKER_NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     opened: Reference | None = None
+    judged = 0
     while (evidence := receive_evidence(evidence_in)) is not None:
         result: Result
         try:
@@ -237,12 +244,28 @@ def _work(
             result = (evidence.record.step, reason)
         results_out.send(result)
         del evidence
+        judged += 1
+        if judged % SUMS_EVERY == 0:
+            _keep_sums(opened, observations)
+    _keep_sums(opened, observations)
+
+
+def _keep_sums(reference: Reference | None, folder: Path | None) -> None:
+    """Write the sums over the run's checks beside its observations, for the report and for a resume."""
+    if reference is None or reference.over_steps is None or folder is None:
+        return
+    buffer = io.BytesIO()
+    np.savez(buffer, **reference.over_steps.bias.to_arrays())  # type: ignore[arg-type]
+    with contextlib.suppress(OSError):  # a full disk: the checks themselves have said so
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / SUMS, [buffer.getvalue()])
 
 
 def _kept(check: Check, evidence: Evidence, config: RunConfig, folder: Path) -> Check:
     """The check, after the sketches of its step were written; what could not be written is not covered later."""
     try:
-        save_observations(folder, evidence, observations_of(evidence, config.model))
+        kept = observations_of(evidence, config.model)
+        save_observations(folder, evidence.record.step, evidence.batch, evidence.probe, kept)
     except UserError as error:
         return replace(check, not_covered=(*check.not_covered, f"a later replay of this step: {error}"))
     return check

@@ -29,11 +29,12 @@ def test_every_comparison_of_every_recipe_was_measured(recipe):
 def test_a_bound_is_the_clean_extreme_with_its_margin(recipe, kind, margin):
     clean = bands.table()[recipe][kind]
     excess, gain, distance = bands.measures(recipe, kind, distances(), 10**9)[:3]
-    high = max(math.exp(margin * clean.log_excess), bands.LEAST_EXCESS)
+    least_excess, least_distance = bands.least(recipe, kind)
+    high = max(math.exp(margin * clean.log_excess), least_excess)
     gain_bound = max(margin * clean.gain, bands.LEAST_GAIN, distance.high / 2 if margin == 2.0 else 0.0)
     assert (excess.low, excess.high) == pytest.approx((1 / high, high))
     assert gain.high == -gain.low == pytest.approx(gain_bound * 1e-3)
-    assert distance.high == pytest.approx(max(margin * clean.distance, bands.LEAST_DISTANCE))
+    assert distance.high == pytest.approx(max(margin * clean.distance, least_distance))
 
 
 def test_few_numbers_have_a_wider_band():
