@@ -124,11 +124,14 @@ class Gradients:
     nll:    (B, S) per-token negative log-likelihood in nats, unweighted.
     loss:   the scalar that the session calls its loss.
     grads:  d loss / d parameter by canonical name, in the master weights' dtype and shape.
+    program: of a single micro-batch, where the session shows them: its gradients as its forward-backward program gave
+            them, before anything else touched them. Empty otherwise.
     """
 
     nll: np.ndarray
     loss: float
     grads: Arrays
+    program: Arrays = field(default_factory=dict)
 
 
 @runtime_checkable

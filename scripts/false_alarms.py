@@ -37,7 +37,7 @@ from scripts.clean_runs import clean_evidence, draw_config, open_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "docs/false_alarms.jsonl", ROOT / "docs/false_alarms.md"
-BOUNDS = ROOT / "core/parity/bands.json"
+BOUNDS = (ROOT / "core/parity/bands.json", ROOT / "core/parity/bands.py")
 # Label → recipe, and whether the batch is cut into several micro-batches.
 RECIPES = {
     "fp32": ("fp32/eager", False),
@@ -70,7 +70,7 @@ class FalseAlarms:
 
 def digest() -> str:
     """Of the bounds that are tried."""
-    return hashlib.sha256(BOUNDS.read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in BOUNDS)).hexdigest()[:16]
 
 
 def run_draw(job: tuple[str, int, int]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def page() -> str:
         f"({platform.system()}), CPU. A check is one verdict on one step, made of some hundred comparisons; it is "
         "accused if a single one is out of bounds. Random models (1–4 layers, 16–256 hidden, one to all KV heads, tied "
         "or not, biases or not, 16–320 tokens a sequence), initial and trained weights, uneven loss weights, real "
-        f"text. Bounds: core/parity/bands.json, digest {digest()}, measured on other draws (docs/calibration.md).",
+        f"text. Bounds: core/parity/bands.json and bands.py, digest {digest()}, measured on other draws (docs/calibration.md).",
         "",
         "| recipe | shapes | checks | comparisons | accused | rate, 95 % upper bound |",
         "|---|---|---|---|---|---|",

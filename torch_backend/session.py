@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,10 @@ class TorchSession:
         self._micro_loss = self.compiled(self.micro_loss) if config.compile.enabled else self.micro_loss
         self._tapped_programs: dict[frozenset[str], Any] = {}
         self._sketching: tuple[Any, Any, Tensor] | None = None
+        # Kept only while `gradients` or `step_and_gradients` asks.
+        self._program_gradients: dict[str, Tensor] | None = None
+        self._of_step: Gradients | None = None
+        self._show_step = False
         self._load_parameters(init_parameters(config.model, config.seed))
 
     def build_model(self) -> Llama:
@@ -88,7 +93,9 @@ class TorchSession:
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group."""
-        loss, _ = self.accumulate(batch)
+        loss, nll = self.accumulate(batch)
+        if self._show_step:
+            self._of_step = self._gradients(loss, nll)
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = global_norm(grads)
         before = {n: p.detach().clone() for n, p in self.parameters.items()} if norms else {}
@@ -118,32 +125,35 @@ class TorchSession:
 
     def gradients(self, batch: Batch) -> Gradients:
         """Per-token NLL, loss and accumulated gradients of `batch`, through the program that trains."""
-        loss, nll = self.accumulate(batch)
-        grads = {name: _numpy(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        self._program_gradients = {}
+        found = self._gradients(*self.accumulate(batch))
         self.optimizer.zero_grad(set_to_none=True)
+        of_program, self._program_gradients = self._program_gradients, None
+        return replace(found, program={name: _numpy(g) for name, g in of_program.items()})
+
+    def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
+        """`step`, and the gradients that it made before clipping; None if a subclass steps without showing them."""
+        self._of_step, self._show_step = None, True
+        try:
+            return self.step(batch, norms=norms), self._of_step
+        finally:
+            self._of_step, self._show_step = None, False
+
+    def _gradients(self, loss: Tensor, nll: list[Tensor]) -> Gradients:
+        grads = {name: _numpy(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         return Gradients(np.concatenate([_numpy(n) for n in nll]), loss.item(), grads)
 
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
         """Taps and gradients of one micro-batch from the tapped program, compiled if the trainer is.
 
-        Besides taps, names are `grad/NAME` for a tap, an edge or a parameter, and `untapped/NAME` for a parameter's
-        gradient from the program that trains, before anything is accumulated. What the model does not pass through
-        its tap is left out. Raises NotSupported for a name that no Llama has.
+        Besides taps, names are `grad/NAME` for a tap, an edge or a parameter. What the model does not pass through its
+        tap is left out. Raises NotSupported for a name that no Llama has.
         """
-        model = self.config.model
-        kinds = {"": tap_names(model), GRADIENT: [*tap_names(model), *edge_names(model), *self.parameters]}
-        kinds["untapped/"] = [*self.parameters]
-        if unknown := sorted(set(taps) - {prefix + name for prefix, names in kinds.items() for name in names}):
+        taps_of_model = tap_names(self.config.model)
+        probed = (*taps_of_model, *edge_names(self.config.model), *self.parameters)
+        if unknown := sorted(set(taps) - {*taps_of_model, *(GRADIENT + name for name in probed)}):
             raise NotSupported(f"no such tap: {', '.join(unknown)}")
-        untapped = [t.removeprefix("untapped/") for t in taps if t.startswith("untapped/")]
-        tapped = frozenset(taps).difference(f"untapped/{name}" for name in untapped)
-        found = self._observe_tapped(batch, tapped) if tapped else {}
-        if untapped:
-            loss, _ = self._micro_loss(*self.to_device(batch), self.total_weight(batch))
-            grads = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
-            by_name = dict(zip(self.parameters, grads, strict=True))
-            found |= {f"untapped/{name}": _numpy(g) for name in untapped if (g := by_name[name]) is not None}
-        return found
+        return self._observe_tapped(batch, frozenset(taps))
 
     def _observe_tapped(self, batch: Batch, names: frozenset[str]) -> dict[str, np.ndarray]:
         program = self._tapped_programs.get(names)
@@ -323,12 +333,16 @@ class TorchSession:
         total = self.total_weight(batch)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         nll = []
-        for micro in batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens))):
+        micros = batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens)))
+        for micro in micros:
             tokens, targets, weights = self.to_device(micro)
             micro_loss, micro_nll = self._micro_loss(tokens, targets, weights, total)
             micro_loss.backward()
             loss += micro_loss.detach()
             nll.append(micro_nll.detach())
+        if self._program_gradients is not None and len(micros) == 1:
+            grads = {name: p.grad for name, p in self.parameters.items()}
+            self._program_gradients = {name: g.clone() for name, g in grads.items() if g is not None}
         return loss, nll
 
     def micro_loss(self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:

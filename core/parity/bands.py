@@ -31,15 +31,15 @@ from core.parity.verdict import Measure
 # found locally.
 MARGIN, MARGIN_END_TO_END = 2.0, 3.0
 # No band is narrower than this. What ends in a rounding to a narrow operand dtype is reproduced but for the few
-# elements that lie at a tie: other libraries' sums move those. What stays in FP32 differs by the order of its sums alone, which
-# no policy declares: a sequential sum of n terms is off by √n, one in blocks by less, and the ratio of two honest ones
-# reaches this. Of 3e-7, a few times more or less is no fault.
-LEAST_EXCESS, LEAST_DISTANCE, LEAST_GAIN = 1.1, 0.3, 0.1
+# elements that lie at a tie: other libraries' sums move those. What stays in FP32 differs by the order of its sums
+# alone, which no policy declares: a sequential sum of n terms is off by √n, one in blocks by less, and the ratio of two
+# honest ones reaches this. Of 3e-7, a few times more or less is no fault.
+LEAST_EXCESS, LEAST_DISTANCE, LEAST_GAIN = 1.15, 0.6, 0.1
 LEAST_OF_SUMS = 4.0
 # FP64 has no truth above it; two orders of summation of some thousand terms differ by about 1e-15 a step of the chain.
 FP64_LIMIT = 1e-12
-# FP32 gradients of two libraries are a few ulp off, and the ratio of such errors scatters: this limit, 80 ulp, stands
-# beside it.
+# What two libraries compute in FP32 from the weights on is some ulp off, and the ratio of such errors scatters widely:
+# a relative error below this, 80 ulp, is never accused end to end, and one above it in a gradient always is.
 FP32_LIMIT = 1e-5
 
 
@@ -177,6 +177,14 @@ def limits(recipe: str, kind: str, size: int) -> Limits:
     )
 
 
+def _with_slack(limit: Limits, recipe: str, kind: str, d: Distances) -> Limits:
+    """Of what FP32 gives end to end, wide enough for `FP32_LIMIT`."""
+    if recipe.startswith("fp32/") and kind.startswith(("end_to_end/", "gradients/", "bridge/")):
+        slack = FP32_LIMIT / d.twin_relative_error if d.twin_relative_error else 0.0
+        return Limits(max(limit.excess, slack), max(limit.gain, slack), max(limit.distance, slack))
+    return limit
+
+
 def _clean(recipe: str, kind: str) -> Extremes:
     try:
         return table()[recipe][kind]
@@ -189,12 +197,15 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
     if recipe.startswith("fp64/"):
         basis = f"FP64 has no truth above it: relative error at most {FP64_LIMIT:.0e}"
         return (Measure("relative_error", d.relative_error, None, FP64_LIMIT, basis),)
-    clean, limit = _clean(recipe, kind), limits(recipe, kind, size)
+    clean, calibrated = _clean(recipe, kind), limits(recipe, kind, size)
+    limit = _with_slack(calibrated, recipe, kind, d)
     wider, width = margin(kind), scatter(size)
+    slack = f"; never below a relative error of {FP32_LIMIT:.0e}" if limit != calibrated else ""
 
     def why(extreme: float, bound: float, least: float, times: str) -> str:
         few = f", few numbers {times[0]}{width:.2g}" if width > 1.05 else ""
-        return f"{clean.draws} clean draws reached {extreme:.3g}, {f'least {least:g}' if bound < least else times}{few}"
+        how = f"least {least:g}" if bound < least else times
+        return f"{clean.draws} clean draws reached {extreme:.3g}, {how}{few}{slack}"
 
     power = f"{wider:g}"
     least_excess, least_distance = least(recipe, kind)
@@ -204,7 +215,7 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
     reached = math.exp(clean.log_excess)
     excess_basis = why(reached, reached**wider, least_excess, f"^{power}")
     gain_basis = why(clean.gain, wider * clean.gain, LEAST_GAIN, f"×{power}")
-    if limit.gain > 1.001 * width * max(wider * clean.gain, LEAST_GAIN):
+    if calibrated.gain > 1.001 * width * max(wider * clean.gain, LEAST_GAIN):
         gain_basis = f"half the bound on the distance (of clean gains the largest was {clean.gain:.3g})"
     gain_basis += f", of the error {d.twin_relative_error:.1e}"
     reach = limit.gain * d.twin_relative_error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +21,6 @@ from core.names import GRADIENT, edge_names, parameter_shapes, tap_names
 
 # A local check sees a fault in whatever it is fed: two sequences are enough, and keep what is handed over small.
 TAPPED_SEQUENCES = 2
-# Parameter gradients of the program that trains, before the session has done anything with them.
-UNTAPPED = "untapped/"
 # Shares of the loss weight that the micro-batches of the accumulation check have: uneven, and powers of two, so that
 # a micro-batch's part of the sum is its own gradient scaled without a rounding.
 SHARES = (0.5, 0.25, 0.25)
@@ -50,8 +48,8 @@ class Evidence:
     probe:     the batch whose forward and backward pass the reference repeats (the step's own batch, or `tapped`).
     probed:    the candidate's NLL, loss and gradients on the probe.
     tapped:    a micro-batch whose loss lies on its first `sequences` sequences alone.
-    taps:      taps and gradients on `tapped`, of the first sequences; of parameters under `grad/` and `untapped/`.
-    micro:     gradients that the session gives for `tapped`.
+    taps:      taps and gradients on `tapped`, of the first sequences; of parameters under `grad/`.
+    micro:     what the session gives as gradients of `tapped`.
     accumulated: gradients of several micro-batches apart and together. reloaded: the state after a checkpoint of
     `after` was written, read back and loaded.
     not_covered: what the candidate could not do, in words. seconds: what gathering cost, without the step itself.
@@ -70,7 +68,7 @@ class Evidence:
     seconds: float
     due: str | None = None
     sequences: int = TAPPED_SEQUENCES
-    micro: Arrays = field(default_factory=dict)
+    micro: Gradients | None = None
     accumulated: Accumulation | None = None
     reloaded: State | None = None
 
@@ -104,21 +102,26 @@ def gather(
     before = session.state()
     tapped = probe_batch(batch.micro_batches(_micro_size(config, batch))[0], config.seed) if probe is None else probe
     target = batch if probe is None else probe
-    micro: Arrays = {}
-    probed = attempt("gradients and per-token NLL", lambda: _gradients(session, target))
-    stepped = probed
-    if probed is not None and probe is not None:
+    probed = stepped = attempt("gradients and per-token NLL", lambda: _gradients(session, target))
+    micro = probed
+    if probed is not None and probe is None:
+        micro = attempt("one micro-batch", lambda: _gradients(session, tapped))
+    # During training the step itself tells its gradients, where the session can: to compute them twice costs a step.
+    in_passing = getattr(session, "step_and_gradients", None) if probe is not None and probed is not None else None
+    if probed is not None and probe is not None and in_passing is None:
         stepped = _gradients(session, batch)
-        micro = probed.grads
-    elif probed is not None and (of_tapped := attempt("one micro-batch", lambda: _gradients(session, tapped))):
-        micro = of_tapped.grads
     taps = _observe(session, config, tapped, missing)
     accumulated = None
     if probe is None and probed is not None and config.train.accumulation > 1:
         accumulated = _accumulate(session, batch.micro_batches(config.train.micro_batch_size))
     gathering = time.perf_counter() - started
     started = time.perf_counter()
-    record = session.step(batch, norms=True) if norms else session.step(batch)
+    if in_passing is not None:
+        record, stepped = in_passing(batch, norms=norms)
+        if stepped is None:
+            missing.append("moments and update: the session's step did not show its gradients")
+    else:
+        record = session.step(batch, norms=True) if norms else session.step(batch)
     record = replace(record, seconds=time.perf_counter() - started)
     started = time.perf_counter()
     after = session.state()
@@ -170,17 +173,13 @@ def observed_names(config: RunConfig) -> list[str]:
     """Every name that a full check asks of a candidate's taps."""
     taps, parameters = tap_names(config.model), list(parameter_shapes(config.model))
     probed = (*taps, *edge_names(config.model), *parameters)
-    return [*taps, *(GRADIENT + name for name in probed), *(UNTAPPED + name for name in parameters)]
+    return [*taps, *(GRADIENT + name for name in probed)]
 
 
 def _observe(session: Session, config: RunConfig, tapped: Batch, missing: list[str]) -> Arrays:
-    names = observed_names(config)
-    forward_and_backward = [name for name in names if not name.startswith(UNTAPPED)]
-    forward = tap_names(config.model)
     for asked, lost in (
-        (names, ""),
-        (forward_and_backward, "gradients of the program that trains, apart from accumulation"),
-        (forward, "local checks of the backward stages"),
+        (observed_names(config), ""),
+        (tap_names(config.model), "local checks of the backward stages"),
         ([], "local checks of the forward stages"),
     ):
         try:
@@ -199,8 +198,11 @@ def first_of(found: Mapping[str, np.ndarray], sequences: int, rows: int) -> Arra
 
     def part(name: str, value: np.ndarray) -> np.ndarray:
         tap = name.removeprefix(GRADIENT)
-        whole = name.startswith(UNTAPPED) or tap.endswith((".weight", ".bias"))
-        return value if whole or np.ndim(value) == 0 or len(value) != rows else value[:sequences]
+        return (
+            value
+            if tap.endswith((".weight", ".bias")) or np.ndim(value) == 0 or len(value) != rows
+            else value[:sequences]
+        )
 
     return {name: part(name, value) for name, value in found.items()}
 

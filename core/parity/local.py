@@ -23,7 +23,7 @@ from core.parity.compare import (
     same_but_for_rounding,
 )
 from core.parity.end_to_end import Repeated
-from core.parity.evidence import UNTAPPED, Evidence, first_sequences
+from core.parity.evidence import Evidence, first_sequences
 from core.parity.excess import distances
 from core.parity.stages import ForwardStage, Shared, forward_stages, shared_tensors
 from core.parity.verdict import Finding
@@ -84,15 +84,17 @@ def program(evidence: Evidence, repeated: Repeated | None, reference: Reference)
     it is called `compiler` under compile and `gradients` else.
     """
     compiled = reference.config.compile.enabled
+    if evidence.micro is None:
+        return
     for name in parameter_shapes(reference.config.model):
-        tapped, given = evidence.taps.get(GRADIENT + name), evidence.micro.get(name)
-        raw = evidence.taps.get(UNTAPPED + name)
+        tapped, given = evidence.taps.get(GRADIENT + name), evidence.micro.grads.get(name)
+        raw = evidence.micro.program.get(name)
         untapped = given if raw is None else raw
         if tapped is not None and untapped is not None and repeated is not None:
             yield from _bridge("compiler" if compiled else "gradients", name, untapped, tapped, repeated, reference)
         if raw is not None and given is not None:
             yield same_but_for_rounding(reference, "gradients", name, given, raw)
-        if given is None and evidence.micro:
+        if given is None:
             yield exact("gradients", name, 1, 1, "every parameter has a gradient")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.names import tap_names
-from core.parity.evidence import uneven_weights
+from core.parity.evidence import gather, observed_names, probe_batch, uneven_weights
 from parity_tests.cross.variants import same_bits
 from parity_tests.tiny import text_batch, tiny_config
 from torch_backend.session import TorchBackend
@@ -14,6 +14,8 @@ CONFIG = tiny_config("bf16", train={"sequence_length": 32})
 LOOKS = {
     "gradients": lambda s: s.gradients(text_batch(CONFIG, 7)),
     "observe": lambda s: s.observe(text_batch(CONFIG, 7), tap_names(CONFIG.model)),
+    "observe all": lambda s: s.observe(text_batch(CONFIG, 7).micro_batches(2)[0], observed_names(CONFIG)),
+    "sketch": lambda s: s.sketch(probe_batch(text_batch(CONFIG, 7).micro_batches(2)[0], 0), 2),
     "evaluate": lambda s: s.evaluate(text_batch(CONFIG, 7)),
     "evaluate in fp32": lambda s: s.evaluate(text_batch(CONFIG, 7), "fp32"),
     "next_token_logits": lambda s: s.next_token_logits(text_batch(CONFIG, 7).tokens[0]),
@@ -61,3 +63,18 @@ def test_norms_change_no_weight(program):
     assert same_bits(plain.state(), asked.state())
     assert not without.metrics and {"grad_norm/matrices", "update_ratio/matrices"} <= set(with_norms.metrics)
     assert (without.loss, without.grad_norm) == (with_norms.loss, with_norms.grad_norm)
+
+
+@pytest.mark.parametrize("program", [False, True], ids=["eager", "aot_eager"])
+def test_checked_or_not_the_trained_weights_are_equal(program):
+    """Every step checked as during training, and every other one sketched, against a run that nobody looks at."""
+    config = tiny_config("bf16", compiled=program, train={"sequence_length": 32})
+    checked, alone = TorchBackend().open(config), TorchBackend().open(config)
+    for step in range(4):
+        batch = text_batch(config, step)
+        probe = probe_batch(batch.micro_batches(2)[0], step)
+        if step % 2:
+            checked.sketch(probe, 2)
+        gather(checked, config, batch, probe)
+        alone.step(batch)
+    assert same_bits(checked.state(), alone.state())
