@@ -95,9 +95,16 @@ def load_checkpoint(folder: Path) -> tuple[State, dict[str, Any]]:
     return State(manifest["step"], params, tensors), extra
 
 
-def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the last `keep` checkpoints; returns what was deleted."""
-    old = list_checkpoints(folder)[:-keep]
+def prune_checkpoints(folder: Path, keep: int, spare: int | None = None) -> list[Path]:
+    """Delete all but the last `keep` checkpoints; returns what was deleted.
+
+    spare: a step; the last checkpoint at or before it stays, and so does every later one, whatever their age.
+    """
+    found = list_checkpoints(folder)
+    old = found[:-keep]
+    if spare is not None:
+        vouched = [checkpoint_step(path) or 0 for path in found if (checkpoint_step(path) or 0) <= spare]
+        old = [path for path in old if vouched and (checkpoint_step(path) or 0) < vouched[-1]]
     for path in old:
         # Renamed first: a deletion that is cut short must not leave something that looks like a checkpoint.
         doomed = path.with_name(f".{path.name}.{os.getpid()}.old")

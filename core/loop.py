@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from core.backend import Batch, NotSupported, Session, StepRecord
 from core.budget import mfu
+from core.checkpoint import checkpoint_step
 from core.data.loader import Prefetcher
 from core.parity.verdict import Check
 from core.run import RunDir
 from core.run_data import RunData
 from core.sample import continue_tokens
 from core.sinks.sink import Sink
+
+Ending = Literal["finished", "interrupted", "alarmed"]
 
 
 class Watch(Protocol):
@@ -130,53 +133,101 @@ def train(
     first: int,
     device: str,
     watch: Watch | None = None,
-) -> bool:
-    """Train from step `first` to the end, or until `interrupted`; returns whether it reached the end.
+    alarm: Callable[[Check], str | None] = lambda check: None,
+) -> Ending:
+    """Train from step `first` to the end, or until `interrupted` or an alarm; returns how it ended.
 
-    Every record and check goes to the sinks as it comes. A checkpoint is written at its interval, at the end, and
-    when interrupted.
+    Every record and check goes to the sinks as it comes, and what `alarm` says of a check that disagreed. A checkpoint
+    is written at its interval, at the end, and when interrupted; none of a state that a check has just accused, if the
+    run is to stop there (`parity.on_alarm`).
     """
     last = run.config.train.steps
     done = first - 1
     saved = done if done else None
+    checks = Checks(sinks, alarm)
+    stops = run.config.parity.on_alarm != "log"
     for record in step_records(session, data, first, device, watch):
         done = record.step
         for sink in sinks:
             sink.record(record)
         if watch is not None:
-            deliver(watch.collect(), sinks)
+            checks.deliver(watch.collect())
+        if stops and checks.bad is not None:
+            break
         if due(run.config.checkpoint.every, done, last) or done == last:
-            saved = save(session, data, run)
+            saved = save(session, data, run, checks.good)
         if interrupted.is_set():
             break
-    if saved != done:
-        save(session, data, run)
+    if saved != done and not (stops and checks.bad is not None):
+        save(session, data, run, checks.good)
     if watch is not None:
         if watch.pending:
             for sink in sinks:
                 sink.note(f"waiting for the reference: checks under way: {watch.pending}")
-        deliver(watch.drain(), sinks)
+        checks.deliver(watch.drain())
+    if stops and checks.bad is not None:
+        return _stop(run, checks, sinks)
     if done == last:
         run.finish()
-    return done == last
+    return "finished" if done == last else "interrupted"
 
 
-def save(session: Session, data: RunData, run: RunDir) -> int:
-    """Write a checkpoint; returns its step. A session that cannot give its state leaves none."""
+def _stop(run: RunDir, checks: Checks, sinks: Sequence[Sink]) -> Ending:
+    """End a run that a check has accused; under `roll_back`, as it was at the last checkpoint that is not suspect."""
+    said = f"stopped: the check of step {checks.bad} disagreed"
+    if run.config.parity.on_alarm == "roll_back":
+        good = [p for p in run.checkpoints() if (checkpoint_step(p) or 0) <= (checks.good or 0)]
+        if good:
+            step = checkpoint_step(good[-1]) or 0
+            run.resume_from(step)
+            said += f"; rolled back to step {step}, which is not later than the last check that agreed ({checks.good})"
+        else:
+            said += "; there is no checkpoint from before the last check that agreed, so nothing was rolled back"
+    for sink in sinks:
+        sink.note(said)
+    return "alarmed"
+
+
+def save(session: Session, data: RunData, run: RunDir, good: int | None = None) -> int:
+    """Write a checkpoint; returns its step. A session that cannot give its state leaves none.
+
+    good: step of the last check that agreed. If an alarm is to roll the run back, the checkpoint that it vouches for
+    is not deleted, nor are those that no check has vouched for yet.
+    """
     try:
         state = session.state()
     except NotSupported:
         return -1
     tokens = state.step * data.config.train.batch_size * data.config.train.sequence_length
-    run.save_checkpoint(state, {"tokens_seen": tokens, "data_fingerprint": data.dataset.fingerprint})
+    spare = (good or 0) if run.config.parity.every and run.config.parity.on_alarm == "roll_back" else None
+    run.save_checkpoint(state, {"tokens_seen": tokens, "data_fingerprint": data.dataset.fingerprint}, spare)
     return state.step
 
 
-def deliver(results: Iterator[Check | tuple[int, str]], sinks: Sequence[Sink]) -> None:
-    """Give what came back from the reference to every sink."""
-    for result in results:
-        for sink in sinks:
-            if isinstance(result, Check):
-                sink.check(result)
-            else:
-                sink.skipped(*result)
+class Checks:
+    """What has come back from the reference, given on to every sink.
+
+    good: step of the last check that agreed, before any that did not. bad: step of the first that did not.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], alarm: Callable[[Check], str | None]) -> None:
+        self._sinks, self._alarm = sinks, alarm
+        self.good: int | None = None
+        self.bad: int | None = None
+
+    def deliver(self, results: Iterator[Check | tuple[int, str]]) -> None:
+        """Take what came back; a check that disagreed sounds the alarm."""
+        for result in results:
+            said = None
+            if isinstance(result, Check) and result.verdict == "disagreed":
+                self.bad = self.bad or result.step
+                said = self._alarm(result)
+            elif isinstance(result, Check) and result.verdict == "agreed" and self.bad is None:
+                self.good = result.step
+            for sink in self._sinks:
+                if isinstance(result, Check):
+                    sink.check(result)
+                else:
+                    sink.skipped(*result)
+                if said:
+                    sink.note(said)

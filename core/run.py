@@ -208,11 +208,14 @@ class RunDir:
 
     # Checkpoints
 
-    def save_checkpoint(self, state: State, extra: Mapping[str, Any]) -> Path:
-        """Write checkpoints/step_NNNNNN, then delete all but the last `checkpoint.keep` of the configuration."""
+    def save_checkpoint(self, state: State, extra: Mapping[str, Any], spare: int | None = None) -> Path:
+        """Write checkpoints/step_NNNNNN, then delete all but the last `checkpoint.keep` of the configuration.
+
+        spare: a step; the last checkpoint at or before it is kept besides, and all later ones.
+        """
         self._writer()
         path = checkpoint.save_checkpoint(self.path / CHECKPOINTS, state, extra)
-        checkpoint.prune_checkpoints(self.path / CHECKPOINTS, self.config.checkpoint.keep)
+        checkpoint.prune_checkpoints(self.path / CHECKPOINTS, self.config.checkpoint.keep, spare)
         return path
 
     def checkpoints(self) -> list[Path]:

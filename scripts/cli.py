@@ -15,6 +15,9 @@ COMMANDS = {
     "data prepare": ("scripts.prepare", "text, JSON lines or parquet → token shards"),
     "train": ("scripts.train", "train; --resume RUN goes on; --parity.every N checks steps against the reference"),
     "parity": ("scripts.parity", "check the first steps side by side with the reference"),
+    "replay": ("scripts.replay", "check a recorded step or a capsule later, or on another machine"),
+    "bisect": ("scripts.bisect", "find a run's first bad step, its origin stage and the cause"),
+    "faults": ("scripts.faults", "plant the known faults and print the scoreboard"),
     "report": ("scripts.report", "write a run's report.html"),
 }
 

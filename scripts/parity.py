@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +19,10 @@ from scripts.failures import in_one_line
 from scripts.open_data import open_data
 
 if TYPE_CHECKING:
+    from core.backend import Backend, Session
+    from core.config import RunConfig
+    from core.parity.evidence import Evidence
+    from core.parity.side_by_side import Alarmed
     from core.parity.verdict import Check
 
 
@@ -38,6 +44,10 @@ class Parity:
     """who is judged: torch, jax, FILE.py:NAME or module:NAME"""
     reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
     """who judges: torch, jax, FILE.py:NAME or module:NAME"""
+    capsules: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("capsules")
+    """where the first step that disagrees is packed, with a script that repeats the fault without Lockstep"""
+    quick: bool = False
+    """only the verdict: the step that disagrees is not run again, and its cause is not looked for"""
     free_running: bool = False
     """do not check: let both train on by themselves and show how far they drift apart"""
 
@@ -76,7 +86,8 @@ def main(argv: list[str]) -> int:
     stopped: UserError | None = None
     try:
         config = on_its_device(config, candidate)
-        for check in check_steps(candidate, reference, config, batches):
+        alarm = _alarm(options, candidate, reference, config, lambda text: console.print(text, markup=False))
+        for check in check_steps(candidate, reference, config, batches, alarm):
             checks.append(check)
             console.print(
                 check_line(check),
@@ -102,3 +113,38 @@ def main(argv: list[str]) -> int:
     if stopped:
         print(f"lockstep: {stopped}", file=sys.stderr)
     return {"agreed": 0, "disagreed": 1, "could_not": 2}[overall(checks)]
+
+
+def _alarm(
+    options: Parity, candidate: Backend, reference: Backend, config: RunConfig, say: Callable[[str], None]
+) -> Alarmed:
+    """What follows the first check that disagrees: run the step again, look for the cause, pack the step."""
+    from core.parity.alarm import sound
+    from core.parity.cause import find_cause
+
+    sounded: list[int] = []
+
+    def alarm(session: Session, evidence: Evidence, check: Check) -> Check:
+        if options.quick or sounded:
+            return check
+        sounded.append(check.step)
+
+        def cause_of(evidence: Evidence, check: Check) -> str:
+            return find_cause(candidate, reference, config, evidence, check).words
+
+        describe = getattr(candidate, "describe", None)
+        found = sound(
+            session,
+            evidence,
+            check,
+            config,
+            options.capsules,
+            candidate=options.candidate,
+            reference=options.reference,
+            versions=describe(config).get("versions", {}) if describe else {},
+            find_cause=cause_of,
+        )
+        say(found.summary)
+        return dataclasses.replace(check, cause="; ".join(found.cause) or None)
+
+    return alarm

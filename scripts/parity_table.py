@@ -26,8 +26,8 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str) -> Non
         for finding in check.findings:
             by_stage.setdefault((finding.stage, finding.phase, finding.scope), []).append((check, finding))
     table = Table(title=f"The worst of each stage, {recipe}", title_justify="left", title_style="bold")
-    for header in ("stage", "phase", "fed", "n", "worst tap", "measured (bound)", "basis of the bound", "verdict"):
-        table.add_column(header, justify="right" if header == "n" else "left", no_wrap=header != "basis of the bound")
+    for header in ("stage", "phase", "fed", "n", "worst tap", "measured (bound)", "verdict"):
+        table.add_column(header, justify="right" if header == "n" else "left", no_wrap=True)
     for (stage, phase, scope), found in sorted(by_stage.items(), key=_row):
         check, worst = max(found, key=lambda item: item[1].worst.strain)
         broken = [finding for _, finding in found if not finding.ok]
@@ -39,7 +39,6 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str) -> Non
             f"{len(found)}",
             Text(worst.tap),
             Text(f"{measure.name.replace('_', ' ')} {measure.value:.4g} ({bounds(measure.low, measure.high)})"),
-            Text(measure.basis),
             Text(f"{len(broken)} {check.role(worst)}", "bold red") if broken else Text("ok", "green"),
         )
     console.print(table)

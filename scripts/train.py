@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from core.backend import Session
+    from core.parity.shadow import Shadow
+    from core.parity.verdict import Check
     from core.run import RunDir
     from core.run_data import RunData
 
@@ -122,13 +124,40 @@ def _train(
     sinks.append(ConsoleSink(config.train.steps, done, console))
     for sink in sinks:
         stack.callback(sink.close)
+    alarm = _alarm(run, session, shadow, about)
     with _interrupts() as interrupted:
-        finished = train(session, data, run, sinks, interrupted, done + 1, str(about["device"]), watch)
+        ending = train(session, data, run, sinks, interrupted, done + 1, str(about["device"]), watch, alarm)
     stack.close()
-    if not finished:
+    if ending == "interrupted":
         console.print(f"stopped; go on with: lockstep train --resume {run.path}", markup=False, soft_wrap=True)
         return 130
     return _exit_code(run)
+
+
+def _alarm(
+    run: RunDir, session: Session, shadow: Shadow | None, about: Mapping[str, Any]
+) -> Callable[[Check], str | None]:
+    """What follows a check that disagreed: the step is run again, and packed for `lockstep replay`."""
+    from core.parity.alarm import sound
+    from core.run import CAPSULES
+
+    def alarm(check: Check) -> str | None:
+        evidence = shadow.evidence_of(check.step) if shadow else None
+        if evidence is None:
+            return None
+        return sound(
+            session,
+            evidence,
+            check,
+            run.config,
+            run.path / CAPSULES,
+            candidate=str(run.info.get("backend", "torch")),
+            reference="jax",
+            versions=about.get("versions", {}),
+            machine={"device": about.get("device")},
+        ).summary
+
+    return alarm
 
 
 def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 
-from core.backend import Backend, Session
+from core.backend import Arrays, Backend, Session
 from core.config import CompileConfig, PrecisionConfig, RunConfig
 from core.names import layer_of
 from core.parity import bands
@@ -18,6 +19,8 @@ from core.parity.over_steps import OverSteps
 from core.parity.stages import PHASES
 from core.parity.verdict import Finding, Measure, Scope
 
+# Of the noise that `Noise` measures, another order of sums makes a few times more or less.
+NOISE_MARGIN = 4.0
 # Two orders of a few FP32 additions, or one of a value that was added to a zero, differ by no more.
 FEW_ULPS = 16.0
 
@@ -27,6 +30,8 @@ class Reference:
     """Two sessions of one reference: the twin at the candidate's declared precision, the truth in FP64.
 
     bound: (recipe, kind, distances, numbers) → measures with their bounds; calibration puts a recorder here.
+    open_plain: opens the reference in the stream dtype throughout, nothing rounded to a narrower one; the twin serves
+    where there is no such difference.
     over_steps: sums of local comparisons over the checks of a run, or None where there are no bounds to hold them to.
     known: numbers that the judged step knows, for the decoder (core/parity/decode.py).
     """
@@ -35,6 +40,7 @@ class Reference:
     twin: Session
     truth: Session
     bound: Callable[[str, str, Distances, int], tuple[Measure, ...]] = bands.measures
+    open_plain: Callable[[], Session] | None = None
     over_steps: OverSteps | None = None
     known: Mapping[str, float] = field(default_factory=dict)
 
@@ -46,7 +52,10 @@ class Reference:
         if config.precision.policy == "fp64":
             return cls(config, twin, twin)
         truth = backend.open(plain.model_copy(update={"precision": PrecisionConfig(policy="fp64")}))
-        return cls(config, twin, truth)
+        if config.precision.policy == "fp32":
+            return cls(config, twin, truth)
+        in_stream = plain.model_copy(update={"precision": PrecisionConfig(policy="fp32")})
+        return cls(config, twin, truth, open_plain=cache(lambda: backend.open(in_stream)))
 
     def over_a_run(self) -> Reference:
         """The same sessions with sums of their own, begun now: for the checks of one run in their order."""
@@ -106,17 +115,28 @@ def compare(
     t: np.ndarray,
     phase: str | None = None,
     note: str = "",
+    noise: Callable[[], float] | None = None,
 ) -> Finding:
-    """Candidate, twin and truth as full arrays of one shape."""
+    """Candidate, twin and truth as full arrays of one shape.
+
+    noise: gives the L2 norm of what the stream dtype's arithmetic alone makes of this result. It is asked before an
+    accusation: where a result is what is left of a cancellation, one twin's error says nothing of another's. So is how
+    many errors carry the twin's norm. A fault has no part in either.
+    """
     if c.shape != t.shape:
         return exact(stage, tap, 1, t.size, "shapes must be equal", f"candidate {c.shape}, reference {t.shape}", phase)
     d = distances(c, w, t, reference.stream)
     size = bands.independent(t.shape)
     found = finding(stage, tap, scope, reference.bound(reference.recipe, kind, d, size), t.size, d.unequal, note, phase)
+    at_first = found.ok
+    if not found.ok and noise is not None:
+        d = distances(c, w, t, reference.stream, noise())
+        size = min(size, bands.effective(w.astype(np.float64) - t))
+        found = replace(found, measures=reference.bound(reference.recipe, kind, d, size))
     if not found.ok:
         words = explain(c, t, reference.known, d.twin_relative_error)
         return replace(found, note="; ".join([n for n in (note, *words[:2]) if n]))
-    if reference.over_steps is not None and scope == "local":
+    if at_first and reference.over_steps is not None and scope == "local":
         reference.over_steps.add(found, kind, size, (c, w, t), reference.stream, d.gain_difference)
     return found
 
@@ -144,12 +164,21 @@ def compare_observed(
 
 
 def same_but_for_rounding(
-    reference: Reference, stage: str, tap: str, ours: np.ndarray, theirs: np.ndarray, phase: str | None = None
+    reference: Reference,
+    stage: str,
+    tap: str,
+    ours: np.ndarray,
+    theirs: np.ndarray,
+    phase: str | None = None,
+    cancelled: float = 1.0,
 ) -> Finding:
-    """Two arrays of the candidate's own that should be equal bit for bit, but for the order of a few additions."""
+    """Two arrays of the candidate's own that should be equal bit for bit, but for the order of a few additions.
+
+    cancelled: how much larger than the sum its parts are: by so much do their roundings weigh more.
+    """
     if ours.shape != theirs.shape:
         return exact(stage, tap, 1, theirs.size, "shapes must be equal", f"{ours.shape}, {theirs.shape}", phase)
-    apart = relative_difference(ours, theirs) / float(np.finfo(reference.stream).eps)
+    apart = relative_difference(ours, theirs) / float(np.finfo(reference.stream).eps) / max(cancelled, 1.0)
     basis = f"one number twice, at most a few additions in another order: {FEW_ULPS:g} ulp of the norm"
     unequal = float(np.mean(ours != theirs)) if ours.size else 0.0
     return finding(
@@ -164,3 +193,39 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
     if not (np.isfinite(apart) and np.isfinite(scale)):
         return float("inf")
     return apart / scale if scale else (0.0 if apart == 0 else float("inf"))
+
+
+class Noise:
+    """What arithmetic in the stream dtype alone makes of a stage's outputs, by output: the larger of two responses.
+
+    The twin's to inputs that are off by one rounding of the stream dtype; and the error of the reference with nothing
+    rounded to a narrower format. In a well-conditioned stage both are far below the twin's error, and nothing changes.
+    """
+
+    def __init__(self, reference: Reference, stage: str, inputs: Arrays, w: Arrays, t: Arrays) -> None:
+        self._reference, self._stage, self._inputs, self._w, self._t = reference, stage, inputs, w, t
+        self._responses: list[tuple[Arrays, Arrays]] | None = None
+
+    def of(self, name: str) -> float:
+        """L2 norm of the noise in one output."""
+        if self._responses is None:
+            moved = self._reference.twin.run_stage(self._stage, perturbed(self._inputs, self._reference.stream))
+            self._responses = [(moved, self._w)]
+            if self._reference.open_plain is not None:
+                plain = self._reference.open_plain().run_stage(self._stage, self._inputs)
+                self._responses.append((plain, self._t))
+        apart = (np.linalg.norm(a[name].astype(np.float64) - b[name]) for a, b in self._responses)
+        return NOISE_MARGIN * float(max(apart))
+
+
+def perturbed(inputs: Arrays, stream: type[np.floating]) -> dict[str, np.ndarray]:
+    """Floating inputs with every number off by up to an ulp of the stream dtype, up or down at random."""
+    rng = np.random.Generator(np.random.Philox(key=0))
+    ulp = float(np.finfo(stream).eps)
+
+    def moved(x: np.ndarray) -> np.ndarray:
+        if not np.issubdtype(x.dtype, np.floating):
+            return x
+        return (x.astype(np.float64) * (1.0 + rng.uniform(-ulp, ulp, x.shape))).astype(x.dtype)
+
+    return {name: moved(np.asarray(x)) for name, x in inputs.items()}

@@ -35,9 +35,12 @@ class Distances:
     unequal: float
 
 
-def distances(candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray, stream: type[np.floating]) -> Distances:
+def distances(
+    candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray, stream: type[np.floating], noise: float = 0.0
+) -> Distances:
     """Compare three arrays of one shape; `stream` is the dtype whose ulp sets the floor.
 
+    noise: an L2 norm below which errors are not told apart, where that is known to be above the floor.
     Non-finite values in the candidate that the twin does not have make every measure infinite. Raises ValueError if
     shapes differ or there is nothing to compare.
     """
@@ -49,14 +52,16 @@ def distances(candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray, stream
         return Distances(np.inf, np.inf, np.inf, np.inf, np.inf, float(np.mean(candidate != twin)))
     unequal = float(np.mean(candidate != twin))
     c, w, t = (x.astype(np.float64).ravel() for x in (candidate, twin, truth))
-    return ratios(c, w, t, stream, unequal)
+    return ratios(c, w, t, stream, unequal, noise)
 
 
-def ratios(c: np.ndarray, w: np.ndarray, t: np.ndarray, stream: type[np.floating], unequal: float) -> Distances:
+def ratios(
+    c: np.ndarray, w: np.ndarray, t: np.ndarray, stream: type[np.floating], unequal: float, noise: float = 0.0
+) -> Distances:
     """The measures of three float64 vectors: flattened tensors, or their sketches."""
     scale = float(np.linalg.norm(t))
     # A truth of all zeros (the gradient of an unused row) leaves only the smallest normal number as a floor.
-    floor = max(FLOOR_ULPS * float(np.finfo(stream).eps) * scale, float(np.finfo(np.float32).tiny))
+    floor = max(FLOOR_ULPS * float(np.finfo(stream).eps) * scale, float(np.finfo(np.float32).tiny), noise)
     of_candidate, of_twin, apart = (float(np.linalg.norm(d)) for d in (c - t, w - t, c - w))
     honest = max(of_twin, floor)
     power = float(t @ t)

@@ -7,8 +7,9 @@ candidate's own inputs and the candidate's own gradient of its output; what it m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from core.backend import Arrays, NotSupported
 from core.names import GRADIENT, parameter_shapes
 from core.parity import bands
 from core.parity.compare import (
+    Noise,
     Reference,
     compare,
     exact,
@@ -58,8 +60,11 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
         except ValueError as error:  # shapes that do not fit together: the tap's own comparison says so
             yield exact(stage.id, stage.tap, 1, 1, "shapes of the inputs fit together", str(error).splitlines()[0])
             continue
-        kind = bands.local_kind(stage.id)
-        yield compare(reference, stage.id, kind, stage.tap, "local", evidence.taps[stage.tap], w["out"], t["out"])
+        kind, noise = bands.local_kind(stage.id), Noise(reference, stage.id, inputs, w, t)
+        c = evidence.taps[stage.tap]
+        yield compare(
+            reference, stage.id, kind, stage.tap, "local", c, w["out"], t["out"], noise=partial(noise.of, "out")
+        )
         if grad is None:
             continue
         for role in (*stage.taps, *stage.params):
@@ -69,7 +74,8 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
                 sent[stage.tap, role] = (w[f"grad/{role}"], t[f"grad/{role}"])
                 if not there or name == total:
                     continue
-            yield _sent_back(stage, role, name, w[f"grad/{role}"], t[f"grad/{role}"], evidence.taps, reference)
+            sides = w[f"grad/{role}"], t[f"grad/{role}"]
+            yield _sent_back(stage, role, name, sides, evidence.taps, reference, partial(noise.of, f"grad/{role}"))
     if has_gradients:
         for shared in sums.values():
             yield from _sum(shared, sent, evidence.taps, reference)
@@ -143,16 +149,18 @@ def _sent_back(
     stage: ForwardStage,
     role: str,
     name: str,
-    w: np.ndarray,
-    t: np.ndarray,
+    sides: Contribution,
     taps: Mapping[str, np.ndarray],
     reference: Reference,
+    noise: Callable[[], float],
 ) -> Finding:
     """One gradient that a stage sends back; one that never came is zero."""
+    w, t = sides
     c = taps.get(GRADIENT + name)
     note = "" if c is not None else "no gradient came back"
     c = np.zeros_like(t) if c is None else c
-    found = compare(reference, stage.id, bands.local_kind(stage.id, role), name, "local", c, w, t, "backward", note)
+    kind = bands.local_kind(stage.id, role)
+    found = compare(reference, stage.id, kind, name, "local", c, w, t, "backward", note, noise)
     # A tap belongs to the stage that writes it, its gradient to the stage that sends it back.
     return _at(found, stage)
 
@@ -177,7 +185,11 @@ def _sum(
     shown = [part for part in own.values() if part is not None]
     if not hidden and total is not None:
         together = np.sum([part.astype(np.float64) for part in shown], axis=0)
-        found = same_but_for_rounding(reference, shared.producer.id, shared.name, total, together, "backward")
+        size = float(np.linalg.norm(together))
+        cancelled = sum(float(np.linalg.norm(part.astype(np.float64))) for part in shown) / size if size else 1.0
+        found = same_but_for_rounding(
+            reference, shared.producer.id, shared.name, total, together, "backward", cancelled
+        )
         yield _at(found, shared.producer)
         return
     if not hidden:

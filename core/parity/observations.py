@@ -99,7 +99,8 @@ def save(path: Path, observations: Mapping[str, Observation], about: Mapping[str
 def load(path: Path) -> tuple[dict[str, Observation], dict[str, Any]]:
     """Read (observations, about). Raises UserError if the file is missing, damaged or of another schema."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Read whole first: numpy leaves a file open that it finds to be damaged.
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
             arrays = {key: file[key] for key in ("names", "sketch", *STATISTICS, *COUNTS, "about")}
         about = json.loads(str(arrays["about"]))
         schema = about["schema"]

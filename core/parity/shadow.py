@@ -60,6 +60,8 @@ class Shadow:
         self._config = config
         self._every = config.parity.every
         self._waiting: set[int] = set()
+        # Of checks that are out, and of the last that came back: an alarm runs the step again.
+        self._gathered: dict[int, Evidence] = {}
         self._lost: list[tuple[int, str]] = []
         # One pipe each way, and no end of the worker's stays open here: when it dies, reading says so instead of
         # waiting for the rest of a message.
@@ -113,6 +115,7 @@ class Shadow:
         probe = probe_of(batch, self._config)
         evidence = gather(session, self._config, batch, probe, norms, due)
         self._waiting.add(evidence.record.step)
+        self._gathered[evidence.record.step] = evidence
         self._outbox.put(evidence)
         return evidence.record
 
@@ -126,6 +129,7 @@ class Shadow:
             for step in sorted(self._waiting):
                 self._lost.append((step, self._reason()))
             self._waiting.clear()
+            self._gathered.clear()
         lost, self._lost = self._lost, []
         yield from lost
 
@@ -181,8 +185,14 @@ class Shadow:
         except (EOFError, OSError):
             self._worker.join(timeout=END_SECONDS)  # its end of the pipe closes a moment before it is gone
             return None
-        self._waiting.discard(result.step if isinstance(result, Check) else result[0])
+        step = result.step if isinstance(result, Check) else result[0]
+        self._waiting.discard(step)
+        self._gathered = {s: e for s, e in self._gathered.items() if s in self._waiting or s == step}
         return result
+
+    def evidence_of(self, step: int) -> Evidence | None:
+        """What was gathered at a step whose check is out, or was the last to come back."""
+        return self._gathered.get(step)
 
 
 def send_evidence(evidence: Evidence, pipe: Connection) -> None:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 
-from core.backend import Backend, Batch
+from core.backend import Backend, Batch, Session
 from core.config import RunConfig
 from core.errors import UserError
-from core.parity.evidence import gather, uneven_weights
+from core.parity.evidence import Evidence, gather, uneven_weights
 from core.parity.judge import Reference, judge
 from core.parity.verdict import Check
 
 ASKED_OF_A_CANDIDATE = ("state", "step", "gradients", "observe", "close")
 
 
-def check_steps(candidate: Backend, reference: Backend, config: RunConfig, batches: Iterable[Batch]) -> Iterator[Check]:
+Alarmed = Callable[[Session, Evidence, Check], Check]
+
+
+def check_steps(
+    candidate: Backend,
+    reference: Backend,
+    config: RunConfig,
+    batches: Iterable[Batch],
+    alarm: Alarmed = lambda session, evidence, check: check,
+) -> Iterator[Check]:
     """A check of each of the candidate's first steps, on these batches with uneven loss weights.
 
     State-synchronised: before each judgement the reference takes the candidate's state, so every check judges one step.
+    alarm: what is made of a check that disagreed (core/parity/alarm.py); it leaves the session's state as it was.
     """
     with ExitStack() as stack:
         session = candidate.open(config)
@@ -31,4 +41,6 @@ def check_steps(candidate: Backend, reference: Backend, config: RunConfig, batch
         references = Reference.open(reference, config).over_a_run()
         stack.callback(references.close)
         for number, batch in enumerate(batches):
-            yield judge(gather(session, config, uneven_weights(batch, config.seed + number)), references)
+            evidence = gather(session, config, uneven_weights(batch, config.seed + number))
+            check = judge(evidence, references)
+            yield alarm(session, evidence, check) if check.verdict == "disagreed" else check

@@ -24,15 +24,17 @@ def test_every_comparison_of_every_recipe_was_measured(recipe):
     assert bands.all_kinds(model) == set(bands.table()[recipe])
 
 
-@pytest.mark.parametrize("kind, margin", [("gradients/matrices", 3.0), ("forward/attn", 2.0), ("backward/attn/k", 2.0)])
+@pytest.mark.parametrize("kind, margin", [("gradients/matrices", 5.0), ("forward/attn", 2.0), ("backward/attn/k", 2.0)])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_bound_is_the_clean_extreme_with_its_margin(recipe, kind, margin):
     clean = bands.table()[recipe][kind]
     excess, gain, distance = bands.measures(recipe, kind, distances(), 10**9)[:3]
     least_excess, least_distance = bands.least(recipe, kind)
-    high = max(math.exp(margin * clean.log_excess), least_excess)
+    reached = math.exp(clean.log_excess)
+    high = max(reached * margin if margin == 5.0 else reached**margin, least_excess)
     gain_bound = max(margin * clean.gain, bands.LEAST_GAIN, distance.high / 2 if margin == 2.0 else 0.0)
-    assert (excess.low, excess.high) == pytest.approx((1 / high, high))
+    assert excess.high == pytest.approx(high)
+    assert excess.low == (pytest.approx(1 / high) if bands.too_good(recipe, kind) else None)
     assert gain.high == -gain.low == pytest.approx(gain_bound * 1e-3)
     assert distance.high == pytest.approx(max(margin * clean.distance, least_distance))
 
@@ -45,9 +47,7 @@ def test_few_numbers_have_a_wider_band():
     assert few[0].high == pytest.approx(many[0].high ** (bands.scatter(8) / bands.scatter(10**6)))
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"excess": 200.0}, {"excess": 1 / 200}, {"gain": 0.02}, {"gain": -0.02}, {"distance": 30.0}]
-)
+@pytest.mark.parametrize("wrong", [{"excess": 500.0}, {"gain": 0.2}, {"gain": -0.2}, {"distance": 1e4}])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_measure_alone_can_break(recipe, wrong):
     assert all(m.ok for m in bands.measures(recipe, "gradients/matrices", distances(), 10**6))
@@ -70,7 +70,8 @@ def test_fp64_is_held_to_a_relative_error():
 
 def test_fp32_gradients_are_held_to_a_relative_error_too():
     by_name = {m.name: m for m in bands.measures("fp32/eager", "gradients/matrices", distances(relative=1e-7), 10**6)}
-    assert by_name["relative_error"].high == bands.FP32_LIMIT
+    assert by_name["relative_error"].high == pytest.approx(bands.FP32_LIMIT)
+    assert by_name["excess"].high == pytest.approx(bands.FP32_LIMIT / 1e-7)
 
 
 def test_a_recipe_that_was_never_measured_is_refused():

@@ -1,0 +1,167 @@
+"""The cause finder: run the flagged step again with one thing changed at a time.
+
+A change under which the origin is gone, while it was examined, is where the fault lives: "disappears without
+torch.compile". `VARIATIONS` is the table; what cannot be varied yet stands in it with the reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from core.backend import Backend, NotSupported
+from core.config import PrecisionConfig, RunConfig
+from core.errors import UserError
+from core.parity.evidence import Evidence, gather
+from core.parity.judge import Reference, judge
+from core.parity.verdict import Check, Finding
+
+NOT_HERE = "not available in this version"
+
+
+@dataclass(frozen=True)
+class Variation:
+    """One change of the configuration.
+
+    words: as they follow "disappears …". apply: the changed configuration, or why there is nothing to change.
+    """
+
+    words: str
+    apply: Callable[[RunConfig], RunConfig | str]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What the variations say. tried: (change, outcome): the origin `vanishes`, `stays`, or why neither is known."""
+
+    words: str
+    tried: list[tuple[str, str]] = field(default_factory=list)
+
+
+def _eager(config: RunConfig) -> RunConfig | str:
+    return _compile(config, enabled=False) if config.compile.enabled else "the program is eager already"
+
+
+def _aot_eager(config: RunConfig) -> RunConfig | str:
+    if not config.compile.enabled or config.compile.backend == "aot_eager":
+        return "no code is generated already"
+    return _compile(config, backend="aot_eager")
+
+
+def _one_micro_batch(config: RunConfig) -> RunConfig | str:
+    if config.train.accumulation == 1:
+        return "there is one micro-batch already"
+    whole = config.train.batch_size // config.train.ranks
+    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": whole})})
+
+
+def _fp32(config: RunConfig) -> RunConfig | str:
+    if config.precision.policy != "bf16":
+        return "nothing is rounded to a narrow format already"
+    return config.model_copy(update={"precision": PrecisionConfig(policy="fp32")})
+
+
+def _compile(config: RunConfig, **changes: bool | str) -> RunConfig:
+    return config.model_copy(update={"compile": config.compile.model_copy(update=changes)})
+
+
+def _later(config: RunConfig) -> RunConfig | str:
+    return NOT_HERE
+
+
+VARIATIONS = (
+    Variation("without torch.compile", _eager),
+    Variation("under torch.compile without generated code (aot_eager)", _aot_eager),
+    Variation("with one micro-batch", _one_micro_batch),
+    Variation("in FP32", _fp32),
+    Variation("without activation checkpointing", _later),
+    Variation("with FP32 logits", _later),
+    Variation("with the full loss instead of the chunked one", _later),
+    Variation("on one rank", _later),
+    Variation("with another attention kernel", _later),
+)
+
+
+def find_cause(
+    backend: Backend,
+    reference: Backend,
+    config: RunConfig,
+    evidence: Evidence,
+    check: Check | None = None,
+    variations: tuple[Variation, ...] = VARIATIONS,
+) -> Cause:
+    """Try every variation on the step of `evidence`.
+
+    check: the verdict on that evidence; judged anew if it is not given. A variation that cannot be opened or judged
+    (no such device, no bounds for its recipe) is listed with the reason, and says nothing.
+    """
+    if check is None:
+        check = _judged(reference, config, evidence)
+    if check.origin is None:
+        return Cause("there is nothing to explain: the step agrees")
+    tried: list[tuple[str, str]] = []
+    for variation in variations:
+        changed = variation.apply(config)
+        outcome = changed if isinstance(changed, str) else _outcome(backend, reference, changed, evidence, check.origin)
+        tried.append((variation.words, outcome))
+    gone = [words for words, outcome in tried if outcome == "vanishes"]
+    kept = [words for words, outcome in tried if outcome == "stays"]
+    untried = [words for words, outcome in tried if outcome == NOT_HERE]
+    if gone:
+        said = f"disappears {' and '.join(gone)}"
+    elif kept:
+        said = f"present in every variation tried: {', '.join(kept)}"
+    else:
+        said = "no variation could be tried"
+    parts = [said] + ([f"present {', '.join(kept)}"] if gone and kept else [])
+    parts += [f"{NOT_HERE}: {', '.join(untried)}"] if untried else []
+    parts += [decoded(check)] if decoded(check) else []
+    return Cause("; ".join(parts), tried)
+
+
+def decoded(check: Check) -> str:
+    """What the decoder (core/parity/decode.py) made of the origin: its note, or the commonest of its stage's others."""
+    origin = check.origin
+    if origin is None or origin.note:
+        return origin.note if origin else ""
+    same = (f for f in check.findings if not f.ok and (f.stage, f.phase) == (origin.stage, origin.phase))
+    notes = Counter(f.note for f in same if f.note)
+    return notes.most_common(1)[0][0] if notes else ""
+
+
+def _outcome(backend: Backend, reference: Backend, changed: RunConfig, evidence: Evidence, origin: Finding) -> str:
+    """`vanishes`, `stays`, or why neither can be said."""
+    probe = None if evidence.probe.digest() == evidence.batch.digest() else evidence.tapped
+    try:
+        session = backend.open(changed)
+        try:
+            session.load(evidence.before)
+            check = _judged(reference, changed, gather(session, changed, evidence.batch, probe, due=evidence.due))
+        finally:
+            session.close()
+    except (NotSupported, UserError) as reason:
+        return f"could not be tried: {str(reason).splitlines()[0]}"
+    except Exception as error:  # a candidate is somebody else's code, and this a configuration that it never saw
+        said = next(iter(str(error).splitlines()), "")
+        return f"could not be tried: {type(error).__name__}: {said}"
+    if any(_link(found) == _link(origin) for found in check.origins):
+        return "stays"
+    examined = any(_link(found) == _link(origin) and found.scope == origin.scope for found in check.findings)
+    if check.verdict == "agreed" or (examined and check.verdict == "disagreed"):
+        return "vanishes"
+    return "could not be tried: the origin was not examined"
+
+
+def _judged(reference: Backend, config: RunConfig, evidence: Evidence) -> Check:
+    opened = Reference.open(reference, config)
+    try:
+        return judge(evidence, opened)
+    finally:
+        opened.close()
+
+
+def _link(finding: Finding) -> tuple[str, str, int | None]:
+    """The link of a finding; what is `compiler` under compile is `gradients` in eager."""
+    stage = "gradients" if finding.stage == "compiler" else finding.stage
+    return stage, finding.phase, finding.layer

@@ -1,0 +1,195 @@
+"""Replay: judge a step later and elsewhere, from a capsule or from what a run directory keeps.
+
+A capsule holds state and batch: the candidate runs the step again, and everything is judged. A run directory holds
+sketches of some steps and states of some: where it has both, the step *as the run made it* is judged end to end,
+without the candidate; where it has only the state, the candidate runs the step again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from core.backend import Backend, Batch, NotSupported, State
+from core.config import RunConfig
+from core.errors import UserError
+from core.parity import observations
+from core.parity.capsule import Capsule
+from core.parity.compare import exact
+from core.parity.evidence import gather
+from core.parity.judge import Reference, judge_observations
+from core.parity.record import observation_file, probe_of
+from core.parity.rerun import Rerun, StoredStates, differing_fields, judged
+from core.parity.verdict import Check
+from core.run import OBSERVATIONS, RunDir
+
+How = Literal["sketches", "run again", "not covered"]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One step of a replay. how: from what it was judged. notes: what could not be done, and why, in words."""
+
+    step: int
+    how: How
+    check: Check | None
+    notes: tuple[str, ...] = field(default=())
+
+
+def replay_capsule(
+    capsule: Capsule, candidate: Backend, reference: Backend, config: RunConfig | None = None
+) -> Replayed:
+    """Run the capsule's step again with `candidate` and judge it as it was judged.
+
+    config: in place of the capsule's, on a machine without its device.
+    Raises UserError if candidate or reference does not take its state.
+    """
+    config = config or capsule.config
+    opened = Reference.open(reference, config)
+    session = candidate.open(config)
+    try:
+        try:
+            session.load(capsule.state)
+        except (ValueError, KeyError, NotSupported) as error:
+            raise UserError(f"the candidate does not take the capsule's state: {error}") from error
+        evidence = gather(session, config, capsule.batch, capsule.given_probe, due=capsule.about.get("due"))
+        check = judged(evidence, opened)
+    finally:
+        session.close()
+        opened.close()
+    notes = []
+    if differ := differing_fields(asdict(capsule.record), asdict(evidence.record)):
+        notes.append(f"the step came out otherwise than when it was packed: {in_words(differ)}")
+    if (packed := capsule.verdict.get("origin")) and any(
+        line.get("scope") == "over_steps" and not line.get("ok") for line in capsule.verdict.get("stages", [])
+    ):
+        notes.append(f"bias over steps, as at {packed['tap']}: one step does not show it")
+    return Replayed(capsule.step, "run again", check, tuple(notes))
+
+
+def replay_run(
+    run: RunDir,
+    batch: Callable[[int], Batch],
+    candidate: Callable[[], Backend],
+    reference: Backend,
+    step: int | None = None,
+    device: str | None = None,
+) -> Iterator[Replayed]:
+    """Judge every step that the run directory lets one judge, or only `step`.
+
+    candidate: opened when a step has to be run again. device: where, if not where the run did.
+    A step that is asked for and has no stored state is reached by running the candidate to it from the nearest one.
+    Raises UserError if there is nothing at `step`, or what is there is damaged.
+    """
+    states, recorded = StoredStates(run), {line["step"]: line for line in run.records()}
+    if not recorded:
+        raise UserError(f"{run.path} has no recorded step: there is nothing to replay")
+    last = max(recorded)
+    sketched = [n for n in sketched_steps(run) if n <= last]
+    after_states = [done + 1 for done in states.steps if done + 1 <= last]
+    if step is not None and not 1 <= step <= last:
+        raise UserError(f"{run.path} has no step {step}: it recorded steps 1 to {last}")
+    again = _Again(run, batch, candidate, device)
+    opened = Reference.open(reference, run.config)
+    try:
+        for number in sorted({*sketched, *after_states}) if step is None else [step]:
+            has_state = number - 1 in states.steps
+            if number in sketched and has_state:
+                yield _from_sketches(run, number, states.load(number - 1), batch(number), recorded, opened)
+            elif number in sketched and step is None:
+                why = f"sketches, but no checkpoint of step {number - 1}: --step {number} runs the candidate up to it"
+                yield Replayed(number, "not covered", None, (why,))
+            elif number in sketched:
+                yield again.sketches(number, recorded, opened)
+            else:
+                yield again.step(number, opened, "" if has_state else f"no checkpoint of step {number - 1}")
+    finally:
+        again.close()
+        opened.close()
+
+
+def sketched_steps(run: RunDir) -> list[int]:
+    """Steps whose observations were recorded."""
+    found = [re.fullmatch(r"step_(\d{6,})\.npz", path.name) for path in (run.path / OBSERVATIONS).glob("step_*.npz")]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def in_words(differences: list[tuple[str, Any, Any]]) -> str:
+    """`loss 5.1 then, 5.2 now`."""
+    return ", ".join(
+        f"another {key}" if key == "digest" else f"{key} {then!r} then, {now!r} now" for key, then, now in differences
+    )
+
+
+def other_batch(step: int, size: int, note: str = "") -> Check:
+    """The verdict on a step that consumed another batch than the data order prescribes."""
+    basis = "equal bits, by SHA-256, with the data order at this step"
+    missing = "all that follows from the batch: the one that was consumed is not known"
+    return Check(step, (exact("tokens", "order", 1, size, basis, note),), (missing,))
+
+
+def _from_sketches(
+    run: RunDir, step: int, state: State, batch: Batch, recorded: Mapping[int, Mapping[str, Any]], reference: Reference
+) -> Replayed:
+    """The step as the run made it, from its sketches and the state before it."""
+    found, about = observations.load(observation_file(run.path / OBSERVATIONS, step))
+    if about["batch"] != recorded[step]["digest"]:
+        return Replayed(step, "not covered", None, ("its sketches are of another branch of the run",))
+    if about["batch"] != batch.digest():
+        return Replayed(step, "sketches", other_batch(step, batch.tokens.size))
+    probe = probe_of(batch, run.config)
+    if about["probe"] != probe.digest():
+        return Replayed(step, "not covered", None, ("its sketches are of sequences that this version does not choose",))
+    try:
+        return Replayed(step, "sketches", judge_observations(found, about, state, probe, probe, reference))
+    except NotSupported as reason:
+        return Replayed(step, "not covered", None, (f"its sketches: {reason}",))
+    except UserError:
+        raise
+    except (ValueError, KeyError) as error:
+        raise UserError(f"the reference does not take this run's state: {error}") from error
+
+
+class _Again:
+    """The candidate, opened when it is first needed."""
+
+    def __init__(
+        self, run: RunDir, batch: Callable[[int], Batch], candidate: Callable[[], Backend], device: str | None
+    ) -> None:
+        self._run, self._batch, self._candidate = run, batch, candidate
+        self._config = run.config.model_copy(update={"device": device}) if device else run.config
+        self._rerun: Rerun | None = None
+
+    def step(self, step: int, reference: Reference, why: str) -> Replayed:
+        """Run the step again and judge it."""
+        rerun = self._opened()
+        check, _ = rerun.check(step, reference)
+        notes = ["its sketches: none were recorded", *([why] if why else []), *self._said(rerun, step)]
+        return Replayed(step, "run again", check, tuple(notes))
+
+    def sketches(self, step: int, recorded: Mapping[int, Mapping[str, Any]], reference: Reference) -> Replayed:
+        """Run up to the step; its sketches hold if every step before came out as recorded, else it is run again."""
+        rerun = self._opened()
+        state = rerun.state(step - 1)
+        if said := self._said(rerun, step - 1):
+            return self.step(step, reference, said[0])
+        return _from_sketches(self._run, step, state, self._batch(step), recorded, reference)
+
+    def close(self) -> None:
+        """Close the candidate."""
+        if self._rerun is not None:
+            self._rerun.close()
+
+    def _opened(self) -> Rerun:
+        if self._rerun is None:
+            self._rerun = Rerun(self._run, self._candidate(), self._config, self._batch)
+        return self._rerun
+
+    def _said(self, rerun: Rerun, step: int) -> list[str]:
+        """What the way from the last stored state to this step was like."""
+        first = rerun.first_difference(rerun.loaded)
+        if first is None or first > step:
+            return []
+        return [f"step {first} did not come out as recorded ({in_words(rerun.differences[first])})"]

@@ -1,0 +1,141 @@
+"""The candidate of a run, taken to any of its steps from the nearest stored state, its records held to the run's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core import checkpoint
+from core.backend import Backend, Batch, Session, State, StepRecord
+from core.config import RunConfig
+from core.errors import UserError
+from core.init import init_parameters
+from core.parity.evidence import Evidence, gather
+from core.parity.judge import Reference, judge
+from core.parity.step import MOMENTS
+from core.parity.verdict import Check
+from core.run import RunDir
+
+# What a record says of the step's arithmetic: bit-equal if the step was repeated.
+COMPARED = ("digest", "loss", "loss_weight", "lr", "grad_norm", "clip_coefficient")
+
+
+class StoredStates:
+    """What a run keeps of its states: its checkpoints, and the initial weights, which follow from the seed."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._config = run.config
+        self._paths = {_step(path): path for path in run.checkpoints()}
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps done in each stored state, 0 first."""
+        return sorted({0, *self._paths})
+
+    def load(self, done: int) -> State:
+        """The state after `done` steps. Raises UserError if its checkpoint is damaged."""
+        if done in self._paths:
+            return checkpoint.load_checkpoint(self._paths[done])[0]
+        return initial_state(self._config)
+
+
+def initial_state(config: RunConfig) -> State:
+    """The state before step 1."""
+    params = init_parameters(config.model, config.seed)
+    dtype = np.float64 if config.precision.policy == "fp64" else np.float32
+    params = {name: array.astype(dtype) for name, array in params.items()}
+    return State(0, params, {kind: {name: np.zeros_like(a) for name, a in params.items()} for kind in MOMENTS})
+
+
+class Rerun:
+    """Runs a candidate again along a run.
+
+    differences: step → (field, recorded, now) of every record that came out otherwise than the run's.
+    steps_run: how many steps were run again. loaded: steps done in the stored state that was loaded last.
+    """
+
+    def __init__(self, run: RunDir, backend: Backend, config: RunConfig, batch: Callable[[int], Batch]) -> None:
+        """`config` is the run's, but for what the candidate is to do otherwise. Raises what opening raises."""
+        self._states, self._batch, self._config = StoredStates(run), batch, config
+        self._recorded = {line["step"]: line for line in run.records()}
+        self._session: Session = backend.open(config)
+        self._done: int | None = None
+        self.loaded = 0
+        self.differences: dict[int, list[tuple[str, Any, Any]]] = {}
+        self.steps_run = 0
+
+    def to(self, done: int) -> None:
+        """Bring the session to the state after `done` steps."""
+        nearest = max(step for step in self._states.steps if step <= done)
+        if self._done is None or not nearest <= self._done <= done:
+            self._load(self._states.load(nearest))
+            self._done = self.loaded = nearest
+        for step in range(self._done + 1, done + 1):
+            self._compare(self._session.step(self._batch(step)))
+            self._done = step
+
+    def state(self, done: int) -> State:
+        """The state after `done` steps, run to from the nearest stored one."""
+        self.to(done)
+        return self._session.state()
+
+    def check(self, step: int, reference: Reference) -> tuple[Check, Evidence]:
+        """A thorough check of step `step`, state-synchronised."""
+        self.to(step - 1)
+        batch = self._batch(step)
+        evidence = gather(self._session, self._config, batch, due=batch.digest())
+        self._compare(evidence.record)
+        self._done = step if evidence.after.step == step else None
+        return judged(evidence, reference), evidence
+
+    def first_difference(self, after: int = 0) -> int | None:
+        """The first step after `after` that did not come out as the run recorded it."""
+        return min((step for step in self.differences if step > after), default=None)
+
+    def close(self) -> None:
+        """Close the session."""
+        self._session.close()
+
+    def _load(self, state: State) -> None:
+        try:
+            self._session.load(state)
+        except (ValueError, KeyError) as error:
+            raise UserError(f"the candidate does not take the run's state: {error}") from error
+
+    def _compare(self, record: StepRecord) -> None:
+        self.steps_run += 1
+        if found := differing_fields(self._recorded.get(record.step), asdict(record)):
+            self.differences[record.step] = found
+
+
+def differing_fields(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(field, then, now) of what two records of one step say differently; nothing if there is no record to compare."""
+    if then is None:
+        return []
+    return [(key, then.get(key), now[key]) for key in COMPARED if not _same(then.get(key), now[key])]
+
+
+def judged(evidence: Evidence, reference: Reference) -> Check:
+    """`judge`, where a reference that does not take the state is the user's to put right. Raises UserError."""
+    try:
+        return judge(evidence, reference)
+    except UserError:
+        raise
+    except (ValueError, KeyError) as error:
+        raise UserError(f"the reference does not take this state: {error}") from error
+
+
+def _same(one: Any, other: Any) -> bool:
+    numbers = isinstance(one, float) and isinstance(other, float)
+    return one == other or (numbers and math.isnan(one) and math.isnan(other))
+
+
+def _step(path: Path) -> int:
+    step = checkpoint.checkpoint_step(path)
+    assert step is not None
+    return step

@@ -1,0 +1,235 @@
+"""`lockstep replay`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from core.errors import UserError
+from scripts.arguments import parse
+from scripts.backends import spec
+from scripts.failures import in_one_line
+from scripts.open_data import open_data
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from core.config import RunConfig
+    from core.parity.replay import Replayed
+    from core.run import RunDir
+    from core.run_data import RunData
+
+EXIT = {"agreed": 0, "disagreed": 1, "could_not": 2}
+
+
+@dataclass
+class Replay:
+    """Judge steps later and elsewhere: `lockstep replay PATH`, PATH a run directory or a capsule.
+
+    A capsule's step is run again and judged in full. Of a run, steps with recorded sketches and a stored state are
+    judged end to end as they were made; steps with a state alone are run again. Ends 0 if all agreed, 1 if any
+    disagreed, 2 if it could not (docs/replay.md).
+    """
+
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+    """run directory, or capsule (runs/NAME/capsules/step_000040)"""
+    step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: all there are)")] = None
+    """judge this step alone; the candidate runs up to it where no state is stored"""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
+    """write the verdict here as JSON"""
+    candidate: Annotated[str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: who made it)")] = (
+        None
+    )
+    """who runs steps again: torch, jax, FILE.py:NAME or module:NAME"""
+    reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
+    """who judges: torch, jax, FILE.py:NAME or module:NAME"""
+    branch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the run as it is)")] = None
+    """the run as it was before its Nth resume or roll-back set it back (branches/00N)"""
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"] | None, tyro.conf.arg(help_behavior_hint="(default: as recorded)")
+    ] = None
+    """where the candidate runs steps again"""
+
+
+def main(argv: list[str]) -> int:
+    """Replay, print, write the JSON; the exit code is the verdict."""
+    from core.parity.capsule import is_capsule
+
+    options, _ = parse(Replay, "replay", argv, with_settings=False)
+    check_json(options.json)
+    if not options.path.is_dir():
+        raise UserError(f"no such run or capsule: {options.path}")
+    console = console_of_the_terminal()
+    if is_capsule(options.path):
+        return _capsule(console, options)
+    return _run(console, options)
+
+
+def _capsule(console: Console, options: Replay) -> int:
+    from core.parity import bands
+    from core.parity.capsule import other_versions, read_capsule
+    from core.parity.load import load_backend
+    from core.parity.replay import replay_capsule
+    from scripts.start import versions
+
+    capsule = read_capsule(options.path)
+    if options.step not in (None, capsule.step):
+        raise UserError(f"{options.path} holds step {capsule.step}, not step {options.step}")
+    config = capsule.config
+    if options.device:
+        config = config.model_copy(update={"device": options.device})
+    bands.require(bands.recipe(config))
+    name = options.candidate or str(capsule.about["candidate"])
+    packed = capsule.verdict
+    console.print(f"step {capsule.step}, packed as: {_said(packed)}", markup=False, soft_wrap=True)
+    for line in other_versions(capsule, versions()):
+        console.print(f"other versions: {line}", style="yellow", markup=False, soft_wrap=True)
+    candidate, reference = load_backend(spec(name)), load_backend(spec(options.reference))
+    found = attempt(lambda: replay_capsule(capsule, candidate, reference, config))
+    context = {"candidate": name, "reference": options.reference, "packed": packed.get("origin")}
+    code = _report(console, [found], bands.recipe(config), options.json, context)
+    same = found.check is not None and _said(found.check.to_json()) == _said(packed)
+    words = "the verdict is the one that was packed" if same else f"the packed verdict was another: {_said(packed)}"
+    console.print(words, markup=False, soft_wrap=True)
+    return code
+
+
+def _run(console: Console, options: Replay) -> int:
+    from core.parity import bands
+    from core.parity.load import load_backend
+    from core.parity.replay import replay_run
+
+    run, data = open_run(options.path, options.branch)
+    bands.require(bands.recipe(run.config))
+    name = options.candidate or str(run.info.get("backend", "torch"))
+    reference = load_backend(spec(options.reference))
+    found: list[Replayed] = []
+
+    def judge_all() -> None:
+        steps = replay_run(run, data.batch, lambda: load_backend(spec(name)), reference, options.step, options.device)
+        for one in steps:
+            found.append(one)
+            _line(console, one)
+
+    stopped: UserError | None = None
+    try:
+        attempt(judge_all)
+    except UserError as error:
+        stopped = error
+    if stopped and not any(one.check and one.check.verdict == "disagreed" for one in found):
+        raise stopped
+    context = {"candidate": name, "reference": options.reference}
+    code = _report(console, found, bands.recipe(run.config), options.json, context, told=True)
+    if stopped:
+        print(f"lockstep: {stopped}", file=sys.stderr)
+    return code
+
+
+def _report(
+    console: Console,
+    found: Sequence[Replayed],
+    recipe: str,
+    json: Path | None,
+    context: dict[str, Any],
+    told: bool = False,
+) -> int:
+    from core.parity.verdict import overall, verdict_json
+    from scripts.parity_table import print_verdict
+
+    if not told:
+        for one in found:
+            _line(console, one)
+    checks = [one.check for one in found if one.check is not None]
+    if json:
+        steps = [{"step": one.step, "how": one.how, "notes": list(one.notes)} for one in found]
+        write_json(json, verdict_json(checks, recipe=recipe, **context) | {"replayed": steps})
+    if not checks:
+        reasons = "; ".join(dict.fromkeys(note for one in found for note in one.notes))
+        raise UserError(f"no step could be judged: {reasons}")
+    print_verdict(console, checks, recipe)
+    return EXIT[overall(checks)]
+
+
+def _line(console: Console, one: Replayed) -> None:
+    from core.sinks.phrases import check_line
+
+    how = {
+        "sketches": "as the run made it, from its sketches (end to end)",
+        "run again": "run again by the candidate",
+        "not covered": "not covered",
+    }[one.how]
+    said = check_line(one.check) if one.check else f"step {one.step}"
+    style = {"agreed": "green", "disagreed": "bold red"}.get(one.check.verdict if one.check else "", "yellow")
+    console.print(f"{said} [{how}]", style=style, markup=False, soft_wrap=True)
+    for note in one.notes:
+        console.print(f"  {note}", markup=False, soft_wrap=True)
+
+
+def _said(verdict: Any) -> str:
+    origin = verdict.get("origin")
+    if not origin:
+        return str(verdict.get("verdict"))
+    layer = "" if origin["layer"] is None else f", layer {origin['layer']}"
+    return f"{verdict['verdict']}, origin {origin['stage']} ({origin['phase']}{layer}) at {origin['tap']}"
+
+
+def open_run(path: Path, branch: int | None = None) -> tuple[RunDir, RunData]:
+    """A run directory, or a branch of it, to read, and its data. Raises UserError if either is not there."""
+    from core.parity.branch import Branch
+    from core.run import CONFIG, RunDir
+
+    if not path.is_dir():
+        raise UserError(f"no such run: {path}")
+    run = RunDir.open(path)
+    data = open_data(run.config, path / CONFIG, {})
+    made_with = run.info.get("data", {}).get("fingerprint")
+    if made_with != data.dataset.fingerprint:
+        raise UserError(
+            f"{path} was made with another data set: {str(made_with)[:16]}, "
+            f"but {run.config.data.path} holds {data.dataset.fingerprint[:16]}"
+        )
+    return (Branch(run, branch) if branch is not None else run), data
+
+
+def attempt(work: Any) -> Any:
+    """Call `work`; what somebody else's code raises becomes one line."""
+    try:
+        return work()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"the replay could not run: {in_one_line(error)}") from error
+
+
+def check_json(path: Path | None) -> None:
+    """Raise UserError unless the verdict can be written there."""
+    if path and (path.is_dir() or not path.parent.is_dir()):
+        raise UserError(f"command line: json = {path}: not a file in a folder that is there")
+
+
+def write_json(path: Path, tree: dict[str, Any]) -> None:
+    """Write a verdict. Raises UserError if the disk refuses."""
+    import json
+
+    try:
+        path.write_text(json.dumps(tree, indent=1, allow_nan=False, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def console_of_the_terminal() -> Console:
+    """A console as wide as the terminal, or wide enough for a table where there is none."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)
+
+
+def on_device(config: RunConfig, device: str | None) -> RunConfig:
+    """The configuration, its device replaced if one is named."""
+    return config.model_copy(update={"device": device}) if device else config
