@@ -52,11 +52,11 @@ def main(argv: list[str]) -> int:
     options, _ = parse(Bisect, "bisect", argv, with_settings=False)
     check_json(options.json)
     run, data = open_run(options.run, options.branch)
-    config = on_device(run.config, options.device)
-    recipe = bands.recipe(config)
+    recipe = bands.recipe(run.config)
     bands.require(recipe)
     name = options.candidate or str(run.info.get("backend", "torch"))
     candidate, reference = load_backend(spec(name)), load_backend(spec(options.reference))
+    config = attempt(lambda: on_device(run.config, options.device, candidate))
     console = console_of_the_terminal()
 
     def tell(text: str) -> None:

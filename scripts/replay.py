@@ -12,13 +12,14 @@ import tyro
 
 from core.errors import UserError
 from scripts.arguments import parse
-from scripts.backends import spec
+from scripts.backends import on_its_device, spec
 from scripts.failures import in_one_line
 from scripts.open_data import open_data
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from core.backend import Backend
     from core.config import RunConfig
     from core.parity.replay import Replayed
     from core.run import RunDir
@@ -80,16 +81,14 @@ def _capsule(console: Console, options: Replay) -> int:
     capsule = read_capsule(options.path)
     if options.step not in (None, capsule.step):
         raise UserError(f"{options.path} holds step {capsule.step}, not step {options.step}")
-    config = capsule.config
-    if options.device:
-        config = config.model_copy(update={"device": options.device})
-    bands.require(bands.recipe(config))
+    bands.require(bands.recipe(capsule.config))
     name = options.candidate or str(capsule.about["candidate"])
     packed = capsule.verdict
     console.print(f"step {capsule.step}, packed as: {_said(packed)}", markup=False, soft_wrap=True)
     for line in other_versions(capsule, versions()):
         console.print(f"other versions: {line}", style="yellow", markup=False, soft_wrap=True)
     candidate, reference = load_backend(spec(name)), load_backend(spec(options.reference))
+    config = attempt(lambda: on_device(capsule.config, options.device, candidate))
     found = attempt(lambda: replay_capsule(capsule, candidate, reference, config))
     context = {"candidate": name, "reference": options.reference, "packed": packed.get("origin")}
     code = _report(console, [found], bands.recipe(config), options.json, context)
@@ -111,7 +110,8 @@ def _run(console: Console, options: Replay) -> int:
     found: list[Replayed] = []
 
     def judge_all() -> None:
-        steps = replay_run(run, data.batch, lambda: load_backend(spec(name)), reference, options.step, options.device)
+        elsewhere = on_device(run.config, options.device, load_backend(spec(name))) if options.device else None
+        steps = replay_run(run, data.batch, lambda: load_backend(spec(name)), reference, options.step, elsewhere)
         for one in steps:
             found.append(one)
             _line(console, one)
@@ -230,6 +230,6 @@ def console_of_the_terminal() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=140)
 
 
-def on_device(config: RunConfig, device: str | None) -> RunConfig:
-    """The configuration, its device replaced if one is named."""
-    return config.model_copy(update={"device": device}) if device else config
+def on_device(config: RunConfig, device: str | None, candidate: Backend) -> RunConfig:
+    """The configuration as it is, or with the device that is named, as the candidate resolves it."""
+    return on_its_device(config.model_copy(update={"device": device}), candidate) if device else config

@@ -107,7 +107,6 @@ def find_cause(
         tried.append((variation.words, outcome))
     gone = [words for words, outcome in tried if outcome == "vanishes"]
     kept = [words for words, outcome in tried if outcome == "stays"]
-    untried = [words for words, outcome in tried if outcome == NOT_HERE]
     if gone:
         said = f"disappears {' and '.join(gone)}"
     elif kept:
@@ -115,7 +114,6 @@ def find_cause(
     else:
         said = "no variation could be tried"
     parts = [said] + ([f"present {', '.join(kept)}"] if gone and kept else [])
-    parts += [f"{NOT_HERE}: {', '.join(untried)}"] if untried else []
     parts += [decoded(check)] if decoded(check) else []
     return Cause("; ".join(parts), tried)
 

@@ -75,11 +75,12 @@ def replay_run(
     candidate: Callable[[], Backend],
     reference: Backend,
     step: int | None = None,
-    device: str | None = None,
+    elsewhere: RunConfig | None = None,
 ) -> Iterator[Replayed]:
     """Judge every step that the run directory lets one judge, or only `step`.
 
-    candidate: opened when a step has to be run again. device: where, if not where the run did.
+    candidate: opened when a step has to be run again. elsewhere: the run's configuration with the device on which it is
+    run again, if not the run's own.
     A step that is asked for and has no stored state is reached by running the candidate to it from the nearest one.
     Raises UserError if there is nothing at `step`, or what is there is damaged.
     """
@@ -91,8 +92,8 @@ def replay_run(
     after_states = [done + 1 for done in states.steps if done + 1 <= last]
     if step is not None and not 1 <= step <= last:
         raise UserError(f"{run.path} has no step {step}: it recorded steps 1 to {last}")
-    again = _Again(run, batch, candidate, device)
     opened = Reference.open(reference, run.config)
+    again = _Again(run, batch, candidate, reference, opened, elsewhere or run.config)
     try:
         for number in sorted({*sketched, *after_states}) if step is None else [step]:
             has_state = number - 1 in states.steps
@@ -102,9 +103,9 @@ def replay_run(
                 why = f"sketches, but no checkpoint of step {number - 1}: --step {number} runs the candidate up to it"
                 yield Replayed(number, "not covered", None, (why,))
             elif number in sketched:
-                yield again.sketches(number, recorded, opened)
+                yield again.sketches(number, recorded)
             else:
-                yield again.step(number, opened, "" if has_state else f"no checkpoint of step {number - 1}")
+                yield again.step(number, "" if has_state else f"no checkpoint of step {number - 1}")
     finally:
         again.close()
         opened.close()
@@ -156,29 +157,41 @@ class _Again:
     """The candidate, opened when it is first needed."""
 
     def __init__(
-        self, run: RunDir, batch: Callable[[int], Batch], candidate: Callable[[], Backend], device: str | None
+        self,
+        run: RunDir,
+        batch: Callable[[int], Batch],
+        candidate: Callable[[], Backend],
+        reference: Backend,
+        opened: Reference,
+        config: RunConfig,
     ) -> None:
-        self._run, self._batch, self._candidate = run, batch, candidate
-        self._config = run.config.model_copy(update={"device": device}) if device else run.config
+        self._run, self._batch, self._candidate, self._config = run, batch, candidate, config
+        self._backend, self._of_run = reference, opened
+        # The twin follows the attention kernel of the candidate's device.
+        self._here: Reference | None = opened if config == run.config else None
         self._rerun: Rerun | None = None
 
-    def step(self, step: int, reference: Reference, why: str) -> Replayed:
+    def step(self, step: int, why: str) -> Replayed:
         """Run the step again and judge it."""
         rerun = self._opened()
-        check, _ = rerun.check(step, reference)
+        if self._here is None:
+            self._here = Reference.open(self._backend, self._config)
+        check, _ = rerun.check(step, self._here)
         notes = ["its sketches: none were recorded", *([why] if why else []), *self._said(rerun, step)]
         return Replayed(step, "run again", check, tuple(notes))
 
-    def sketches(self, step: int, recorded: Mapping[int, Mapping[str, Any]], reference: Reference) -> Replayed:
+    def sketches(self, step: int, recorded: Mapping[int, Mapping[str, Any]]) -> Replayed:
         """Run up to the step; its sketches hold if every step before came out as recorded, else it is run again."""
         rerun = self._opened()
         state = rerun.state(step - 1)
         if said := self._said(rerun, step - 1):
-            return self.step(step, reference, said[0])
-        return _from_sketches(self._run, step, state, self._batch(step), recorded, reference)
+            return self.step(step, said[0])
+        return _from_sketches(self._run, step, state, self._batch(step), recorded, self._of_run)
 
     def close(self) -> None:
-        """Close the candidate."""
+        """Close what was opened here."""
+        if self._here is not None and self._here is not self._of_run:
+            self._here.close()
         if self._rerun is not None:
             self._rerun.close()
 

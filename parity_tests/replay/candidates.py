@@ -1,0 +1,16 @@
+"""A candidate for `--candidate FILE.py:NAME`: wrong from step 5 on."""
+
+from __future__ import annotations
+
+from parity_tests.replay.made import Gelu
+from torch_backend.session import TorchBackend
+
+
+class _From5(Gelu):
+    since = 5
+
+
+class Faulty(TorchBackend):
+    """GELU for SiLU in the first block, from step 5 on."""
+
+    session_class = _From5

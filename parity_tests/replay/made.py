@@ -1,0 +1,148 @@
+"""Tiny evidence, checks and runs that the tests of this folder share, and the candidates that made them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import torch.nn.functional as F
+
+from core import checkpoint
+from core.backend import Batch
+from core.config import RunConfig
+from core.parity.evidence import Evidence, gather, uneven_weights
+from core.parity.judge import Reference, judge
+from core.parity.record import observe, probe_of, save_observations
+from core.parity.verdict import Check
+from core.run import CHECKPOINTS, OBSERVATIONS, RunDir
+from jax_backend.session import JaxBackend, JaxSession
+from parity_tests.tiny import text_batch, tiny_config
+from torch_backend.session import TorchBackend, TorchSession
+
+STEPS = 14
+# One configuration for all: the reference is compiled once.
+CONFIG = tiny_config("bf16", train={"sequence_length": 32, "steps": STEPS})
+VERSIONS = {"torch": "2.13.0", "numpy": "2.0"}
+
+
+def backend(session: type[TorchSession]) -> TorchBackend:
+    """A backend that opens this session."""
+    made = TorchBackend()
+    made.session_class = session
+    return made
+
+
+class Judge(JaxBackend):
+    """The reference, compiled once a configuration: a session is loaded with a state before it is asked anything."""
+
+    def open(self, config: RunConfig) -> JaxSession:
+        return _opened(config)
+
+
+@cache
+def _opened(config: RunConfig) -> JaxSession:
+    return JaxSession(config)
+
+
+def reference(config: RunConfig = CONFIG) -> Reference:
+    return Reference.open(Judge(), config)
+
+
+def evidence_of(session: TorchSession, number: int = 0) -> Evidence:
+    batch = uneven_weights(text_batch(session.config, number), number)
+    return gather(session, session.config, batch, due=batch.digest())
+
+
+def checked(made: TorchBackend, config: RunConfig = CONFIG) -> tuple[Evidence, Check]:
+    """The evidence of a candidate's first step, and its verdict."""
+    evidence = evidence_of(made.open(config))
+    return evidence, judge(evidence, reference(config))
+
+
+class Gelu(TorchSession):
+    """GELU for SiLU, from step `since` on."""
+
+    since = 1
+
+    def build_model(self):
+        model = super().build_model()
+        right = model.blocks[0].mlp.activate
+
+        def wrong(gate, up):
+            return F.gelu(gate) * up if self.steps_done + 1 >= self.since else right(gate, up)
+
+        model.blocks[0].mlp.activate = wrong
+        return model
+
+
+class GeluFrom7(Gelu):
+    since = 7
+
+
+class BadAt7(Gelu):
+    """Wrong at step 7 alone."""
+
+    def build_model(self):
+        model = super().build_model()
+        right, wrong = TorchSession(self.config).model.blocks[0].mlp.activate, model.blocks[0].mlp.activate
+        model.blocks[0].mlp.activate = lambda gate, up: (wrong if self.steps_done == 6 else right)(gate, up)
+        return model
+
+
+class Flips(TorchSession):
+    """One value of one gradient is corrupted in the first step that is made, and never again (FAULTS #34)."""
+
+    struck = False
+
+    def accumulate(self, batch):
+        result = super().accumulate(batch)
+        if not type(self).struck:
+            type(self).struck = True
+            self.parameters["blocks.1.mlp.up_proj.weight"].grad[3, 5] += 1.0
+        return result
+
+
+class SumsInBf16(TorchSession):
+    """Gradients of micro-batches are summed in bf16."""
+
+    def accumulate(self, batch):
+        result = super().accumulate(batch)
+        if len(batch.tokens) > self.config.train.micro_batch_size:
+            for p in self.parameters.values():
+                p.grad = p.grad.bfloat16().to(p.grad.dtype)
+        return result
+
+
+def run_batch(config: RunConfig, step: int) -> Batch:
+    """The data order of these runs."""
+    return text_batch(config, step)
+
+
+def make_run(
+    path: Path,
+    session: type[TorchSession],
+    steps: int = STEPS,
+    checkpoints: tuple[int, ...] = (),
+    sketches: tuple[int, ...] = (),
+) -> RunDir:
+    """A run directory as `lockstep train` leaves it, with checkpoints and sketches at these steps."""
+    config = CONFIG
+    run = RunDir.create(path, config, {"backend": "torch"})
+    trainer = session(config)
+    for step in range(1, steps + 1):
+        batch = run_batch(config, step)
+        if step in sketches:
+            probe = probe_of(batch, config)
+            save_observations(run.path / OBSERVATIONS, step, batch, probe, observe(trainer, config, probe))
+        run.append_record(trainer.step(batch))
+        if step in checkpoints:
+            checkpoint.save_checkpoint(run.path / CHECKPOINTS, trainer.state(), {})
+    run.close()
+    return RunDir.open(path)
+
+
+def fake_check(path: Path, step: int, verdict: str) -> None:
+    """A line of parity.jsonl that says this of a step."""
+    with (path / "parity.jsonl").open("a") as file:
+        file.write(json.dumps({"schema": 2, "step": step, "verdict": verdict, "stages": []}) + "\n")

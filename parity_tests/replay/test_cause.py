@@ -1,0 +1,82 @@
+"""The cause finder: the change under which the origin vanishes is named, and only that."""
+
+from __future__ import annotations
+
+from core.config import CompileConfig
+from core.errors import UserError
+from core.parity.cause import NOT_HERE, VARIATIONS, Variation, find_cause
+from parity_tests.replay.made import CONFIG, Gelu, Judge, SumsInBf16, backend, checked
+from torch_backend.session import TorchBackend, TorchSession
+
+COMPILED = CONFIG.model_copy(update={"compile": CompileConfig(enabled=True, backend="aot_eager")})
+LEVERS = {v.words: v for v in VARIATIONS}
+
+
+class OnlyCompiled(Gelu):
+    """Wrong under torch.compile alone."""
+
+    def build_model(self):
+        model = super().build_model()
+        if not self.config.compile.enabled:
+            for block in model.blocks:
+                block.mlp.__dict__.pop("activate", None)
+        return model
+
+
+def cause_of(session, config, *words):
+    evidence, check = checked(backend(session), config)
+    assert check.origin is not None
+    tried = tuple(LEVERS[w] for w in words) if words else VARIATIONS
+    return find_cause(backend(session), Judge(), config, evidence, check, tried)
+
+
+def test_what_only_the_compiler_does():
+    cause = cause_of(OnlyCompiled, COMPILED, "without torch.compile", "in FP32")
+    assert cause.tried == [("without torch.compile", "vanishes"), ("in FP32", "stays")]
+    assert cause.words == "disappears without torch.compile; present in FP32"
+
+
+def test_what_only_accumulation_does():
+    cause = cause_of(SumsInBf16, CONFIG, "with one micro-batch")
+    assert cause.words == "disappears with one micro-batch"
+
+
+def test_what_is_always_there():
+    cause = cause_of(Gelu, CONFIG)
+    assert cause.words == "present in every variation tried: with one micro-batch, in FP32"
+    outcomes = dict(cause.tried)
+    assert outcomes["without torch.compile"] == "the program is eager already"
+    assert outcomes["with another attention kernel"] == NOT_HERE
+    assert list(outcomes) == [v.words for v in VARIATIONS]
+
+
+class Doubled(TorchSession):
+    """Gradients too long by the accumulation steps."""
+
+    def accumulate(self, batch):
+        result = super().accumulate(batch)
+        for p in self.parameters.values():
+            p.grad.mul_(self.config.train.accumulation)
+        return result
+
+
+def test_a_length_that_is_off_is_named():
+    cause = cause_of(Doubled, CONFIG, "with one micro-batch")
+    assert cause.words.startswith("disappears with one micro-batch; length off by the accumulation steps")
+
+
+def test_a_variation_that_cannot_be_opened_says_nothing():
+    class Refuses(TorchBackend):
+        def open(self, config):
+            raise UserError("no such device")
+
+    evidence, check = checked(backend(Gelu), CONFIG)
+    lever = Variation("elsewhere", lambda config: config)
+    cause = find_cause(Refuses(), Judge(), CONFIG, evidence, check, (lever,))
+    assert cause.tried == [("elsewhere", "could not be tried: no such device")]
+    assert cause.words == "no variation could be tried"
+
+
+def test_an_honest_step_has_no_cause():
+    evidence, check = checked(TorchBackend(), CONFIG)
+    assert "nothing to explain" in find_cause(TorchBackend(), Judge(), CONFIG, evidence, check).words
