@@ -183,8 +183,9 @@ def page(found: dict[str, Any]) -> str:
         f"- End to end, twin and truth together: {steps['end to end, twin'] + steps['end to end, truth']:.1f} steps.",
         f"- All local stages, twin and truth: {steps['local stages, twin'] + steps['local stages, truth']:.1f} steps.",
         f"- Sketching all gradients: {100 * steps['sketches of all gradients']:.1f} % of a step.",
-        f"- Shadow, one check in {CHECK_EVERY} steps, the worker at work beside the trainer: a checked step takes "
-        f"{found['shadow']['checked_step']:.3f} s (with all its micro-batches) instead of {found['shadow']['step']:.3f} s, "
+        f"- Shadow, one check in {CHECK_EVERY} steps, the worker at work beside the trainer: a checked step, "
+        f"with all its micro-batches, takes {found['shadow']['checked_step']:.3f} s instead of "
+        f"{found['shadow']['step']:.3f} s, "
         f"{100 * found['shadow']['share']:.2f} % of the time of {CHECK_EVERY} steps.",
         f"- Observations: {found['observation_bytes']:,} bytes a step ({found['observation_bytes'] / 2**20:.2f} MiB); "
         f"for the 1.24B model, computed: {found['observation_bytes_1b']:,} bytes "

@@ -136,7 +136,8 @@ def page() -> str:
         f"({platform.system()}), CPU. A check is one verdict on one step, made of some hundred comparisons; it is "
         "accused if a single one is out of bounds. Random models (1–4 layers, 16–256 hidden, one to all KV heads, tied "
         "or not, biases or not, 16–320 tokens a sequence), initial and trained weights, uneven loss weights, real "
-        f"text. Bounds: core/parity/bands.json and bands.py, digest {digest()}, measured on other draws (docs/calibration.md).",
+        f"text. Bounds: core/parity/bands.json and bands.py, digest {digest()}, measured on other draws "
+        "(docs/calibration.md).",
         "",
         "| recipe | shapes | checks | comparisons | accused | rate, 95 % upper bound |",
         "|---|---|---|---|---|---|",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import hashlib
 import importlib
 import json
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import tyro
 
@@ -25,7 +26,7 @@ from scripts.open_data import open_data
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from core.backend import Backend, Session
+    from core.backend import Backend, Batch, Session
     from core.config import RunConfig
     from core.parity.compare import Reference
     from core.parity.evidence import Evidence
@@ -156,12 +157,20 @@ class Kept:
         return self._backend.describe(config)
 
 
+class Data(Protocol):
+    """What hands out a run's batches: core/run_data.py's RunData."""
+
+    def batch(self, step: int) -> Batch:
+        """The batch of optimizer step `step`, from 1."""
+        ...
+
+
 @dataclass
 class Bench:
     """One recipe: a configuration, its data, the reference that judges, and what the honest trainer's loss is."""
 
     config: RunConfig
-    data: RunData
+    data: Data
     backend: Backend
     honest: Backend
     causes: str = "promised"
@@ -220,6 +229,8 @@ class Bench:
         from core.parity.judge import judge
 
         torch._dynamo.reset()
+        # A session refers to its own programs and they to it: without this, those of many faults stay in memory.
+        gc.collect()
         reference = self.reference.over_a_run() if last > HONEST_STEPS else self.reference
         session = backend.open(self.config)
         handed, seed = loader(self.data.batch), self.config.seed - 1
@@ -234,7 +245,8 @@ class Bench:
             if check.verdict == "could_not":
                 return replace(row, error=f"step {step}: nothing was compared")
             if check.verdict == "disagreed":
-                row = said_of(check, row)
+                # The check's own number is the candidate's, which may count wrongly.
+                row = replace(said_of(check, row), step=step)
                 cause = self._cause(backend, session, evidence, check, row, causes)
                 return replace(row, cause=cause)
         return row
@@ -274,7 +286,7 @@ class Bench:
 
 
 def said_of(check: Check, row: Row) -> Row:
-    """The row with what a check that disagreed says."""
+    """The row with the origins that a check which disagreed names."""
     from core.sinks.phrases import bounds
 
     origins = tuple(_link(finding) for finding in check.origins)
@@ -284,7 +296,7 @@ def said_of(check: Check, row: Row) -> Row:
         m = found.worst
         measure = f"{m.name.replace('_', ' ')} {m.value:.3g} ({bounds(m.low, m.high)})"
     rank = origins.index(row.expected) + 1 if row.expected in origins else None
-    return replace(row, step=check.step, named=origins[0], others=origins[:8], rank=rank, measure=measure)
+    return replace(row, named=origins[0], others=origins[:8], rank=rank, measure=measure)
 
 
 def _link(finding: Finding) -> Origin:

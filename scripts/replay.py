@@ -52,7 +52,8 @@ class Replay:
     branch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the run as it is)")] = None
     """the run as it was before its Nth resume or roll-back set it back (branches/00N)"""
     device: Annotated[
-        Literal["auto", "cpu", "cuda"] | None, tyro.conf.arg(help_behavior_hint="(default: as recorded)")
+        Literal["auto", "cpu", "cuda"] | None,
+        tyro.conf.arg(metavar="auto|cpu|cuda", help_behavior_hint="(default: as recorded)"),
     ] = None
     """where the candidate runs steps again"""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from types import EllipsisType
 
 import numpy as np
 
@@ -116,6 +117,7 @@ def compare(
     phase: str | None = None,
     note: str = "",
     noise: Callable[[], float] | None = None,
+    layer: int | EllipsisType | None = ...,
 ) -> Finding:
     """Candidate, twin and truth as full arrays of one shape.
 
@@ -128,6 +130,8 @@ def compare(
     d = distances(c, w, t, reference.stream)
     size = bands.independent(t.shape)
     found = finding(stage, tap, scope, reference.bound(reference.recipe, kind, d, size), t.size, d.unequal, note, phase)
+    if layer is not ...:  # a gradient belongs to the stage that sends it back, not to the one that wrote the tap
+        found = replace(found, layer=layer)
     at_first = found.ok
     if not found.ok and noise is not None:
         d = distances(c, w, t, reference.stream, noise())

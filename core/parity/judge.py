@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from core.backend import Batch, NotSupported, State
 from core.parity import end_to_end, local, step
 from core.parity.compare import Reference
@@ -19,6 +21,8 @@ from core.parity.verdict import Check, Finding
 __all__ = ["Reference", "judge", "judge_observations"]
 
 
+# What is not finite in a candidate is a finding, not a warning.
+@np.errstate(invalid="ignore", over="ignore")
 def judge(evidence: Evidence, reference: Reference) -> Check:
     """Compare every link of the chain that the evidence covers; findings stand in the chain's order."""
     started = time.perf_counter()
@@ -54,6 +58,7 @@ def judge(evidence: Evidence, reference: Reference) -> Check:
     return Check(evidence.record.step, in_order(findings), tuple(missing), seconds)
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def judge_observations(
     found: Mapping[str, Observation],
     about: Mapping[str, Any],

@@ -49,12 +49,15 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
             yield exact(stage.id, stage.tap, len(absent), len(absent), basis, ", ".join(absent))
             continue
         inputs = _inputs(stage, evidence)
-        grad = evidence.taps.get(GRADIENT + stage.tap)
-        if grad is not None:
-            inputs["grad"] = grad
         if not all(np.isfinite(a).all() for a in inputs.values()):
             missing.append(f"{stage.id} at {stage.tap}: the candidate's own inputs to it are not finite")
             continue
+        grad = evidence.taps.get(GRADIENT + stage.tap)
+        if grad is not None and not np.isfinite(grad).all():
+            missing.append(f"{stage.id} backward at {stage.tap}: the candidate's own gradient of it is not finite")
+            grad = None
+        if grad is not None:
+            inputs["grad"] = grad
         try:
             w, t = _run(stage, inputs, reference)
         except ValueError as error:  # shapes that do not fit together: the tap's own comparison says so
@@ -160,9 +163,7 @@ def _sent_back(
     note = "" if c is not None else "no gradient came back"
     c = np.zeros_like(t) if c is None else c
     kind = bands.local_kind(stage.id, role)
-    found = compare(reference, stage.id, kind, name, "local", c, w, t, "backward", note, noise)
-    # A tap belongs to the stage that writes it, its gradient to the stage that sends it back.
-    return _at(found, stage)
+    return compare(reference, stage.id, kind, name, "local", c, w, t, "backward", note, noise, stage.layer)
 
 
 def _at(found: Finding, stage: ForwardStage) -> Finding:

@@ -62,7 +62,11 @@ def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         ("loss", evidence.probed, evidence.probe, None),
         ("loss_of_step", evidence.stepped, evidence.batch, record.loss),
     ):
-        if of is not None and of.nll.shape == batch.targets.shape:
+        if of is not None and of.nll.shape != batch.targets.shape:
+            note = f"candidate {of.nll.shape}, batch {batch.targets.shape}"
+            yield exact("nll", "nll", 1, batch.targets.size, "shapes must be equal", note)
+        # A loss of NLLs that are not finite only inherits that.
+        elif of is not None and np.isfinite(of.nll).all():
             value = of.loss if said is None else said
             yield finding("loss", tap, "local", (scalars.loss(value, of.nll, batch),), 1)
     if evidence.stepped:

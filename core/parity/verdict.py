@@ -12,7 +12,7 @@ from core.parity.stages import place
 SCHEMA = 2
 
 # Agreement in these alone says nothing of the arithmetic: no tensor was computed.
-BOOKKEEPING = frozenset({"tokens", "weights", "clip_coefficient", "learning_rate", "step_count"})
+BOOKKEEPING = frozenset({"tokens", "weights", "clip_coefficient", "learning_rate", "step_count", "checkpoint"})
 
 Outcome = Literal["agreed", "disagreed", "could_not"]
 Scope = Literal["local", "end_to_end", "over_steps"]
@@ -168,11 +168,11 @@ def verdict_json(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
         "verdict": outcome,
         "first_bad_step": first.step if first else None,
         "origin": _origin_json(first.origin) if first else None,
-        "origins": [_origin_json(f) for f in first.origins] if first else [],
         "cause": first.cause if first else None,
         **context,
         "stages": [f.to_json() | {"role": c.role(f), "step": c.step} for c in checks for f in c.findings],
         "not_covered": sorted({item for c in checks for item in c.not_covered}),
+        "origins": [_origin_json(f) for f in first.origins] if first else [],
         "steps": [c.step for c in checks],
         "seconds": sum(c.seconds for c in checks),
     }

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from core.atomic import write_atomically
-from core.report import parts
+from core.report import parts, words
+from core.report.bias_curves import bias_curves
 from core.report.checks import read_checks
 from core.report.curves import charts
 from core.report.heatmap import encode
 from core.report.read import read_run
 from core.report.text import embed, esc
 
+# One script, in this order: each file speaks of what stands before it.
+SCRIPTS = ("page.js", "cells.js", "map.js", "depth.js", "bias.js", "links.js")
 # The page may load nothing: what it shows is in it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
 
@@ -29,25 +32,31 @@ def build_report(run_dir: Path) -> str:
     notes: list[str] = []
     checks = read_checks(run_dir / "parity.jsonl", notes)
     heat = encode(checks)
+    curves = bias_curves(run_dir / "observations" / "bias.npz", checks, notes)
     if heat and heat["left_out"]:
         shown = f"{len(heat['steps'])} of {len(checks.steps)}"
         notes.append(f"The heatmap shows {shown} checked steps, broken ones first.")
+    if heat and len(heat["detailed"]) < len(heat["steps"]):
+        some = f"{len(heat['detailed'])} of {len(heat['steps'])}"
+        notes.append(f"Values and bounds are on this page for {some} checked steps, broken ones first.")
     specs = charts(run.records, run.config, parts.entropies(run))
     data: dict[str, Any] = {
         "domain": [run.records[0]["step"], run.records[-1]["step"]],
         "charts": specs,
         "checks": checks.lines,
         "heat": heat,
+        "bias": curves,
     }
     body = "\n".join(
         [
-            parts.head(run, checks),
+            parts.head(run),
+            words.verdict(checks),
             parts.facts(run),
             parts.notes([*run.notes, *notes]),
             parts.chart_frames(specs, checks),
-            parts.heat_frame(heat, checks),
+            parts.parity(heat, checks),
+            parts.bias_frame(curves),
             parts.stages(checks),
-            parts.not_covered(checks),
             parts.sample(run),
             parts.config(run),
         ]
@@ -60,7 +69,7 @@ def build_report(run_dir: Path) -> str:
         f"<title>{esc(parts.name(run))} · Lockstep report</title>\n"
         f"<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
         f'<script type="application/json" id="data">{embed(data)}</script>\n'
-        f"<script>\n{_asset('page.js')}{_asset('heat.js')}</script>\n</body>\n</html>\n"
+        f"<script>\n{''.join(map(_asset, SCRIPTS))}</script>\n</body>\n</html>\n"
     )
 
 

@@ -1,10 +1,12 @@
-"""The parity checks of a run, from `parity.jsonl`: counts, the worst of each stage, the heatmap's cells."""
+"""The parity checks of a run, from `parity.jsonl`: counts, the first bad step, the heatmap's cells."""
 
 from __future__ import annotations
 
+import math
+import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,22 @@ from core.errors import UserError
 from core.parity.verdict import Measure
 from core.report.read import json_lines
 
+Json = Mapping[str, Any]
+
 VERDICTS = ("agreed", "disagreed", "could_not", "skipped")
-BASES_LIMIT = 100_000  # characters of basis text that the page carries
-BOUNDS_LIMIT = 8_000  # different bounds that the page carries
-ELSEWHERE = "too many different bounds to carry here; see parity.jsonl"
+SCHEMAS = (1, 2)
+BASES_LIMIT = 100_000  # characters of basis text that the page carries word for word
+NUMBER = re.compile(r"\d[\d.]*(e[+-]?\d+)?")
+
+# What a cell of the heatmap is: nothing there, held, inherited what was wrong, wrong by itself, the origin named.
+ABSENT, HELD, CONTAMINATED, ORIGIN, NAMED = range(5)
+# A strain is one byte: `AT_BOUND` is 1, the bound itself, `PER_DECADE` up is ten times that, `BEYOND` is infinite.
+AT_BOUND, PER_DECADE, BEYOND = 127, 42, 255
 
 
 @dataclass(frozen=True)
 class RowKey:
-    """A row of the heatmap: one tap of one stage in one scope (`repeat` tells doubles of a check apart)."""
+    """One comparison: a tap of one stage in one phase and scope (`repeat` tells doubles of a check apart)."""
 
     stage: str
     tap: str
@@ -32,45 +41,71 @@ class RowKey:
 
 
 @dataclass(frozen=True)
-class StageWorst:
-    """The finding of a stage that came nearest to its bound, or furthest beyond it, over all checks."""
+class Worst:
+    """A comparison and the measure of it that came nearest to its bound, or furthest beyond it."""
 
     key: RowKey
     step: int
     ok: bool
     strain: float
     measure: Measure | None
-    note: str
+    note: str = ""
+
+    def beats(self, other: Worst | None) -> bool:
+        """Whether this is worse: broken before held, then by strain."""
+        return other is None or (not self.ok, self.strain) > (not other.ok, other.strain)
 
 
 @dataclass
 class StageSummary:
-    """A stage over all checks: its worst finding, the columns compared and broken, and since when."""
+    """A stage in one phase over all checks: its worst comparison, columns compared and broken, and since when."""
 
-    worst: StageWorst
+    worst: Worst
     checks: set[int] = field(default_factory=set)
     broken: set[int] = field(default_factory=set)
     first_broken: int | None = None
 
 
+@dataclass(frozen=True)
+class BadStep:
+    """The first step that disagreed.
+
+    origin:  {stage, tap, phase, layer} as the line has it. origins: every link that is wrong by itself, in order.
+    key, measures, note: of the comparison that `origin` names, None and empty if the line does not hold it.
+    roles:   comparisons by `HELD`, `CONTAMINATED`, `ORIGIN` and `NAMED`.
+    """
+
+    step: int
+    origin: Json | None
+    origins: tuple[Json, ...]
+    cause: str
+    key: RowKey | None
+    measures: tuple[Measure, ...]
+    note: str
+    roles: Mapping[int, int]
+
+
 @dataclass
 class Cells:
-    """The heatmap's cells as they are read, by row and column number."""
+    """Every comparison as it is read, by row and column number."""
 
     row: array[int] = field(default_factory=lambda: array("l"))
     column: array[int] = field(default_factory=lambda: array("l"))
-    broken: array[int] = field(default_factory=lambda: array("b"))
+    state: array[int] = field(default_factory=lambda: array("B"))
+    strain: array[int] = field(default_factory=lambda: array("B"))
     meta: array[int] = field(default_factory=lambda: array("l"))
     unequal: array[float] = field(default_factory=lambda: array("d"))  # -1: there is no twin
 
 
 @dataclass
 class MeasureCells:
-    """One measure's values over the cells that have it, by position in `Cells`."""
+    """One measure's values and bounds over the cells that have it, by position in `Cells`; an open side is NaN."""
 
     cell: array[int] = field(default_factory=lambda: array("l"))
     value: array[float] = field(default_factory=lambda: array("d"))
-    bound: array[int] = field(default_factory=lambda: array("l"))
+    low: array[float] = field(default_factory=lambda: array("d"))
+    high: array[float] = field(default_factory=lambda: array("d"))
+    basis: array[int] = field(default_factory=lambda: array("l"))
     broken: array[int] = field(default_factory=lambda: array("b"))
 
 
@@ -78,35 +113,40 @@ class MeasureCells:
 class Checks:
     """Everything that the page says about the checks of a run."""
 
-    lines: list[tuple[int, str, int]] = field(default_factory=list)  # (step, verdict, broken findings)
+    lines: list[tuple[int, str, int]] = field(default_factory=list)  # (step, verdict, broken comparisons)
     counts: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     not_covered: Counter[str] = field(default_factory=Counter)
-    first_bad_step: int | None = None
-    origin: Mapping[str, Any] | None = None
-    stages: dict[str, StageSummary] = field(default_factory=dict)
-    steps: list[int] = field(default_factory=list)  # of the heatmap's columns
+    unread: Counter[str] = field(default_factory=Counter)  # schema → lines that this page cannot read
+    first_bad: BadStep | None = None
+    compared: Counter[str] = field(default_factory=Counter)  # scope → comparisons over all checks
+    worst: dict[str, Worst] = field(default_factory=dict)  # by scope
+    stages: dict[tuple[str, str], StageSummary] = field(default_factory=dict)  # by (phase, stage)
+    steps: list[int] = field(default_factory=list)  # of the columns
     rows: dict[RowKey, int] = field(default_factory=dict)
-    order: list[RowKey] = field(default_factory=list)
     cells: Cells = field(default_factory=Cells)
     measures: dict[str, MeasureCells] = field(default_factory=dict)
-    bounds: dict[tuple[float | None, float | None, int], int] = field(default_factory=dict)
     bases: dict[str, int] = field(default_factory=dict)
     metas: dict[tuple[int, str], int] = field(default_factory=dict)
-    _last_keys: list[RowKey] = field(default_factory=list)
     _bases_size: int = 0
 
     @property
     def verdict(self) -> str:
         """As `core.parity.verdict.overall` has it; `not_checked` if no check was ever due."""
-        if not self.lines:
-            return "not_checked"
         if self.counts["disagreed"]:
             return "disagreed"
+        if self.unread:
+            return "could_not"
+        if not self.lines:
+            return "not_checked"
         return "agreed" if self.counts["agreed"] and not self.counts["could_not"] else "could_not"
 
-    def add(self, check: Mapping[str, Any]) -> None:
+    def add(self, check: Json) -> None:
         """Take in one line. Raises KeyError, TypeError or ValueError if it is not a check."""
+        schema = check.get("schema", SCHEMAS[-1])
+        if schema not in SCHEMAS:
+            self.unread[str(schema)] += 1
+            return
         step, verdict = int(check["step"]), str(check["verdict"])
         if verdict not in VERDICTS:
             raise ValueError(f"verdict {verdict!r} is none of {', '.join(VERDICTS)}")
@@ -121,76 +161,61 @@ class Checks:
         if verdict == "skipped":
             self.reasons[str(check.get("reason", "no reason given"))] += 1
         self.not_covered.update(str(item) for item in check.get("not_covered", []))
-        if verdict == "disagreed" and (self.first_bad_step is None or step < self.first_bad_step):
-            self.first_bad_step, self.origin = step, check.get("origin")
+        roles, named = _roles(check, findings)
+        if verdict == "disagreed" and (self.first_bad is None or step < self.first_bad.step):
+            self.first_bad = _bad_step(step, check, roles, findings[named] if named is not None else None)
         if findings:
-            self._add_findings(step, findings)
+            self._add_findings(step, findings, roles)
 
-    def _add_findings(self, step: int, findings: Iterable[Mapping[str, Any]]) -> None:
-        column, keys, cells = len(self.steps), [], self.cells
+    def _add_findings(self, step: int, findings: Sequence[Json], roles: Sequence[int]) -> None:
+        column, cells = len(self.steps), self.cells
         self.steps.append(step)
         doubles: Counter[RowKey] = Counter()
-        for finding in findings:
-            key = RowKey(
-                str(finding["stage"]),
-                str(finding["tap"]),
-                str(finding["phase"]),
-                finding["layer"],
-                str(finding["scope"]),
-            )
+        for finding, role in zip(findings, roles, strict=True):
+            key = _key(finding)
             doubles[key] += 1
             if doubles[key] > 1:
                 key = RowKey(key.stage, key.tap, key.phase, key.layer, key.scope, doubles[key] - 1)
-            keys.append(key)
-            row = self.rows.setdefault(key, len(self.rows))
             measures = [_measure(m) for m in finding["measures"]]
-            cell, unequal, note = len(cells.row), finding.get("unequal"), str(finding.get("note", ""))
-            cells.row.append(row)
+            ok, unequal, note = bool(finding["ok"]), finding.get("unequal"), str(finding.get("note") or "")
+            worst = _worst(key, step, ok, measures, note)
+            cell = len(cells.row)
+            cells.row.append(self.rows.setdefault(key, len(self.rows)))
             cells.column.append(column)
-            cells.broken.append(not finding["ok"])
+            cells.state.append(role)
+            cells.strain.append(strain_code(worst.strain, ok))
             cells.meta.append(self.metas.setdefault((int(finding["size"]), note), len(self.metas)))
             cells.unequal.append(-1.0 if unequal is None else float(unequal))
             for measure in measures:
                 found = self.measures.setdefault(measure.name, MeasureCells())
                 found.cell.append(cell)
                 found.value.append(measure.value)
-                found.bound.append(self._bound(measure))
+                found.low.append(math.nan if measure.low is None else measure.low)
+                found.high.append(math.nan if measure.high is None else measure.high)
+                found.basis.append(self._basis(measure.basis))
                 found.broken.append(not measure.ok)
-            self._judge(key, step, column, bool(finding["ok"]), measures, note)
-        if keys != self._last_keys:
-            _merge(self.order, keys)
-            self._last_keys = keys
+            self._judge(worst, column)
 
-    def _judge(
-        self,
-        key: RowKey,
-        step: int,
-        column: int,
-        ok: bool,
-        measures: list[Measure],
-        note: str,
-    ) -> None:
-        measure = max(measures, key=lambda m: m.strain) if measures else None
-        worst = StageWorst(key, step, ok, measure.strain if measure else float("inf"), measure, note)
-        stage = self.stages.setdefault(key.stage, StageSummary(worst))
+    def _judge(self, worst: Worst, column: int) -> None:
+        key = worst.key
+        self.compared[key.scope] += 1
+        if worst.beats(self.worst.get(key.scope)):
+            self.worst[key.scope] = worst
+        stage = self.stages.setdefault((key.phase, key.stage), StageSummary(worst))
         stage.checks.add(column)
-        if not ok:
+        if not worst.ok:
             stage.broken.add(column)
-            stage.first_broken = step if stage.first_broken is None else min(step, stage.first_broken)
-        if (not ok, worst.strain) > (not stage.worst.ok, stage.worst.strain):
+            stage.first_broken = worst.step if stage.first_broken is None else min(worst.step, stage.first_broken)
+        if worst.beats(stage.worst):
             stage.worst = worst
 
-    def _bound(self, measure: Measure) -> int:
-        basis = measure.basis
-        if basis not in self.bases and self._bases_size + len(basis) > BASES_LIMIT:
-            basis = ELSEWHERE
+    def _basis(self, basis: str) -> int:
+        """Number of a basis; beyond `BASES_LIMIT` its figures are left out, so that few texts are left."""
         if basis not in self.bases:
-            self._bases_size += len(basis)
-        number = self.bases.setdefault(basis, len(self.bases))
-        bound = (measure.low, measure.high, number)
-        if bound not in self.bounds and len(self.bounds) >= BOUNDS_LIMIT:
-            bound = (None, None, self.bases.setdefault(ELSEWHERE, len(self.bases)))
-        return self.bounds.setdefault(bound, len(self.bounds))
+            if self._bases_size + len(basis) > BASES_LIMIT:
+                basis = f"{NUMBER.sub('#', basis)[:200]} (figures: parity.jsonl)"
+            self._bases_size += len(basis) * (basis not in self.bases)
+        return self.bases.setdefault(basis, len(self.bases))
 
 
 def read_checks(path: Path, notes: list[str]) -> Checks:
@@ -202,14 +227,35 @@ def read_checks(path: Path, notes: list[str]) -> Checks:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"{path}, line {number}: not a check ({reason})") from error
+    for schema, lines in checks.unread.items():
+        notes.append(f"{lines} lines of {path.name} are of schema {schema}, which this page cannot read.")
     return checks
+
+
+def strain_code(strain: float, ok: bool) -> int:
+    """A strain as one byte, on the right side of the bound: at most `AT_BOUND` if and only if the comparison held."""
+    if not math.isfinite(strain):
+        return BEYOND
+    place = AT_BOUND + round(PER_DECADE * math.log10(strain)) if strain > 0 else 1
+    return min(max(place, 1), AT_BOUND) if ok else min(max(place, AT_BOUND + 1), BEYOND - 1)
 
 
 def _none() -> Iterator[tuple[int, dict[str, Any]]]:
     return iter(())
 
 
-def _measure(tree: Mapping[str, Any]) -> Measure:
+def _key(finding: Json) -> RowKey:
+    layer = finding["layer"]
+    return RowKey(
+        str(finding["stage"]),
+        str(finding["tap"]),
+        str(finding["phase"]),
+        None if layer is None else int(layer),
+        str(finding["scope"]),
+    )
+
+
+def _measure(tree: Json) -> Measure:
     low, high = tree.get("low"), tree.get("high")
     return Measure(
         str(tree["name"]),
@@ -220,14 +266,39 @@ def _measure(tree: Mapping[str, Any]) -> Measure:
     )
 
 
-def _merge(order: list[RowKey], keys: list[RowKey]) -> None:
-    """Insert what is new in `keys` into `order`, each after its predecessor: the chain's order stands."""
-    known = set(order)
-    place = -1
-    for key in keys:
-        if key in known:
-            place = order.index(key)
-        else:
-            place += 1
-            order.insert(place, key)
-            known.add(key)
+def _worst(key: RowKey, step: int, ok: bool, measures: Sequence[Measure], note: str) -> Worst:
+    measure = max(measures, key=lambda m: m.strain) if measures else None
+    return Worst(key, step, ok, measure.strain if measure else math.inf, measure, note)
+
+
+def _roles(check: Json, findings: Sequence[Json]) -> tuple[list[int], int | None]:
+    """What each finding is, and which one the line names as its origin; lines of schema 1 do not say their roles."""
+    origin = check.get("origin") or {}
+    by_itself = any(not f["ok"] and f["scope"] != "end_to_end" for f in findings)
+    roles: list[int] = []
+    named: int | None = None
+    for place, finding in enumerate(findings):
+        if finding["ok"]:
+            roles.append(HELD)
+            continue
+        role = finding.get("role")
+        inherited = by_itself and finding["scope"] == "end_to_end" if role is None else role == "contaminated"
+        roles.append(CONTAMINATED if inherited else ORIGIN)
+        if named is None and not inherited and all(finding[k] == origin.get(k) for k in ("stage", "tap", "phase")):
+            named = place
+            roles[-1] = NAMED
+    return roles, named
+
+
+def _bad_step(step: int, check: Json, roles: Sequence[int], named: Json | None) -> BadStep:
+    origin = check.get("origin")
+    return BadStep(
+        step=step,
+        origin=origin,
+        origins=tuple(check.get("origins") or ([origin] if origin else [])),
+        cause=str(check.get("cause") or ""),
+        key=_key(named) if named else None,
+        measures=tuple(_measure(m) for m in named["measures"]) if named else (),
+        note=str(named.get("note") or "") if named else "",
+        roles=Counter(roles),
+    )

@@ -1,13 +1,17 @@
-"""The heatmap's cells in a few bytes each, for the page's script to unpack.
+"""The cells of the stage x layer x step heatmap in a few bytes each, for the page's script to unpack.
 
-Rows x columns are laid out as planes of bytes, one after another, deflated and written in base64. A number
-is three planes: its exponent (0 absent, 1 NaN, 2 +inf, 3 -inf, 4 zero, else the decimal exponent +
-`EXPONENT_ZERO`) and a signed mantissa of `digits` decimal digits, + 32768, as low and high byte. So a number
-keeps its leading decimal digits, and planes that hardly change along a row (exponents, bounds, sizes) deflate
-to almost nothing.
+A *row* is one comparison (stage, tap, phase, layer, scope), a *line* of the map is a stage in one phase, a column is a
+checked step. Rows x columns are laid out as planes of bytes, one after another, deflated and written in base64:
 
-Planes, in order: state (0 absent, 1 ok, 2 broken); meta, low and high (index into `metas`); unequal (a
-number); then for each measure a number, and its bound as 2 * index into `bounds` + 1 if broken, low and high.
+* `cells`: state (core/report/checks.py: absent, held, contaminated, origin, the origin named), then strain, one byte
+  on a logarithmic scale. All checks, up to `MAX_CELLS` comparisons.
+* `details`, of the columns in `detailed`: meta, low and high byte (index into `metas`); the share of unequal bits (a
+  number); then for each measure value, high and low bound (numbers), and 2 * index into `bases` + 1 if broken, low
+  and high byte.
+
+A number is three planes: its exponent (0 absent, 1 NaN, 2 +inf, 3 -inf, 4 zero, 5 minus and 6 one over the high bound,
+else the decimal exponent + `EXPONENT_ZERO`) and a signed mantissa of `digits` decimal digits, + 32768, as low and high
+byte. So a number keeps its leading decimal digits, and planes that hardly change along a row deflate to almost nothing.
 """
 
 from __future__ import annotations
@@ -20,64 +24,108 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.report.checks import Checks, RowKey
-from core.report.curves import wire
+from core.parity.stages import FORWARD, place
+from core.report.checks import AT_BOUND, HELD, PER_DECADE, Checks, MeasureCells, RowKey
 
 EXPONENT_ZERO = 132
+MINUS_HIGH, ONE_OVER_HIGH = 5, 6
 FINE_VALUES = 250_000  # up to this many values carry four digits, more carry three
-MAX_VALUES = 650_000  # beyond, columns are left out, agreeing ones first
+MAX_VALUES = 400_000  # beyond, only some columns carry values: broken ones first
+MAX_CELLS = 1_200_000  # beyond, columns are left out, broken ones last
 METAS = 65_536  # two bytes' worth
 UNEQUAL_DIGITS = 2
-PHASES = ("data", "state", "forward", "backward", "update")
+BOUND_DIGITS = 3
+# Groups of lines by the first number of `place`; those after the backward pass are told apart by their phase.
+GROUPS = {0: "data and weights", 1: "forward", 2: "backward"}
+AFTER = {"backward": "gradients", "update": "update", "state": "checkpoint"}
+UNKNOWN = 9  # stages that this version does not know come last
 
 Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float64]
 
 
 def encode(checks: Checks) -> dict[str, Any] | None:
     """The heatmap for the page's JSON, or None if nothing was compared; `left_out` columns are not in it."""
     if not checks.steps:
         return None
-    labels, rows = _sections(checks.order)
-    columns = _columns(checks)
-    width, size = len(columns), len(rows) * len(columns)
-    row_place, column_place = np.full(len(rows), -1), np.full(len(checks.steps), -1)
-    row_place[[checks.rows[key] for _, key in rows]] = np.arange(len(rows))
-    column_place[columns] = np.arange(width)
-    column = column_place[_ints(checks.cells.column)]
-    cell = np.where(column >= 0, row_place[_ints(checks.cells.row)] * width + column, -1)
-
-    def scatter(at: NDArray[np.int64], values: NDArray[Any], fill: float = 0) -> NDArray[Any]:
-        plane = np.full(size, fill, dtype=values.dtype)
-        plane[at[at >= 0]] = values[at >= 0]
-        return plane
-
-    digits = 4 if _values(checks) <= FINE_VALUES else 3
-    planes = [scatter(cell, _ints(checks.cells.broken) + 1).astype(np.uint8)]
-    planes += _two_bytes(scatter(cell, np.minimum(_ints(checks.cells.meta), METAS - 1)))
-    unequal = scatter(cell, np.asarray(checks.cells.unequal, dtype=np.float64), -1.0)
-    planes += number_planes(unequal, unequal >= 0, UNEQUAL_DIGITS)
-    for measure in checks.measures.values():
-        at = cell[_ints(measure.cell)]
-        values = scatter(at, np.asarray(measure.value, dtype=np.float64))
-        planes += number_planes(values, scatter(at, np.ones(len(at), dtype=bool)), digits)
-        planes += _two_bytes(scatter(at, 2 * _ints(measure.bound) + _ints(measure.broken)))
+    keys, lines, line_of = _lines(checks.rows)
+    depths, depth_of = _depths(keys)
+    columns = _columns(checks, range(len(checks.steps)), len(checks.cells.row), MAX_CELLS)
+    detailed = _columns(checks, columns, _values(checks), MAX_VALUES)
+    place_of = {c: i for i, c in enumerate(columns)}
     return {
-        "digits": digits,
-        "unequal_digits": UNEQUAL_DIGITS,
-        "zero": EXPONENT_ZERO,
-        "steps": [checks.steps[i] for i in columns],
-        "left_out": len(checks.steps) - width,
-        "sections": labels,
-        "rows": [[label, k.stage, k.tap, k.phase, k.layer, k.scope] for label, k in rows],
+        "steps": [checks.steps[c] for c in columns],
+        "left_out": len(checks.steps) - len(columns),
+        "detailed": [place_of[c] for c in detailed],
+        "lines": lines,
+        "rows": [[line, k.tap, k.layer, k.scope, d] for k, line, d in zip(keys, line_of, depth_of, strict=True)],
+        "depths": depths,
         "measures": list(checks.measures),
         "metas": [list(meta) for meta in list(checks.metas)[:METAS]],
-        "bounds": [[wire(low), wire(high), basis] for low, high, basis in checks.bounds],
         "bases": list(checks.bases),
-        "cells": base64.b64encode(zlib.compress(np.concatenate(planes).tobytes(), 9)).decode(),
+        "digits": _digits(checks),
+        "bound_digits": BOUND_DIGITS,
+        "unequal_digits": UNEQUAL_DIGITS,
+        "zero": EXPONENT_ZERO,
+        "at_bound": AT_BOUND,
+        "per_decade": PER_DECADE,
+        "cells": _pack(_map_planes(checks, _Grid(checks, keys, columns))),
+        "details": _pack(_detail_planes(checks, _Grid(checks, keys, detailed))),
     }
 
 
-def number_planes(values: NDArray[np.float64], present: NDArray[np.bool_], digits: int) -> list[Bytes]:
+class _Grid:
+    """Where each cell of `Checks` stands in planes of these rows and columns."""
+
+    def __init__(self, checks: Checks, keys: Sequence[RowKey], columns: Sequence[int]) -> None:
+        self.size = len(keys) * len(columns)
+        row_place, column_place = np.full(len(keys), -1), np.full(len(checks.steps), -1)
+        row_place[[checks.rows[key] for key in keys]] = np.arange(len(keys))
+        column_place[np.asarray(columns)] = np.arange(len(columns))
+        column = column_place[_ints(checks.cells.column)]
+        self.at = np.where(column >= 0, row_place[_ints(checks.cells.row)] * len(columns) + column, -1)
+
+    def plane(self, values: NDArray[Any], fill: float = 0, of: NDArray[np.int64] | None = None) -> NDArray[Any]:
+        """The plane of `values`, one a cell, or one for each cell in `of`."""
+        at = self.at if of is None else self.at[of]
+        plane = np.full(self.size, fill, dtype=values.dtype)
+        plane[at[at >= 0]] = values[at >= 0]
+        return plane
+
+
+def _map_planes(checks: Checks, grid: _Grid) -> list[Bytes]:
+    return [grid.plane(np.asarray(values, dtype=np.uint8)) for values in (checks.cells.state, checks.cells.strain)]
+
+
+def _detail_planes(checks: Checks, grid: _Grid) -> list[Bytes]:
+    planes = _two_bytes(grid.plane(np.minimum(_ints(checks.cells.meta), METAS - 1)))
+    unequal = grid.plane(np.asarray(checks.cells.unequal, dtype=np.float64), -1.0)
+    planes += number_planes(unequal, unequal >= 0, UNEQUAL_DIGITS)
+    for measure in checks.measures.values():
+        planes += _measure_planes(measure, grid, _digits(checks))
+    return planes
+
+
+def _measure_planes(measure: MeasureCells, grid: _Grid, digits: int) -> list[Bytes]:
+    of = _ints(measure.cell)
+    value, low, high = (
+        grid.plane(np.asarray(x, dtype=np.float64), np.nan, of) for x in (measure.value, measure.low, measure.high)
+    )
+    present = grid.plane(np.ones(len(of), dtype=bool), 0, of)
+    lows = number_planes(low, ~np.isnan(low), BOUND_DIGITS)
+    with np.errstate(invalid="ignore"):
+        for code, like in ((MINUS_HIGH, low == -high), (ONE_OVER_HIGH, np.abs(low * high - 1) < 1e-9)):
+            lows[0][like] = code
+            lows[1][like] = lows[2][like] = 0
+    return [
+        *number_planes(value, present, digits),
+        *number_planes(high, ~np.isnan(high), BOUND_DIGITS),
+        *lows,
+        *_two_bytes(grid.plane(2 * _ints(measure.basis) + _ints(measure.broken), 0, of)),
+    ]
+
+
+def number_planes(values: Floats, present: NDArray[np.bool_], digits: int) -> list[Bytes]:
     """Exponent, low and high mantissa bytes of `values`, rounded to `digits` decimal digits (at most 4)."""
     plain = present & np.isfinite(values) & (np.abs(values) > 1e-120) & (np.abs(values) < 1e120)
     safe = np.where(plain, values, 1.0)
@@ -93,37 +141,48 @@ def number_planes(values: NDArray[np.float64], present: NDArray[np.bool_], digit
     return [code.astype(np.uint8), *_two_bytes(np.where(plain, mantissa, 0) + 32768)]
 
 
-def _sections(order: Sequence[RowKey]) -> tuple[list[str], list[tuple[int, RowKey]]]:
-    """Section labels, and the rows in the order of the chain with the number of their section."""
-    scopes: dict[str, set[str]] = {}
-    for key in order:
-        scopes.setdefault(key.phase, set()).add(key.scope)
-
-    def rank(key: RowKey) -> tuple[int, int]:
-        phase = PHASES.index(key.phase) if key.phase in PHASES else len(PHASES)
-        return phase, int(key.scope != "local")
-
-    labels: list[str] = []
-    rows = []
-    for key in sorted(order, key=rank):
-        split = key.phase == "forward" or len(scopes[key.phase]) > 1
-        label = f"{key.phase}, {key.scope.replace('_', ' ')}" if split else key.phase
-        if label not in labels:
-            labels.append(label)
-        rows.append((labels.index(label), key))
-    return labels, rows
+def chain(stage: str, phase: str, layer: int | None) -> tuple[int, int, int]:
+    """`place`, with stages that this version does not know at the end."""
+    try:
+        return place(stage, phase, layer)
+    except KeyError:
+        return UNKNOWN, 0, 0
 
 
-def _columns(checks: Checks) -> list[int]:
-    """Columns by step; if there are too many cells, broken ones and an even choice of the others."""
-    by_step = sorted(range(len(checks.steps)), key=lambda i: checks.steps[i])
-    values = _values(checks)
-    if values <= MAX_VALUES:
+def _lines(rows: dict[RowKey, int]) -> tuple[list[RowKey], list[list[str]], list[int]]:
+    """Rows in the order of the chain; lines as [group, phase, stage] in that order; the line of each row."""
+    in_blocks = {(key.phase, key.stage) for key in rows if key.layer is not None}
+
+    def rank(line: tuple[str, str]) -> tuple[int, int, int]:
+        phase, stage = line
+        return chain(stage, phase, 0 if line in in_blocks and stage in FORWARD else None)
+
+    order = sorted(dict.fromkeys((key.phase, key.stage) for key in rows), key=rank)
+    number = {line: i for i, line in enumerate(order)}
+    keys = sorted(rows, key=lambda k: (number[k.phase, k.stage], -1 if k.layer is None else k.layer))
+    lines = [[GROUPS.get(rank((p, s))[0]) or AFTER.get(p, p), p, s] for p, s in order]
+    return keys, lines, [number[key.phase, key.stage] for key in keys]
+
+
+def _depths(keys: Sequence[RowKey]) -> tuple[list[list[Any]], list[int]]:
+    """Links of the forward chain as [layer, stage], first to last, and each row's place among them, or -1."""
+    links = {(k.stage, k.layer) for k in keys if k.stage in FORWARD and k.phase in ("forward", "backward")}
+    order = sorted(links, key=lambda link: place(link[0], "forward", link[1]))
+    number = {link: i for i, link in enumerate(order)}
+    of = [number.get((k.stage, k.layer), -1) if k.phase in ("forward", "backward") else -1 for k in keys]
+    return [[layer, stage] for stage, layer in order], of
+
+
+def _columns(checks: Checks, columns: Sequence[int], cost: int, limit: int) -> list[int]:
+    """These columns by step; if they cost more than the limit, broken ones and an even choice of the others."""
+    by_step = sorted(columns, key=lambda i: checks.steps[i])
+    cost = cost * len(by_step) // len(checks.steps)
+    if cost <= limit:
         return by_step
-    room = max(1, len(by_step) * MAX_VALUES // values)
-    bad = {c for c, broken in zip(checks.cells.column, checks.cells.broken, strict=True) if broken}
-    first = [i for i in by_step if i in bad]
-    chosen = _even(first, room)
+    room = max(1, len(by_step) * limit // cost)
+    broken = _ints(checks.cells.column)[_ints(checks.cells.state) > HELD]
+    bad = set(broken.tolist())
+    chosen = _even([i for i in by_step if i in bad], room)
     chosen += _even([i for i in by_step if i not in bad], room - len(chosen))
     return [i for i in by_step if i in set(chosen)]
 
@@ -135,8 +194,16 @@ def _even(items: list[int], count: int) -> list[int]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
+def _digits(checks: Checks) -> int:
+    return 4 if _values(checks) <= FINE_VALUES else 3
+
+
 def _values(checks: Checks) -> int:
     return sum(len(measure.value) for measure in checks.measures.values())
+
+
+def _pack(planes: list[Bytes]) -> str:
+    return base64.b64encode(zlib.compress(np.concatenate(planes).tobytes(), 9)).decode()
 
 
 def _two_bytes(values: NDArray[np.int64]) -> list[Bytes]:

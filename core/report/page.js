@@ -74,6 +74,17 @@ function element(tag, attributes = {}, ...children) {
   return node;
 }
 
+// Draw now and whenever the width changes; in the next frame, as a drawing may change the height and so the width.
+function watch(box, draw) {
+  let width = 0;
+  const look = () => {
+    const now = Math.floor(box.clientWidth);
+    if (now && now !== width) draw(width = now);
+  };
+  new ResizeObserver(() => requestAnimationFrame(look)).observe(box);
+  look();
+}
+
 // Index of the last x that is not above `step`, or of the nearest one.
 function lastAt(x, step) {
   let low = 0, high = x.length;
@@ -300,15 +311,7 @@ function makeChart(spec) {
 
 const drawn = data.charts.map(makeChart);
 const frame = document.getElementById("charts");
-let frameWidth = 0;
-function layOut() {
-  const width = Math.floor(frame.clientWidth);
-  if (width === frameWidth || !width) return;
-  frameWidth = width;
-  for (const chart of drawn) chart.draw(width);
-}
-new ResizeObserver(layOut).observe(frame);
-layOut();
+watch(frame, width => { for (const chart of drawn) chart.draw(width); });
 frame.addEventListener("keydown", event => {
   const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
   if (event.key === "Escape") {

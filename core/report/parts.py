@@ -1,4 +1,4 @@
-"""The parts of the page that are plain HTML: head, facts, tables, frames for the charts."""
+"""The parts of the page that are plain HTML: head, facts, the table of stages, frames for what the script draws."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from core.report.checks import VERDICTS, Checks, StageSummary
+from core.report.checks import Checks, StageSummary
 from core.report.curves import field, metric
+from core.report.heatmap import chain
 from core.report.read import Run, section
 from core.report.text import count, esc, number, plural
-
-BADGES = {
-    "agreed": ("good", "✓", "Agreed"),
-    "disagreed": ("bad", "✕", "Disagreed"),
-    "could_not": ("skip", "?", "Could not tell"),
-    "not_checked": ("skip", "-", "Not checked"),
-}
-DISPLAY = {"could_not": "could not tell"}
+from core.report.words import DISPLAY, SCOPES, interval
 
 
 def name(run: Run) -> str:
@@ -35,34 +29,9 @@ def entropies(run: Run) -> dict[str, float]:
     return {f"{label} entropy": float(value) for label, value in known.items()}
 
 
-def head(run: Run, checks: Checks) -> str:
-    """Name, verdict and where the first disagreement came from."""
-    tone, mark, label = BADGES[checks.verdict]
-    return (
-        '<header class="head">\n<div><p class="eyebrow">Lockstep training report</p>'
-        f"<h1>{esc(name(run))}</h1></div>\n"
-        f'<div class="verdict {tone}"><p class="badge"><span aria-hidden="true">{mark}</span> {label}</p>'
-        f"<p>{_verdict_sentence(checks)}</p></div>\n</header>"
-    )
-
-
-def _verdict_sentence(checks: Checks) -> str:
-    if checks.verdict == "not_checked":
-        return "No step of this run was checked against the reference."
-    shares = [f"{checks.counts[v]} {DISPLAY.get(v, v)}" for v in VERDICTS if checks.counts[v]]
-    total = f"{plural(len(checks.lines), 'check')}: {', '.join(shares)}."
-    if checks.first_bad_step is None:
-        return total
-    origin = checks.origin or {}
-    parts = [f"First at <b>step {checks.first_bad_step:,}</b>"]
-    if origin:
-        layer = origin.get("layer")
-        where = [str(origin.get("phase", "")), "" if layer is None else f"layer {layer}"]
-        parts.append(
-            f", in stage <b>{esc(origin.get('stage', '?'))}</b> at <code>{esc(origin.get('tap', '?'))}</code>"
-            f" ({esc(', '.join(w for w in where if w))})"
-        )
-    return "".join(parts) + f". <br>{total}"
+def head(run: Run) -> str:
+    """What this page is, and of which run."""
+    return f'<header class="head"><p class="eyebrow">Lockstep training report</p><h1>{esc(name(run))}</h1></header>'
 
 
 def facts(run: Run) -> str:
@@ -175,42 +144,73 @@ def chart_frames(specs: Sequence[Mapping[str, Any]], checks: Checks) -> str:
     )
 
 
-def heat_frame(heat: Mapping[str, Any] | None, checks: Checks) -> str:
-    """The frame of the heatmap and its controls."""
+def parity(heat: Mapping[str, Any] | None, checks: Checks) -> str:
+    """The frames of the heatmap and of the error's growth through depth, and the controls that both follow."""
     opening = _opening("parity", "Parity with the reference")
     if heat is None:
         text = "Nothing was compared with the reference." if checks.lines else "No step was checked."
         return f'{opening}</div><p class="hint">{text}</p></section>'
     bad = sum(1 for _, verdict, _ in checks.lines if verdict == "disagreed")
     summary = (
-        f"Heatmap of {plural(len(heat['rows']), 'tap')} by {plural(len(heat['steps']), 'checked step')}; "
-        f"{plural(bad, 'check')} disagreed. The table below names the worst finding of each stage."
+        f"Heatmap of {plural(len(heat['lines']), 'stage')} by layer and by "
+        f"{plural(len(heat['steps']), 'checked step')}; {plural(bad, 'check')} disagreed. "
+        "The table below names the worst comparison of each stage."
+    )
+    buttons = "".join(
+        f'<button type="button" data-go="{go}">{go.replace("_", " ")}</button>'
+        for go in ("first", "first_bad", "worst", "latest")
     )
     return (
-        f'{opening}<p class="hint">Rows are taps in the order of the chain, columns are checked steps; '
-        "a heavy outline marks what broke its bound.</p></div>"
-        '<div class="controls"><label>Colour <select id="heat-measure"></select></label>'
-        "<label>Filter "
-        '<input id="heat-filter" type="search" placeholder="blocks.3 rope" spellcheck="false"></label>'
-        '<label class="check"><input id="heat-worst" type="checkbox">'
-        " only the worst of each layer or stage</label>"
-        '<span id="heat-count" class="hint" aria-live="polite"></span></div>'
-        f'<div id="heat" role="img" aria-label="{esc(summary)}"><div id="heat-steps"></div>'
-        '<div id="heat-scroll" tabindex="0"><div id="heat-body"><canvas></canvas></div></div></div>'
-        '<div id="heat-legend"></div></section>'
+        f'{opening}<p class="hint">Stages in the order of the chain. Left: by layer, at the chosen step. '
+        "Right: by step, in the chosen layer. Colour is strain, a value against its bound.</p></div>"
+        '<div class="controls">'
+        f"{_choice('scope', 'Fed', ('all', 'local', 'end_to_end', 'over_steps'), 'local')}"
+        f"{_choice('phase', 'Phase', ('all', 'forward', 'backward', 'the rest'), 'all')}"
+        '<span class="stepper"><label>Step <input id="at" type="range" min="0" value="0"></label>'
+        f'<output id="at-step"></output>{buttons}</span></div>'
+        f'<div id="map" tabindex="0" role="application" aria-label="{esc(summary)} Arrow keys walk, Enter chooses.">'
+        '<canvas></canvas></div><p id="map-said" class="unseen" aria-live="polite"></p><div id="map-legend"></div>'
+        '<div class="title depth"><h3>Error through depth</h3>'
+        '<p class="hint">At the chosen step: every comparison at its place in the chain; the line is end to end, '
+        "dots are local. Grey: end to end at the first step shown.</p></div>"
+        '<div id="depth"></div></section>'
+    )
+
+
+def _choice(name: str, label: str, options: Sequence[str], chosen: str) -> str:
+    radios = "".join(
+        f'<label><input type="radio" name="{name}" value="{option}"{" checked" if option == chosen else ""}>'
+        f"<span>{option.replace('_', ' ')}</span></label>"
+        for option in options
+    )
+    return f'<fieldset class="choice"><legend>{label}</legend>{radios}</fieldset>'
+
+
+def bias_frame(curves: Mapping[str, Any] | None) -> str:
+    """The frame of the bias curves; nothing without sums."""
+    if curves is None:
+        return ""
+    left = f" {plural(curves['left'], 'other comparison')} not drawn." if curves["left"] else ""
+    return (
+        f"{_opening('bias', 'Bias over steps')}"
+        '<p class="hint">Candidate minus twin, signed and summed over the checks, in units of the twin&#x27;s own '
+        "error: bounded when honest, growing when biased. The worst of each stage, nearest to its bound first."
+        f"{left}</p></div>"
+        '<div id="bias-curves"></div></section>'
     )
 
 
 def stages(checks: Checks) -> str:
-    """The worst finding of each stage over all checks: origin, what else broke, the rest; in chain order."""
+    """The worst comparison of each stage over all checks: what broke, then the rest; in the order of the chain."""
     if not checks.stages:
         return ""
-    origin = (checks.origin or {}).get("stage")
-    # Stages are met in the order of the chain, and sorting is stable.
-    found = sorted(checks.stages.items(), key=lambda item: (item[0] != origin, item[1].worst.ok))
+    origin = (checks.first_bad and checks.first_bad.origin) or {}
+    named = (origin.get("phase"), origin.get("stage"))
+    order = sorted(checks.stages, key=lambda at: chain(at[1], at[0], None))
+    order.sort(key=lambda at: (at != named, checks.stages[at].worst.ok))
     heads = (
         ("Stage", ""),
-        ("Worst finding", ""),
+        ("Worst comparison", ""),
         ("Step", "n"),
         ("Measure", ""),
         ("Value", "n"),
@@ -219,9 +219,9 @@ def stages(checks: Checks) -> str:
         ("Broken in", "n"),
     )
     header = "".join(f'<th scope="col" class="{tone}">{label}</th>' for label, tone in heads)
-    rows = "".join(_stage_row(stage, stage_id == origin) for stage_id, stage in found)
+    rows = "".join(_stage_row(checks.stages[at], at == named) for at in order)
     return (
-        f"{_opening('stages', 'Worst finding of each stage')}"
+        f"{_opening('stages', 'Worst comparison of each stage')}"
         '<p class="hint">Over all checks: the origin, then what else broke, then the rest, '
         "in the order of the chain.</p></div>"
         f'<div class="scroll"><table><thead><tr>{header}</tr></thead>'
@@ -233,50 +233,32 @@ def _stage_row(stage: StageSummary, is_origin: bool) -> str:
     worst = stage.worst
     key, measure = worst.key, worst.measure
     layer = "" if key.layer is None else f", layer {key.layer}"
-    where = f"{key.phase}, {key.scope.replace('_', ' ')}{layer}"
     if measure is None:
         cells = '<td colspan="3">nothing compared</td><td></td>'
     else:
         basis = measure.basis + (f" ({worst.note})" if worst.note else "")
         cells = (
             f'<td>{esc(measure.name.replace("_", " "))}</td><td class="n"><b>{number(measure.value)}</b></td>'
-            f'<td class="n">{_interval(measure.low, measure.high)}</td><td class="basis">{esc(basis)}</td>'
+            f'<td class="n">{interval(measure.low, measure.high)}</td><td class="basis">{esc(basis)}</td>'
         )
     mark = "✓" if worst.ok else "✕"
     since = f"<small>first at step {stage.first_broken:,}</small>" if stage.first_broken is not None else ""
     tone = "good" if worst.ok else "bad"
     origin = '<span class="origin">origin</span>' if is_origin else ""
-    spoken = "ok" if worst.ok else "broken"
-    tap, scope = (quote(text, errors="replace") for text in (key.tap, key.scope))
-    link = f"#step={worst.step}&tap={tap}&scope={scope}"
+    spoken = "held" if worst.ok else "broken"
+    tap, scope, phase = (quote(text, errors="replace") for text in (key.tap, key.scope, key.phase))
+    link = f"#step={worst.step}&tap={tap}&scope={scope}&phase={phase}"
     return (
-        f'<tr class="{tone}"><th scope="row"><span class="mark" aria-label="{spoken}">{mark}</span> '
-        f'{esc(key.stage)}{origin}</th><td><a href="{esc(link)}"><code>{esc(key.tap)}</code></a>'
-        f'<small>{esc(where)}</small></td><td class="n">{worst.step:,}</td>{cells}'
+        f'<tr class="{tone}"><th scope="row"><span class="mark" role="img" aria-label="{spoken}">{mark}</span> '
+        f"{esc(key.stage)}{origin}<small>{esc(key.phase)}</small></th>"
+        f'<td><a href="{esc(link)}"><code>{esc(key.tap)}</code></a>'
+        f'<small>{esc(SCOPES.get(key.scope, key.scope) + layer)}</small></td><td class="n">{worst.step:,}</td>{cells}'
         f'<td class="n">{len(stage.broken)} of {len(stage.checks)}{since}</td></tr>'
     )
 
 
 def _opening(anchor: str, title: str) -> str:
     return f'<section aria-labelledby="{anchor}"><div class="title"><h2 id="{anchor}">{title}</h2>'
-
-
-def _interval(low: float | None, high: float | None) -> str:
-    if low is not None and high is not None:
-        return f"{number(low)} to {number(high)}"
-    if high is not None:
-        return f"≤ {number(high)}"
-    return f"≥ {number(low)}" if low is not None else "none"
-
-
-def not_covered(checks: Checks) -> str:
-    """What the verdict does not speak of: things not compared, and checks that were skipped."""
-    if not checks.lines:
-        return ""
-    items = [f"{what} ({plural(n, 'check')})" for what, n in checks.not_covered.items()]
-    items += [f"skipped: {reason} ({plural(n, 'check')})" for reason, n in checks.reasons.items()]
-    text = f'<ul class="plain">{_list(items)}</ul>' if items else '<p class="hint">Nothing was left out.</p>'
-    return f"{_opening('uncovered', 'Not covered')}</div>{text}</section>"
 
 
 def sample(run: Run) -> str:

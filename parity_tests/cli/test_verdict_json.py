@@ -12,8 +12,8 @@ from core.parity.stages import PHASES
 from parity_tests.cli.conftest import Lockstep, Place, Said
 
 PROMISED = ["schema", "verdict", "first_bad_step", "origin", "cause", "stages", "not_covered"]
-BESIDE = {"recipe", "candidate", "reference", "steps", "seconds"}
-STAGE = {"stage", "tap", "phase", "layer", "scope", "measures", "size", "unequal", "note", "ok", "step"}
+BESIDE = {"recipe", "candidate", "reference", "steps", "seconds", "origins"}
+STAGE = {"stage", "tap", "phase", "layer", "scope", "measures", "size", "unequal", "note", "ok", "step", "role"}
 MEASURE = {"name", "value", "low", "high", "basis", "ok"}
 
 POISONED = """
@@ -58,13 +58,13 @@ def check(lockstep: Lockstep, place: Place, tmp_path: Path, *more: object) -> tu
 def has_promised_shape(found: dict[str, Any]) -> None:
     assert [key for key in found if key not in BESIDE] == PROMISED
     assert set(found) >= BESIDE
-    assert found["schema"] == 1
-    assert found["cause"] is None
+    assert found["schema"] == 2
+    assert found["cause"] is None or found["verdict"] == "disagreed"
     assert isinstance(found["not_covered"], list)
     assert found["stages"]
     for stage in found["stages"]:
         assert set(stage) == STAGE
-        assert PHASES[stage["stage"]] == stage["phase"]
+        assert stage["phase"] in (PHASES[stage["stage"]], "backward")
         assert stage["scope"] in ("local", "end_to_end")
         assert stage["measures"]
         assert stage["ok"] == all(m["ok"] for m in stage["measures"])
@@ -87,15 +87,16 @@ def test_gradients_that_are_no_numbers(poison: str, lockstep: Lockstep, place: P
     candidate = tmp_path / "poisoned.py"
     candidate.write_text(POISONED.format(poison=poison))
     said, found = check(lockstep, place, tmp_path, "--candidate", f"{candidate}:Poisoned")
-    assert said.code == 1
+    assert said.code == 1, said
     assert "Traceback" not in said.out + said.err
     has_promised_shape(found)
     assert (found["verdict"], found["first_bad_step"]) == ("disagreed", 1)
     assert found["origin"] == {
         "stage": "gradients", "tap": "blocks.1.attn.v_proj.weight", "phase": PHASES["gradients"], "layer": 1
     }  # fmt: skip
-    (bad,) = (s for s in found["stages"] if (s["stage"], s["tap"]) == ("gradients", "blocks.1.attn.v_proj.weight"))
-    assert {m["value"] for m in bad["measures"] if isinstance(m["value"], str)} & {"nan", "inf"}
+    bad = [s for s in found["stages"] if (s["stage"], s["tap"]) == ("gradients", "blocks.1.attn.v_proj.weight")]
+    assert bad and all(not s["ok"] for s in bad if s["scope"] == "end_to_end")
+    assert {m["value"] for s in bad for m in s["measures"] if isinstance(m["value"], str)} & {"nan", "inf"}
     fine = [s for s in found["stages"] if s["stage"] == "gradients" and s["tap"].startswith("blocks.0.")]
     assert fine and all(s["ok"] for s in fine)
 
@@ -104,6 +105,6 @@ def test_a_loss_that_is_no_number(lockstep: Lockstep, place: Place, tmp_path: Pa
     candidate = tmp_path / "poisoned.py"
     candidate.write_text(POISONED.format(poison="float('nan')"))
     said, found = check(lockstep, place, tmp_path, "--candidate", f"{candidate}:PoisonedLoss")
-    assert said.code == 1
+    assert said.code == 1, said
     has_promised_shape(found)
     assert found["origin"]["stage"] in ("loss", "gradients")

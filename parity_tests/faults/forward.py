@@ -1,4 +1,4 @@
-"""Faults of the forward pass: a module of the model is swapped for one that is wrong."""
+"""Faults of the forward pass outside attention and the loss: embedding, norms, projections, activation, residual."""
 
 from __future__ import annotations
 
@@ -6,55 +6,42 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_backend.model import Attention, Block, Embedding, Linear, Llama, RMSNorm, Rope, SwiGLU, Tap
+from core.backend import Batch
+from parity_tests.faults.attention import KvHeadsTiled, RopeInBf16
+from parity_tests.faults.planting import bf16, in_model, sum_rounded, swapped
+from torch_backend.model import Block, Embedding, Linear, Llama, RMSNorm, Rope, SwiGLU, Tap
 from torch_backend.precision import Policy
 from torch_backend.session import TorchBackend, TorchSession
 
-
-def swap(model: Llama, right: type[nn.Module], wrong: type[nn.Module]) -> Llama:
-    """The model with every module of class `right` turned into `wrong`, weights kept."""
-    for module in model.modules():
-        if type(module) is right:
-            module.__class__ = wrong
-    return model
+# Named as `forward.py:…` where candidates are tried.
+__all__ = ["KvHeadsTiled", "RopeInBf16"]
 
 
-def bf16(x: Tensor) -> Tensor:
-    return x.bfloat16().to(x.dtype)
+class _Bf16Embedding(Embedding):
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        return bf16(super().forward(tokens_BS))
 
 
-class _TiledAttention(Attention):
-    def expand(self, x_BSKE: Tensor) -> Tensor:
-        return x_BSKE.repeat(1, 1, self.heads // self.kv_heads, 1)
+class EmbeddingInBf16(TorchBackend):
+    """The embedding's rows enter the residual stream in bf16."""
+
+    session_class = swapped(Embedding, _Bf16Embedding)
 
 
-class _TiledSession(TorchSession):
-    def build_model(self) -> Llama:
-        return swap(super().build_model(), Attention, _TiledAttention)
+class _StaleSession(TorchSession):
+    def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, targets, weights = super().to_device(batch)
+        buffers: dict[int, Tensor] = self.__dict__.setdefault("buffers", {})
+        buffers.setdefault(self.steps_done, tokens)
+        return buffers.get(self.steps_done - 1, tokens), targets, weights
 
 
-class KvHeadsTiled(TorchBackend):
-    """KV heads laid out 0 1 0 1 instead of 0 0 1 1 (axlearn #842)."""
+class StaleInputBuffer(TorchBackend):
+    """From the second step on, the tokens of the step before are still in the input buffer."""
 
-    session_class = _TiledSession
-
-
-class _Bf16RopeAttention(Attention):
-    def rotate(self, x_BSHE: Tensor, rope: Rope) -> Tensor:
-        return super().rotate(x_BSHE, (bf16(rope[0]), bf16(rope[1])))
-
-
-class _Bf16RopeSession(TorchSession):
-    def build_model(self) -> Llama:
-        return swap(super().build_model(), Attention, _Bf16RopeAttention)
-
-
-class RopeInBf16(TorchBackend):
-    """RoPE's cos and sin rounded to bf16 (transformers #29285)."""
-
-    session_class = _Bf16RopeSession
+    session_class = _StaleSession
 
 
 class _Bf16Norm(RMSNorm):
@@ -63,147 +50,61 @@ class _Bf16Norm(RMSNorm):
         return (low * torch.rsqrt(low.square().mean(-1, keepdim=True) + self.eps) * self.weight.bfloat16()).to(x.dtype)
 
 
-class _Bf16NormSession(TorchSession):
-    def build_model(self) -> Llama:
-        return swap(super().build_model(), RMSNorm, _Bf16Norm)
-
-
 class RmsNormInBf16(TorchBackend):
     """RMSNorm computed in bf16."""
 
-    session_class = _Bf16NormSession
+    session_class = swapped(RMSNorm, _Bf16Norm)
 
 
-class _EpsilonSession(TorchSession):
-    def build_model(self) -> Llama:
-        model = super().build_model()
-        for module in model.modules():
-            if isinstance(module, RMSNorm):
-                module.eps = 1e-6
-        return model
+def _small_epsilon(model: Llama) -> None:
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.eps = 1e-6
 
 
 class NormEpsilon(TorchBackend):
     """RMSNorm's epsilon 1e-6 where the configuration says 1e-5."""
 
-    session_class = _EpsilonSession
+    session_class = in_model(_small_epsilon)
 
 
-class _Bf16Logits(Llama):
-    def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
-        return bf16(super().logits(x_BSD, policy))
-
-
-class _Bf16LogitsSession(TorchSession):
-    def build_model(self) -> Llama:
-        return swap(super().build_model(), Llama, _Bf16Logits)
-
-
-class LogitsRoundedToBf16(TorchBackend):
-    """Logits leave the head in bf16."""
-
-    session_class = _Bf16LogitsSession
-
-
-class _Bf16Embedding(Embedding):
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        return bf16(super().forward(tokens_BS))
-
-
-class _Bf16EmbeddingSession(TorchSession):
-    def build_model(self) -> Llama:
-        return swap(super().build_model(), Embedding, _Bf16Embedding)
-
-
-class EmbeddingInBf16(TorchBackend):
-    """The embedding's rows enter the residual stream in bf16."""
-
-    session_class = _Bf16EmbeddingSession
-
-
-class _ScaledLinear(Linear):
+class _LongLinear(Linear):
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
         return super().forward(x, policy) * 1.001
 
 
-class _ScaledQuerySession(TorchSession):
-    def build_model(self) -> Llama:
-        model = super().build_model()
-        last = [m for m in model.modules() if isinstance(m, Attention)][-1]
-        last.q_proj.__class__ = _ScaledLinear
-        return model
+def _last_query(model: Llama) -> None:
+    block = model.blocks[-1]
+    assert isinstance(block, Block)
+    block.attn.q_proj.__class__ = _LongLinear
 
 
 class QueryScaled(TorchBackend):
     """Queries of the last block a thousandth too long."""
 
-    session_class = _ScaledQuerySession
+    session_class = in_model(_last_query)
 
 
-def _attention(attention: Attention, q: Tensor, k: Tensor, v: Tensor, policy: Policy, ahead: int, low: bool) -> Tensor:
-    q, k, v = (
-        x.to(policy.operand).to(policy.stream).transpose(1, 2) for x in (q, attention.expand(k), attention.expand(v))
-    )
-    scores = q @ k.transpose(-1, -2) / math.sqrt(attention.head_dim)
-    allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(ahead)
-    scores = scores.masked_fill(~allowed, -math.inf)
-    weights = scores.bfloat16().softmax(-1) if low else scores.softmax(-1)
-    out = (weights.to(policy.operand).to(policy.stream) @ v).to(policy.operand)
-    return out.to(policy.stream).transpose(1, 2)
+class _WideLinear(Linear):
+    def forward(self, x: Tensor, policy: Policy) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
-class _AheadAttention(Attention):
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
-        return _attention(self, q_BSHE, k_BSKE, v_BSKE, policy, ahead=1, low=False)
+class DownProjectionInFp32(TorchBackend):
+    """SwiGLU's last projection is not cast to bf16: the declared precision is not in force (as torchtitan #4008)."""
+
+    session_class = swapped(Linear, _WideLinear, "*.down_proj")
 
 
-class _AheadSession(TorchSession):
-    def build_model(self) -> Llama:
-        model = super().build_model()
-        first = next(m for m in model.modules() if isinstance(m, Attention))
-        first.__class__ = _AheadAttention
-        return model
+class _LeakyLinear(Linear):
+    def forward(self, x: Tensor, policy: Policy) -> Tensor:
+        return F.dropout(super().forward(x, policy), 0.1, training=True)
 
 
-class SeesOneTokenAhead(TorchBackend):
-    """The first block attends one token into the future."""
+class DropoutLeftOn(TorchBackend):
+    """Dropout of one in ten on the output of SwiGLU."""
 
-    session_class = _AheadSession
-
-
-class _Bf16SoftmaxAttention(Attention):
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
-        return _attention(self, q_BSHE, k_BSKE, v_BSKE, policy, ahead=0, low=True)
-
-
-class _Bf16SoftmaxSession(TorchSession):
-    def build_model(self) -> Llama:
-        return swap(super().build_model(), Attention, _Bf16SoftmaxAttention)
-
-
-class SoftmaxInBf16(TorchBackend):
-    """Attention's softmax in bf16."""
-
-    session_class = _Bf16SoftmaxSession
-
-
-class _Bf16ResidualBlock(Block):
-    def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
-        normed_BSD = tap(f"{name}.attn_norm", self.attn_norm(x_BSD))
-        x_BSD = tap(f"{name}.attn_residual", bf16(x_BSD + self.attn(normed_BSD, rope, policy, tap, f"{name}.attn")))
-        normed_BSD = tap(f"{name}.mlp_norm", self.mlp_norm(x_BSD))
-        return tap(f"{name}.mlp_residual", bf16(x_BSD + self.mlp(normed_BSD, policy, tap, f"{name}.mlp")))
-
-
-class _Bf16ResidualSession(TorchSession):
-    def build_model(self) -> Llama:
-        return swap(super().build_model(), Block, _Bf16ResidualBlock)
-
-
-class ResidualInBf16(TorchBackend):
-    """The residual stream kept in bf16."""
-
-    session_class = _Bf16ResidualSession
+    session_class = swapped(Linear, _LeakyLinear, "*.down_proj")
 
 
 class _GeluSwiGLU(SwiGLU):
@@ -211,12 +112,71 @@ class _GeluSwiGLU(SwiGLU):
         return F.gelu(gate_BSF) * up_BSF
 
 
-class _GeluSession(TorchSession):
-    def build_model(self) -> Llama:
-        return swap(super().build_model(), SwiGLU, _GeluSwiGLU)
-
-
 class GeluForSilu(TorchBackend):
     """GELU where SiLU belongs."""
 
-    session_class = _GeluSession
+    session_class = swapped(SwiGLU, _GeluSwiGLU)
+
+
+class _SummingBlock(Block):
+    """A block whose two sums are a method, so that a fault can change them."""
+
+    def attn_sum(self, x_BSD: Tensor, mixed_BSD: Tensor) -> Tensor:
+        return x_BSD + mixed_BSD
+
+    def mlp_sum(self, x_BSD: Tensor, mixed_BSD: Tensor) -> Tensor:
+        return x_BSD + mixed_BSD
+
+    def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
+        normed_BSD = tap(f"{name}.attn_norm", self.attn_norm(tap(f"{name}.attn_norm.x", x_BSD)))
+        mixed_BSD = self.attn(normed_BSD, rope, policy, tap, f"{name}.attn")
+        x_BSD = tap(f"{name}.attn_residual", self.attn_sum(tap(f"{name}.attn_residual.x", x_BSD), mixed_BSD))
+        normed_BSD = tap(f"{name}.mlp_norm", self.mlp_norm(tap(f"{name}.mlp_norm.x", x_BSD)))
+        mixed_BSD = self.mlp(normed_BSD, policy, tap, f"{name}.mlp")
+        return tap(f"{name}.mlp_residual", self.mlp_sum(tap(f"{name}.mlp_residual.x", x_BSD), mixed_BSD))
+
+
+class _Bf16ResidualBlock(_SummingBlock):
+    def attn_sum(self, x_BSD: Tensor, mixed_BSD: Tensor) -> Tensor:
+        return bf16(x_BSD + mixed_BSD)
+
+    mlp_sum = attn_sum
+
+
+class ResidualInBf16(TorchBackend):
+    """The residual stream kept in bf16."""
+
+    session_class = swapped(Block, _Bf16ResidualBlock)
+
+
+class _DampedBlock(_SummingBlock):
+    def mlp_sum(self, x_BSD: Tensor, mixed_BSD: Tensor) -> Tensor:
+        return x_BSD + 0.99 * mixed_BSD
+
+
+class BranchDamped(TorchBackend):
+    """The second block's SwiGLU enters the stream a hundredth too short, as with a residual scale left over."""
+
+    session_class = swapped(Block, _DampedBlock, "blocks.1")
+
+
+class _RoundingDownBlock(_SummingBlock):
+    def mlp_sum(self, x_BSD: Tensor, mixed_BSD: Tensor) -> Tensor:
+        return sum_rounded(x_BSD, mixed_BSD, toward=-math.inf)
+
+
+class StreamRoundsDown(TorchBackend):
+    """The second block's FP32 sum rounds toward −∞: half a unit in the last place, always of one sign."""
+
+    session_class = swapped(Block, _RoundingDownBlock, "blocks.1")
+
+
+class _TruncatingBlock(_SummingBlock):
+    def attn_sum(self, x_BSD: Tensor, mixed_BSD: Tensor) -> Tensor:
+        return sum_rounded(x_BSD, mixed_BSD, toward=0.0, share=0.75)
+
+
+class StreamTruncates(TorchBackend):
+    """The second block's FP32 sum rounds toward zero in three columns of four, a vectorised body beside its tail."""
+
+    session_class = swapped(Block, _TruncatingBlock, "blocks.1")

@@ -1,15 +1,31 @@
-"""Faults between logits and accumulated gradients."""
+"""Faults between final norm and loss, as values: logits, per-token NLL, and what is made of it."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from core.backend import Batch
-from parity_tests.faults.forward import swap
+from parity_tests.faults.gradients import OneGradientScaled
+from parity_tests.faults.planting import bf16, swapped
 from torch_backend.model import Llama
 from torch_backend.precision import Policy
 from torch_backend.session import TorchBackend, TorchSession
+
+# Named as `loss.py:OneGradientScaled` where candidates are tried.
+__all__ = ["OneGradientScaled"]
+
+
+class _Bf16Logits(Llama):
+    def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
+        return bf16(super().logits(x_BSD, policy))
+
+
+class LogitsRoundedToBf16(TorchBackend):
+    """Logits leave the head in bf16."""
+
+    session_class = swapped(Llama, _Bf16Logits)
 
 
 class _NotShiftedSession(TorchSession):
@@ -22,6 +38,55 @@ class TargetsNotShifted(TorchBackend):
     """The target of each token is the token itself (transformers #47394)."""
 
     session_class = _NotShiftedSession
+
+
+class _PaddedVocabulary(Llama):
+    def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        return super().nll(F.pad(logits_BSV, (0, -logits_BSV.shape[-1] % 384)), targets_BS)
+
+
+class VocabularyPaddingCounts(TorchBackend):
+    """The columns that fill the vocabulary up to whole blocks of 384 enter the log-sum-exp (verl #5349)."""
+
+    session_class = swapped(Llama, _PaddedVocabulary)
+
+
+class _WrappingIndex(Llama):
+    def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        flat = logits_BSV.flatten()
+        rows = torch.arange(targets_BS.numel(), device=flat.device).view_as(targets_BS)
+        chosen_BS = flat[(rows * logits_BSV.shape[-1] + targets_BS) % (flat.numel() // 2)]
+        return (torch.logsumexp(logits_BSV.double(), -1) - chosen_BS.double()).to(logits_BSV.dtype)
+
+
+class LateRowsReadEarlyLogits(TorchBackend):
+    """The index into all logits overflows half-way: late rows read early ones' logits (pytorch #111484)."""
+
+    session_class = swapped(Llama, _WrappingIndex)
+
+
+class _Bf16Nll(Llama):
+    def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        likelihoods_BSV = logits_BSV.bfloat16().log_softmax(-1)
+        return -likelihoods_BSV.gather(-1, targets_BS[..., None])[..., 0].to(logits_BSV.dtype)
+
+
+class NllInBf16(TorchBackend):
+    """Log-softmax in bf16, as under autocast without an exception for the loss."""
+
+    session_class = swapped(Llama, _Bf16Nll)
+
+
+class _Smoothed(Llama):
+    def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        chosen_BS = logits_BSV.gather(-1, targets_BS[..., None])[..., 0]
+        return super().nll(logits_BSV, targets_BS) + 0.001 * (chosen_BS - logits_BSV.mean(-1))
+
+
+class LabelSmoothingLeftOn(TorchBackend):
+    """A thousandth of the target's probability is spread over the vocabulary."""
+
+    session_class = swapped(Llama, _Smoothed)
 
 
 class _MeanOfMeansSession(TorchSession):
@@ -43,53 +108,18 @@ class _UnweightedSession(TorchSession):
 
 
 class LossWeightsIgnored(TorchBackend):
-    """A loss weight of one half counts as one (Liger #1298)."""
+    """A loss weight of one half counts as one."""
 
     session_class = _UnweightedSession
 
 
-class _ScaledSession(TorchSession):
-    def accumulate(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        result = super().accumulate(batch)
-        gradient = self.parameters["blocks.0.mlp.down_proj.weight"].grad
-        assert gradient is not None
-        gradient.mul_(1.05)
-        return result
+class _PenaltySession(TorchSession):
+    def micro_loss(self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        loss, nll = super().micro_loss(tokens, targets, weights, total)
+        return loss + 2e-6 * self.parameters["embed.weight"].double().square().sum(), nll
 
 
-class OneGradientScaled(TorchBackend):
-    """One gradient a twentieth too long."""
+class PenaltyLeftIn(TorchBackend):
+    """A penalty on the embedding's length is left in the loss."""
 
-    session_class = _ScaledSession
-
-
-class _HalfHead(Llama):
-    def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
-        weight = (self.lm_head or self.embed).weight
-        return F.linear(
-            x_BSD.to(policy.operand).to(policy.stream), weight.to(policy.operand).to(policy.stream).detach()
-        )
-
-
-class _HalfHeadSession(TorchSession):
-    def build_model(self) -> Llama:
-        return swap(super().build_model(), Llama, _HalfHead)
-
-
-class HeadWithoutGradient(TorchBackend):
-    """The head gives its weight no gradient: with a tied head the embedding's lacks a half (verl #7835)."""
-
-    session_class = _HalfHeadSession
-
-
-class _MissingSession(TorchSession):
-    def accumulate(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        result = super().accumulate(batch)
-        self.parameters["final_norm.weight"].grad = None
-        return result
-
-
-class GradientMissing(TorchBackend):
-    """One parameter gets no gradient at all (pytorch #112583)."""
-
-    session_class = _MissingSession
+    session_class = _PenaltySession

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from core.backend import Batch, StepRecord
+from core.backend import Batch, State, StepRecord
 from torch_backend.session import TorchBackend, TorchSession
 
 
@@ -134,3 +135,163 @@ class LearningRateOneStepLate(TorchBackend):
     """The warm-up is one step longer than configured."""
 
     session_class = _LateSession
+
+
+class _ImpatientSession(TorchSession):
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        config = self.config
+        warmup = max(1, config.optim.warmup_steps // config.train.accumulation)
+        self.config = config.model_copy(update={"optim": config.optim.model_copy(update={"warmup_steps": warmup})})
+        record = super().step(batch, norms=norms)
+        self.config = config
+        return record
+
+
+class ScheduleCountsMicroBatches(TorchBackend):
+    """The schedule steps once a micro-batch: the warm-up is over in half its time (transformers #24088)."""
+
+    session_class = _ImpatientSession
+
+
+class _NoDecaySession(TorchSession):
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer()
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        return optimizer
+
+
+class DecayWithoutEffect(TorchBackend):
+    """1 − lr·λ is rounded to bf16, which is 1: no weight decays (OneTrainer #996)."""
+
+    session_class = _NoDecaySession
+
+
+class _NoEpsilonSession(TorchSession):
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer()
+        for group in optimizer.param_groups:
+            group["eps"] = 0.0
+        return optimizer
+
+
+class EpsilonUnderflows(TorchBackend):
+    """Adam's ε goes through FP16, where 1e-8 is zero (optax #1754)."""
+
+    session_class = _NoEpsilonSession
+
+
+class _CoupledSession(TorchSession):
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        groups = super().build_optimizer().param_groups
+        kept = [{key: group[key] for key in ("params", "group", "weight_decay")} for group in groups]
+        optim = self.config.optim
+        return torch.optim.Adam(kept, lr=optim.peak_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=True)
+
+
+class DecayInTheGradient(TorchBackend):
+    """Weight decay is added to the gradient, Adam for AdamW, and enters the moments."""
+
+    session_class = _CoupledSession
+
+
+class _LowMomentSession(TorchSession):
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        record = super().step(batch, norms=norms)
+        for p in self.parameters.values():
+            entry = self.optimizer.state[p]
+            entry["exp_avg_sq"] = entry["exp_avg_sq"].bfloat16().to(p.dtype)
+        return record
+
+
+class SecondMomentInBf16(TorchBackend):
+    """The second moment is stored in bf16, which cannot hold what β₂ leaves of it."""
+
+    session_class = _LowMomentSession
+
+
+class _FrozenSession(TorchSession):
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer()
+        frozen = self.parameters["blocks.1.attn.o_proj.weight"]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p is not frozen]
+        return optimizer
+
+
+class ParameterNotInOptimizer(TorchBackend):
+    """The optimizer was built without the second block's output projection."""
+
+    session_class = _FrozenSession
+
+
+class _AmsgradSession(TorchSession):
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer()
+        for group in optimizer.param_groups:
+            group["amsgrad"] = True
+        return optimizer
+
+    def load(self, state: State) -> None:
+        # The largest second moment is no part of the canonical state: it stays.
+        largest = {p: self.optimizer.state[p].get("max_exp_avg_sq") for p in self.parameters.values()}
+        super().load(state)
+        for p, value in largest.items():
+            self.optimizer.state[p]["max_exp_avg_sq"] = torch.zeros_like(p) if value is None else value
+
+
+class AmsgradLeftOn(TorchBackend):
+    """AMSGrad divides by the largest second moment so far, the same as Adam's in the first step."""
+
+    session_class = _AmsgradSession
+
+
+class _StaleGradientSession(TorchSession):
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        self._stepping = True
+        record = super().step(batch, norms=norms)
+        self._stepping = False
+        self._left = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
+        return record
+
+    def accumulate(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        result = super().accumulate(batch)
+        if self.__dict__.get("_stepping"):
+            for name, grad in self.__dict__.get("_left", {}).items():
+                of_parameter = self.parameters[name].grad
+                assert of_parameter is not None
+                of_parameter.add_(grad)
+        return result
+
+
+class GradientsNotZeroed(TorchBackend):
+    """The step begins with the gradients that the step before left behind."""
+
+    session_class = _StaleGradientSession
+
+
+class _FlippedSession(TorchSession):
+    STEP = 3
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        self._flip = self.steps_done + 1 == self.STEP and not self.__dict__.get("_flipped")
+        record = super().step(batch, norms=norms)
+        self._flipped, self._flip = self.__dict__.get("_flipped") or self._flip, False
+        return record
+
+    def accumulate(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        result = super().accumulate(batch)
+        if self.__dict__.get("_flip"):
+            grad = self.parameters["blocks.1.attn.k_proj.weight"].grad
+            assert grad is not None
+            # The lowest bit of the exponent, of the largest element: it doubles or halves.
+            flat = grad.view(-1)
+            at = int(flat.abs().argmax())
+            flat[at] = (flat[at : at + 1].view(torch.int32) ^ (1 << 23)).view(torch.float32)[0]
+        return result
+
+
+class OneBitFlips(TorchBackend):
+    """Hardware: in step 3 one bit of one gradient of the second block flips, once and never again."""
+
+    session_class = _FlippedSession

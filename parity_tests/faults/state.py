@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from core.backend import Batch, StepRecord
+from core.backend import Batch, State, StepRecord
 from core.config import RunConfig
 from torch_backend.session import TorchBackend, TorchSession
 
@@ -48,3 +48,42 @@ class CountsMicroBatches(TorchBackend):
     """The step counter, and with it the schedule, counts micro-batches (transformers #24088)."""
 
     session_class = _CountingSession
+
+
+class _MomentsLostSession(TorchSession):
+    def load(self, state: State) -> None:
+        super().load(state)
+        for p in self.parameters.values():
+            self.optimizer.state[p]["exp_avg"].zero_()
+            self.optimizer.state[p]["exp_avg_sq"].zero_()
+
+
+class MomentsLostOnLoad(TorchBackend):
+    """Resuming begins with empty moments (KempnerForge #114)."""
+
+    session_class = _MomentsLostSession
+
+
+class _RoundingLoadSession(TorchSession):
+    def load(self, state: State) -> None:
+        super().load(state)
+        with torch.no_grad():
+            for p in self.parameters.values():
+                p.copy_(p.bfloat16())
+
+
+class WeightsRoundedOnLoad(TorchBackend):
+    """A checkpoint comes back with its master weights in bf16."""
+
+    session_class = _RoundingLoadSession
+
+
+class _ForgetfulSession(TorchSession):
+    def load(self, state: State) -> None:
+        super().load(replace(state, step=0))
+
+
+class StepLostOnLoad(TorchBackend):
+    """Resuming counts steps from zero: bias corrections and warm-up begin again."""
+
+    session_class = _ForgetfulSession

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from core.parity.evidence import uneven_weights
-from jax_backend.model import negative_log_likelihood
+from jax_backend.loss import negative_log_likelihood
 from jax_backend.session import JaxBackend
 from parity_tests.cross.variants import fresh_state
 from parity_tests.tiny import text_batch, tiny_config

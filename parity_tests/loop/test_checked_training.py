@@ -31,7 +31,7 @@ def test_a_disagreement_is_exit_code_1_also_after_a_resume(
     settings = {"train.steps": 4, "parity.every": 4, "parity.queue": 10}
     assert folder.train("accused", settings) == 1
     assert [(c["step"], c["verdict"]) for c in folder.run("accused").checks()] == [(1, "disagreed"), (4, "disagreed")]
-    assert "parity disagreed; origin: attn_norm at blocks.0.attn_norm" in capsys.readouterr().out
+    assert "parity disagreed; origin: attn_norm (forward, layer 0, at blocks.0.attn_norm" in capsys.readouterr().out
     assert folder.run("accused").info["finished"]
     assert folder.resume("accused") == 1
 

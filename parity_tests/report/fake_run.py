@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from core.config import ModelConfig
-from core.names import group_of, layer_of, parameter_shapes, tap_names
+from core.names import layer_of, parameter_shapes
+from core.parity.bias import Bias
+from core.parity.judge import in_order
+from core.parity.stages import forward_stages
 from core.parity.verdict import Check, Finding, Measure
 
-MODEL = ModelConfig()
+MODEL = ModelConfig(layers=4)
 FAULT_STEP = 150
+LOCAL_DISTANCE = 0.8
 SAMPLE = (
     'The meaning of life is to return a list of all the keys.\n    """\n    def keys(self):\n'
     "        return list(self)\n\n</script><script>alert(1)</script> \x1b[31mred\x00 🙂 \u202eesrever"
@@ -46,23 +51,9 @@ policy = "bf16"
 [parity]
 every = 10
 """
-STAGES = {
-    "attn_norm": "attn_norm",
-    "attn.q": "qkv",
-    "attn.k": "qkv",
-    "attn.v": "qkv",
-    "attn.q_rope": "rope",
-    "attn.k_rope": "rope",
-    "attn.out": "attention",
-    "attn.o_proj": "o_proj",
-    "attn_residual": "attn_residual",
-    "mlp_norm": "mlp_norm",
-    "mlp.gate": "mlp_in",
-    "mlp.up": "mlp_in",
-    "mlp.act": "activation",
-    "mlp.down_proj": "down_proj",
-    "mlp_residual": "mlp_residual",
-}
+NOT_COVERED = ("local checks of 6 of the micro-batch's sequences", "reduction over ranks: one process")
+SKIPPED = (40, 230)
+BROKEN = "q_rope"
 
 
 def write_run(
@@ -73,6 +64,7 @@ def write_run(
     faulty: bool = False,
     checked: bool = True,
     seed: int = 0,
+    model: ModelConfig = MODEL,
 ) -> Path:
     """Write the files of one run that was checked each `every` steps; a faulty one breaks RoPE at `FAULT_STEP`."""
     path.mkdir(parents=True, exist_ok=True)
@@ -82,8 +74,10 @@ def write_run(
     (path / "run.json").write_text(json.dumps(about(), indent=2), encoding="utf-8")
     (path / "config.toml").write_text(CONFIG, encoding="utf-8")
     if checked:
-        lines = [check_line(step, faulty, rng) for step in range(every, steps + 1, every)]
+        lines, sums = check_lines(range(every, steps + 1, every), faulty, rng, model)
         (path / "parity.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
+        (path / "observations").mkdir(exist_ok=True)
+        np.savez_compressed(path / "observations" / "bias.npz", **sums.to_arrays())  # type: ignore[arg-type]
     return path
 
 
@@ -144,61 +138,85 @@ def about() -> dict[str, Any]:
     }
 
 
-def check_line(step: int, faulty: bool, rng: np.random.Generator) -> dict[str, Any]:
-    """One line of parity.jsonl: skipped at step 40 and 230, else every finding of the chain."""
-    if step in (40, 230):
-        return {"schema": 1, "step": step, "verdict": "skipped", "reason": "the queue was full (2 checks waiting)"}
-    return Check(
-        step=step,
-        findings=tuple(findings(faulty and step >= FAULT_STEP, rng)),
-        not_covered=("checkpoint written and read back", "attention inside the fused kernel"),
-        seconds=4.2,
-    ).to_json()
+def check_lines(
+    steps: Iterable[int], faulty: bool, rng: np.random.Generator, model: ModelConfig = MODEL
+) -> tuple[list[dict[str, Any]], Bias]:
+    """Lines of parity.jsonl, some skipped, and the sums of their local comparisons."""
+    lines: list[dict[str, Any]] = []
+    sums = Bias()
+    for step in steps:
+        if step in SKIPPED:
+            lines.append({"step": step, "verdict": "skipped", "reason": "the queue was full (2 checks waiting)"})
+            continue
+        found = in_order([*findings(faulty and step >= FAULT_STEP, rng, model), *biases(sums, rng)])
+        bad = any(not f.ok for f in found)
+        cause = "disappears with FP32 RoPE tables" if bad else None
+        lines.append(Check(step, found, NOT_COVERED, 4.2, cause).to_json())
+    return lines, sums
 
 
-def findings(bad: bool, rng: np.random.Generator) -> list[Finding]:
-    """The chain of one check; `bad` plants a wrong RoPE table and what follows from it."""
-    found = [exact("tokens", "tokens", "data", 2048), exact("targets", "targets", "data", 2048)]
-    taps = tap_names(MODEL)
-    for tap in taps:
-        kind = tap.split(".", 2)[-1] if tap.startswith("blocks.") else tap
-        wrong = bad and kind in ("attn.q_rope", "attn.k_rope")
-        excess = (1.43 if wrong else 0.97) * math.exp(rng.normal(0, 0.03))
-        found.append(tensor(STAGES.get(kind, kind), tap, "forward", "local", excess, 2.6 if wrong else 0.04, rng))
-    found.append(scalar("nll", "nll", "forward", rng))
-    found.append(scalar("loss", "loss", "forward", rng))
-    for depth, tap in enumerate(taps):
-        excess = 1.0 + (0.9 * (1 - math.exp(-depth / 12)) if bad and depth > 5 else 0)
-        stage = STAGES.get(tap.split(".", 2)[-1], tap)
-        found.append(tensor(stage, tap, "forward", "end_to_end", excess * math.exp(rng.normal(0, 0.06)), None, rng))
-    for name in reversed(list(parameter_shapes(MODEL))):
-        layer = layer_of(name)
-        hit = bad and ("q_proj" in name or "k_proj" in name)
-        excess = (3.6 + 0.4 * (layer or 0) if hit else 1.5 if bad else 0.98) * math.exp(rng.normal(0, 0.07))
-        found.append(tensor("gradients", name, "backward", "end_to_end", excess, None, rng))
-    found += [scalar(s, s, "update", rng) for s in ("grad_norm", "clip", "learning_rate")]
-    for name in parameter_shapes(MODEL):
-        excess = 0.94 * math.exp(rng.normal(0, 0.04))
-        found.append(tensor(f"update.{group_of(name)}", name, "update", "local", excess, 0.02, rng))
+def biases(sums: Bias, rng: np.random.Generator) -> list[Finding]:
+    """Findings over steps of two stages: one honest, one that leans a little to one side."""
+    found = []
+    for stage, tap, lean in (("q", "blocks.0.attn.q", 0.0), ("attn_norm", "blocks.1.attn_norm", 0.02)):
+        key, n = (stage, "forward", tap), 512
+        truth, error = rng.normal(0, 1, n), rng.normal(0, 1e-3, n)
+        sums.add(key, 1e-3 * (rng.normal(0, 0.05, n) + lean), error, truth, np.float32, rng.normal(0, 1e-5))
+        if measures := sums.measures(key, LOCAL_DISTANCE, 0.5, n):
+            found.append(Finding(stage, tap, "forward", layer_of(tap), "over_steps", measures, n))
     return found
 
 
+def findings(bad: bool, rng: np.random.Generator, model: ModelConfig = MODEL) -> list[Finding]:
+    """The chain of one check; `bad` plants a wrong RoPE table and what follows from it."""
+    found = [exact("tokens", "tokens", "data", 2048), exact("weights", "names", "state", 57)]
+    depth = 0.0
+    for stage in forward_stages(model):
+        wrong = bad and stage.id == BROKEN
+        depth += wrong
+        for phase in ("forward", "backward"):
+            excess = 1.43 if wrong and phase == "forward" else 0.97
+            distance = 2.6 if excess > 1 else 0.04
+            found.append(tensor(stage.id, stage.tap, phase, "local", jitter(excess, 0.03, rng), distance, rng))
+            grown = 1.0 + 0.9 * (1 - math.exp(-depth))
+            found.append(tensor(stage.id, stage.tap, phase, "end_to_end", jitter(grown, 0.02, rng), 0.5, rng))
+    found += [scalar("loss", "loss", "forward", rng)]
+    for name in parameter_shapes(model):
+        hit = bad and ("q_proj" in name or "k_proj" in name)
+        excess = jitter(3.6 + 0.1 * (layer_of(name) or 0) if hit else 0.98, 0.05, rng)
+        note = "length off by the accumulation steps (÷2)" if hit else ""
+        found.append(tensor("gradients", name, "backward", "end_to_end", excess, 0.5, rng, note))
+        found.append(tensor("update", name, "update", "local", jitter(0.97, 0.03, rng), 0.02, rng))
+    return found + [scalar(s, s, "update", rng) for s in ("grad_norm", "clip_coefficient", "learning_rate")]
+
+
+def jitter(value: float, spread: float, rng: np.random.Generator) -> float:
+    return float(value * math.exp(min(max(rng.normal(0, spread), -2.5 * spread), 2.5 * spread)))
+
+
 def tensor(
-    stage: str, tap: str, phase: str, scope: Any, excess: float, distance: float | None, rng: np.random.Generator
+    stage: str,
+    tap: str,
+    phase: str,
+    scope: Any,
+    excess: float,
+    distance: float,
+    rng: np.random.Generator,
+    note: str = "",
 ) -> Finding:
-    """A compared tensor."""
+    """A compared tensor. The bound on the gain follows the twin's error, so that no two steps have the same."""
     local = scope == "local"
     high = 1.25 if local else 1.45
-    basis = f"1.1 × the worst of 64 clean runs, bf16 inductor, {scope.replace('_', ' ')}"
-    measures = [
-        Measure("excess", excess, 0.5, high, basis),
-        Measure("gain_difference", rng.normal(0, 4e-4), -4e-3, 4e-3, "2 × the worst of 64 clean runs"),
-    ]
-    if distance is not None:
-        value = distance * math.exp(rng.normal(0, 0.4))
-        measures.append(Measure("twin_distance", value, None, 1.0, "an honest stage reproduces its twin"))
-    unequal = min(1.0, 0.004 * math.exp(rng.normal(0, 0.5)) * (60 if excess > high else 1)) if local else None
-    return Finding(stage, tap, phase, layer_of(tap), scope, tuple(measures), 524_288, unequal)
+    basis = f"780 clean draws reached {high**0.5:.3g}, ^2"
+    error = float(2e-3 * math.exp(rng.normal(0, 0.3)))
+    reach = 0.5 * error
+    measures = (
+        Measure("excess", excess, 1 / high, high, basis),
+        Measure("gain_difference", float(rng.uniform(-0.2, 0.2)) * reach, -reach, reach, f"of the error {error:.1e}"),
+        Measure("twin_distance", jitter(distance, 0.2, rng), None, LOCAL_DISTANCE if local else 1.5, basis),
+    )
+    unequal = min(1.0, jitter(0.004, 0.5, rng) * (60 if excess > high else 1)) if local else None
+    return Finding(stage, tap, phase, layer_of(tap), scope, measures, 524_288, unequal, note)
 
 
 def scalar(stage: str, tap: str, phase: str, rng: np.random.Generator) -> Finding:

@@ -23,7 +23,7 @@ WRONG = [
     ("--train.steps 0", "command line: train.steps = '0': input should be greater than 0"),
     ("--model.tied maybe", "command line: model.tied = 'maybe': input should be a valid boolean"),
     ("--log.wandb on", "command line: log.wandb = 'on': input should be 'disabled', 'offline' or 'online'"),
-    ("--backend tf", "command line: backend = 'tf': input should be 'torch', 'jax'"),
+    ("--backend tf", "'tf' names no backend: write FILE.py:NAME or module:NAME"),
     ("--name ../x", "command line: name = '../x'"),
     ("--resume", "command line: resume has no value"),
     ("another.toml", "command line: not understood: another.toml"),
@@ -114,7 +114,7 @@ def test_no_run_file(refused) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "parity"])
-@pytest.mark.parametrize("lost", ["all", "nll"])
+@pytest.mark.parametrize("lost", ["all", "forward/attn"])
 def test_checks_without_calibrated_bounds_do_not_start(
     refused, run_file: Path, monkeypatch: pytest.MonkeyPatch, command: str, lost: str
 ) -> None:
@@ -125,7 +125,7 @@ def test_checks_without_calibrated_bounds_do_not_start(
     monkeypatch.setattr(bands, "table", lambda: table)
     every = ["--parity.every", "5"] if command == "train" else []
     said = refused(command, run_file, *every)
-    assert said.startswith(f"no clean runs of bf16/eager{'' if lost == 'all' else ' (nll)'} were measured")
+    assert said.startswith(f"no clean runs of bf16/eager{'' if lost == 'all' else ' (forward/attn)'} were measured")
     assert "python -m scripts.calibrate bf16/eager" in said
 
 
