@@ -44,6 +44,7 @@ def torch_nll(logits: np.ndarray, targets: np.ndarray, compiled: bool = False) -
     function = torch.compile(both, fullgraph=True, dynamic=False) if compiled else both
     nll, total = function(leaf, torch.from_numpy(targets[None].astype(np.int64)))
     total.backward()
+    assert leaf.grad is not None
     return nll.detach().numpy()[0], leaf.grad.numpy()[0]
 
 
