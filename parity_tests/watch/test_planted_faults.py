@@ -128,7 +128,8 @@ FAULTS: dict[str, tuple[dict[str, Any], int, str, str | None, str]] = {
     "zero_grad forgotten": ({"zero_grad": False}, 2, "gradients", "down.bias", "backward"),
     "detach in the forward": ({"model": Detached}, 1, "gradients", "qkv.weight", "backward"),
     "attention scale 0.18 for 0.1768": ({"model": Unscaled}, 1, "gradients", "down.bias", "backward"),
-    "logits rounded to bf16": ({"model": Bf16Logits}, 1, "gradients", "down.bias", "backward"),
+    # Just at the loss's bound: in which of the two it shows first hangs on the order of FP32 sums.
+    "logits rounded to bf16": ({"model": Bf16Logits}, 1, "loss|gradients", None, "forward|backward"),
     "norm eps 5e-5 for 1e-5": ({"model": SlightlyOtherNorm}, 1, "gradients", None, "backward"),
     "dropout left on": ({"model": lambda: Tagger(dropout=0.1)}, 1, "loss", "loss", "forward"),
     "loss summed over rows": ({"loss": summed_over_rows}, 1, "loss", "loss", "forward"),
@@ -167,7 +168,8 @@ def test_fault_is_seen_where_it_is(name: str) -> None:
     bad = next((check for check in watcher.checks if check.verdict == "disagreed"), None)
     assert bad is not None, watcher
     assert bad.origin is not None
-    assert (bad.step, bad.origin.stage, bad.origin.phase) == (first, stage, phase), watcher
+    assert bad.step == first, watcher
+    assert bad.origin.stage in stage.split("|") and bad.origin.phase in phase.split("|"), watcher
     assert tap in (None, bad.origin.tap)
 
 
