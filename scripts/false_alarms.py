@@ -48,7 +48,8 @@ RECIPES = {
     "bf16, compiled": ("bf16/compiled", False),
     "bf16, compiled, accumulation": ("bf16/compiled", True),
 }
-FIRST_DRAW = 2000
+# Draws 2000 to 2005 were looked at while bounds were still being set.
+FIRST_DRAW = 3000
 SEEDS, BETWEEN = 2, 3
 
 
@@ -152,6 +153,12 @@ def page() -> str:
         text.append(f"| {label} | {len(of)} | {checks:,} | {comparisons:,} | {alarms} | {rate} |")
     rate = f"{upper_bound(totals[2], totals[0]):.3%}" if totals[0] else "not measured"
     text += [f"| **all** | | {totals[0]:,} | {totals[1]:,} | {totals[2]} | {rate} |", ""]
+    if any(line["draw"] < FIRST_DRAW for line in found):
+        text += [
+            f"Draws below {FIRST_DRAW} are not independent of the bounds: under narrower ones some of their checks were "
+            "accused, and bounds were widened for reasons that are given in docs/numerics.md.",
+            "",
+        ]
     text += ["Not measured, as the lever does not exist yet: fp8, activation checkpointing, two ranks.", ""]
     if accused := [f"- {x['label']}, draw {x['draw']}: {said}" for x in found for said in x["accused"]]:
         text += ["## Accused", "", *accused, ""]
