@@ -155,8 +155,8 @@ def page() -> str:
     text += [f"| **all** | | {totals[0]:,} | {totals[1]:,} | {totals[2]} | {rate} |", ""]
     if any(line["draw"] < FIRST_DRAW for line in found):
         text += [
-            f"Draws below {FIRST_DRAW} are not independent of the bounds: under narrower ones some of their checks were "
-            "accused, and bounds were widened for reasons that are given in docs/numerics.md.",
+            f"Draws below {FIRST_DRAW} are not independent of the bounds: under narrower ones some of their checks "
+            "were accused, and bounds were widened for reasons that are given in docs/numerics.md.",
             "",
         ]
     text += ["Not measured, as the lever does not exist yet: fp8, activation checkpointing, two ranks.", ""]

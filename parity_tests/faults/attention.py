@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity_tests.faults.planting import bf16, bf16_rounded_down, in_model, swap, swapped
+from parity_tests.faults.planting import backward, bf16, in_model, rounded_down, swap, swapped
 from torch_backend.model import Attention, Llama, Rope
 from torch_backend.precision import Policy
 from torch_backend.session import TorchBackend
@@ -118,7 +118,8 @@ class _RoundingAttention(Attention):
     def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
         q = bf16(q_BSHE).transpose(1, 2)
         k, v = (bf16(self.expand(x)).transpose(1, 2) for x in (k_BSKE, v_BSKE))
-        return bf16_rounded_down(F.scaled_dot_product_attention(q, k, v, is_causal=True)).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return rounded_down(backward(out, bf16), 16).transpose(1, 2)
 
 
 class AttentionRoundsDown(TorchBackend):

@@ -248,15 +248,7 @@ LATER = (
         layer=1,
         within=200,
         loss_moves_less_than=1e-5,
-        note="half a unit in the last place of FP32: a step's bound is wider, the sum over steps is not",
-    ),
-    Fault(
-        forward.StreamTruncates,
-        "attn_residual",
-        layer=1,
-        within=200,
-        loss_moves_less_than=1e-5,
-        note="shortens what it rounds by a third of a unit in the last place: over steps, by its gain",
+        note="a step's bound is wider, the sum over steps is not. With all 24 bits kept it was not found in 120 checks",
     ),
 )
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from core.backend import Batch
 from parity_tests.faults.attention import KvHeadsTiled, RopeInBf16
-from parity_tests.faults.planting import bf16, in_model, sum_rounded, swapped
+from parity_tests.faults.planting import bf16, in_model, rounded_down, swapped
 from torch_backend.model import Block, Embedding, Linear, Llama, RMSNorm, Rope, SwiGLU, Tap
 from torch_backend.precision import Policy
 from torch_backend.session import TorchBackend, TorchSession
@@ -162,21 +160,10 @@ class BranchDamped(TorchBackend):
 
 class _RoundingDownBlock(_SummingBlock):
     def mlp_sum(self, x_BSD: Tensor, mixed_BSD: Tensor) -> Tensor:
-        return sum_rounded(x_BSD, mixed_BSD, toward=-math.inf)
+        return rounded_down(x_BSD + mixed_BSD, 3)
 
 
 class StreamRoundsDown(TorchBackend):
-    """The second block's FP32 sum rounds toward −∞: half a unit in the last place, always of one sign."""
+    """The second block's sum keeps 21 bits of 24 and rounds toward −∞, as FP32 made of TF32 parts may."""
 
     session_class = swapped(Block, _RoundingDownBlock, "blocks.1")
-
-
-class _TruncatingBlock(_SummingBlock):
-    def attn_sum(self, x_BSD: Tensor, mixed_BSD: Tensor) -> Tensor:
-        return sum_rounded(x_BSD, mixed_BSD, toward=0.0, share=0.75)
-
-
-class StreamTruncates(TorchBackend):
-    """The second block's FP32 sum rounds toward zero in three columns of four, a vectorised body beside its tail."""
-
-    session_class = swapped(Block, _TruncatingBlock, "blocks.1")

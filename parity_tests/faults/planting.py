@@ -66,38 +66,18 @@ def bf16(x: Tensor) -> Tensor:
 
 class _RoundedDown(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dropped: int) -> Tensor:
+        step = 1 << dropped
         bits = x.float().view(torch.int32)
-        dropped = (bits & 0xFFFF) != 0
-        bits = (bits & -0x10000) + torch.where(dropped & (bits < 0), 0x10000, 0).to(torch.int32)
-        return bits.view(torch.float32).to(x.dtype)
+        below = ((bits & (step - 1)) != 0) & (bits < 0)
+        return ((bits & -step) + below.to(torch.int32) * step).view(torch.float32).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return bf16(grads[0])
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
-def bf16_rounded_down(x: Tensor) -> Tensor:
-    """The next bf16 number that is not above x, in x's dtype; the gradient is rounded to nearest."""
-    rounded: Tensor = _RoundedDown.apply(x)
+def rounded_down(x: Tensor, dropped: int) -> Tensor:
+    """The next FP32 number that is not above x and whose last `dropped` bits are zero; 16 of them make it bf16."""
+    rounded: Tensor = _RoundedDown.apply(x, dropped)
     return rounded
-
-
-class _SumRounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, toward: float, share: float) -> Tensor:
-        exact, nearest = x.double() + y.double(), x + y
-        goal = torch.full_like(nearest, toward)
-        passed = nearest.double() > exact if toward else nearest.double().abs() > exact.abs()
-        columns = torch.arange(x.shape[-1], device=x.device) < share * x.shape[-1]
-        return torch.where(passed & columns, torch.nextafter(nearest, goal), nearest)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return grads[0], grads[0], None, None
-
-
-def sum_rounded(x: Tensor, y: Tensor, toward: float, share: float = 1.0) -> Tensor:
-    """FP32 x + y rounded toward zero, or toward −∞ for `toward` = −inf, in the first `share` of the columns."""
-    total: Tensor = _SumRounded.apply(x, y, toward, share)
-    return total
