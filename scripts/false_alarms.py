@@ -82,11 +82,15 @@ def run_draw(job: tuple[str, int, int]) -> dict[str, Any]:
     config = draw_config(draw, recipe, accumulate)
     seeds = [draw * SEEDS + i for i in range(SEEDS)]
     made, comparisons, accused = 0, 0, []
+    nearest: dict[str, float] = {}
     runs: dict[int, Reference] = {}
     for seed, evidence, reference in clean_evidence(config, open_reference(config), seeds, checks, BETWEEN):
         check = judge(evidence, runs.setdefault(seed, reference.over_a_run()))
         made += 1
         comparisons += len(check.findings)
+        for found in check.findings:
+            link = f"{found.stage}, {found.phase}, {found.scope.replace('_', ' ')}"
+            nearest[link] = max(nearest.get(link, 0.0), found.worst.strain)
         if check.verdict != "agreed":
             accused.append(f"seed {seed}, {check_line(check)}")
     return {
@@ -96,6 +100,7 @@ def run_draw(job: tuple[str, int, int]) -> dict[str, Any]:
         "checks": made,
         "comparisons": comparisons,
         "accused": accused,
+        "nearest": {link: round(strain, 2) for link, strain in sorted(nearest.items()) if strain > 0.5},
         "model": config.model.model_dump(),
         "train": config.train.model_dump(),
         "seconds": round(time.perf_counter() - started, 1),

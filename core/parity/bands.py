@@ -38,6 +38,8 @@ MARGIN, MARGIN_END_TO_END = 2.0, 5.0
 # honest ones reaches this. Of 3e-7, a few times more or less is no fault.
 LEAST_EXCESS, LEAST_DISTANCE, LEAST_GAIN = 1.15, 0.6, 0.1
 LEAST_OF_SUMS = 4.0
+# Of the noise that core/parity/compare.py measures, another order of sums makes a few times more or less.
+NOISE_MARGIN = 4.0
 # FP64 has no truth above it; two orders of summation of some thousand terms differ by about 1e-15 a step of the chain.
 FP64_LIMIT = 1e-12
 # What two libraries compute in FP32 from the weights on is some ulp off, and the ratio of such errors scatters widely:
@@ -63,6 +65,15 @@ def effective(error: np.ndarray) -> int:
     squares = np.square(error, dtype=np.float64)
     fourth = float(np.square(squares).sum())
     return max(1, int(3 * float(squares.sum()) ** 2 / fourth)) if fourth else error.size
+
+
+def noise_margin(terms: int) -> float:
+    """By how much the noise of a sum of `terms` numbers may be larger than the reference's: √(n / 2·log₂ n) at least.
+
+    One number after the other, roundings to the size of the partial sums add up to u·√(n²/2)/√3 of a term; in pairs,
+    as libraries sum, to u·√(n·log₂ n)/√3 (Higham 1993, The accuracy of floating point summation).
+    """
+    return max(NOISE_MARGIN, math.sqrt(terms / (2 * math.log2(terms)))) if terms > 1 else NOISE_MARGIN
 
 
 def independent(shape: tuple[int, ...]) -> int:

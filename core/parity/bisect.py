@@ -18,6 +18,7 @@ from core.errors import UserError
 from core.parity.cause import Cause, find_cause
 from core.parity.compare import Reference
 from core.parity.evidence import Evidence
+from core.parity.reference_check import sound_reference
 from core.parity.replay import in_words, other_batch
 from core.parity.rerun import Rerun
 from core.parity.verdict import Check, Finding, Outcome, overall
@@ -76,7 +77,7 @@ def bisect_run(
     if not recorded:
         raise UserError(f"{run.path} has no recorded step: there is nothing to bisect")
     rerun = Rerun(run, candidate, config, batch)
-    opened = Reference.open(reference, config)
+    opened = sound_reference(reference, config)
     search = _Search(rerun, opened, batch, progress)
     other_data = _first_other_batch(recorded, batch)
     verdicts = _verdicts(run)

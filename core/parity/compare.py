@@ -20,8 +20,6 @@ from core.parity.over_steps import OverSteps
 from core.parity.stages import PHASES
 from core.parity.verdict import Finding, Measure, Scope
 
-# Of the noise that `Noise` measures, another order of sums makes a few times more or less.
-NOISE_MARGIN = 4.0
 # Two orders of a few FP32 additions, or one of a value that was added to a zero, differ by no more.
 FEW_ULPS = 16.0
 
@@ -35,6 +33,7 @@ class Reference:
     where there is no such difference.
     over_steps: sums of local comparisons over the checks of a run, or None where there are no bounds to hold them to.
     known: numbers that the judged step knows, for the decoder (core/parity/decode.py).
+    not_asked: what could not be asked of the reference itself (core/parity/reference_check.py).
     """
 
     config: RunConfig
@@ -44,6 +43,7 @@ class Reference:
     open_plain: Callable[[], Session] | None = None
     over_steps: OverSteps | None = None
     known: Mapping[str, float] = field(default_factory=dict)
+    not_asked: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, backend: Backend, config: RunConfig) -> Reference:
@@ -210,8 +210,8 @@ class Noise:
         self._reference, self._stage, self._inputs, self._w, self._t = reference, stage, inputs, w, t
         self._responses: list[tuple[Arrays, Arrays]] | None = None
 
-    def of(self, name: str) -> float:
-        """L2 norm of the noise in one output."""
+    def of(self, name: str, terms: int = 1) -> float:
+        """L2 norm of the noise in one output; terms: of how many numbers, one after another, each of it is a sum."""
         if self._responses is None:
             moved = self._reference.twin.run_stage(self._stage, perturbed(self._inputs, self._reference.stream))
             self._responses = [(moved, self._w)]
@@ -219,7 +219,7 @@ class Noise:
                 plain = self._reference.open_plain().run_stage(self._stage, self._inputs)
                 self._responses.append((plain, self._t))
         apart = (np.linalg.norm(a[name].astype(np.float64) - b[name]) for a, b in self._responses)
-        return NOISE_MARGIN * float(max(apart))
+        return bands.noise_margin(terms) * float(max(apart))
 
 
 def perturbed(inputs: Arrays, stream: type[np.floating]) -> dict[str, np.ndarray]:

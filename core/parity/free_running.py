@@ -15,8 +15,8 @@ import numpy as np
 
 from core.backend import Arrays, Backend, Batch
 from core.config import RunConfig
-from core.parity.compare import Reference
 from core.parity.evidence import uneven_weights
+from core.parity.reference_check import sound_reference
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def drift(candidate: Backend, reference: Backend, config: RunConfig, batches: It
     with ExitStack() as stack:
         session = candidate.open(config)
         stack.callback(session.close)
-        references = Reference.open(reference, config)
+        references = sound_reference(reference, config)
         stack.callback(references.close)
         initial = session.state()
         for other in references.sessions:

@@ -26,7 +26,7 @@ __all__ = ["Reference", "judge", "judge_observations"]
 def judge(evidence: Evidence, reference: Reference) -> Check:
     """Compare every link of the chain that the evidence covers; findings stand in the chain's order."""
     started = time.perf_counter()
-    missing = list(evidence.not_covered)
+    missing = [*evidence.not_covered, *reference.not_asked]
     known = known_scalars(reference.config, evidence.batch, evidence.record, evidence.before.step + 1)
     reference = replace(reference, known=known)
     state = list(step.weights(evidence, reference))
@@ -73,7 +73,7 @@ def judge_observations(
     gradients.
     """
     started = time.perf_counter()
-    missing = ["local checks: they need tensors, and only sketches were recorded"]
+    missing = ["local checks: they need tensors, and only sketches were recorded", *reference.not_asked]
     repeated = end_to_end.repeat(found, state, probe, tapped, int(about["sequences"]), reference, missing)
     findings = list(end_to_end.compare_with(found, repeated, reference))
     return Check(int(about["step"]), in_order(findings), tuple(missing), time.perf_counter() - started)

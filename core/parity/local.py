@@ -78,7 +78,10 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
                 if not there or name == total:
                     continue
             sides = w[f"grad/{role}"], t[f"grad/{role}"]
-            yield _sent_back(stage, role, name, sides, evidence.taps, reference, partial(noise.of, f"grad/{role}"))
+            # A parameter's gradient is a sum over all tokens.
+            terms = grad[..., 0].size if role in stage.params else 1
+            heard = partial(noise.of, f"grad/{role}", terms)
+            yield _sent_back(stage, role, name, sides, evidence.taps, reference, heard)
     if has_gradients:
         for shared in sums.values():
             yield from _sum(shared, sent, evidence.taps, reference)

@@ -21,6 +21,7 @@ from core.parity.compare import exact
 from core.parity.evidence import gather
 from core.parity.judge import Reference, judge_observations
 from core.parity.record import observation_file, probe_of
+from core.parity.reference_check import sound_reference
 from core.parity.rerun import Rerun, StoredStates, differing_fields, judged
 from core.parity.verdict import Check
 from core.run import OBSERVATIONS, RunDir
@@ -47,7 +48,7 @@ def replay_capsule(
     Raises UserError if candidate or reference does not take its state.
     """
     config = config or capsule.config
-    opened = Reference.open(reference, config)
+    opened = sound_reference(reference, config)
     session = candidate.open(config)
     try:
         try:
@@ -92,7 +93,7 @@ def replay_run(
     after_states = [done + 1 for done in states.steps if done + 1 <= last]
     if step is not None and not 1 <= step <= last:
         raise UserError(f"{run.path} has no step {step}: it recorded steps 1 to {last}")
-    opened = Reference.open(reference, run.config)
+    opened = sound_reference(reference, run.config)
     again = _Again(run, batch, candidate, reference, opened, elsewhere or run.config)
     try:
         for number in sorted({*sketched, *after_states}) if step is None else [step]:
@@ -175,7 +176,7 @@ class _Again:
         """Run the step again and judge it."""
         rerun = self._opened()
         if self._here is None:
-            self._here = Reference.open(self._backend, self._config)
+            self._here = sound_reference(self._backend, self._config)
         check, _ = rerun.check(step, self._here)
         notes = ["its sketches: none were recorded", *([why] if why else []), *self._said(rerun, step)]
         return Replayed(step, "run again", check, tuple(notes))

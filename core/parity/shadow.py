@@ -36,6 +36,7 @@ from core.parity.evidence import Evidence, gather
 from core.parity.judge import Reference, judge
 from core.parity.load import load_backend
 from core.parity.record import probe_of, save_observations
+from core.parity.reference_check import sound_reference
 from core.parity.verdict import Check
 
 POLL_SECONDS = 0.2
@@ -244,9 +245,11 @@ def _work(
         result: Result
         try:
             if opened is None:
-                opened = Reference.open(load_backend(reference), config).over_a_run()
+                opened = sound_reference(load_backend(reference), config).over_a_run()
             check = judge(evidence, opened)
             result = check if observations is None else _kept(check, evidence, config, observations)
+        except UserError as error:
+            result = (evidence.record.step, str(error))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = next(iter(str(error).splitlines()), "")

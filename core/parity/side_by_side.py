@@ -9,7 +9,8 @@ from core.backend import Backend, Batch, Session
 from core.config import RunConfig
 from core.errors import UserError
 from core.parity.evidence import Evidence, gather, uneven_weights
-from core.parity.judge import Reference, judge
+from core.parity.judge import judge
+from core.parity.reference_check import sound_reference
 from core.parity.verdict import Check
 
 ASKED_OF_A_CANDIDATE = ("state", "step", "gradients", "observe", "close")
@@ -38,7 +39,7 @@ def check_steps(
                 "what it cannot do may raise core.backend.NotSupported"
             )
         stack.callback(session.close)
-        references = Reference.open(reference, config).over_a_run()
+        references = sound_reference(reference, config).over_a_run()
         stack.callback(references.close)
         for number, batch in enumerate(batches):
             evidence = gather(session, config, uneven_weights(batch, config.seed + number))

@@ -1,0 +1,255 @@
+"""The reference is held to closed forms before it judges; a wrong one is refused by name."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+from jax import lax
+
+import jax_backend.attention
+import jax_backend.precision
+import torch_backend.model
+import torch_backend.optim
+import torch_backend.precision
+import torch_backend.stages
+from core.config import OptimConfig, RunConfig
+from core.errors import UserError
+from core.parity.reference_check import check_reference, require_sound, small, sound_reference
+from core.parity.side_by_side import check_steps
+from jax_backend.session import JaxBackend
+from parity_tests.tiny import text_batch, tiny_config
+from torch_backend.model import Attention, Llama, SwiGLU
+from torch_backend.session import TorchBackend
+
+BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize("policy", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("model", [{"tied": True}, {"tied": False, "kv_heads": 4} | BIASES, {"kv_heads": 1}])
+def test_torch_as_a_reference_is_sound(policy, model):
+    check = check_reference(TorchBackend(), tiny_config(policy, **model))
+    assert check.wrong == ()
+    assert check.not_covered == ()
+    assert {f.stage for f in check.findings} >= {"embed", "attn", "nll", "update", "moments"}
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_the_reference_is_sound(policy):
+    check = require_sound(JaxBackend(), tiny_config(policy, **BIASES))
+    assert len(check.findings) > 200
+    assert check.not_covered == ()
+
+
+def unscaled(self, q, k, v, policy):
+    q, k, v = (x.to(policy.operand).transpose(1, 2) for x in (q, self.expand(k), self.expand(v)))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0).transpose(1, 2).to(policy.stream)
+
+
+def sees_all(self, q, k, v, policy):
+    q, k, v = (x.to(policy.operand).transpose(1, 2) for x in (q, self.expand(k), self.expand(v)))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).to(policy.stream)
+
+
+def interleaved(self, x, rope):
+    cos, sin = rope[0][:, None, :], rope[1][:, None, :]
+    even, odd = x[..., ::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+
+
+def counted_from_one(length, head_dim, theta):
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    angle = torch.arange(1, length + 1, dtype=torch.float64)[:, None] * theta**-exponent
+    return angle.cos(), angle.sin()
+
+
+def layer_norm(x, weight, eps):
+    return F.layer_norm(x, x.shape[-1:], eps=eps) * weight
+
+
+def eps_outside(x, weight, eps):
+    return x / (x.square().mean(-1, keepdim=True).sqrt() + eps) * weight
+
+
+def gain_on_one(x, weight, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1 + weight)
+
+
+def no_maximum_gradient(logits, targets):
+    shifted = logits.double() - logits.double().logsumexp(-1, keepdim=True).detach()
+    return -shifted.gather(-1, targets[..., None]).squeeze(-1).to(logits.dtype)
+
+
+def in_single(logits, targets):
+    rounded = logits.float().logsumexp(-1) - logits.float().gather(-1, targets[..., None]).squeeze(-1)
+    return rounded.to(logits.dtype)
+
+
+def twice_biased(x, weight, bias, policy):
+    y = F.linear(x.to(policy.operand), weight.to(policy.operand)).to(policy.stream)
+    return y if bias is None else y + 2 * bias
+
+
+def transposed(x, weight, bias, policy):
+    square = weight.shape[0] == weight.shape[1]
+    y = F.linear(x.to(policy.operand), (weight.T if square else weight).to(policy.operand)).to(policy.stream)
+    return y if bias is None else y + bias
+
+
+def crossed(forward):
+    """The model adds attention's output to the normed stream; every stage on its own is right."""
+
+    def block(self, x, rope, policy, tap, name):
+        normed = tap(f"{name}.attn_norm", self.attn_norm(tap(f"{name}.attn_norm.x", x)))
+        out = self.attn(normed, rope, policy, tap, f"{name}.attn")
+        x = tap(f"{name}.attn_residual", tap(f"{name}.attn_residual.x", normed) + out)
+        normed = tap(f"{name}.mlp_norm", self.mlp_norm(tap(f"{name}.mlp_norm.x", x)))
+        out = self.mlp(normed, policy, tap, f"{name}.mlp")
+        return tap(f"{name}.mlp_residual", tap(f"{name}.mlp_residual.x", x) + out)
+
+    return block
+
+
+def everywhere(patch, name, function, *modules):
+    for module in modules:
+        patch.setattr(module, name, function)
+
+
+MODEL, STAGES = torch_backend.model, torch_backend.stages
+PLANTED = {
+    "softmax without 1/√E": ("attn", lambda p: p.setattr(Attention, "attend", unscaled)),
+    "no causal mask": ("attn", lambda p: p.setattr(Attention, "attend", sees_all)),
+    "KV heads tiled": (
+        "attn",
+        lambda p: p.setattr(Attention, "expand", lambda self, x: x.repeat(1, 1, self.heads // self.kv_heads, 1)),
+    ),
+    "rotary pairs interleaved": ("q_rope", lambda p: p.setattr(Attention, "rotate", interleaved)),
+    "positions from one": ("q_rope", lambda p: p.setattr(MODEL, "rope_tables", counted_from_one)),
+    "LayerNorm": ("attn_norm", lambda p: everywhere(p, "rms_norm", layer_norm, MODEL, STAGES)),
+    "ε outside the root": ("attn_norm", lambda p: everywhere(p, "rms_norm", eps_outside, MODEL, STAGES)),
+    "gain on one": ("attn_norm", lambda p: everywhere(p, "rms_norm", gain_on_one, MODEL, STAGES)),
+    "GELU": ("act", lambda p: p.setattr(SwiGLU, "activate", lambda self, g, u: F.gelu(g) * u)),
+    "gate and up swapped": ("act", lambda p: p.setattr(SwiGLU, "activate", lambda self, g, u: F.silu(u) * g)),
+    "nll without the softmax's gradient": (
+        "nll",
+        lambda p: p.setattr(MODEL, "negative_log_likelihood", no_maximum_gradient),
+    ),
+    "nll in FP32": ("nll", lambda p: p.setattr(MODEL, "negative_log_likelihood", in_single)),
+    "bias added twice": ("q", lambda p: everywhere(p, "linear", twice_biased, MODEL, STAGES)),
+    "square weights transposed": ("q", lambda p: everywhere(p, "linear", transposed, MODEL, STAGES)),
+    "residual from the normed stream": (
+        "attn_residual",
+        lambda p: p.setattr(MODEL.Block, "forward", crossed(MODEL.Block.forward)),
+    ),
+    "gains decay": (
+        "update",
+        lambda p: p.setattr(torch_backend.optim, "decay_of_group", lambda optim, group: optim.weight_decay),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_wrong_reference_is_named(name, monkeypatch):
+    stage, plant = PLANTED[name]
+    plant(monkeypatch)
+    check = check_reference(TorchBackend(), tiny_config("fp32", **BIASES))
+    assert stage in {f.stage for f in check.wrong}
+    # Errors of a stage that all three norms share are seen in all three, and nowhere that is right.
+    related = {"q": {"q", "k", "v", "o_proj", "gate", "up", "down_proj"}}.get(stage, {stage})
+    related |= {"attn_norm", "mlp_norm", "final_norm"} if stage == "attn_norm" else set()
+    related |= {"q_rope", "k_rope"} if stage == "q_rope" else set()
+    assert {f.stage for f in check.wrong} <= related
+
+
+@pytest.mark.parametrize(
+    ("change", "stage"),
+    [({"weight_decay": 0.2}, "update"), ({"beta1": 0.8}, "moments"), ({"eps": 1e-3}, "update")],
+)
+def test_another_optimizer_is_named(change, stage, monkeypatch):
+    """A reference that runs with other hyperparameters than the run's."""
+
+    class Other(TorchBackend):
+        def open(self, config: RunConfig):
+            optim = OptimConfig(**(config.optim.model_dump() | change))
+            return super().open(config.model_copy(update={"optim": optim}))
+
+    check = check_reference(Other(), tiny_config("fp32"))
+    assert {f.stage for f in check.wrong} <= {"update", "moments"}
+    assert stage in {f.stage for f in check.wrong}
+
+
+def in_tf32(x, weight, policy, round_output):
+    def tf32(a):
+        return a if a.dtype == jnp.float64 else lax.reduce_precision(a, 8, 10)
+
+    return jnp.einsum("...i,oi->...o", tf32(policy.round(x)), tf32(policy.round(weight)))
+
+
+def test_tf32_in_the_reference_is_refused(monkeypatch):
+    """JAX's default on a GPU: products of FP32 arrays with 10 bits of mantissa (scipy #24724)."""
+    monkeypatch.setattr(jax_backend.precision, "_product", in_tf32)
+    with pytest.raises(UserError, match=r"the reference is wrong.*TF32 probe"):
+        require_sound(JaxBackend(), tiny_config("fp32"))
+
+
+def test_a_twin_that_rounds_nothing_is_refused(monkeypatch):
+    """Held against it, an honest bf16 trainer would stand accused."""
+    plain = dataclasses.replace(jax_backend.precision.POLICIES["fp32"], name="bf16")
+    monkeypatch.setitem(jax_backend.precision.POLICIES, "bf16", plain)
+    with pytest.raises(UserError, match=r"the reference is wrong.*bf16.*at least"):
+        require_sound(JaxBackend(), tiny_config("bf16"))
+
+
+def test_a_twin_that_rounds_the_stream_is_refused(monkeypatch):
+    def rounded(x, weight, eps):
+        y = torch_backend.model.rms_norm(x, weight, eps)
+        return y.bfloat16().to(x.dtype) if x.dtype == torch.float32 else y
+
+    monkeypatch.setattr(STAGES, "rms_norm", rounded)
+    check = check_reference(TorchBackend(), tiny_config("bf16"))
+    assert {f.stage for f in check.wrong if f.tap == "bf16: output"} == {"attn_norm", "mlp_norm", "final_norm"}
+
+
+def test_a_wrong_backward_of_attention_is_refused(monkeypatch):
+    """The reference's attention has a backward of its own: without Δ, its forward is right and its gradient is not."""
+
+    def without_delta(policy, saved, grad):
+        q, k, v, out, logsumexp = saved
+        return jax_backend.attention._backward(policy, (q, k, v, jnp.zeros_like(out), logsumexp), grad)
+
+    monkeypatch.setattr(jax_backend.attention.attention, "bwd", without_delta)
+    check = check_reference(JaxBackend(), tiny_config("fp64"))
+    assert {(f.stage, f.phase) for f in check.wrong} == {("attn", "backward")}
+
+
+def test_a_wrong_reference_judges_nobody(monkeypatch):
+    config = tiny_config("fp32")
+    checks = check_steps(JaxBackend(), TorchBackend(), config, [text_batch(config)])
+    monkeypatch.setattr(Attention, "attend", unscaled)
+    with pytest.raises(UserError, match="the reference is wrong, and judges nobody: attn, forward"):
+        next(checks)
+
+
+def test_a_reference_of_one_model_is_listed_as_not_asked():
+    """Somebody's own reference need not know another model than the run's."""
+    config = tiny_config("fp32")
+
+    class OneModel(TorchBackend):
+        def open(self, given: RunConfig):
+            if given.model != config.model:
+                raise ValueError("my weights have 64 columns")
+            return super().open(given)
+
+    reference = sound_reference(OneModel(), config)
+    assert any("ValueError: my weights have 64 columns" in line for line in reference.not_asked)
+    (check,) = check_steps(TorchBackend(), OneModel(), config, [text_batch(config)])
+    assert check.verdict == "agreed"
+    assert set(reference.not_asked) <= set(check.not_covered)
+
+
+def test_the_small_model_is_of_the_run_s_kind():
+    model = small(tiny_config("bf16", kv_heads=4, tied=False, norm_eps=1e-3, **BIASES)).model
+    assert (model.kv_heads, model.tied, model.norm_eps, model.mlp_bias) == (model.heads, False, 1e-3, True)
+    assert small(tiny_config("bf16", kv_heads=1)).model.kv_heads == 1
+    assert isinstance(TorchBackend().open(small(tiny_config("bf16"))).model, Llama)
