@@ -16,6 +16,10 @@ _DEFAULTS = {
     # The reference is a CPU program here, also where there is a GPU.
     "JAX_PLATFORMS": "cpu",
     "TORCHINDUCTOR_CACHE_DIR": str(REPO / ".cache" / "inductor"),
+    # The reference's programs, which many tests and their worker processes share, are compiled once.
+    "JAX_COMPILATION_CACHE_DIR": str(REPO / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 
 for _name, _value in _DEFAULTS.items():

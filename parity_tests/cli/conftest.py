@@ -1,50 +1,64 @@
-"""`lockstep` in this process, and a place for it: a run file on a tiny data set."""
+"""The command line as tests call it: in this process, in a folder of its own, on a tiny data set."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from parity_tests.usage.workspace import write_workspace
-from scripts import cli
+from parity_tests.cli.workspace import Done, write_workspace
+from scripts.cli import run
 
-
-@dataclass(frozen=True)
-class Said:
-    """What a command ended with and printed."""
-
-    code: int
-    out: str
-    err: str
-
-
-@dataclass(frozen=True)
-class Place:
-    """A run file whose data is prepared."""
-
-    path: Path
-    config: Path
-
-
-Lockstep = Callable[..., Said]
+Lockstep = Callable[..., Done]
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    config = write_workspace(tmp_path_factory.mktemp("place"))
-    assert cli.run(["data", "prepare", str(config), "--workers", "1"]) == 0
-    return Place(config.parent, config)
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run file whose data is prepared; tests that change the data work on a copy."""
+    file = write_workspace(tmp_path_factory.mktemp("workspace"))
+    assert run(["data", "prepare", str(file), "--workers", "1"]) == 0
+    return file
 
 
 @pytest.fixture
-def lockstep(capsys: pytest.CaptureFixture[str]) -> Lockstep:
-    def call(*arguments: object) -> Said:
+def here(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which commands run; what they put aside, tracebacks above all, goes into another one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("aside")))
+    # Tables and messages are not cut at the width of whoever runs the tests.
+    monkeypatch.setenv("COLUMNS", "120")
+    return tmp_path
+
+
+@pytest.fixture
+def lockstep(here: Path, capsys: pytest.CaptureFixture[str]) -> Lockstep:
+    """`lockstep(*arguments)` → exit code and what was printed."""
+
+    def call(*arguments: object) -> Done:
         capsys.readouterr()
-        code = cli.run([str(a) for a in arguments])
+        try:
+            code = run([str(a) for a in arguments])
+        except SystemExit as stop:  # --help
+            code = int(stop.code or 0)
         said = capsys.readouterr()
-        return Said(code, said.out, said.err)
+        return Done(code, said.out, said.err)
+
+    return call
+
+
+@pytest.fixture
+def refused(lockstep: Lockstep, here: Path) -> Callable[..., str]:
+    """`refused(*arguments)` → the one line that says why; nothing else was printed and no file was written."""
+
+    def call(*arguments: object) -> str:
+        before = sorted(here.rglob("*"))
+        done = lockstep(*arguments)
+        assert done.code == 2, done
+        assert len(done.lines) == 1 and done.err.startswith("lockstep: "), done.err
+        assert done.out == ""
+        assert sorted(here.rglob("*")) == before
+        return done.err.removeprefix("lockstep: ").rstrip("\n")
 
     return call

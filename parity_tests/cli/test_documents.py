@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cli.conftest import Lockstep, Place
+from parity_tests.cli.conftest import Lockstep
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "hf_llama.py"
@@ -42,10 +42,10 @@ class Failing(TorchBackend):
 """
 
 
-def test_the_example_of_hugging_faces_llama_agrees(lockstep: Lockstep, place: Place, tmp_path: Path) -> None:
+def test_the_example_of_hugging_faces_llama_agrees(lockstep: Lockstep, run_file: Path, tmp_path: Path) -> None:
     verdict = tmp_path / "verdict.json"
     candidate = f"{EXAMPLE}:HfLlama"
-    said = lockstep("parity", place.config, "--steps", 2, *FP32, "--candidate", candidate, "--json", verdict)
+    said = lockstep("parity", run_file, "--steps", 2, *FP32, "--candidate", candidate, "--json", verdict)
     assert (said.code, said.err) == (0, ""), said.out
     found = json.loads(verdict.read_text())
     assert "local checks of the forward stages: the model is a black box" in found["not_covered"]
@@ -53,17 +53,17 @@ def test_the_example_of_hugging_faces_llama_agrees(lockstep: Lockstep, place: Pl
 
 
 def test_the_example_with_another_epsilon_disagrees(
-    lockstep: Lockstep, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lockstep: Lockstep, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     file = tmp_path / "other_epsilon.py"
     file.write_text(OTHER_EPSILON)
-    said = lockstep("parity", place.config, "--steps", 1, "--quick", *FP32, "--candidate", f"{file}:OtherEpsilon")
+    said = lockstep("parity", run_file, "--steps", 1, "--quick", *FP32, "--candidate", f"{file}:OtherEpsilon")
     assert said.code == 1
     assert "first bad step 1; origin: " in said.out
 
 
-def test_the_code_of_the_page_does_what_the_page_says(lockstep: Lockstep, place: Place, tmp_path: Path) -> None:
+def test_the_code_of_the_page_does_what_the_page_says(lockstep: Lockstep, run_file: Path, tmp_path: Path) -> None:
     page = (DOCS / "candidates.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     file = tmp_path / "bf16_logits.py"
@@ -71,17 +71,17 @@ def test_the_code_of_the_page_does_what_the_page_says(lockstep: Lockstep, place:
     shown = re.search(r"^\$ lockstep (parity .*)\n(first bad step 1; origin: logits \(forward)", page, re.M)
     assert shown
     words = shown[1].replace("bf16_logits.py", str(file)).split()
-    words[1] = str(place.config)
+    words[1] = str(run_file)
     said = lockstep(*words, "--quick")
     assert said.code == 1
     assert shown[2] in said.out
     assert "$ echo $?\n1\n" in page[shown.end() :]
 
 
-def test_a_session_is_closed_also_when_the_check_fails(lockstep: Lockstep, place: Place, tmp_path: Path) -> None:
+def test_a_session_is_closed_also_when_the_check_fails(lockstep: Lockstep, run_file: Path, tmp_path: Path) -> None:
     mark, file = tmp_path / "mark", tmp_path / "failing.py"
     file.write_text(f"MARK = {str(mark)!r}\n{FAILING}")
-    said = lockstep("parity", place.config, "--steps", 1, "--candidate", f"{file}:Failing")
+    said = lockstep("parity", run_file, "--steps", 1, "--candidate", f"{file}:Failing")
     assert said.code == 2
     assert said.err.startswith("lockstep: the check could not run: RuntimeError: out of cheese (")
     assert mark.read_text() == "closed"

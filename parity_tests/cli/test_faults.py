@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cli.conftest import Lockstep, Place
+from parity_tests.cli.conftest import Lockstep
 from parity_tests.faults import CATALOG, Fault
 
 FAULTS = Path(__file__).resolve().parents[1] / "faults"
@@ -20,12 +20,12 @@ def test_nine_faults_are_required() -> None:
 
 @pytest.mark.parametrize("fault", REQUIRED, ids=lambda fault: fault.name)
 def test_a_required_fault_is_caught_in_the_first_step(
-    fault: Fault, lockstep: Lockstep, place: Place, tmp_path: Path
+    fault: Fault, lockstep: Lockstep, run_file: Path, tmp_path: Path
 ) -> None:
     file = FAULTS / f"{fault.make.__module__.rpartition('.')[2]}.py"
     verdict = tmp_path / "verdict.json"
     said = lockstep(
-        "parity", place.config, "--steps", 1, "--quick", "--candidate", f"{file}:{fault.name}", "--json", verdict
+        "parity", run_file, "--steps", 1, "--quick", "--candidate", f"{file}:{fault.name}", "--json", verdict
     )  # fmt: skip
     assert said.code == 1, said
     assert not said.err
@@ -35,11 +35,11 @@ def test_a_required_fault_is_caught_in_the_first_step(
 
 
 def test_an_alarm_runs_the_step_again_finds_the_cause_and_packs_the_step(
-    lockstep: Lockstep, place: Place, tmp_path: Path
+    lockstep: Lockstep, run_file: Path, tmp_path: Path
 ) -> None:
     verdict, capsules = tmp_path / "verdict.json", tmp_path / "capsules"
     said = lockstep(
-        "parity", place.config, "--steps", 1, "--candidate", f"{FAULTS / 'loss.py'}:OneGradientScaled",
+        "parity", run_file, "--steps", 1, "--candidate", f"{FAULTS / 'loss.py'}:OneGradientScaled",
         "--json", verdict, "--capsules", capsules,
     )  # fmt: skip
     assert said.code == 1, said
@@ -52,9 +52,9 @@ def test_an_alarm_runs_the_step_again_finds_the_cause_and_packs_the_step(
 
 
 @pytest.mark.parametrize("candidate", ["torch", "jax"])
-def test_an_honest_trainer_agrees(candidate: str, lockstep: Lockstep, place: Place, tmp_path: Path) -> None:
+def test_an_honest_trainer_agrees(candidate: str, lockstep: Lockstep, run_file: Path, tmp_path: Path) -> None:
     verdict = tmp_path / "verdict.json"
-    said = lockstep("parity", place.config, "--steps", 2, "--candidate", candidate, "--json", verdict)
+    said = lockstep("parity", run_file, "--steps", 2, "--candidate", candidate, "--json", verdict)
     assert (said.code, said.err) == (0, "")
     assert "verdict: agreed" in said.out
     found = json.loads(verdict.read_text())
@@ -64,27 +64,27 @@ def test_an_honest_trainer_agrees(candidate: str, lockstep: Lockstep, place: Pla
     assert {"embed", "q_rope", "attn", "act", "logits", "moments", "update"} <= local
 
 
-def test_torch_is_a_reference_like_any_other(lockstep: Lockstep, place: Place, tmp_path: Path) -> None:
+def test_torch_is_a_reference_like_any_other(lockstep: Lockstep, run_file: Path, tmp_path: Path) -> None:
     """Torch in FP64 and uncompiled judges torch: every stage, forward and backward, and the update."""
     verdict = tmp_path / "verdict.json"
-    said = lockstep("parity", place.config, "--steps", 1, "--reference", "torch", "--json", verdict)
+    said = lockstep("parity", run_file, "--steps", 1, "--reference", "torch", "--json", verdict)
     assert (said.code, said.err) == (0, "")
     found = json.loads(verdict.read_text())
     local = {(f["stage"], f["phase"]) for f in found["stages"] if f["scope"] == "local"}
     assert {("attn", "forward"), ("attn", "backward"), ("logits", "backward"), ("update", "update")} <= local
 
 
-def test_torch_as_the_reference_finds_faults(lockstep: Lockstep, place: Place) -> None:
+def test_torch_as_the_reference_finds_faults(lockstep: Lockstep, run_file: Path) -> None:
     said = lockstep(
-        "parity", place.config, "--steps", 1, "--quick", "--reference", "torch",
+        "parity", run_file, "--steps", 1, "--quick", "--reference", "torch",
         "--candidate", f"{FAULTS / 'loss.py'}:OneGradientScaled",
     )  # fmt: skip
     assert said.code == 1
     assert "first bad step 1; origin: gradients (backward, layer 0, at blocks.0.mlp.down_proj.weight" in said.out
 
 
-def test_free_running_shows_a_drift_and_judges_nothing(lockstep: Lockstep, place: Place) -> None:
-    said = lockstep("parity", place.config, "--steps", 3, "--free-running")
+def test_free_running_shows_a_drift_and_judges_nothing(lockstep: Lockstep, run_file: Path) -> None:
+    said = lockstep("parity", run_file, "--steps", 3, "--free-running")
     assert said.code == 0
     assert "nothing was judged" in said.out
     assert [line.split()[0] for line in said.out.splitlines() if line.strip()[:1].isdigit()] == ["1", "2", "3"]

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 import pytest
 
 from core.parity.stages import PHASES
-from parity_tests.cli.conftest import Lockstep, Place, Said
+from parity_tests.cli.conftest import Lockstep
+from parity_tests.cli.workspace import Done
 
 PROMISED = ["schema", "verdict", "first_bad_step", "origin", "cause", "stages", "not_covered"]
 BESIDE = {"recipe", "candidate", "reference", "steps", "seconds", "origins"}
@@ -47,9 +48,9 @@ def no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no JSON")
 
 
-def check(lockstep: Lockstep, place: Place, tmp_path: Path, *more: object) -> tuple[Said, dict[str, Any]]:
+def check(lockstep: Lockstep, run_file: Path, tmp_path: Path, *more: object) -> tuple[Done, dict[str, Any]]:
     file = tmp_path / "verdict.json"
-    said = lockstep("parity", place.config, "--steps", 1, "--json", file, *more)
+    said = lockstep("parity", run_file, "--steps", 1, "--json", file, *more)
     text = file.read_text()
     assert text.endswith("}\n")
     return said, json.loads(text, parse_constant=no_constant)
@@ -73,8 +74,8 @@ def has_promised_shape(found: dict[str, Any]) -> None:
             assert measure["basis"]
 
 
-def test_agreed(lockstep: Lockstep, place: Place, tmp_path: Path) -> None:
-    said, found = check(lockstep, place, tmp_path)
+def test_agreed(lockstep: Lockstep, run_file: Path, tmp_path: Path) -> None:
+    said, found = check(lockstep, run_file, tmp_path)
     assert said.code == 0
     has_promised_shape(found)
     assert (found["verdict"], found["first_bad_step"], found["origin"], found["steps"]) == ("agreed", None, None, [1])
@@ -83,10 +84,10 @@ def test_agreed(lockstep: Lockstep, place: Place, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("poison", ["float('nan')", "float('inf')", "float('-inf')"])
-def test_gradients_that_are_no_numbers(poison: str, lockstep: Lockstep, place: Place, tmp_path: Path) -> None:
+def test_gradients_that_are_no_numbers(poison: str, lockstep: Lockstep, run_file: Path, tmp_path: Path) -> None:
     candidate = tmp_path / "poisoned.py"
     candidate.write_text(POISONED.format(poison=poison))
-    said, found = check(lockstep, place, tmp_path, "--candidate", f"{candidate}:Poisoned")
+    said, found = check(lockstep, run_file, tmp_path, "--candidate", f"{candidate}:Poisoned")
     assert said.code == 1, said
     assert "Traceback" not in said.out + said.err
     has_promised_shape(found)
@@ -101,10 +102,10 @@ def test_gradients_that_are_no_numbers(poison: str, lockstep: Lockstep, place: P
     assert fine and all(s["ok"] for s in fine)
 
 
-def test_a_loss_that_is_no_number(lockstep: Lockstep, place: Place, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number(lockstep: Lockstep, run_file: Path, tmp_path: Path) -> None:
     candidate = tmp_path / "poisoned.py"
     candidate.write_text(POISONED.format(poison="float('nan')"))
-    said, found = check(lockstep, place, tmp_path, "--candidate", f"{candidate}:PoisonedLoss")
+    said, found = check(lockstep, run_file, tmp_path, "--candidate", f"{candidate}:PoisonedLoss")
     assert said.code == 1, said
     has_promised_shape(found)
     assert found["origin"]["stage"] in ("loss", "gradients")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from parity_tests.cli.workspace import write_workspace
 from parity_tests.loop.runs import COMPILED, INDUCTOR, Folder
-from parity_tests.usage.workspace import write_workspace
 from scripts import cli
 
 KINDS: dict[str, dict[str, object]] = {"eager": {}, "aot_eager": COMPILED, "inductor": INDUCTOR}

@@ -9,11 +9,11 @@ import pytest
 
 from core.errors import UserError
 from core.parity.capsule import write_capsule
+from parity_tests.cli.workspace import write_workspace
 from parity_tests.conftest import REPO
 from parity_tests.loop.conftest import prepare
 from parity_tests.loop.runs import Folder
 from parity_tests.replay.made import VERSIONS, Judge, evidence_of
-from parity_tests.usage.workspace import write_workspace
 from scripts import bisect, replay
 
 CANDIDATE = f"{REPO / 'parity_tests/replay/candidates.py'}:Faulty"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.parity import bands
-from parity_tests.usage.conftest import Lockstep
+from parity_tests.cli.conftest import Lockstep
 
 # Arguments after `train FILE`, and what must be said.
 WRONG = [

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.usage.conftest import Lockstep
-from parity_tests.usage.workspace import trained
+from parity_tests.cli.conftest import Lockstep
+from parity_tests.cli.workspace import trained
 from scripts import backends
 
 
@@ -59,7 +59,7 @@ def test_a_start_that_fails_leaves_nothing(
     lockstep: Lockstep, run_file: Path, here: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """A backend that raises when it opens, or in the first step: one line, the traceback in a file, no run."""
-    monkeypatch.setitem(backends.BY_NAME, "torch", f"parity_tests.usage.candidates:RaisesWhenIt{where}")
+    monkeypatch.setitem(backends.BY_NAME, "torch", f"parity_tests.cli.candidates:RaisesWhenIt{where}")
     monkeypatch.setenv("TMPDIR", str(here))
     monkeypatch.setattr("tempfile.tempdir", str(here))
     done = lockstep("train", run_file)
@@ -76,7 +76,7 @@ def test_a_start_that_fails_leaves_nothing(
 def test_a_run_that_began_is_kept_when_it_fails(
     lockstep: Lockstep, run_file: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(backends.BY_NAME, "torch", "parity_tests.usage.candidates:RaisesInStepFour")
+    monkeypatch.setitem(backends.BY_NAME, "torch", "parity_tests.cli.candidates:RaisesInStepFour")
     assert lockstep("train", run_file, "--checkpoint.every", "2").code == 2
     assert [r[0] for r in trained(here / "runs" / "tiny")] == [1, 2, 3]
     monkeypatch.undo()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.usage.conftest import Lockstep
-from parity_tests.usage.workspace import REPO, Started, alive, last_weights, trained
+from parity_tests.cli.conftest import Lockstep
+from parity_tests.cli.workspace import REPO, Started, alive, last_weights, trained
 from scripts.train import _interrupts
 
 

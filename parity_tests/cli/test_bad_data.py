@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.config_file import load_config
-from parity_tests.usage.conftest import Lockstep
+from parity_tests.cli.conftest import Lockstep
 
 
 @pytest.fixture
