@@ -56,15 +56,17 @@ def scatter(size: int) -> float:
     return math.sqrt(1.0 + SCATTER_SIZE / size)
 
 
+# Independent errors that one token, or one row of a matrix, has of its own.
+OF_A_ROW = 16
+
+
 def effective(error: np.ndarray) -> int:
-    """About how many independent errors carry the norm of `error`: 3·(Σe²)² / Σe⁴, its size if they are all alike.
+    """About how many independent errors carry the norm of `error`: 3·(Σe²)² / Σe⁴, at most its size.
 
     The participation ratio, times the three of a normal distribution. Where one row of a gradient outweighs the rest,
     its few roundings decide every ratio.
     """
-    squares = np.square(error, dtype=np.float64)
-    fourth = float(np.square(squares).sum())
-    return max(1, int(3 * float(squares.sum()) ** 2 / fourth)) if fourth else error.size
+    return min(error.size, 3 * participation(np.square(error, dtype=np.float64)))
 
 
 def noise_margin(terms: int) -> float:
@@ -82,7 +84,29 @@ def independent(shape: tuple[int, ...]) -> int:
     A gradient Σ g·xᵀ shares each error of g along a row and each of x along a column: a matrix of 8 rows scatters as a
     tensor of some hundred numbers does, however long its rows are.
     """
-    return min(math.prod(shape), 16 * min(shape)) if len(shape) == 2 else math.prod(shape)
+    return min(math.prod(shape), OF_A_ROW * min(shape)) if len(shape) == 2 else math.prod(shape)
+
+
+def carriers(x: np.ndarray) -> int:
+    """About how many independent errors carry a tensor's, from where its own norm lies: at most `independent` of shape.
+
+    A token's numbers share its errors: one whose gradient outweighs all others (a small RMS before a norm, a confident
+    prediction) has them in the direction of the truth itself, and a ratio of two such errors is that of two draws.
+    Tokens count by participation ratio, (Σe)² / Σe², e their energies; in a matrix of a parameter, rows and columns do.
+    """
+    count = independent(x.shape)
+    if x.ndim < 2:
+        return count
+    energy = np.square(x.reshape(x.shape[0], -1) if x.ndim == 2 else x.reshape(-1, math.prod(x.shape[2:])), dtype=float)
+    axes = (energy.sum(1), energy.sum(0)) if x.ndim == 2 else (energy.sum(1),)
+    return min(count, *(OF_A_ROW * participation(along) for along in axes))
+
+
+def participation(energy: np.ndarray) -> int:
+    """How many of these non-negative numbers carry their sum: (Σe)² / Σe², their count if they are all alike."""
+    squares = float(np.square(energy).sum())
+    ratio = float(energy.sum()) ** 2 / squares if squares else math.nan
+    return max(1, round(ratio)) if math.isfinite(ratio) else energy.size
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from core.parity.decode import explain
 from core.parity.excess import Distances, distances
 from core.parity.observations import Observation, sketch_distances
 from core.parity.over_steps import OverSteps
+from core.parity.sketch import K
 from core.parity.stages import PHASES
 from core.parity.verdict import Finding, Measure, Scope
 
@@ -154,12 +155,16 @@ def compare_observed(
     w: Observation,
     t: Observation,
     phase: str | None = None,
+    most: int = K,
 ) -> Finding:
-    """The same end to end, from what is kept of each side: a sketch of 1,021 numbers."""
+    """The same end to end, from what is kept of each side: a sketch of 1,021 numbers.
+
+    most: independent errors that it can carry at most, where that is known.
+    """
     if c.size != t.size:
         return exact(stage, tap, 1, t.size, "sizes must be equal", f"candidate {c.size}, reference {t.size}", phase)
     d = sketch_distances(c, w, t, reference.stream)
-    measures = reference.bound(reference.recipe, kind, d, min(t.independent, len(t.sketch)))
+    measures = reference.bound(reference.recipe, kind, d, min(t.independent, most, K))
     found = finding(stage, tap, "end_to_end", measures, t.size, None, phase=phase)
     if found.ok:
         return found

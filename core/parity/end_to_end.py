@@ -10,6 +10,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from core.backend import Arrays, Batch, Gradients, NotSupported, Session, State
 from core.config import ModelConfig
 from core.names import GRADIENT, parameter_shapes, tap_names
@@ -18,6 +20,7 @@ from core.parity.compare import Reference, compare_observed, exact, finding
 from core.parity.evidence import Evidence, first_sequences
 from core.parity.excess import Distances
 from core.parity.observations import PARAMETER, PROBE_NLL, Observation, observed
+from core.parity.sketch import K
 from core.parity.stages import forward_stages
 from core.parity.verdict import Finding
 
@@ -49,11 +52,13 @@ class Repeated:
     """What twin and truth give from the candidate's state on its batches.
 
     twin, truth: observations. tapped: of each, taps and gradients as arrays; parameter gradients under `grad/`.
+    errors: about how many independent errors the loss's gradient carries, by the tokens that it comes from.
     """
 
     twin: Observations
     truth: Observations
     tapped: tuple[Arrays, Arrays]
+    errors: int = K
 
 
 def repeat(
@@ -74,13 +79,27 @@ def repeat(
     # What has no weight contributes nothing: the reference leaves it out.
     part = first_sequences(tapped, sequences)
     repeated = part if _same(probe, tapped) else probe
-    sides = []
+    sides, errors = [], K
     for session in reference.sessions:
         session.load(state)
         probed = session.gradients(repeated) if PROBE_NLL in asked else None
+        if probed is not None:
+            errors = errors_of_loss(probed.nll, repeated)
         taps = _taps(session, part, asked, model, missing)
         sides.append((observations(probed, taps, model), taps))
-    return Repeated(sides[0][0], sides[-1][0], (sides[0][1], sides[-1][1]))
+    return Repeated(sides[0][0], sides[-1][0], (sides[0][1], sides[-1][1]), errors)
+
+
+def errors_of_loss(nll: np.ndarray, batch: Batch) -> int:
+    """About how many independent errors the gradients of a loss carry, by the tokens that carry the loss's gradient.
+
+    ‖∂ loss / ∂ logits‖ of a token is about weight · (1 − p), p = e^(−nll) the probability of its target.
+    """
+    wide = nll.astype(np.float64).ravel()
+    energy = np.square(batch.weights.ravel() * -np.expm1(-wide))
+    # In a run of one letter every prediction is the same one, with the same error.
+    _, same = np.unique(np.round(wide, 6), return_inverse=True)
+    return bands.OF_A_ROW * bands.participation(np.bincount(same, energy))
 
 
 def compare_with(found: Observations, repeated: Repeated, reference: Reference) -> Iterator[Finding]:
@@ -96,7 +115,7 @@ def compare_with(found: Observations, repeated: Repeated, reference: Reference) 
     if PROBE_NLL in found:
         kind = bands.tap_kind("nll", "forward")
         yield compare_observed(reference, "nll", kind, "nll", found[PROBE_NLL], twin[PROBE_NLL], truth[PROBE_NLL])
-    yield from _parameter_gradients(found, twin, truth, reference)
+    yield from _parameter_gradients(found, repeated, reference)
 
 
 def _taps(session: Session, part: Batch, asked: Collection[str], model: ModelConfig, missing: list[str]) -> Arrays:
@@ -110,9 +129,8 @@ def _taps(session: Session, part: Batch, asked: Collection[str], model: ModelCon
         return {}
 
 
-def _parameter_gradients(
-    found: Observations, twin: Observations, truth: Observations, reference: Reference
-) -> Iterator[Finding]:
+def _parameter_gradients(found: Observations, repeated: Repeated, reference: Reference) -> Iterator[Finding]:
+    twin, truth, errors = repeated.twin, repeated.truth, repeated.errors
     shapes = parameter_shapes(reference.config.model)
     given = {name.removeprefix(PARAMETER) for name in found if name.startswith(PARAMETER)}
     if not given:
@@ -125,13 +143,12 @@ def _parameter_gradients(
         if name in given:
             key = PARAMETER + name
             kind = bands.gradient_kind(name)
-            one = compare_observed(reference, "gradients", kind, name, found[key], twin[key], truth[key])
+            one = compare_observed(reference, "gradients", kind, name, found[key], twin[key], truth[key], most=errors)
             excesses += [m.value for m in one.measures if m.name == "excess"]
             yield one
     if excesses:
         mean = math.exp(math.fsum(math.log(max(e, 1e-300)) for e in excesses) / len(excesses))
         together = Distances(mean, 0.0, 0.0, 0.0, 0.0, 0.0)
-        numbers = sum(len(truth[PARAMETER + name].sketch) for name in shapes)
-        bounds = reference.bound(reference.recipe, "gradients/together", together, numbers)
+        bounds = reference.bound(reference.recipe, "gradients/together", together, errors)
         only = tuple(m for m in bounds if m.name == "excess")
         yield finding("gradients", "geometric mean", "end_to_end", only, len(excesses))

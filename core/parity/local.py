@@ -227,6 +227,7 @@ def _bridge(
     # Candidate minus tapped, laid upon the twin: all three measures are then those of the difference.
     d = distances(w + (untapped - tapped), w, t, reference.stream)
     only = replace(d, excess=1.0, gain_difference=0.0)
-    found = reference.bound(reference.recipe, bands.bridge_kind(name), only, bands.independent(tapped.shape))
+    size = min(bands.carriers(t), repeated.errors)
+    found = reference.bound(reference.recipe, bands.bridge_kind(name), only, size)
     unequal = float(np.mean(untapped != tapped))
     yield finding(stage, name, "local", found, tapped.size, unequal, phase="backward")

@@ -20,7 +20,7 @@ import numpy as np
 
 from core.atomic import write_atomically
 from core.errors import UserError
-from core.parity.bands import independent
+from core.parity.bands import carriers
 from core.parity.excess import Distances, ratios
 from core.parity.sketch import K, sketch
 
@@ -61,7 +61,7 @@ def observed(x: np.ndarray) -> Observation:
             float(wide.mean()),
             int(x.size - np.count_nonzero(np.isfinite(x))),
             x.size,
-            independent(x.shape),
+            carriers(x),
         )
 
 

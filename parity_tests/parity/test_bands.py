@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
+from core.backend import Batch
 from core.errors import UserError
 from core.parity import bands
+from core.parity.end_to_end import errors_of_loss
 from core.parity.excess import Distances
 from parity_tests.tiny import tiny_config
 
@@ -77,3 +80,46 @@ def test_fp32_gradients_are_held_to_a_relative_error_too():
 def test_a_recipe_that_was_never_measured_is_refused():
     with pytest.raises(UserError, match=r"scripts\.calibrate"):
         bands.measures("fp8/eager", "nll", distances(), 100)
+
+
+def test_a_token_that_outweighs_the_rest_counts_alone():
+    """A tap's gradient after a norm of a token with a small RMS: its few errors decide every ratio."""
+    rng = np.random.default_rng(0)
+    tap = rng.standard_normal((2, 64, 32))
+    assert bands.carriers(tap) == pytest.approx(16 * 128, rel=0.2)
+    tap[1, 5] *= 1e3
+    assert bands.carriers(tap) == 16
+    matrix = rng.standard_normal((96, 64))
+    assert 16 * 50 < bands.carriers(matrix) <= bands.independent((96, 64)) == 1024
+    matrix[:, 3] *= 1e3
+    assert bands.carriers(matrix) == 16
+    assert bands.carriers(np.ones(4096)) == 4096
+    assert bands.carriers(np.zeros((4, 8, 16))) == 16 * 32
+    assert bands.carriers(np.full((4, 8, 16), np.nan)) == 16 * 32
+
+
+@pytest.mark.parametrize("terms", [640, 4096, 16384])
+def test_the_noise_of_a_sum_one_after_another(terms):
+    """How far torch.compile's sums over tokens on the CPU may be from sums in pairs: measured against the formula."""
+    x = np.random.default_rng(terms).standard_normal((256, terms)).astype(np.float32)
+    due = x.sum(1, dtype=np.float64)
+    one_after_another, in_pairs = np.cumsum(x, axis=1, dtype=np.float32)[:, -1], x.copy()
+    while in_pairs.shape[1] > 1:
+        in_pairs = in_pairs[:, ::2] + np.pad(in_pairs[:, 1::2], ((0, 0), (0, in_pairs.shape[1] % 2)))
+    ratio = np.linalg.norm(one_after_another - due) / np.linalg.norm(in_pairs[:, 0] - due)
+    assert bands.noise_margin(terms) / 2 < ratio < 2 * bands.noise_margin(terms)
+    assert bands.noise_margin(1) == bands.noise_margin(2) == bands.NOISE_MARGIN
+
+
+def test_tokens_of_one_prediction_count_once():
+    """A sequence of one letter has one prediction, and a ratio of its gradients' errors is that of two draws."""
+    weights = np.ones((2, 8), np.float32)
+    batch = Batch(np.zeros((2, 8), np.int32), np.zeros((2, 8), np.int32), weights)
+    assert errors_of_loss(np.full((2, 8), 0.6427, np.float32), batch) == 16
+    assert errors_of_loss(np.linspace(2.0, 2.5, 16).reshape(2, 8), batch) > 15 * 16
+    confident = np.full((2, 8), 1e-6)
+    confident[0, 0] = 3.0
+    assert errors_of_loss(confident, batch) == 16
+    weights[:] = 0.0
+    weights[1, 1] = 1.0
+    assert errors_of_loss(np.linspace(2.0, 2.5, 16).reshape(2, 8), batch) == 16
