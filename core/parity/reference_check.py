@@ -21,7 +21,7 @@ import numpy as np
 from core.backend import Backend, Batch, NotSupported
 from core.config import CompileConfig, PrecisionConfig, RunConfig
 from core.errors import UserError
-from core.names import GRADIENT
+from core.names import GRADIENT, parameter_shapes
 from core.parity import bands
 from core.parity.closed_forms import FORMS, LENGTH, ROWS, Subject, drawn
 from core.parity.compare import Reference, relative_difference
@@ -131,6 +131,8 @@ class Subjects:
                 raise NotSupported(f"it opens no small model at {policy}: {_said(error)}") from error
             if not callable(getattr(session, "run_stage", None)):
                 raise NotSupported("its session has no run_stage")
+            if differ := sorted(session.state().params.keys() ^ parameter_shapes(config.model).keys()):
+                raise NotSupported(f"it knows the parameters by other names: {', '.join(differ[:3])}")
             self._opened[policy] = Subject(session, config)
         return self._opened[policy]
 

@@ -27,7 +27,7 @@ def test_checks_change_no_bit_of_the_weights(folder: Folder) -> None:
 def test_a_disagreement_is_exit_code_1_also_after_a_resume(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(scripts.train, "REFERENCE", f"{REFERENCES}:wrong")
+    monkeypatch.setattr(scripts.train, "REFERENCE", f"{REFERENCES}:wrong_of_this_run")
     settings = {"train.steps": 4, "parity.every": 4, "parity.queue": 10}
     assert folder.train("accused", settings) == 1
     assert [(c["step"], c["verdict"]) for c in folder.run("accused").checks()] == [(1, "disagreed"), (4, "disagreed")]
@@ -47,6 +47,17 @@ def test_a_reference_that_fails_costs_no_step(
     out = capsys.readouterr().out
     assert "parity 5 skipped" in out
     assert "second line" not in out
+
+
+def test_a_wrong_reference_judges_nobody(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scripts.train, "REFERENCE", f"{REFERENCES}:wrong")
+    assert folder.train("unjudged", {"train.steps": 4, "parity.every": 4}) == 0
+    (first, last) = folder.run("unjudged").checks()
+    assert first["verdict"] == last["verdict"] == "skipped"
+    assert first["reason"].startswith("the reference is wrong, and judges nobody: attn_norm, forward")
+    assert "the reference is wrong" in capsys.readouterr().out
 
 
 def test_a_recipe_without_bounds_is_refused_before_anything_starts(

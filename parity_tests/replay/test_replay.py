@@ -62,7 +62,8 @@ def test_on_another_device_the_twin_goes_along(honest):
 
     class Asked(Judge):
         def open(self, config):
-            asked.append(config.device)
+            if config.model == CONFIG.model:
+                asked.append(config.device)
             return super().open(config)
 
     elsewhere = CONFIG.model_copy(update={"device": "cpu"})
