@@ -102,7 +102,7 @@ def measure(options: BenchParity) -> dict[str, Any]:
     def repeat(side: str, whole: bool) -> Callable[[], Any]:
         asked = kept if whole else {name: o for name, o in kept.items() if not name.startswith("grad/")}
         target = batch if whole else probe
-        return lambda: end_to_end.repeat(asked, evidence.before, target, evidence.tapped, 2, of(side), [])
+        return lambda: end_to_end.repeat(asked, evidence.before, target, evidence.tapped, of(side), [])
 
     def every_stage(side: str) -> Callable[[], Any]:
         return lambda: list(local.stages(evidence, of(side), []))

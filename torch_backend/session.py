@@ -204,19 +204,20 @@ class TorchSession:
             self.model.tap = no_tap
         return loss
 
-    def sketch(self, batch: Batch, sequences: int) -> dict[str, Observation]:
+    def sketch(self, batch: Batch) -> dict[str, Observation]:
         """What is kept of one micro-batch (core/parity/end_to_end.py), without a tensor leaving the device.
 
         Taps and their gradients come from a tapped program of its own, parameter gradients from the one that trains.
-        The batch's loss lies on its first `sequences` sequences; only those are observed. Of a tap's gradient nothing
+        Only the sequences that hold the batch's loss weight are observed. Of a tap's gradient nothing
         but the sketch is known: its norm is the sketch's, its largest value and its mean are NaN.
         """
         model = self.config.model
-        shapes = probe_shapes(model, min(sequences, len(batch.tokens)), batch.tokens.shape[1])
+        rows = np.flatnonzero(batch.weights.any(axis=1))
+        shapes = probe_shapes(model, len(rows), batch.tokens.shape[1])
         if self._sketching is None:
             sizes = [math.prod(shape) for shape in probe_shapes(model, *batch.tokens.shape).values()]
             table = sign_table(max(*sizes, *(p.numel() for p in self.parameters.values())), self.device)
-            of_taps, of_gradients = partial(self.sketched_micro_loss, sequences), sketches_of
+            of_taps, of_gradients = self.sketched_micro_loss, sketches_of
             if self.config.compile.enabled:
                 of_taps, of_gradients = self.compiled(of_taps), self.compiled(of_gradients)
             self._sketching = of_taps, of_gradients, table
@@ -226,7 +227,7 @@ class TorchSession:
             for name in tap_names(model)
         }
         inputs = *self.to_device(batch), self.total_weight(batch)
-        loss, seen = of_taps(*inputs, zeros, table)
+        loss, seen = of_taps(*inputs, torch.tensor(rows, device=self.device), zeros, table)
         by_tap = torch.autograd.grad(loss, list(zeros.values()), allow_unused=True)
         loss, _ = self._micro_loss(*inputs)
         by_parameter = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
@@ -242,24 +243,24 @@ class TorchSession:
 
     def sketched_micro_loss(
         self,
-        sequences: int,
         tokens: Tensor,
         targets: Tensor,
         weights: Tensor,
         total: Tensor,
+        rows: Tensor,
         probes: Tensors,
         table: Tensor,
     ) -> tuple[Tensor, dict[str, Kept]]:
-        """`micro_loss`, and sketch and statistics of each tap.
+        """`micro_loss`, and sketch and statistics of each tap's `rows`, its first axis.
 
-        Sᵀ·0 is added to each, so that the gradient of the probe, 0, is the sketch of the tap's gradient.
+        Sᵀ·0 is added to them, so that the gradient of the probe, 0, is the sketch of the tap's gradient.
         """
         seen: dict[str, Kept] = {}
 
         def tap(name: str, value: Tensor) -> Tensor:
             if name in probes:
-                value = value + lift(probes[name], tuple(value.shape), table).to(value.dtype)
-                part = value.detach()[:sequences]
+                part = value.detach()[rows]
+                value = value.index_add(0, rows, lift(probes[name], tuple(part.shape), table).to(value.dtype))
                 seen[name] = sketch(part, table=table), statistics(part)
             return value
 

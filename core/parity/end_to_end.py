@@ -17,7 +17,7 @@ from core.config import ModelConfig
 from core.names import GRADIENT, parameter_shapes, tap_names
 from core.parity import bands
 from core.parity.compare import Reference, compare_observed, exact, finding
-from core.parity.evidence import Evidence, first_sequences
+from core.parity.evidence import Evidence, weighted_part, weighted_rows
 from core.parity.excess import Distances
 from core.parity.observations import PARAMETER, PROBE_NLL, Observation, observed
 from core.parity.sketch import K
@@ -39,7 +39,7 @@ def observations_of(evidence: Evidence, model: ModelConfig) -> dict[str, Observa
     """The observations of a candidate's step; NLL without those sequences that have no weight."""
     probed = evidence.probed
     if probed is not None and _same(evidence.probe, evidence.tapped):
-        probed = replace(probed, nll=probed.nll[: evidence.sequences])
+        probed = replace(probed, nll=probed.nll[weighted_rows(evidence.tapped)])
     return observations(probed, evidence.taps, model)
 
 
@@ -66,18 +66,17 @@ def repeat(
     state: State,
     probe: Batch,
     tapped: Batch,
-    sequences: int,
     reference: Reference,
     missing: list[str],
 ) -> Repeated:
     """Run the reference for the observations `asked` for.
 
-    probe: the batch of NLL and parameter gradients. tapped: that of the taps, whose loss lies on its first `sequences`.
+    probe: the batch of NLL and parameter gradients. tapped: that of the taps, whose loss lies on some sequences.
     Raises NotSupported if the reference gives no gradients.
     """
     model = reference.config.model
     # What has no weight contributes nothing: the reference leaves it out.
-    part = first_sequences(tapped, sequences)
+    part = weighted_part(tapped)
     repeated = part if _same(probe, tapped) else probe
     sides, errors = [], K
     for session in reference.sessions:

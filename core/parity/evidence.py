@@ -19,8 +19,6 @@ from core.backend import Arrays, Batch, Gradients, NotSupported, Session, State,
 from core.config import RunConfig
 from core.names import GRADIENT, edge_names, parameter_shapes, tap_names
 
-# A local check sees a fault in whatever it is fed: two sequences are enough, and keep what is handed over small.
-TAPPED_SEQUENCES = 2
 # Shares of the loss weight that the micro-batches of the accumulation check have: uneven, and powers of two, so that
 # a micro-batch's part of the sum is its own gradient scaled without a rounding.
 SHARES = (0.5, 0.25, 0.25)
@@ -47,8 +45,8 @@ class Evidence:
     stepped:   the candidate's NLL, loss and gradients on that batch.
     probe:     the batch whose forward and backward pass the reference repeats (the step's own batch, or `tapped`).
     probed:    the candidate's NLL, loss and gradients on the probe.
-    tapped:    a micro-batch whose loss lies on its first `sequences` sequences alone.
-    taps:      taps and gradients on `tapped`, of the first sequences; of parameters under `grad/`.
+    tapped:    a micro-batch whose loss lies on some of its sequences alone.
+    taps:      taps and gradients on `tapped`, of those sequences; of parameters under `grad/`.
     micro:     what the session gives as gradients of `tapped`.
     accumulated: gradients of several micro-batches apart and together. reloaded: the state after a checkpoint of
     `after` was written, read back and loaded.
@@ -67,10 +65,14 @@ class Evidence:
     not_covered: tuple[str, ...]
     seconds: float
     due: str | None = None
-    sequences: int = TAPPED_SEQUENCES
     micro: Gradients | None = None
     accumulated: Accumulation | None = None
     reloaded: State | None = None
+
+    @property
+    def weighted(self) -> Batch:
+        """The sequences of `tapped` that hold its loss: those of `taps`."""
+        return weighted_part(self.tapped)
 
 
 def gather(
@@ -142,7 +144,6 @@ def gather(
         tuple(missing),
         gathering,
         due=due,
-        sequences=weighted_sequences(tapped),
         micro=micro,
         accumulated=accumulated,
         reloaded=reloaded,
@@ -150,23 +151,30 @@ def gather(
 
 
 def probe_batch(micro: Batch, seed: int) -> Batch:
-    """A micro-batch with uneven loss weights on `TAPPED_SEQUENCES` sequences and none on the others.
+    """A micro-batch with uneven loss weights on its first and its last sequence, and none on the others.
 
-    The first sequences are the first and the last of the micro-batch: the latter has the highest index in every
-    tensor. What a sequence without weight contributes to a gradient is exactly zero, so the reference computes only
-    those with weight, while the candidate runs the program and the shapes that it trains with.
+    The last one has the highest index in every tensor, where tiles end and indices overflow. What a sequence without
+    weight contributes to a gradient is exactly zero, so the reference computes only those with weight, while the
+    candidate runs the program and the shapes that it trains with.
     """
-    rows = np.arange(len(micro.tokens))
-    order = np.concatenate([rows[:1], rows[1:][::-1]])
-    weighted = uneven_weights(first_sequences(micro, TAPPED_SEQUENCES), seed).weights
+    rows = sorted({0, len(micro.tokens) - 1})
     weights = np.zeros_like(micro.weights)
-    weights[: len(weighted)] = weighted
-    return Batch(micro.tokens[order], micro.targets[order], weights)
+    weights[rows] = uneven_weights(_rows(micro, np.asarray(rows)), seed).weights
+    return Batch(micro.tokens, micro.targets, weights)
 
 
-def weighted_sequences(batch: Batch) -> int:
-    """How many of the first sequences of a batch hold all of its loss weight."""
-    return int(np.flatnonzero(batch.weights.any(axis=1))[-1]) + 1
+def weighted_rows(batch: Batch) -> np.ndarray:
+    """Indices of the sequences that hold the batch's loss weight."""
+    return np.flatnonzero(batch.weights.any(axis=1))
+
+
+def weighted_part(batch: Batch) -> Batch:
+    """Those sequences alone."""
+    return _rows(batch, weighted_rows(batch))
+
+
+def _rows(batch: Batch, rows: np.ndarray) -> Batch:
+    return Batch(batch.tokens[rows], batch.targets[rows], batch.weights[rows])
 
 
 def observed_names(config: RunConfig) -> list[str]:
@@ -189,19 +197,20 @@ def _observe(session: Session, config: RunConfig, tapped: Batch, missing: list[s
             continue
         if lost:
             missing.append(f"{lost}: {why}")
-        return first_of(found, weighted_sequences(tapped), len(tapped.tokens))
+        return weighted_of(found, tapped)
     raise AssertionError("an empty request cannot be refused")
 
 
-def first_of(found: Mapping[str, np.ndarray], sequences: int, rows: int) -> Arrays:
+def weighted_of(found: Mapping[str, np.ndarray], batch: Batch) -> Arrays:
     """Taps of the sequences with weight; parameter gradients, and what is not shaped like a tap, whole."""
+    rows = weighted_rows(batch)
 
     def part(name: str, value: np.ndarray) -> np.ndarray:
         tap = name.removeprefix(GRADIENT)
         return (
             value
-            if tap.endswith((".weight", ".bias")) or np.ndim(value) == 0 or len(value) != rows
-            else value[:sequences]
+            if tap.endswith((".weight", ".bias")) or np.ndim(value) == 0 or len(value) != len(batch.tokens)
+            else value[rows]
         )
 
     return {name: part(name, value) for name, value in found.items()}
@@ -244,11 +253,6 @@ def _gradients(session: Session, batch: Batch) -> Gradients:
     if not isinstance(found, Gradients):  # None would pass for a candidate that has none, and be agreed with
         raise TypeError(f"gradients() gave {type(found).__name__}, not core.backend.Gradients")
     return found
-
-
-def first_sequences(batch: Batch, count: int) -> Batch:
-    """The first `count` sequences of a batch (all, if it has fewer)."""
-    return Batch(batch.tokens[:count], batch.targets[:count], batch.weights[:count])
 
 
 def uneven_weights(batch: Batch, seed: int) -> Batch:

@@ -49,10 +49,9 @@ def judge(evidence: Evidence, reference: Reference) -> Check:
             findings += _as_far_as_it_goes(part, missing)
     else:
         missing.append("all that follows from the weights: the reference has no such parameters")
-    if evidence.taps and len(evidence.tapped.tokens) > evidence.sequences:
-        missing.append(
-            f"local checks of {len(evidence.tapped.tokens) - evidence.sequences} of the micro-batch's sequences"
-        )
+    unseen = len(evidence.tapped.tokens) - len(evidence.weighted.tokens)
+    if evidence.taps and unseen:
+        missing.append(f"local checks of {unseen} of the micro-batch's sequences")
     missing.append("reduction over ranks: one process")
     seconds = time.perf_counter() - started + evidence.seconds
     return Check(evidence.record.step, in_order(findings), tuple(missing), seconds)
@@ -69,12 +68,11 @@ def judge_observations(
 ) -> Check:
     """End to end only: recorded observations against a reference computed now, from the state before that step.
 
-    about: what was recorded beside them; `step` and `sequences` are read. Raises NotSupported if the reference gives no
-    gradients.
+    about: what was recorded beside them; `step` is read. Raises NotSupported if the reference gives no gradients.
     """
     started = time.perf_counter()
     missing = ["local checks: they need tensors, and only sketches were recorded", *reference.not_asked]
-    repeated = end_to_end.repeat(found, state, probe, tapped, int(about["sequences"]), reference, missing)
+    repeated = end_to_end.repeat(found, state, probe, tapped, reference, missing)
     findings = list(end_to_end.compare_with(found, repeated, reference))
     return Check(int(about["step"]), in_order(findings), tuple(missing), time.perf_counter() - started)
 
@@ -89,9 +87,7 @@ def _repeated(
     kept: Mapping[str, Observation], evidence: Evidence, reference: Reference, missing: list[str]
 ) -> end_to_end.Repeated | None:
     try:
-        return end_to_end.repeat(
-            kept, evidence.before, evidence.probe, evidence.tapped, evidence.sequences, reference, missing
-        )
+        return end_to_end.repeat(kept, evidence.before, evidence.probe, evidence.tapped, reference, missing)
     except NotSupported as reason:
         missing.append(f"what is compared end to end: {reason}")
         return None

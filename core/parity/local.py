@@ -25,7 +25,7 @@ from core.parity.compare import (
     same_but_for_rounding,
 )
 from core.parity.end_to_end import Repeated
-from core.parity.evidence import Evidence, first_sequences
+from core.parity.evidence import Evidence
 from core.parity.excess import distances
 from core.parity.stages import ForwardStage, Shared, forward_stages, shared_tensors
 from core.parity.verdict import Finding
@@ -130,7 +130,7 @@ def accumulation(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 def _inputs(stage: ForwardStage, evidence: Evidence) -> dict[str, np.ndarray]:
     inputs = {role: evidence.taps[tap] for role, tap in stage.taps.items()}
     inputs |= {role: evidence.before.params[name] for role, name in stage.params.items()}
-    part = first_sequences(evidence.tapped, evidence.sequences)
+    part = evidence.weighted
     return inputs | {role: getattr(part, role) for role in stage.batch}
 
 
@@ -143,7 +143,7 @@ def _run(stage: ForwardStage, inputs: Arrays, reference: Reference) -> tuple[Arr
 
 def _loss_backward(evidence: Evidence, reference: Reference) -> Finding:
     """The gradient of each token's NLL is its weight's share."""
-    part = first_sequences(evidence.tapped, evidence.sequences)
+    part = evidence.weighted
     share = part.weights.astype(np.float64) / evidence.tapped.weights.sum(dtype=np.float64)
     found = evidence.taps.get(GRADIENT + "nll")
     if found is None or found.shape != share.shape:

@@ -12,7 +12,7 @@ from core.config import RunConfig
 from core.errors import UserError
 from core.names import GRADIENT, tap_names
 from core.parity.end_to_end import observations
-from core.parity.evidence import first_of, probe_batch, weighted_sequences
+from core.parity.evidence import probe_batch, weighted_of, weighted_rows
 from core.parity.observations import Observation, save
 
 
@@ -32,7 +32,7 @@ def save_observations(folder: Path, step: int, batch: Batch, probe: Batch, found
         "step": step,
         "batch": batch.digest(),
         "probe": probe.digest(),
-        "sequences": weighted_sequences(probe),
+        "rows": weighted_rows(probe).tolist(),
     }
     path = observation_file(folder, step)
     try:
@@ -48,18 +48,17 @@ def observe(session: Session, config: RunConfig, probe: Batch) -> Mapping[str, O
 
     Raises NotSupported if it can do neither.
     """
-    sequences = weighted_sequences(probe)
     try:
         sketch = getattr(session, "sketch", None)
         if sketch is not None:
-            found: Mapping[str, Observation] = sketch(probe, sequences)
+            found: Mapping[str, Observation] = sketch(probe)
             return found
     except NotSupported:
         pass
     probed = session.gradients(probe)
     names = [name for tap in tap_names(config.model) for name in (tap, GRADIENT + tap)]
     try:
-        taps = first_of(session.observe(probe, names), sequences, len(probe.tokens))
+        taps = weighted_of(session.observe(probe, names), probe)
     except NotSupported:
         taps = {}
-    return observations(replace(probed, nll=probed.nll[:sequences]), taps, config.model)
+    return observations(replace(probed, nll=probed.nll[weighted_rows(probe)]), taps, config.model)

@@ -21,7 +21,7 @@ from core.config import RunConfig
 from core.init import init_parameters
 from core.names import GRADIENT, group_of
 from core.parity.compare import FEW_ULPS
-from core.parity.evidence import Evidence, first_sequences
+from core.parity.evidence import Evidence
 from core.parity.stages import ForwardStage, Shared, forward_stages, shared_tensors
 from core.parity.step import MOMENTS, flat
 from core.parity.verdict import Check, Finding
@@ -130,7 +130,7 @@ def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConf
         return _nothing(check, "the candidate does not show this stage's tensors")
     if origin.phase == "backward" and origin.tap == stage.tap and origin.tap in sums:
         return _of_sum(sums[origin.tap], evidence, check)
-    part = first_sequences(evidence.tapped, evidence.sequences)
+    part = evidence.weighted
     tensors = {f"input.{role}": taps[tap] for role, tap in stage.taps.items()}
     tensors |= {f"input.{role}": evidence.before.params[name] for role, name in stage.params.items()}
     tensors |= {f"input.{role}": getattr(part, role) for role in stage.batch}
@@ -152,7 +152,7 @@ def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConf
         "end_to_end": "\nThe check found it only end to end: by itself this stage may be right.",
         "over_steps": "\nThe check found a bias summed over steps: in one step it may be within rounding.",
     }
-    of = f", of {evidence.sequences} sequences" if stage.taps else ""
+    of = f", of {len(evidence.weighted.tokens)} sequences" if stage.taps else ""
     about = f"Inputs are the candidate's own{of}.{scopes.get(origin.scope, '')}"
     return _Parts(("rounding", CALLS[stage.id], "stage"), tensors, facts, about)
 
@@ -187,7 +187,7 @@ def _looked_up(stage: ForwardStage, evidence: Evidence) -> np.ndarray | None:
     grad = evidence.taps.get(GRADIENT + stage.tap)
     if stage.id != "embed" or grad is None:
         return None
-    tokens = first_sequences(evidence.tapped, evidence.sequences).tokens
+    tokens = evidence.weighted.tokens
     part = np.zeros(evidence.before.params["embed.weight"].shape)
     np.add.at(part, tokens.ravel(), grad.reshape(-1, grad.shape[-1]).astype(np.float64))
     return part
@@ -226,7 +226,7 @@ def _bounds(finding: Finding) -> dict[str, tuple[Any, Any]]:
 
 
 def _loss_backward(evidence: Evidence) -> _Parts:
-    part = first_sequences(evidence.tapped, evidence.sequences)
+    part = evidence.weighted
     tensors = {"input.weights": part.weights}
     found = evidence.taps.get(GRADIENT + "nll")
     if found is not None and found.shape == part.weights.shape:

@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 from core.backend import Batch, NotSupported
-from core.parity.evidence import (
-    TAPPED_SEQUENCES,
-    first_sequences,
-    gather,
-    probe_batch,
-    uneven_weights,
-    weighted_sequences,
-)
+from core.parity.evidence import gather, probe_batch, uneven_weights, weighted_part, weighted_rows
 from core.parity.judge import Reference, judge
 from jax_backend.session import JaxBackend
 from parity_tests.tiny import text_batch, tiny_config
@@ -45,7 +38,7 @@ def test_evidence_is_a_step_and_leaves_the_weights_that_a_plain_step_leaves():
     evidence = gather(watched, CONFIG, batch)
     record = plain.step(batch)
     assert evidence.record.loss == record.loss
-    assert evidence.tapped.tokens.shape[0] == TAPPED_SEQUENCES
+    assert evidence.weighted.tokens.shape[0] == 2
     for name, p in plain.state().params.items():
         assert np.array_equal(p, watched.state().params[name])
 
@@ -95,9 +88,11 @@ def test_a_probe_is_judged_instead_of_the_batch(reference):
 def test_a_probe_has_its_loss_on_the_first_and_the_last_sequence():
     micro = text_batch(tiny_config(train={"batch_size": 4, "micro_batch_size": 4}))
     probe = probe_batch(micro, 3)
-    assert weighted_sequences(probe) == TAPPED_SEQUENCES
-    assert np.array_equal(probe.tokens[:2], micro.tokens[[0, 3]]) and not probe.weights[2:].any()
-    assert sorted(map(bytes, probe.tokens)) == sorted(map(bytes, micro.tokens))
+    assert weighted_rows(probe).tolist() == [0, 3]
+    assert np.array_equal(probe.tokens, micro.tokens) and not probe.weights[1:3].any()
+    assert np.array_equal(weighted_part(probe).tokens, micro.tokens[[0, 3]])
+    alone = probe_batch(Batch(micro.tokens[:1], micro.targets[:1], micro.weights[:1]), 3)
+    assert weighted_rows(alone).tolist() == [0]
 
 
 def test_sequences_without_weight_contribute_nothing():
@@ -105,7 +100,7 @@ def test_sequences_without_weight_contribute_nothing():
     config = tiny_config("fp64", train={"batch_size": 4, "micro_batch_size": 4})
     probe = probe_batch(text_batch(config), 3)
     session = JaxBackend().open(config)
-    whole, part = session.gradients(probe), session.gradients(first_sequences(probe, 2))
+    whole, part = session.gradients(probe), session.gradients(weighted_part(probe))
     assert whole.loss == pytest.approx(part.loss, rel=1e-14)
     for name, grad in whole.grads.items():
         assert np.linalg.norm(grad - part.grads[name]) <= 1e-13 * np.linalg.norm(grad)

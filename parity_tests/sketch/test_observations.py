@@ -11,7 +11,7 @@ from core.errors import UserError
 from core.parity.excess import distances
 from core.parity.observations import load, observed, save, sketch_distances
 
-ABOUT = {"step": 7, "sequences": 2}
+ABOUT = {"step": 7, "rows": [0, 3]}
 
 
 def tensors() -> dict[str, np.ndarray]:

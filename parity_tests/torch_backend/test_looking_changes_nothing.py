@@ -15,7 +15,7 @@ LOOKS = {
     "gradients": lambda s: s.gradients(text_batch(CONFIG, 7)),
     "observe": lambda s: s.observe(text_batch(CONFIG, 7), tap_names(CONFIG.model)),
     "observe all": lambda s: s.observe(text_batch(CONFIG, 7).micro_batches(2)[0], observed_names(CONFIG)),
-    "sketch": lambda s: s.sketch(probe_batch(text_batch(CONFIG, 7).micro_batches(2)[0], 0), 2),
+    "sketch": lambda s: s.sketch(probe_batch(text_batch(CONFIG, 7).micro_batches(2)[0], 0)),
     "evaluate": lambda s: s.evaluate(text_batch(CONFIG, 7)),
     "evaluate in fp32": lambda s: s.evaluate(text_batch(CONFIG, 7), "fp32"),
     "next_token_logits": lambda s: s.next_token_logits(text_batch(CONFIG, 7).tokens[0]),
@@ -74,7 +74,7 @@ def test_checked_or_not_the_trained_weights_are_equal(program):
         batch = text_batch(config, step)
         probe = probe_batch(batch.micro_batches(2)[0], step)
         if step % 2:
-            checked.sketch(probe, 2)
+            checked.sketch(probe)
         gather(checked, config, batch, probe)
         alone.step(batch)
     assert same_bits(checked.state(), alone.state())
