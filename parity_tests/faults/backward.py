@@ -237,6 +237,17 @@ class QueryWeightGradientLong(TorchBackend):
     session_class = swapped(Linear, _LongGradientLinear, "blocks.1.attn.q_proj")
 
 
+class _HardlyShortGradientLinear(Linear):
+    def forward(self, x: Tensor, policy: Policy) -> Tensor:
+        return linear(x, backward(self.weight, lambda grad: grad * 0.9993), self.bias, policy)
+
+
+class UpWeightGradientHardlyShort(TorchBackend):
+    """The `up` projections make a weight gradient 7 in 10,000 too short: in bf16, less than one step's bound."""
+
+    session_class = swapped(Linear, _HardlyShortGradientLinear, "*.up_proj")
+
+
 class _CutLinear(Linear):
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
         return super().forward(x.detach(), policy)

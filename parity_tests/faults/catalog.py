@@ -215,6 +215,7 @@ DATA = (
     Fault(data.ShuffledWithinBatch, "tokens"),
 )
 
+SLOW = "a length that is always off by the same share is what the mean of gain differences over steps is for"
 LATER = (
     Fault(
         forward.StaleInputBuffer,
@@ -249,6 +250,18 @@ LATER = (
         within=200,
         loss_moves_less_than=1e-5,
         note="a step's bound is wider, the sum over steps is not. With all 24 bits kept it was not found in 120 checks",
+    ),
+    Fault(forward.ValuesHardlyLong, "v", layer=0, within=200, loss_moves_less_than=1e-5, recipes=BF16, note=SLOW),
+    Fault(
+        backward.UpWeightGradientHardlyShort,
+        "up",
+        "backward",
+        -1,
+        within=200,
+        backward_only=True,
+        loss_moves_less_than=TINY,
+        recipes=BF16,
+        note=SLOW,
     ),
 )
 
