@@ -256,7 +256,7 @@ LATER = (
         backward.UpWeightGradientHardlyShort,
         "up",
         "backward",
-        -1,
+        1,
         within=200,
         backward_only=True,
         loss_moves_less_than=TINY,
