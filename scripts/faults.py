@@ -225,6 +225,7 @@ class Bench:
     ) -> Row:
         import torch
 
+        from core.parity.closer import look_closer
         from core.parity.evidence import gather, uneven_weights
         from core.parity.judge import judge
 
@@ -238,7 +239,7 @@ class Bench:
             batch = uneven_weights(handed(step), seed + step)
             due = uneven_weights(self.data.batch(step), seed + step).digest()
             evidence = gather(session, self.config, batch, due=due)
-            check = judge(evidence, reference)
+            evidence, check = look_closer(session, self.config, evidence, judge(evidence, reference), reference)
             row = replace(row, checks=step)
             if step == row.first_step and row.expected is not None:
                 row = replace(row, loss_moved=self._moved(evidence.record.loss, step))

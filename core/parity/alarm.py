@@ -111,7 +111,9 @@ def repeated(
     except NotSupported as reason:
         return Repeat(None, (), f"the step could not be run again: {reason}")
     try:
-        again = gather(session, config, evidence.batch, _probe(evidence), due=evidence.due)
+        again = gather(
+            session, config, evidence.batch, evidence.given_probe, due=evidence.due, tapped=evidence.given_tapped
+        )
     except Exception as error:  # a candidate is somebody else's code, and training goes on after an alarm
         said = next(iter(str(error).splitlines()), "")
         return Repeat(None, (), f"the step could not be run again: {type(error).__name__}: {said}")
@@ -164,11 +166,6 @@ def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
     if evidence.reloaded is not None:
         for name, array in flat(evidence.reloaded).items():
             yield f"reloaded: {name}", array
-
-
-def _probe(evidence: Evidence) -> Any:
-    """What `gather` was given as its probe."""
-    return None if evidence.probe.digest() == evidence.batch.digest() else evidence.tapped
 
 
 def _put_back(session: Session, state: State) -> None:

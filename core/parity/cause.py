@@ -130,12 +130,14 @@ def decoded(check: Check) -> str:
 
 def _outcome(backend: Backend, reference: Backend, changed: RunConfig, evidence: Evidence, origin: Finding) -> str:
     """`vanishes`, `stays`, or why neither can be said."""
-    probe = None if evidence.probe.digest() == evidence.batch.digest() else evidence.tapped
     try:
         session = backend.open(changed)
         try:
             session.load(evidence.before)
-            check = _judged(reference, changed, gather(session, changed, evidence.batch, probe, due=evidence.due))
+            again = gather(
+                session, changed, evidence.batch, evidence.given_probe, due=evidence.due, tapped=evidence.given_tapped
+            )
+            check = _judged(reference, changed, again)
         finally:
             session.close()
     except (NotSupported, UserError) as reason:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -50,6 +50,7 @@ class Evidence:
     micro:     what the session gives as gradients of `tapped`.
     accumulated: gradients of several micro-batches apart and together. reloaded: the state after a checkpoint of
     `after` was written, read back and loaded.
+    closer: whether `tapped` was chosen by a closer look (core/parity/closer.py).
     not_covered: what the candidate could not do, in words. seconds: what gathering cost, without the step itself.
     """
 
@@ -68,6 +69,17 @@ class Evidence:
     micro: Gradients | None = None
     accumulated: Accumulation | None = None
     reloaded: State | None = None
+    closer: bool = False
+
+    @property
+    def given_probe(self) -> Batch | None:
+        """The probe with which `gather` gives the like of this: None for a thorough check."""
+        return None if self.probe.digest() == self.batch.digest() else self.tapped
+
+    @property
+    def given_tapped(self) -> Batch | None:
+        """The `tapped` of the same: None where it is the one of every thorough check."""
+        return self.tapped if self.closer and self.given_probe is None else None
 
     @property
     def weighted(self) -> Batch:
@@ -82,12 +94,15 @@ def gather(
     probe: Batch | None = None,
     norms: bool = False,
     due: str | None = None,
+    tapped: Batch | None = None,
 ) -> Evidence:
     """Run one step of `session` on `batch` and keep what a check needs.
 
     Without `probe` the check is thorough: the step's whole batch is repeated by the reference, accumulation is tried
     on micro-batches of its own, and the state goes through a checkpoint. With one, made by `probe_batch` from a
     micro-batch, only that is repeated, and the session's state is never touched but by its step.
+    tapped: for a thorough check, the micro-batch whose stages are shown, made by `probe_batch`; by default the first
+    one, with other sequences every step.
 
     Raises whatever the session raises, except NotSupported, which is listed as not covered.
     """
@@ -102,7 +117,10 @@ def gather(
             return None
 
     before = session.state()
-    tapped = probe_batch(batch.micro_batches(_micro_size(config, batch))[0], config.seed) if probe is None else probe
+    if probe is not None:
+        tapped = probe
+    elif tapped is None:
+        tapped = probe_batch(batch.micro_batches(_micro_size(config, batch))[0], config.seed, turn=before.step)
     target = batch if probe is None else probe
     probed = stepped = attempt("gradients and per-token NLL", lambda: _gradients(session, target))
     micro = probed
@@ -112,7 +130,7 @@ def gather(
     in_passing = getattr(session, "step_and_gradients", None) if probe is not None and probed is not None else None
     if probed is not None and probe is not None and in_passing is None:
         stepped = _gradients(session, batch)
-    taps = _observe(session, config, tapped, missing)
+    taps = look(session, config, tapped, missing)
     accumulated = None
     if probe is None and probed is not None and config.train.accumulation > 1:
         accumulated = _accumulate(session, batch.micro_batches(config.train.micro_batch_size))
@@ -150,16 +168,21 @@ def gather(
     )
 
 
-def probe_batch(micro: Batch, seed: int) -> Batch:
-    """A micro-batch with uneven loss weights on its first and its last sequence, and none on the others.
+def probe_batch(micro: Batch, seed: int, rows: Sequence[int] = (), turn: int = 0) -> Batch:
+    """A micro-batch with uneven loss weights on `rows` alone, by default two: `turn` from its first and from its last.
 
-    The last one has the highest index in every tensor, where tiles end and indices overflow. What a sequence without
+    The last one has the highest index in every tensor, where tiles end and indices overflow; the others have their turn
+    from check to check. What a sequence without
     weight contributes to a gradient is exactly zero, so the reference computes only those with weight, while the
     candidate runs the program and the shapes that it trains with.
     """
-    rows = sorted({0, len(micro.tokens) - 1})
+    size = len(micro.tokens)
+    turn %= (size + 1) // 2
+    # An odd one's middle comes with the one before it: the reference's programs are of two sequences.
+    low = turn if turn < size - 1 - turn else max(turn - 1, 0)
+    chosen = np.asarray(rows or sorted({low, size - 1 - turn}))
     weights = np.zeros_like(micro.weights)
-    weights[rows] = uneven_weights(_rows(micro, np.asarray(rows)), seed).weights
+    weights[chosen] = uneven_weights(_rows(micro, chosen), seed).weights
     return Batch(micro.tokens, micro.targets, weights)
 
 
@@ -184,7 +207,8 @@ def observed_names(config: RunConfig) -> list[str]:
     return [*taps, *(GRADIENT + name for name in probed)]
 
 
-def _observe(session: Session, config: RunConfig, tapped: Batch, missing: list[str]) -> Arrays:
+def look(session: Session, config: RunConfig, tapped: Batch, missing: list[str]) -> Arrays:
+    """Taps and gradients of the sequences with weight, as far as the session shows them; `missing` gets what not."""
     for asked, lost in (
         (observed_names(config), ""),
         (tap_names(config.model), "local checks of the backward stages"),

@@ -23,7 +23,8 @@ def observation_file(folder: Path, step: int) -> Path:
 
 def probe_of(batch: Batch, config: RunConfig) -> Batch:
     """The micro-batch on which a step is observed during training: a function of the step's batch and the run."""
-    return probe_batch(batch.micro_batches(config.train.micro_batch_size)[0], config.seed)
+    micro = batch.micro_batches(config.train.micro_batch_size)[0]
+    return probe_batch(micro, config.seed, turn=int(batch.digest()[:8], 16))
 
 
 def save_observations(folder: Path, step: int, batch: Batch, probe: Batch, found: Mapping[str, Observation]) -> Path:

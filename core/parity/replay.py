@@ -17,6 +17,7 @@ from core.config import RunConfig
 from core.errors import UserError
 from core.parity import observations
 from core.parity.capsule import Capsule
+from core.parity.closer import look_closer
 from core.parity.compare import exact
 from core.parity.evidence import gather
 from core.parity.judge import Reference, judge_observations
@@ -56,7 +57,7 @@ def replay_capsule(
         except (ValueError, KeyError, NotSupported) as error:
             raise UserError(f"the candidate does not take the capsule's state: {error}") from error
         evidence = gather(session, config, capsule.batch, capsule.given_probe, due=capsule.about.get("due"))
-        check = judged(evidence, opened)
+        _, check = look_closer(session, config, evidence, judged(evidence, opened), opened)
     finally:
         session.close()
         opened.close()

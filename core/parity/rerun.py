@@ -15,6 +15,7 @@ from core.backend import Backend, Batch, Session, State, StepRecord
 from core.config import RunConfig
 from core.errors import UserError
 from core.init import init_parameters
+from core.parity.closer import look_closer
 from core.parity.evidence import Evidence, gather
 from core.parity.judge import Reference, judge
 from core.parity.step import MOMENTS
@@ -91,7 +92,8 @@ class Rerun:
         evidence = gather(self._session, self._config, batch, due=batch.digest())
         self._compare(evidence.record)
         self._done = step if evidence.after.step == step else None
-        return judged(evidence, reference), evidence
+        evidence, check = look_closer(self._session, self._config, evidence, judged(evidence, reference), reference)
+        return check, evidence
 
     def first_difference(self, after: int = 0) -> int | None:
         """The first step after `after` that did not come out as the run recorded it."""

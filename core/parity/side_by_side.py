@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from core.backend import Backend, Batch, Session
 from core.config import RunConfig
 from core.errors import UserError
+from core.parity.closer import look_closer
 from core.parity.evidence import Evidence, gather, uneven_weights
 from core.parity.judge import judge
 from core.parity.reference_check import sound_reference
@@ -43,5 +44,5 @@ def check_steps(
         stack.callback(references.close)
         for number, batch in enumerate(batches):
             evidence = gather(session, config, uneven_weights(batch, config.seed + number))
-            check = judge(evidence, references)
+            evidence, check = look_closer(session, config, evidence, judge(evidence, references), references)
             yield alarm(session, evidence, check) if check.verdict == "disagreed" else check

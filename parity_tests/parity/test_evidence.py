@@ -91,6 +91,9 @@ def test_a_probe_has_its_loss_on_the_first_and_the_last_sequence():
     assert weighted_rows(probe).tolist() == [0, 3]
     assert np.array_equal(probe.tokens, micro.tokens) and not probe.weights[1:3].any()
     assert np.array_equal(weighted_part(probe).tokens, micro.tokens[[0, 3]])
+    assert [weighted_rows(probe_batch(micro, 3, turn=turn)).tolist() for turn in range(3)] == [[0, 3], [1, 2], [0, 3]]
+    odd = Batch(micro.tokens[:3], micro.targets[:3], micro.weights[:3])
+    assert [weighted_rows(probe_batch(odd, 3, turn=turn)).tolist() for turn in range(2)] == [[0, 2], [0, 1]]
     alone = probe_batch(Batch(micro.tokens[:1], micro.targets[:1], micro.weights[:1]), 3)
     assert weighted_rows(alone).tolist() == [0]
 

@@ -1,0 +1,100 @@
+"""Faults on sequences that a check does not examine by themselves: they are seen end to end, and then named."""
+
+import pytest
+
+from core.parity.alarm import bit_equal, repeated
+from core.parity.cause import find_cause
+from core.parity.closer import look_closer
+from core.parity.evidence import gather, weighted_rows
+from core.parity.judge import Reference, judge
+from core.parity.side_by_side import check_steps
+from core.parity.step import flat
+from parity_tests.tiny import text_batch, tiny_config
+from torch_backend.model import Block, SwiGLU
+from torch_backend.session import TorchBackend
+
+CONFIG = tiny_config("bf16", train={"batch_size": 10, "micro_batch_size": 5})
+
+
+def planted(change):
+    """The last block's SwiGLU, as `change` makes it of its rows."""
+
+    class Wrong(SwiGLU):
+        def activate(self, gate, up):
+            return change(super().activate(gate, up))
+
+    class Session(TorchBackend.session_class):
+        def build_model(self):
+            model = super().build_model()
+            block = model.blocks[-1]
+            assert isinstance(block, Block)
+            block.mlp.__class__ = Wrong
+            return model
+
+    class Backend(TorchBackend):
+        session_class = Session
+
+    return Backend()
+
+
+def forward_of(row, much=4.0):
+    def change(act):
+        act = act.clone()
+        act[row] = act[row] * much
+        return act
+
+    return change
+
+
+def backward_of(row):
+    def change(act):
+        def halved(grad):
+            grad = grad.clone()
+            grad[row] = grad[row] / 2
+            return grad
+
+        act = act.clone()
+        act.register_hook(halved)
+        return act
+
+    return change
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize(("phase", "change"), [("forward", forward_of), ("backward", backward_of)])
+def test_a_fault_of_one_row_is_named(row, phase, change):
+    (check,) = check_steps(planted(change(row)), TorchBackend(), CONFIG, [text_batch(CONFIG)])
+    assert check.verdict == "disagreed"
+    assert (check.origin.stage, check.origin.phase, check.origin.layer) == ("act", phase, 1)
+    assert check.origin.scope == "local"
+    if row not in (0, 4):
+        assert f" {row}" in check.origin.note and "of the micro-batch" in check.origin.note
+
+
+def test_the_session_goes_on_where_it_was_and_the_alarm_repeats_the_same_rows():
+    backend, batch = planted(forward_of(3)), text_batch(CONFIG)
+    session, reference = backend.open(CONFIG), Reference.open(TorchBackend(), CONFIG)
+    evidence = gather(session, CONFIG, batch)
+    check = judge(evidence, reference)
+    assert check.origin.scope == "end_to_end"
+    seen, closer = look_closer(session, CONFIG, evidence, check, reference)
+    assert 3 in weighted_rows(seen.tapped)
+    now = flat(session.state())
+    assert all(bit_equal(value, now[name]) for name, value in flat(evidence.after).items())
+    assert repeated(session, seen, closer, CONFIG).happened
+    cause = find_cause(backend, TorchBackend(), CONFIG, seen, closer)
+    assert "present in every variation tried" in cause.words
+
+
+@pytest.mark.parametrize("row", range(5))
+def test_what_hides_end_to_end_is_found_when_its_row_has_its_turn(row):
+    batches = [text_batch(CONFIG, seed) for seed in range(3)]
+    checks = list(check_steps(planted(forward_of(row, 1.02)), TorchBackend(), CONFIG, batches))
+    assert [check.verdict == "disagreed" for check in checks] == [row in (0, 4), row in (1, 3), row in (1, 2)]
+
+
+def test_nothing_is_looked_for_where_the_origin_is_known():
+    session, reference = TorchBackend().open(CONFIG), Reference.open(TorchBackend(), CONFIG)
+    evidence = gather(session, CONFIG, text_batch(CONFIG))
+    check = judge(evidence, reference)
+    assert look_closer(session, CONFIG, evidence, check, reference) == (evidence, check)
