@@ -26,9 +26,9 @@ from core.parity.compare import (
 )
 from core.parity.end_to_end import Repeated
 from core.parity.evidence import Evidence
-from core.parity.excess import distances
+from core.parity.excess import Distances, distances
 from core.parity.stages import ForwardStage, Shared, forward_stages, shared_tensors
-from core.parity.verdict import Finding
+from core.parity.verdict import Finding, Measure
 
 Contribution = tuple[np.ndarray, np.ndarray]  # of the twin, of the truth
 
@@ -225,9 +225,18 @@ def _bridge(
         yield exact(stage, name, 1, 1, "shapes must be equal", f"{untapped.shape}, {tapped.shape}", "backward")
         return
     # Candidate minus tapped, laid upon the twin: all three measures are then those of the difference.
-    d = distances(w + (untapped - tapped), w, t, reference.stream)
-    only = replace(d, excess=1.0, gain_difference=0.0)
+    d = replace(distances(w + (untapped - tapped), w, t, reference.stream), excess=1.0)
     size = min(bands.carriers(t), repeated.errors)
-    found = reference.bound(reference.recipe, bands.bridge_kind(name), only, size)
+    found = reference.bound(reference.recipe, bands.bridge_kind(name), d, size)
     unequal = float(np.mean(untapped != tapped))
-    yield finding(stage, name, "local", found, tapped.size, unequal, phase="backward")
+    measures = (*found, *_along_the_truth(found, d))
+    yield finding(stage, name, "local", measures, tapped.size, unequal, phase="backward")
+
+
+def _along_the_truth(found: tuple[Measure, ...], d: Distances) -> Iterator[Measure]:
+    """Of a distance that is allowed, half may lie along the truth: rounding points anywhere, a wrong length not."""
+    for measure in found:
+        if measure.name == "twin_distance" and measure.high is not None:
+            reach = measure.high / 2 * d.twin_relative_error
+            basis = f"half the bound on the distance, of the error {d.twin_relative_error:.1e}"
+            yield Measure("gain_difference", d.gain_difference, -reach, reach, basis)
