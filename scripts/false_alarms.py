@@ -54,9 +54,9 @@ EARLIER = """Earlier rounds, each under narrower bounds and on draws that are no
 11 of 1,872 and 5 of 3,936. Each accusation was looked into, and what it taught became part of the bounds: sums in FP32,
 errors that one early rounding gives to all that follows, one token that outweighs all others, a run of one letter.
 
-Two things came after this count and cannot change it: a wrong length between the two programs is held to half the bound
-on their distance, and no clean distance passed half of it; and other sequences than the first and the last of a
-micro-batch have their turn."""
+Two things came after the count above. A wrong length between the two programs is held to half the bound on their
+distance; no clean distance passed half of it, so that none would have been accused. And stages are examined on other
+sequences from check to check; the count is of the first and the last of a micro-batch."""
 SEEDS, BETWEEN = 2, 3
 
 

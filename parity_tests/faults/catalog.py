@@ -316,8 +316,7 @@ COMPILED = (
         backward_only=True,
         loss_moves_less_than=TINY,
         cause=EAGER,
-        note="a twentieth: of the distance between the two programs it would be two thirds of what is allowed, but it all "
-        "lies along the truth",
+        note="a twentieth: two thirds of what is allowed as a distance between the programs, but all along the truth",
     ),
     Fault(
         compiled.UntappedRopeTurnsBack,
