@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 
 # Before torch and jax are loaded: threads that wait must not take the cores of those that work (trainer and reference
 # share them), and the reference stays off the GPU that the trainer needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The reference's programs take longer to compile than to run: the next command finds them, as Inductor's are found. Not
+# in the home directory, which machines with other processors may share.
+_USER = os.getuid() if hasattr(os, "getuid") else "user"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"lockstep_jax_{_USER}"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 COMMANDS = {
     "data prepare": ("scripts.prepare", "text, JSON lines or parquet → token shards"),
