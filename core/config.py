@@ -75,34 +75,113 @@ class TrainConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW with decoupled decay (Loshchilov & Hutter 2019), warm-up and cosine, global-norm clipping."""
+    """Optimizer, warm-up and cosine, global-norm clipping; rate and decay by parameter group (core/names.py).
 
+    A group's learning rate is the schedule's times its `…_lr_scale` times what the width and batch rules say.
+    """
+
+    name: Literal["adamw", "adamw8bit", "muon"] = Field(
+        "adamw", description="AdamW; AdamW with 8-bit moments; Muon for the matrices and AdamW for the rest"
+    )
     peak_lr: Annotated[float, Field(gt=0)] = Field(3e-3, description="learning rate at the end of the warm-up")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
     warmup_steps: Count = Field(20, description="steps of linear warm-up")
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the first moment")
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="decay of the second moment")
     eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to √v̂")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="of the group `matrices`; others have none")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="of the group `matrices`")
+    embedding_weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of the embedding, tied head or not")
+    head_weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of an untied head")
+    gains_weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of the norms' gains")
+    matrices_lr_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="learning rate of the matrices / lr")
+    embedding_lr_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="learning rate of the embedding / lr")
+    head_lr_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="learning rate of an untied head / lr")
+    gains_lr_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="learning rate of gains and biases / lr")
+    base_width: Count = Field(0, description="matrices' rate × base_width / hidden (Yang et al. 2022); 0 = off")
+    base_batch: Count = Field(0, description="every rate × √(batch_size / base_batch); 0 = off")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="Muon: decay of the momentum")
+    nesterov: bool = Field(True, description="Muon: Nesterov's form of the momentum")
+    ns_steps: Positive = Field(5, description="Muon: Newton–Schulz iterations")
+    ns_dtype: Literal["bf16", "fp32"] = Field("bf16", description="Muon: precision of the Newton–Schulz iterations")
     clip_norm: Annotated[float, Field(ge=0)] = Field(
         1.0, description="limit of the global gradient norm; 0 = no clipping"
     )
 
 
-Policy = Literal["fp64", "fp32", "bf16"]
+Policy = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise"]
 
 
 class PrecisionConfig(Section):
     """Which casts the model makes (torch_backend/precision.py and its twin jax_backend/precision.py)."""
 
-    policy: Policy = Field("bf16", description="operands of the matrix products; fp64 and fp32 cast nothing")
+    policy: Policy = Field(
+        "bf16",
+        description="operands of the matrix products; fp64 and fp32 cast nothing; fp8 is bf16 but for the block linears",
+    )
+    fp8_layers: str = Field("blocks.*", description="block linears in FP8, by name: patterns, separated by commas")
+    fp8_fast_accumulation: bool = Field(True, description="FP8 on Hopper: the output's sums in its short accumulator")
+    loss_scale: Annotated[float, Field(gt=0)] = Field(65536.0, description="fp16: the first loss scale")
+    loss_scale_interval: Positive = Field(2000, description="fp16: finite steps after which the loss scale doubles")
+
+    @property
+    def operand(self) -> Policy:
+        """The policy of every matrix product outside FP8."""
+        return "bf16" if self.policy.startswith("fp8") else self.policy
+
+
+class LossConfig(Section):
+    """The head: from the final norm's output to the loss."""
+
+    head: Literal["full", "chunked"] = Field(
+        "chunked", description="whole logits at once, or so many tokens' at a time, gradients made in the forward pass"
+    )
+    chunk: Positive = Field(4096, description="tokens of a chunk")
+    z_loss: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="weight of logsumexp(logits)² in each token's loss (Chowdhery et al. 2022)"
+    )
+
+
+class AttentionConfig(Section):
+    """How attention is computed, and what a token may see."""
+
+    kernel: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "flex"] = Field(
+        "auto", description="which kernel; auto: torch's choice on CPU, cuDNN's on CUDA"
+    )
+    document_mask: bool = Field(False, description="tokens see their own document only")
+    reset_positions: bool = Field(False, description="positions count from 0 in each document")
+
+
+class RecomputeConfig(Section):
+    """Activation checkpointing: what the backward pass computes again instead of keeping it."""
+
+    parts: str = Field(
+        "", description="of embedding, norms, attention, mlp, block; separated by commas; empty = keep everything"
+    )
+    every: Positive = Field(1, description="in every so-manieth block")
+    keep_products: bool = Field(False, description="what matrix products gave is kept all the same (selective)")
+    memory_budget: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the activations that the compiler may keep; 1 = its own choice"
+    )
 
 
 class CompileConfig(Section):
-    """torch.compile of the forward and backward pass, whole model, fullgraph."""
+    """torch.compile of the forward and backward pass, fullgraph."""
 
     enabled: bool = Field(True, description="compile; off = eager")
     backend: Literal["inductor", "aot_eager"] = Field("inductor", description="aot_eager traces but generates no code")
+    scope: Literal["model", "blocks"] = Field("model", description="one program, or one for all blocks and one a rest")
+    mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
+        "default", description="reduce-overhead: CUDA graphs; max-autotune: with kernels tried out"
+    )
+
+
+class ParallelConfig(Section):
+    """Data parallel training over `train.ranks` processes (torchrun)."""
+
+    gradient_dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="in which gradients are summed over ranks"
+    )
+    bucket_mb: Positive = Field(25, description="gradients that are reduced together, in MB")
 
 
 class EvalConfig(Section):
@@ -158,7 +237,11 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    loss: LossConfig = LossConfig()
+    attention: AttentionConfig = AttentionConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
     compile: CompileConfig = CompileConfig()
+    parallel: ParallelConfig = ParallelConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parity: ParityConfig = ParityConfig()
