@@ -116,7 +116,7 @@ class PrecisionConfig(Section):
 
     policy: Policy = Field(
         "bf16",
-        description="operands of the matrix products; fp64 and fp32 cast nothing; fp8 is bf16 but for the block linears",
+        description="operands of the matrix products; fp64, fp32: no casts; fp8: bf16 but for the block linears",
     )
     fp8_layers: str = Field("blocks.*", description="block linears in FP8, by name: patterns, separated by commas")
     fp8_fast_accumulation: bool = Field(True, description="FP8 on Hopper: the output's sums in its short accumulator")
