@@ -7,11 +7,15 @@ import jax.numpy as jnp
 from jax import Array
 
 
-def negative_log_likelihood(logits_BSV: Array, targets_BS: Array) -> Array:
-    """logsumexp(logits) − logit of the target: (B, S, V), (B, S) → (B, S) in nats, in the logits' dtype."""
+def negative_log_likelihood(logits_BSV: Array, targets_BS: Array, z_loss: float = 0.0) -> Array:
+    """logsumexp(logits) − logit of the target, and the z-loss: (B, S, V), (B, S) → (B, S) in nats, in their dtype.
+
+    The loss is −log softmax(logits)[target] + z_loss · logsumexp(logits)² (Chowdhery et al. 2022, section 5).
+    """
     wide_BSV = logits_BSV.astype(jnp.float64)
     chosen_BS = jnp.take_along_axis(wide_BSV, targets_BS[..., None], axis=-1)[..., 0]
-    return (jax.nn.logsumexp(wide_BSV, axis=-1) - chosen_BS).astype(logits_BSV.dtype)
+    logsumexp_BS = jax.nn.logsumexp(wide_BSV, axis=-1)
+    return (logsumexp_BS - chosen_BS + z_loss * jnp.square(logsumexp_BS)).astype(logits_BSV.dtype)
 
 
 def weighted_mean(nll_BS: Array, weights_BS: Array, total: Array) -> Array:

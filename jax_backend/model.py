@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from core.config import ModelConfig
+from core.config import LossConfig, ModelConfig
 from jax_backend.attention import attention
 from jax_backend.loss import negative_log_likelihood
 from jax_backend.precision import Policy, head, linear
@@ -164,8 +164,8 @@ class Head(nnx.Module):
 class Llama(nnx.Module):
     """Tokens (B, S) → logits (B, S, V) → negative log-likelihood of the targets (B, S)."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.head_dim, self.theta = config.head_dim, config.rope_theta
+    def __init__(self, config: ModelConfig, loss: LossConfig) -> None:
+        self.head_dim, self.theta, self.z_loss = config.head_dim, config.rope_theta, loss.z_loss
         self.embed = Embedding(config.vocab_size, config.hidden)
         self.blocks = nnx.List([Block(config) for _ in range(config.layers)])
         self.final_norm = RMSNorm(config.hidden, config.norm_eps)
@@ -185,6 +185,6 @@ class Llama(nnx.Module):
         return head(x_BSD, tap("logits.weight", (self.lm_head or self.embed).weight[...]), policy)
 
     def __call__(self, tokens_BS: Array, targets_BS: Array, policy: Policy, tap: Tap = no_tap) -> Array:
-        """Per-token negative log-likelihood (B, S) in nats; `tap` sees every tensor of the chain on its way."""
+        """Per-token loss (B, S) in nats; `tap` sees every tensor of the chain on its way."""
         logits_BSV = tap("logits", self.logits(self.trunk(tokens_BS, policy, tap), policy, tap))
-        return tap("nll", negative_log_likelihood(logits_BSV, targets_BS))
+        return tap("nll", negative_log_likelihood(logits_BSV, targets_BS, self.z_loss))

@@ -48,7 +48,10 @@ def linear(x: Array, weight: Array, bias: Array | None, policy: Policy) -> Array
 
 
 def head(x_BSD: Array, weight_VD: Array, policy: Policy) -> Array:
-    """Logits (B, S, V) in the stream dtype: operands rounded to the operand dtype, output not rounded."""
+    """Logits (B, S, V) in the stream dtype: operands rounded to the operand dtype, output not rounded.
+
+    Nor is the weight's gradient, which is summed chunk by chunk in the stream dtype.
+    """
     return _product(x_BSD, weight_VD, policy, False)
 
 
@@ -68,8 +71,8 @@ def _product_backward(
     x, weight = saved
     grad = policy.round(grad)
     grad_x = policy.round(jnp.einsum("...o,oi->...i", grad, weight))
-    grad_weight = policy.round(jnp.einsum("...o,...i->oi", grad, x))
-    return grad_x, grad_weight
+    grad_weight = jnp.einsum("...o,...i->oi", grad, x)
+    return grad_x, policy.round(grad_weight) if round_output else grad_weight
 
 
 _product.defvjp(_product_forward, _product_backward)

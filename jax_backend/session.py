@@ -21,7 +21,7 @@ from core.init import init_parameters
 from core.metrics import norms_by_group
 from core.names import GRADIENT, check_state, edge_names, parameter_shapes, probe_shapes, tap_names
 from core.schedule import learning_rate
-from jax_backend.loss import weighted_mean
+from jax_backend.loss import negative_log_likelihood, weighted_mean
 from jax_backend.model import Llama
 from jax_backend.optim import Tree, clip_coefficient, decayed_and_move, global_norm, update_moments
 from jax_backend.precision import POLICIES, Policy
@@ -39,7 +39,7 @@ class JaxSession:
             POLICIES[config.precision.policy], kernel="cuda" if config.device == "cuda" else "cpu"
         )
         self.steps_done = 0
-        self.graph, abstract = nnx.split(nnx.eval_shape(partial(Llama, config.model)))
+        self.graph, abstract = nnx.split(nnx.eval_shape(partial(Llama, config.model, config.loss)))
         self._paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(abstract)}
         self.params = self._arrays(init_parameters(config.model, config.seed))
         self.moments = {
@@ -51,7 +51,7 @@ class JaxSession:
         self._leaf_norms = jax.jit(partial(jax.tree.map, lambda x: jnp.linalg.norm(x.ravel())))
         self._move = jax.jit(self.move)
         self._observe = jax.jit(self.observed, static_argnums=6)
-        functions = stage_functions(config.model, self.policy)
+        functions = stage_functions(config.model, self.policy, config.loss.z_loss)
         # Stages that are one function share its compiled programs.
         programs = {f: jax.jit(with_gradients(f)) for f in set(functions.values())}
         self._stages = {name: programs[f] for name, f in functions.items()}
@@ -227,7 +227,7 @@ class JaxSession:
         return seen, by_probe, by_parameter
 
     def scores(self, params: Tree, tokens: Array, targets: Array, policy: str) -> tuple[Array, Array]:
-        """Per-token nll (B, S), and whether the likeliest token is the target (B, S)."""
+        """Per-token nll (B, S) without z-loss, and whether the likeliest token is the target (B, S)."""
         seen: Tree = {}
 
         def record(name: str, value: Array) -> Array:
@@ -235,8 +235,8 @@ class JaxSession:
                 seen[name] = value
             return value
 
-        nll = self.model(params)(tokens, targets, POLICIES[policy], record)
-        return nll, seen["logits"].argmax(-1) == targets
+        self.model(params)(tokens, targets, POLICIES[policy], record)
+        return negative_log_likelihood(seen["logits"], targets), seen["logits"].argmax(-1) == targets
 
     def _run_update(self, inputs: Arrays) -> Arrays:
         def under(prefix: str) -> Tree:

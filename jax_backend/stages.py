@@ -22,7 +22,7 @@ Inputs = Mapping[str, Array]
 StageFunction = Callable[[Inputs], Array]
 
 
-def stage_functions(config: ModelConfig, policy: Policy) -> dict[str, StageFunction]:
+def stage_functions(config: ModelConfig, policy: Policy, z_loss: float = 0.0) -> dict[str, StageFunction]:
     """Stage id → function of its inputs, under one policy."""
 
     def by_heads(x: Array, heads: int) -> Array:
@@ -57,7 +57,7 @@ def stage_functions(config: ModelConfig, policy: Policy) -> dict[str, StageFunct
         **dict.fromkeys(("attn_residual", "mlp_residual"), add),
         "act": lambda inputs: swiglu(inputs["gate"], inputs["up"]),
         "logits": lambda inputs: head(inputs["x"], inputs["weight"], policy),
-        "nll": lambda inputs: negative_log_likelihood(inputs["logits"], inputs["targets"]),
+        "nll": lambda inputs: negative_log_likelihood(inputs["logits"], inputs["targets"], z_loss),
     }
 
 

@@ -13,28 +13,46 @@ import torch
 from torch import Tensor
 
 
+def losses_and_logsumexp(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Per-token loss in the logits' dtype, and logsumexp(logits) in FP64: (…, V), (…) → (…), (…).
+
+    The loss is −log softmax(logits)[target] + z_loss · logsumexp(logits)² (Chowdhery et al. 2022, section 5).
+    """
+    logsumexp = torch.logsumexp(logits.double(), -1)
+    chosen = logits.gather(-1, targets[..., None])[..., 0]
+    wide = logsumexp - chosen.double()
+    return (wide + z_loss * logsumexp.square() if z_loss else wide).to(logits.dtype), logsumexp
+
+
+def logits_gradient(logits: Tensor, targets: Tensor, logsumexp: Tensor, grad: Tensor, z_loss: float) -> Tensor:
+    """The gradient of logits (…, V) in their dtype, given that of the per-token losses (…).
+
+    softmax · (1 + 2 · z_loss · logsumexp) − onehot(target), times `grad`. Autograd would scatter into a second (…, V)
+    of zeros.
+    """
+    softmax = (logits.double() - logsumexp[..., None]).exp()
+    if z_loss:
+        softmax = softmax * (1 + 2 * z_loss * logsumexp)[..., None]
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[..., None]
+    return ((softmax - is_target.double()) * grad.double()[..., None]).to(logits.dtype)
+
+
 class _NegativeLogLikelihood(torch.autograd.Function):
-    """Autograd would scatter into a second (B, S, V) of zeros; the rule is softmax(x) − onehot(target)."""
-
     @staticmethod
-    def forward(ctx: Any, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        logsumexp_BS = torch.logsumexp(logits_BSV.double(), -1)
+    def forward(ctx: Any, logits_BSV: Tensor, targets_BS: Tensor, z_loss: float) -> Tensor:
+        losses_BS, logsumexp_BS = losses_and_logsumexp(logits_BSV, targets_BS, z_loss)
         ctx.save_for_backward(logits_BSV, targets_BS, logsumexp_BS)
-        chosen_BS = logits_BSV.gather(-1, targets_BS[..., None])[..., 0]
-        return (logsumexp_BS - chosen_BS.double()).to(logits_BSV.dtype)
+        ctx.z_loss = z_loss
+        return losses_BS
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        logits_BSV, targets_BS, logsumexp_BS = ctx.saved_tensors
-        softmax_BSV = (logits_BSV.double() - logsumexp_BS[..., None]).exp()
-        is_target_BSV = torch.arange(logits_BSV.shape[-1], device=logits_BSV.device) == targets_BS[..., None]
-        wide = (softmax_BSV - is_target_BSV.double()) * grads[0].double()[..., None]
-        return wide.to(logits_BSV.dtype), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return logits_gradient(*ctx.saved_tensors, grads[0], ctx.z_loss), None, None
 
 
-def negative_log_likelihood(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """logsumexp(logits) − logit of the target: (B, S, V), (B, S) → (B, S) in nats, in the logits' dtype."""
-    nll_BS: Tensor = _NegativeLogLikelihood.apply(logits_BSV, targets_BS)
+def negative_log_likelihood(logits_BSV: Tensor, targets_BS: Tensor, z_loss: float = 0.0) -> Tensor:
+    """logsumexp(logits) − logit of the target, and the z-loss: (B, S, V), (B, S) → (B, S) in nats, in their dtype."""
+    nll_BS: Tensor = _NegativeLogLikelihood.apply(logits_BSV, targets_BS, z_loss)
     return nll_BS
 
 

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.config import ModelConfig
+from core.config import LossConfig, ModelConfig
+from torch_backend.chunked_loss import chunked_loss
 from torch_backend.embedding import embedding
-from torch_backend.loss import negative_log_likelihood
+from torch_backend.loss import negative_log_likelihood, weighted_mean
 from torch_backend.precision import Policy, head, linear
 
 Tap = Callable[[str, Tensor], Tensor]
@@ -176,9 +177,11 @@ class Llama(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, max_length: int) -> None:
+    def __init__(self, config: ModelConfig, max_length: int, loss: LossConfig) -> None:
         super().__init__()
         self.tap: Tap = no_tap
+        self.chunk = loss.chunk if loss.head == "chunked" else None
+        self.z_loss = loss.z_loss
         self.rope = max_length, config.head_dim, config.rope_theta
         self.place_rope(torch.get_default_device())
         self.embed = Embedding(config.vocab_size, config.hidden)
@@ -201,16 +204,43 @@ class Llama(nn.Module):
             x_BSD = block(x_BSD, rope, policy, tap, f"blocks.{i}")
         return tap("final_norm", self.final_norm(x_BSD))
 
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's weight (V, D)."""
+        weight: Tensor = (self.lm_head or self.embed).weight
+        return weight
+
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
         """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype."""
-        return head(x_BSD, self.tap("logits.weight", (self.lm_head or self.embed).weight), policy)
+        return head(x_BSD, self.tap("logits.weight", self.head_weight), policy)
 
     def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        """logsumexp(logits) − logit of the target, (B, S), in the logits' dtype."""
-        return negative_log_likelihood(logits_BSV, targets_BS)
+        """logsumexp(logits) − logit of the target, and the z-loss, (B, S), in the logits' dtype."""
+        return negative_log_likelihood(logits_BSV, targets_BS, self.z_loss)
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy) -> Tensor:
-        """Per-token negative log-likelihood (B, S) in nats; `self.tap` sees every tensor of the chain on its way."""
+        """Per-token loss (B, S) in nats through whole logits; `self.tap` sees every tensor of the chain on its way."""
         tap = self.tap
         logits_BSV = tap("logits", self.logits(self.trunk(tokens_BS, policy, tap), policy))
         return tap("nll", self.nll(logits_BSV, targets_BS))
+
+    def loss(
+        self, tokens_BS: Tensor, targets_BS: Tensor, weights_BS: Tensor, total: Tensor, policy: Policy
+    ) -> tuple[Tensor, Tensor]:
+        """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), through the head of the run."""
+        if self.chunk is None:
+            nll_BS = self(tokens_BS, targets_BS, policy)
+            return weighted_mean(nll_BS, weights_BS, total), nll_BS
+        x_BSD, weight_VD = self.trunk(tokens_BS, policy, self.tap), self.tap("logits.weight", self.head_weight)
+        tap = None if self.tap is no_tap else self.tap
+        return chunked_loss(x_BSD, weight_VD, targets_BS, weights_BS, total, policy, self.z_loss, self.chunk, tap)
+
+    def scores(self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
+        """Per-token NLL (B, S) without z-loss, and whether the likeliest token is the target (B, S)."""
+        x_ND, targets_N = self.trunk(tokens_BS, policy).flatten(0, 1), targets_BS.flatten()
+        parts = []
+        for x, targets in zip(x_ND.split(self.chunk or len(x_ND)), targets_N.split(self.chunk or len(x_ND)), strict=True):
+            logits = self.logits(x[None], policy)[0]
+            parts.append((negative_log_likelihood(logits, targets), logits.argmax(-1) == targets))
+        nll, top1 = (torch.cat(each).unflatten(0, targets_BS.shape) for each in zip(*parts, strict=True))
+        return nll, top1

@@ -5,7 +5,8 @@ to the *operand* dtype, accumulates in FP32 at least, and rounds its output to t
 logits leave the product in the stream dtype.
 
 Backward casts under bf16: the gradient of a product's output is rounded to bf16 before both backward products, whose
-results are bf16, then FP32. For `linear` that is what autograd makes of the casts; `head` needs a rule of its own.
+results are bf16, then FP32. For `linear` that is what autograd makes of the casts; `head` needs a rule of its own: its
+weight's gradient, a sum over all tokens that is made chunk by chunk, leaves the product in the stream dtype.
 """
 
 from __future__ import annotations
@@ -56,16 +57,21 @@ class _Head(torch.autograd.Function):
         x, weight = x_BSD.to(operand), weight_VD.to(operand)
         ctx.save_for_backward(x, weight)
         ctx.stream = x_BSD.dtype
-        if x.is_cuda:
-            flat = torch.mm(x.flatten(0, -2), weight.T, out_dtype=x_BSD.dtype)
-            return flat.unflatten(0, x.shape[:-1])
-        # The CPU has no low-precision product with FP32 output; products of bf16 values are exact in FP32.
-        return F.linear(x.to(x_BSD.dtype), weight.to(x_BSD.dtype))
+        return wide_product(x.flatten(0, -2), weight.T, x_BSD.dtype).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         grad = grads[0].to(x.dtype)
         grad_x = torch.matmul(grad, weight).to(ctx.stream)
-        grad_weight = torch.mm(grad.flatten(0, -2).T, x.flatten(0, -2)).to(ctx.stream)
-        return grad_x, grad_weight, None
+        return grad_x, wide_product(grad.flatten(0, -2).T, x.flatten(0, -2), ctx.stream), None
+
+
+def wide_product(left: Tensor, right: Tensor, out: torch.dtype) -> Tensor:
+    """The product of two matrices of the operand dtype, in the stream dtype `out`: not rounded on the way out."""
+    if left.dtype == out:
+        return torch.mm(left, right)
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=out)
+    # The CPU has no low-precision product with FP32 output; products of bf16 values are exact in FP32.
+    return torch.mm(left.to(out), right.to(out))

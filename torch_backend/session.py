@@ -22,7 +22,6 @@ from core.names import GRADIENT, check_state, edge_names, probe_shapes, tap_name
 from core.parity.observations import PARAMETER, PROBE_NLL, Observation
 from core.parity.sketch import K
 from core.schedule import learning_rate
-from torch_backend.loss import weighted_mean
 from torch_backend.model import Llama, Tap, no_tap
 from torch_backend.optim import MOMENTS, build_optimizer, clip_coefficient, global_norm, read_moments, write_moments
 from torch_backend.precision import POLICIES, Policy
@@ -66,7 +65,7 @@ class TorchSession:
     def build_model(self) -> Llama:
         """The model with unset weights in the policy's stream dtype (RoPE tables stay FP64 until they are used)."""
         with torch.device("meta"):
-            model = Llama(self.config.model, self.config.train.sequence_length)
+            model = Llama(self.config.model, self.config.train.sequence_length, self.config.loss)
         model.to_empty(device=self.device).to(self.policy.stream)
         model.place_rope(self.device)
         return model
@@ -158,7 +157,7 @@ class TorchSession:
     def _observe_tapped(self, batch: Batch, names: frozenset[str]) -> dict[str, np.ndarray]:
         program = self._tapped_programs.get(names)
         if program is None:
-            program = partial(self.tapped_micro_loss, frozenset(n for n in names if not n.startswith(GRADIENT)))
+            program = partial(self.tapped_micro_loss, names)
             program = self._tapped_programs[names] = self.compiled(program) if self.config.compile.enabled else program
         asked = [name.removeprefix(GRADIENT) for name in names if name.startswith(GRADIENT)]
         shapes = probe_shapes(self.config.model, *batch.tokens.shape)
@@ -183,7 +182,10 @@ class TorchSession:
         total: Tensor,
         probes: Tensors,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`micro_loss`, and the taps that it passed; a zero is added to each probed one: its gradient is the tap's."""
+        """`micro_loss`, and the taps that it passed; a zero is added to each probed one: its gradient is the tap's.
+
+        A gradient that nothing flows back through, the head hands over itself, as a tap called `grad/…`.
+        """
         seen: dict[str, Tensor] = {}
 
         def tap(name: str, value: Tensor) -> Tensor:
@@ -227,12 +229,13 @@ class TorchSession:
             for name in tap_names(model)
         }
         inputs = *self.to_device(batch), self.total_weight(batch)
-        loss, seen = of_taps(*inputs, torch.tensor(rows, device=self.device), zeros, table)
+        loss, seen, handed = of_taps(*inputs, torch.tensor(rows, device=self.device), zeros, table)
         by_tap = torch.autograd.grad(loss, list(zeros.values()), allow_unused=True)
         loss, _ = self._micro_loss(*inputs)
         by_parameter = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
         found = {name: whole_observation(kept, shapes[name]) for name, kept in seen.items()}
         for name, grad in zip(zeros, by_tap, strict=True):
+            grad = handed.get(GRADIENT + name, grad)
             if grad is not None:
                 found[GRADIENT + name] = sketch_alone(grad, shapes[name])
         if "nll" in found:
@@ -250,21 +253,24 @@ class TorchSession:
         rows: Tensor,
         probes: Tensors,
         table: Tensor,
-    ) -> tuple[Tensor, dict[str, Kept]]:
-        """`micro_loss`, and sketch and statistics of each tap's `rows`, its first axis.
+    ) -> tuple[Tensor, dict[str, Kept], dict[str, Tensor]]:
+        """`micro_loss`, sketch and statistics of each tap's `rows`, its first axis, and sketches of `grad/…` taps.
 
         Sᵀ·0 is added to them, so that the gradient of the probe, 0, is the sketch of the tap's gradient.
         """
         seen: dict[str, Kept] = {}
+        handed: dict[str, Tensor] = {}
 
         def tap(name: str, value: Tensor) -> Tensor:
             if name in probes:
                 part = value.detach()[rows]
                 value = value.index_add(0, rows, lift(probes[name], tuple(part.shape), table).to(value.dtype))
                 seen[name] = sketch(part, table=table), statistics(part)
+            elif name.startswith(GRADIENT):
+                handed[name] = sketch(value.detach()[rows], table=table)
             return value
 
-        return self._through(tap, tokens, targets, weights, total), seen
+        return self._through(tap, tokens, targets, weights, total), seen, handed
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
         """Execute one stage on the given inputs: see `JaxSession.run_stage`, whose torch twin this is."""
@@ -300,11 +306,8 @@ class TorchSession:
         tokens, targets, _ = self.to_device(batch)
         chosen = POLICIES[policy] if policy else self.policy
         with torch.no_grad():
-            logits = self.model.logits(self.model.trunk(tokens, chosen), chosen)
-            return {
-                "nll": _numpy(self.model.nll(logits, targets)),
-                "top1": _numpy(logits.argmax(-1) == targets),
-            }
+            nll, top1 = self.model.scores(tokens, targets, chosen)
+            return {"nll": _numpy(nll), "top1": _numpy(top1)}
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
         """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length."""
@@ -348,8 +351,7 @@ class TorchSession:
 
     def micro_loss(self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         """Σ weight·nll / total of one micro-batch, and its per-token nll (B, S)."""
-        nll = self.model(tokens, targets, self.policy)
-        return weighted_mean(nll, weights, total), nll
+        return self.model.loss(tokens, targets, weights, total, self.policy)
 
     def total_weight(self, batch: Batch) -> Tensor:
         """Σ weight over a batch, a float64 scalar on the device: what the loss is divided by."""
