@@ -1,0 +1,95 @@
+"""The loss of a batch without its logits: so many tokens at a time, gradients made in the forward pass.
+
+The whole (tokens, V) of logits is never there. A chunk's logits are made, turned into losses and into their own
+gradient, and multiplied back into the gradients of the hidden states and of the weight, which is summed over chunks in
+the stream dtype; the backward pass only scales them. That costs no second product, and the memory of one chunk
+(as Liger's fused cross-entropy does, Hsu et al. 2024, arXiv 2410.10989).
+
+The twin knows no chunks (jax_backend/model.py): they change the order of one sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_backend.loss import logits_gradient, losses_and_logsumexp
+from torch_backend.precision import Policy, wide_product
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """(x (N, D), weight (V, D), targets (N,), weights (N,), total) → loss, losses (N,), and what is shown of logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        weights_N: Tensor,
+        total: Tensor,
+        settings: tuple[torch.dtype, float, int, bool],
+    ) -> tuple[Tensor, ...]:
+        operand, z_loss, chunk, show = settings
+        stream = x_ND.dtype
+        x, weight = x_ND.to(operand), weight_VD.to(operand)
+        shares_N = weights_N.double() / total.double()
+        loss = torch.zeros((), dtype=torch.float64, device=x.device)
+        grad_weight = torch.zeros_like(weight_VD)
+        losses, grad_x, shown = [], [], []
+        for start in range(0, len(x), chunk):
+            rows = slice(start, start + chunk)
+            logits = wide_product(x[rows], weight.T, stream)
+            part, logsumexp = losses_and_logsumexp(logits, targets_N[rows], z_loss)
+            # The share is rounded as the gradient of a loss is that autograd hands down.
+            grad = logits_gradient(logits, targets_N[rows], logsumexp, shares_N[rows].to(stream), z_loss)
+            narrow = grad.to(operand)
+            grad_x.append(torch.mm(narrow, weight).to(stream))
+            grad_weight += wide_product(narrow.T, x[rows], stream)
+            loss = loss + (part.double() * weights_N[rows].double()).sum()
+            losses.append(part)
+            if show:
+                shown.append((logits, grad))
+        ctx.save_for_backward(torch.cat(grad_x), grad_weight)
+        ctx.set_materialize_grads(False)
+        found = (torch.cat(losses), *(torch.cat(parts) for parts in zip(*shown, strict=True)))
+        ctx.mark_non_differentiable(*found)
+        return loss / total.double(), *found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight = ctx.saved_tensors
+        scale = grads[0].to(grad_x.dtype)
+        return grad_x * scale, grad_weight * scale, None, None, None, None
+
+
+def chunked_loss(
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    targets_BS: Tensor,
+    weights_BS: Tensor,
+    total: Tensor,
+    policy: Policy,
+    z_loss: float,
+    chunk: int,
+    tap: Callable[[str, Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), which carry no gradient.
+
+    tap: sees `logits` and `nll` and, as nothing flows back through them, their gradients under `grad/`; None shows
+    nothing and keeps nothing.
+    """
+    batch, settings = targets_BS.shape, (policy.operand, z_loss, chunk, tap is not None)
+    arguments = x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), weights_BS.flatten(), total, settings
+    loss, losses_N, *shown = _ChunkedLoss.apply(*arguments)
+    losses_BS = losses_N.unflatten(0, batch)
+    if tap is not None:
+        logits, grad = (tensor.unflatten(0, batch) for tensor in shown)
+        for name, value in (("logits", logits), ("nll", losses_BS)):
+            tap(name, value)
+        tap("grad/logits", grad)
+        tap("grad/nll", (weights_BS.double() / total.double()).to(losses_BS.dtype))
+    return loss, losses_BS
