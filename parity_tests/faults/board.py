@@ -67,10 +67,13 @@ def page(rows: Sequence[Row]) -> str:
         if not of_recipe:
             continue
         counts = totals([row for row in rows if row.recipe == recipe])
+        there = {row.name for row in of_recipe}
+        absent = [f.name for f in FAULTS if recipe in f.recipes and f.name not in there]
         lines += [
             f"## {recipe}",
             "",
-            f"{in_words(counts)}. {counts['seconds']:.0f} s.",
+            f"{in_words(counts)}. {counts['seconds']:.0f} s."
+            + (f" Not run under this recipe: {', '.join(absent)}." if absent else ""),
             "",
             "| fault | # | what is wrong | planted in | acts | found | named | measured (bound) | loss moved | cause, "
             "notes |",
