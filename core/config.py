@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -14,6 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Interval = Annotated[int, Field(ge=0, description="in optimizer steps; 0 = never")]
+
+
+def listed(text: str) -> list[str]:
+    """The words of a setting that lists several, separated by commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 class Section(BaseModel):
@@ -108,6 +114,17 @@ class OptimConfig(Section):
     )
 
 
+# Names of a block's linear layers, after `blocks.N.`.
+BLOCK_LINEARS = (
+    "attn.q_proj",
+    "attn.k_proj",
+    "attn.v_proj",
+    "attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+
 Policy = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise"]
 
 
@@ -162,6 +179,11 @@ class RecomputeConfig(Section):
     memory_budget: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the activations that the compiler may keep; 1 = its own choice"
     )
+
+    @property
+    def chosen(self) -> frozenset[str]:
+        """The parts."""
+        return frozenset(listed(self.parts))
 
 
 class CompileConfig(Section):
@@ -296,7 +318,61 @@ def _warmup_fits(warmup: int, steps: int) -> str | None:
     return f"{warmup} warm-up steps do not fit in {steps} steps" if warmup >= steps and warmup else None
 
 
+PARTS = ("embedding", "norms", "attention", "mlp", "block")
+
+
+def _parts_are_known(text: str, keep_products: bool, every: int) -> str | None:
+    parts = listed(text)
+    if unknown := [part for part in parts if part not in PARTS]:
+        return f"{', '.join(unknown)}: no part of the model; the parts are {', '.join(PARTS)}"
+    inner = [part for part in parts if part in ("norms", "attention", "mlp")]
+    if "block" in parts and inner:
+        return f"block covers {', '.join(inner)}: name the one or the others"
+    if not parts and keep_products:
+        return "nothing is recomputed, so recompute.keep_products has nothing to keep; name the parts"
+    if every > 1 and set(parts) <= {"embedding"}:
+        return f"recompute.every = {every} chooses blocks, but no part of a block is named"
+    return None
+
+
+def _budget_needs_inductor(budget: float, enabled: bool, backend: str) -> str | None:
+    if budget < 1 and not (enabled and backend == "inductor"):
+        return f"a memory budget of {budget:g} is the compiler's business: set compile.enabled = true, backend inductor"
+    return None
+
+
+def _mode_needs_inductor(mode: str, enabled: bool, backend: str) -> str | None:
+    if mode != "default" and not (enabled and backend == "inductor"):
+        return f"{mode} is a mode of Inductor: set compile.enabled = true and compile.backend = inductor"
+    return None
+
+
+def _mode_suits_device(mode: str, device: str) -> str | None:
+    if mode == "reduce-overhead" and device == "cpu":
+        return "reduce-overhead replays CUDA graphs, and device = cpu has none; use mode default"
+    return None
+
+
+def _fp8_layers_are_there(policy: str, patterns: str, layers: int) -> str | None:
+    if not policy.startswith("fp8"):
+        return None
+    names = [f"blocks.{i}.{linear}" for i in range(layers) for linear in BLOCK_LINEARS]
+    for pattern in listed(patterns) or [""]:
+        if any(fnmatchcase(name, pattern) for name in ("lm_head", "embed")):
+            return (
+                f"{pattern!r} matches the head or the embedding, which stay out of FP8; name block linears (blocks.*)"
+            )
+        if not any(fnmatchcase(name, pattern) for name in names):
+            return f"{pattern!r} matches no block linear; their names are {names[0]} … {names[-1]}"
+    return None
+
+
 RULES = (
+    Rule(("recompute.parts", "recompute.keep_products", "recompute.every"), _parts_are_known),
+    Rule(("recompute.memory_budget", "compile.enabled", "compile.backend"), _budget_needs_inductor),
+    Rule(("compile.mode", "compile.enabled", "compile.backend"), _mode_needs_inductor),
+    Rule(("compile.mode", "device"), _mode_suits_device),
+    Rule(("precision.fp8_layers", "precision.policy", "model.layers"), lambda f, p, n: _fp8_layers_are_there(p, f, n)),
     Rule(("model.hidden", "model.heads"), _heads_divide_hidden),
     Rule(("model.heads", "model.kv_heads"), _kv_heads_divide_heads),
     Rule(("train.batch_size", "train.ranks", "train.micro_batch_size"), _batch_divides),

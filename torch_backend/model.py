@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.config import LossConfig, ModelConfig
+from core.config import ModelConfig, RunConfig
 from torch_backend.chunked_loss import chunked_loss
 from torch_backend.embedding import embedding
 from torch_backend.loss import negative_log_likelihood, weighted_mean
 from torch_backend.precision import Policy, head, linear
+from torch_backend.recompute import Recompute, of_layer
 
 Tap = Callable[[str, Tensor], Tensor]
 Rope = tuple[Tensor, Tensor]  # cos and sin, (S, E/2)
@@ -134,8 +135,9 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, recompute: Recompute) -> None:
         super().__init__()
+        self.recompute = recompute
         self.attn_norm = RMSNorm(config.hidden, config.norm_eps)
         self.attn = Attention(config)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
@@ -143,11 +145,12 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
         """X (B, S, D) → (B, S, D)."""
-        normed_BSD = tap(f"{name}.attn_norm", self.attn_norm(tap(f"{name}.attn_norm.x", x_BSD)))
-        mixed_BSD = self.attn(normed_BSD, rope, policy, tap, f"{name}.attn")
+        run = self.recompute
+        normed_BSD = tap(f"{name}.attn_norm", run("norms", self.attn_norm, tap(f"{name}.attn_norm.x", x_BSD)))
+        mixed_BSD = run("attention", self.attn, normed_BSD, rope, policy, tap, f"{name}.attn")
         x_BSD = tap(f"{name}.attn_residual", tap(f"{name}.attn_residual.x", x_BSD) + mixed_BSD)
-        normed_BSD = tap(f"{name}.mlp_norm", self.mlp_norm(tap(f"{name}.mlp_norm.x", x_BSD)))
-        mixed_BSD = self.mlp(normed_BSD, policy, tap, f"{name}.mlp")
+        normed_BSD = tap(f"{name}.mlp_norm", run("norms", self.mlp_norm, tap(f"{name}.mlp_norm.x", x_BSD)))
+        mixed_BSD = run("mlp", self.mlp, normed_BSD, policy, tap, f"{name}.mlp")
         return tap(f"{name}.mlp_residual", tap(f"{name}.mlp_residual.x", x_BSD) + mixed_BSD)
 
 
@@ -177,15 +180,18 @@ class Llama(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, max_length: int, loss: LossConfig) -> None:
+    def __init__(self, run: RunConfig) -> None:
         super().__init__()
+        config, max_length = run.model, run.train.sequence_length
         self.tap: Tap = no_tap
-        self.chunk = loss.chunk if loss.head == "chunked" else None
-        self.z_loss = loss.z_loss
+        self.recompute = of_layer(run.recompute, None)
+        self.chunk = run.loss.chunk if run.loss.head == "chunked" else None
+        self.chunked_loss = chunked_loss
+        self.z_loss = run.loss.z_loss
         self.rope = max_length, config.head_dim, config.rope_theta
         self.place_rope(torch.get_default_device())
         self.embed = Embedding(config.vocab_size, config.hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, of_layer(run.recompute, i)) for i in range(config.layers))
         self.final_norm = RMSNorm(config.hidden, config.norm_eps)
         self.lm_head = None if config.tied else Head(config.vocab_size, config.hidden)
 
@@ -199,10 +205,12 @@ class Llama(nn.Module):
         """Everything before the head: tokens (B, S) → final-norm output (B, S, D)."""
         length = tokens_BS.shape[1]
         rope = self.cos[:length].to(policy.stream), self.sin[:length].to(policy.stream)
-        x_BSD = tap("embed", self.embed(tokens_BS))
+        x_BSD = tap("embed", self.recompute("embedding", self.embed, tokens_BS))
         for i, block in enumerate(self.blocks):
-            x_BSD = block(x_BSD, rope, policy, tap, f"blocks.{i}")
-        return tap("final_norm", self.final_norm(x_BSD))
+            # Without a tap no block asks for its name: under torch.compile all are one program.
+            name = "" if tap is no_tap else f"blocks.{i}"
+            x_BSD = block.recompute("block", block, x_BSD, rope, policy, tap, name)
+        return tap("final_norm", self.recompute("norms", self.final_norm, x_BSD))
 
     @property
     def head_weight(self) -> Tensor:
@@ -233,13 +241,15 @@ class Llama(nn.Module):
             return weighted_mean(nll_BS, weights_BS, total), nll_BS
         x_BSD, weight_VD = self.trunk(tokens_BS, policy, self.tap), self.tap("logits.weight", self.head_weight)
         tap = None if self.tap is no_tap else self.tap
-        return chunked_loss(x_BSD, weight_VD, targets_BS, weights_BS, total, policy, self.z_loss, self.chunk, tap)
+        return self.chunked_loss(x_BSD, weight_VD, targets_BS, weights_BS, total, policy, self.z_loss, self.chunk, tap)
 
     def scores(self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
         """Per-token NLL (B, S) without z-loss, and whether the likeliest token is the target (B, S)."""
         x_ND, targets_N = self.trunk(tokens_BS, policy).flatten(0, 1), targets_BS.flatten()
         parts = []
-        for x, targets in zip(x_ND.split(self.chunk or len(x_ND)), targets_N.split(self.chunk or len(x_ND)), strict=True):
+        for x, targets in zip(
+            x_ND.split(self.chunk or len(x_ND)), targets_N.split(self.chunk or len(x_ND)), strict=True
+        ):
             logits = self.logits(x[None], policy)[0]
             parts.append((negative_log_likelihood(logits, targets), logits.argmax(-1) == targets))
         nll, top1 = (torch.cat(each).unflatten(0, targets_BS.shape) for each in zip(*parts, strict=True))

@@ -53,7 +53,7 @@ class TorchSession:
         self.model = self.build_model()
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = self.build_optimizer()
-        self._micro_loss = self.compiled(self.micro_loss) if config.compile.enabled else self.micro_loss
+        self._micro_loss = self.build_program() if config.compile.enabled else self.micro_loss
         self._tapped_programs: dict[frozenset[str], Any] = {}
         self._sketching: tuple[Any, Any, Tensor] | None = None
         # Kept only while `gradients` or `step_and_gradients` asks.
@@ -65,10 +65,22 @@ class TorchSession:
     def build_model(self) -> Llama:
         """The model with unset weights in the policy's stream dtype (RoPE tables stay FP64 until they are used)."""
         with torch.device("meta"):
-            model = Llama(self.config.model, self.config.train.sequence_length, self.config.loss)
+            model = Llama(self.config)
         model.to_empty(device=self.device).to(self.policy.stream)
         model.place_rope(self.device)
         return model
+
+    def build_program(self) -> Any:
+        """The compiled forward pass: of the whole model, or one program for all blocks and one for the chunked head.
+
+        The blocks' program is compiled once; what stands between them runs eagerly.
+        """
+        if self.config.compile.scope == "model":
+            return self.compiled(self.micro_loss)
+        for block in self.model.blocks:
+            block.forward = self.compiled(block.forward)
+        self.model.chunked_loss = self.compiled(self.model.chunked_loss)
+        return self.micro_loss
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer over the model's parameters."""
@@ -191,7 +203,8 @@ class TorchSession:
         def tap(name: str, value: Tensor) -> Tensor:
             if name in probes:
                 value = value + probes[name].to(value.dtype)
-            if name in wanted:
+            # What is recomputed passes here twice. The first time is the forward pass.
+            if name in wanted and name not in seen:
                 seen[name] = value.detach()
             return value
 
@@ -359,13 +372,24 @@ class TorchSession:
 
     def compiled(self, program: Any) -> Any:
         """`program` through torch.compile as the configuration says."""
+        config = self.config.compile
         # A process may open many sessions (a replay, a bisection): each has programs of the same few functions.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SESSIONS)
-        backend = self.config.compile.backend
-        # Inductor drops a cast to bf16 and back inside a fusion, and with it the policy's rounding of the head's
-        # operands.
-        options: Any = {"emulate_precision_casts": True} if backend == "inductor" else None
-        return torch.compile(program, fullgraph=True, dynamic=False, backend=backend, options=options)
+        # A tap inside a part that is recomputed notes what it sees in the forward pass alone.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        options: Any = None
+        if config.backend == "inductor":
+            # Inductor drops a cast to bf16 and back inside a fusion, and with it the policy's rounding of the head's
+            # operands.
+            options = {"emulate_precision_casts": True, **torch._inductor.list_mode_options(config.mode)}
+        made = torch.compile(program, fullgraph=True, dynamic=False, backend=config.backend, options=options)
+        budget = self.config.recompute.memory_budget
+
+        def run(*arguments: Any) -> Any:
+            with torch._functorch.config.patch(activation_memory_budget=budget):
+                return made(*arguments)
+
+        return made if budget == 1.0 else run
 
     def _load_parameters(self, params: Arrays) -> None:
         with torch.no_grad():
