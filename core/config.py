@@ -141,9 +141,13 @@ class PrecisionConfig(Section):
     loss_scale_interval: Positive = Field(2000, description="fp16: finite steps after which the loss scale doubles")
 
     @property
-    def operand(self) -> Policy:
-        """The policy of every matrix product outside FP8."""
-        return "bf16" if self.policy.startswith("fp8") else self.policy
+    def fp8(self) -> Literal["tensorwise", "rowwise"] | None:
+        """Which numbers share a scale in FP8: all of a tensor, or those of a row; None without FP8."""
+        return {"fp8_tensorwise": "tensorwise", "fp8_rowwise": "rowwise"}.get(self.policy)  # type: ignore[return-value]
+
+    def is_fp8(self, linear: str) -> bool:
+        """Whether a linear layer, by its canonical name without `.weight`, computes in FP8."""
+        return self.fp8 is not None and any(fnmatchcase(linear, pattern) for pattern in listed(self.fp8_layers))
 
 
 class LossConfig(Section):

@@ -56,7 +56,7 @@ def _forward(q_BSHE: Array, k_BSHE: Array, v_BSHE: Array, policy: Policy) -> tup
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
     out = jnp.einsum("bhst,bthe->bshe", policy.round(weights), v) / jnp.moveaxis(total, 1, 2)
-    out = policy.round(out)
+    out = policy.round_output(out)
     return out, (q, k, v, out, top + jnp.log(total))
 
 

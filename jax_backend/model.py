@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from core.config import LossConfig, ModelConfig
+from core.config import ModelConfig, RunConfig
 from jax_backend.attention import attention
+from jax_backend.float8 import Recipe
+from jax_backend.formats import BF16
 from jax_backend.loss import negative_log_likelihood
 from jax_backend.precision import Policy, head, linear
 
@@ -51,10 +53,13 @@ class Linear(nnx.Module):
     def __init__(self, into: int, out: int, bias: bool) -> None:
         self.weight = nnx.Param(jnp.empty((out, into), jnp.float32))
         self.bias = nnx.Param(jnp.empty(out, jnp.float32)) if bias else None
+        self.float8: Recipe | None = None
 
     def __call__(self, x: Array, policy: Policy) -> Array:
         """X (…, in) → (…, out)."""
-        return linear(x, self.weight[...], None if self.bias is None else self.bias[...], policy)
+        bias = None if self.bias is None else self.bias[...]
+        # A layer in FP8 is so under the run's own policy; `evaluate` may ask for another one.
+        return linear(x, self.weight[...], bias, policy, self.float8 if policy.operand == BF16 else None)
 
 
 def rope_tables(length: int, head_dim: int, theta: float) -> Rope:
@@ -164,12 +169,16 @@ class Head(nnx.Module):
 class Llama(nnx.Module):
     """Tokens (B, S) → logits (B, S, V) → negative log-likelihood of the targets (B, S)."""
 
-    def __init__(self, config: ModelConfig, loss: LossConfig) -> None:
-        self.head_dim, self.theta, self.z_loss = config.head_dim, config.rope_theta, loss.z_loss
+    def __init__(self, run: RunConfig) -> None:
+        config = run.model
+        self.head_dim, self.theta, self.z_loss = config.head_dim, config.rope_theta, run.loss.z_loss
         self.embed = Embedding(config.vocab_size, config.hidden)
         self.blocks = nnx.List([Block(config) for _ in range(config.layers)])
         self.final_norm = RMSNorm(config.hidden, config.norm_eps)
         self.lm_head = None if config.tied else Head(config.vocab_size, config.hidden)
+        for path, module in nnx.iter_modules(self):
+            if isinstance(module, Linear) and run.precision.is_fp8(".".join(map(str, path))):
+                module.float8 = run.precision.fp8
 
     def trunk(self, tokens_BS: Array, policy: Policy, tap: Tap = no_tap) -> Array:
         """Everything before the head: tokens (B, S) → final-norm output (B, S, D)."""

@@ -1,9 +1,8 @@
 """Precision policies, and the matrix products whose casts are the policy. Twin: torch_backend/precision.py.
 
 Arrays stay in the *stream* dtype; where the policy casts to a narrower operand dtype, values are rounded to it in
-place by `lax.reduce_precision`, which XLA may not remove (it may drop a pair of converts). A product of two bf16
-values is exact in FP32, so an FP32 product of rounded operands is a bf16 product with FP32 accumulation. The twin
-rounds where torch rounds.
+place (jax_backend/formats.py). A product of two bf16 values is exact in FP32, so an FP32 product of rounded operands is
+a bf16 product with FP32 accumulation; of two FP16 or TF32 values, likewise. The twin rounds where torch rounds.
 """
 
 from __future__ import annotations
@@ -14,36 +13,51 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
+
+from jax_backend.float8 import Recipe, product
+from jax_backend.formats import BF16, FP16, TF32, Format, rounded
 
 
 @dataclass(frozen=True)
 class Policy:
-    """stream: dtype of every array. operand_bits: exponent and mantissa bits of matrix operands, or None.
+    """stream: dtype of every array. operand: format of matrix operands, or None. narrow_output: and of their products.
 
     kernel: the candidate's device, whose attention kernel the twin follows (jax_backend/attention.py).
     """
 
     name: str
     stream: Any
-    operand_bits: tuple[int, int] | None
+    operand: Format | None
+    narrow_output: bool = True
     kernel: Literal["cpu", "cuda"] = "cpu"
 
     def round(self, x: Array) -> Array:
         """X with its values rounded, to nearest even, to the operand format."""
-        return x if self.operand_bits is None else lax.reduce_precision(x, *self.operand_bits)
+        return x if self.operand is None else rounded(x, self.operand)
+
+    def round_output(self, x: Array) -> Array:
+        """The same of a product, whose operand format TF32 leaves as FP32."""
+        return self.round(x) if self.narrow_output else x
 
 
 POLICIES = {
     "fp64": Policy("fp64", jnp.float64, None),
     "fp32": Policy("fp32", jnp.float32, None),
-    "bf16": Policy("bf16", jnp.float32, (8, 7)),
+    "tf32": Policy("tf32", jnp.float32, TF32, narrow_output=False),
+    "bf16": Policy("bf16", jnp.float32, BF16),
+    "fp16": Policy("fp16", jnp.float32, FP16),
+    "fp8_tensorwise": Policy("fp8_tensorwise", jnp.float32, BF16),
+    "fp8_rowwise": Policy("fp8_rowwise", jnp.float32, BF16),
 }
 
 
-def linear(x: Array, weight: Array, bias: Array | None, policy: Policy) -> Array:
-    """X (…, in), weight (out, in) → (…, out) in the stream dtype; the bias is added in the stream dtype."""
-    y = _product(x, weight, policy, True)
+def linear(x: Array, weight: Array, bias: Array | None, policy: Policy, float8: Recipe | None = None) -> Array:
+    """X (…, in), weight (out, in) → (…, out) in the stream dtype; the bias is added in the stream dtype.
+
+    float8: makes the product in FP8 (jax_backend/float8.py).
+    """
+    y = _product(x, weight, policy, True) if float8 is None else product(x, weight, policy, float8)
     return y if bias is None else y + bias
 
 
@@ -58,7 +72,7 @@ def head(x_BSD: Array, weight_VD: Array, policy: Policy) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(x: Array, weight: Array, policy: Policy, round_output: bool) -> Array:
     y = jnp.einsum("...i,oi->...o", policy.round(x), policy.round(weight))
-    return policy.round(y) if round_output else y
+    return policy.round_output(y) if round_output else y
 
 
 def _product_forward(x: Array, weight: Array, policy: Policy, round_output: bool) -> tuple[Array, tuple[Array, Array]]:
@@ -70,9 +84,9 @@ def _product_backward(
 ) -> tuple[Array, Array]:
     x, weight = saved
     grad = policy.round(grad)
-    grad_x = policy.round(jnp.einsum("...o,oi->...i", grad, weight))
+    grad_x = policy.round_output(jnp.einsum("...o,oi->...i", grad, weight))
     grad_weight = jnp.einsum("...o,...i->oi", grad, x)
-    return grad_x, policy.round(grad_weight) if round_output else grad_weight
+    return grad_x, policy.round_output(grad_weight) if round_output else grad_weight
 
 
 _product.defvjp(_product_forward, _product_backward)

@@ -39,7 +39,7 @@ class JaxSession:
             POLICIES[config.precision.policy], kernel="cuda" if config.device == "cuda" else "cpu"
         )
         self.steps_done = 0
-        self.graph, abstract = nnx.split(nnx.eval_shape(partial(Llama, config.model, config.loss)))
+        self.graph, abstract = nnx.split(nnx.eval_shape(partial(Llama, config)))
         self._paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(abstract)}
         self.params = self._arrays(init_parameters(config.model, config.seed))
         self.moments = {
@@ -51,7 +51,7 @@ class JaxSession:
         self._leaf_norms = jax.jit(partial(jax.tree.map, lambda x: jnp.linalg.norm(x.ravel())))
         self._move = jax.jit(self.move)
         self._observe = jax.jit(self.observed, static_argnums=6)
-        functions = stage_functions(config.model, self.policy, config.loss.z_loss)
+        functions = stage_functions(config, self.policy)
         # Stages that are one function share its compiled programs.
         programs = {f: jax.jit(with_gradients(f)) for f in set(functions.values())}
         self._stages = {name: programs[f] for name, f in functions.items()}

@@ -6,14 +6,16 @@ Input and output names are those of core/parity/stages.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from core.config import ModelConfig
+from core.config import RunConfig
 from jax_backend.attention import attention
+from jax_backend.float8 import Recipe
 from jax_backend.loss import negative_log_likelihood
 from jax_backend.model import expand, rms_norm, rope_tables, rotate, swiglu
 from jax_backend.precision import Policy, head, linear
@@ -22,8 +24,12 @@ Inputs = Mapping[str, Array]
 StageFunction = Callable[[Inputs], Array]
 
 
-def stage_functions(config: ModelConfig, policy: Policy, z_loss: float = 0.0) -> dict[str, StageFunction]:
-    """Stage id → function of its inputs, under one policy."""
+LINEARS = ("q", "k", "v", "o_proj", "gate", "up", "down_proj")
+
+
+def stage_functions(run: RunConfig, policy: Policy) -> dict[str, StageFunction]:
+    """Stage id → function of its inputs, under one policy; `ID/fp8` of a linear layer that computes in FP8."""
+    config, recipe = run.model, run.precision.fp8
 
     def by_heads(x: Array, heads: int) -> Array:
         return x.reshape(*x.shape[:2], heads, config.head_dim)
@@ -31,8 +37,10 @@ def stage_functions(config: ModelConfig, policy: Policy, z_loss: float = 0.0) ->
     def norm(inputs: Inputs) -> Array:
         return rms_norm(inputs["x"], inputs["weight"], config.norm_eps)
 
-    def project(inputs: Inputs) -> Array:
-        return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy)
+    def project(inputs: Inputs, float8: Recipe | None = None) -> Array:
+        return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy, float8)
+
+    in_float8 = partial(project, float8=recipe)
 
     def rope(inputs: Inputs, heads: int) -> Array:
         cos, sin = rope_tables(inputs["x"].shape[1], config.head_dim, config.rope_theta)
@@ -50,14 +58,15 @@ def stage_functions(config: ModelConfig, policy: Policy, z_loss: float = 0.0) ->
     return {
         "embed": lambda inputs: inputs["weight"][inputs["tokens"]],
         **dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), norm),
-        **dict.fromkeys(("q", "k", "v", "o_proj", "gate", "up", "down_proj"), project),
+        **dict.fromkeys(LINEARS, project),
+        **(dict.fromkeys((f"{name}/fp8" for name in LINEARS), in_float8) if recipe else {}),
         "q_rope": lambda inputs: rope(inputs, config.heads),
         "k_rope": lambda inputs: rope(inputs, config.kv_heads),
         "attn": attend,
         **dict.fromkeys(("attn_residual", "mlp_residual"), add),
         "act": lambda inputs: swiglu(inputs["gate"], inputs["up"]),
         "logits": lambda inputs: head(inputs["x"], inputs["weight"], policy),
-        "nll": lambda inputs: negative_log_likelihood(inputs["logits"], inputs["targets"], z_loss),
+        "nll": lambda inputs: negative_log_likelihood(inputs["logits"], inputs["targets"], run.loss.z_loss),
     }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from core.config import ModelConfig, RunConfig
 from torch_backend.chunked_loss import chunked_loss
 from torch_backend.embedding import embedding
+from torch_backend.float8 import Float8
 from torch_backend.loss import negative_log_likelihood, weighted_mean
 from torch_backend.precision import Policy, head, linear
 from torch_backend.recompute import Recompute, of_layer
@@ -54,10 +55,12 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out, into))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
+        self.float8: Float8 | None = None
 
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
         """X (…, in) → (…, out)."""
-        return linear(x, self.weight, self.bias, policy)
+        # A layer in FP8 is so under the run's own policy; `evaluate` may ask for another one.
+        return linear(x, self.weight, self.bias, policy, self.float8 if policy.operand == torch.bfloat16 else None)
 
 
 def rope_tables(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

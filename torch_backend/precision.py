@@ -12,11 +12,14 @@ weight's gradient, a sum over all tokens that is made chunk by chunk, leaves the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch_backend.float8 import Float8
 
 
 @dataclass(frozen=True)
@@ -28,17 +31,26 @@ class Policy:
     operand: torch.dtype
 
 
+# TF32 is what CUDA makes of FP32 operands (torch_backend/session.py asks for it). FP8 is the business of single layers.
 POLICIES = {
     "fp64": Policy("fp64", torch.float64, torch.float64),
     "fp32": Policy("fp32", torch.float32, torch.float32),
+    "tf32": Policy("tf32", torch.float32, torch.float32),
     "bf16": Policy("bf16", torch.float32, torch.bfloat16),
+    "fp16": Policy("fp16", torch.float32, torch.float16),
+    "fp8_tensorwise": Policy("fp8_tensorwise", torch.float32, torch.bfloat16),
+    "fp8_rowwise": Policy("fp8_rowwise", torch.float32, torch.bfloat16),
 }
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy) -> Tensor:
-    """X (…, in), weight (out, in) → (…, out) in the stream dtype; the bias is added in the stream dtype."""
-    y = F.linear(x.to(policy.operand), weight.to(policy.operand)).to(policy.stream)
-    return y if bias is None else y + bias
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float8: Float8 | None = None) -> Tensor:
+    """X (…, in), weight (out, in) → (…, out) in the stream dtype; the bias is added in the stream dtype.
+
+    float8: makes the product in FP8 (torch_backend/float8.py).
+    """
+    x = x.to(policy.operand)
+    y = F.linear(x, weight.to(policy.operand)) if float8 is None else float8.product(x, weight)
+    return y.to(policy.stream) if bias is None else y.to(policy.stream) + bias
 
 
 def head(x_BSD: Tensor, weight_VD: Tensor, policy: Policy) -> Tensor:

@@ -22,7 +22,8 @@ from core.names import GRADIENT, check_state, edge_names, probe_shapes, tap_name
 from core.parity.observations import PARAMETER, PROBE_NLL, Observation
 from core.parity.sketch import K
 from core.schedule import learning_rate
-from torch_backend.model import Llama, Tap, no_tap
+from torch_backend.float8 import float8
+from torch_backend.model import Linear, Llama, Tap, no_tap
 from torch_backend.optim import MOMENTS, build_optimizer, clip_coefficient, global_norm, read_moments, write_moments
 from torch_backend.precision import POLICIES, Policy
 from torch_backend.sketch import (
@@ -49,6 +50,7 @@ class TorchSession:
         self.config = config
         self.device = resolve_device(config)
         self.policy: Policy = POLICIES[config.precision.policy]
+        self.float8 = float8(config.precision, self.device)
         self.steps_done = 0
         self.model = self.build_model()
         self.parameters = dict(self.model.named_parameters())
@@ -68,6 +70,9 @@ class TorchSession:
             model = Llama(self.config)
         model.to_empty(device=self.device).to(self.policy.stream)
         model.place_rope(self.device)
+        for name, module in model.named_modules():
+            if isinstance(module, Linear) and self.config.precision.is_fp8(name):
+                module.float8 = self.float8
         return model
 
     def build_program(self) -> Any:
@@ -289,7 +294,7 @@ class TorchSession:
         """Execute one stage on the given inputs: see `JaxSession.run_stage`, whose torch twin this is."""
         if stage == "update":
             return self._run_update(inputs)
-        functions = stage_functions(self.model, self.policy)
+        functions = stage_functions(self.model, self.policy, self.float8)
         if stage not in functions:
             raise NotSupported(f"no such stage: {stage}")
         return {name: _numpy(value) for name, value in run_stage(functions[stage], inputs, self.policy).items()}

@@ -7,12 +7,14 @@ of a changed model judges by what that model does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_backend.embedding import embedding
+from torch_backend.float8 import Float8
 from torch_backend.model import Block, Llama, rms_norm
 from torch_backend.precision import Policy, head, linear
 
@@ -20,8 +22,11 @@ Inputs = Mapping[str, Tensor]
 StageFunction = Callable[[Inputs], Tensor]
 
 
-def stage_functions(model: Llama, policy: Policy) -> dict[str, StageFunction]:
-    """Stage id → function of its inputs, under one policy."""
+LINEARS = ("q", "k", "v", "o_proj", "gate", "up", "down_proj")
+
+
+def stage_functions(model: Llama, policy: Policy, float8: Float8 | None) -> dict[str, StageFunction]:
+    """Stage id → function of its inputs, under one policy; `ID/fp8` of a linear layer that computes in FP8."""
     block = model.blocks[0]
     assert isinstance(block, Block)
     attention, mlp, eps = block.attn, block.mlp, model.final_norm.eps
@@ -30,8 +35,8 @@ def stage_functions(model: Llama, policy: Policy) -> dict[str, StageFunction]:
     def norm(inputs: Inputs) -> Tensor:
         return rms_norm(inputs["x"], inputs["weight"], eps)
 
-    def project(inputs: Inputs) -> Tensor:
-        return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy)
+    def project(inputs: Inputs, float8: Float8 | None = None) -> Tensor:
+        return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy, float8)
 
     def rope(inputs: Inputs, count: int) -> Tensor:
         length = inputs["x"].shape[1]
@@ -48,7 +53,8 @@ def stage_functions(model: Llama, policy: Policy) -> dict[str, StageFunction]:
     return {
         "embed": lambda inputs: embedding(inputs["tokens"], inputs["weight"]),
         **dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), norm),
-        **dict.fromkeys(("q", "k", "v", "o_proj", "gate", "up", "down_proj"), project),
+        **dict.fromkeys(LINEARS, project),
+        **({f"{name}/fp8": partial(project, float8=float8) for name in LINEARS} if float8 else {}),
         "q_rope": lambda inputs: rope(inputs, heads),
         "k_rope": lambda inputs: rope(inputs, kv_heads),
         "attn": attend,
