@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from core.config import RunConfig
+from core.loss_scale import SKIPPED
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -77,11 +78,18 @@ class State:
     step:      optimizer steps done so far.
     params:    master weights by canonical name (float32; float64 under the fp64 policy).
     optimizer: moments by kind, then by canonical name; AdamW has `exp_avg` and `exp_avg_sq` (Kingma & Ba 2015: m, v).
+    scalars:   under fp16, the loss scale and its counts (core/loss_scale.py).
     """
 
     step: int
     params: Arrays
     optimizer: Mapping[str, Arrays]
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def updates(self) -> int:
+        """Updates done so far: steps without those that fp16 had to leave out."""
+        return self.step - int(self.scalars.get(SKIPPED, 0))
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def load_checkpoint(folder: Path) -> tuple[State, dict[str, Any]]:
         params = tensors.pop(PARAMS)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CorruptCheckpoint(f"{folder}: {error}") from error
-    return State(manifest["step"], params, tensors), extra
+    return State(manifest["step"], params, tensors, manifest.get("scalars", {})), extra
 
 
 def prune_checkpoints(folder: Path, keep: int, spare: int | None = None) -> list[Path]:
@@ -135,6 +135,8 @@ def _write_files(folder: Path, state: State, extra: Mapping[str, Any]) -> None:
     (folder / EXTRA).write_text(json.dumps(extra, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     files = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
     body = {"schema": SCHEMA, "step": state.step, "files": files}
+    if state.scalars:
+        body["scalars"] = dict(state.scalars)
     (folder / MANIFEST).write_text(json.dumps({**body, "sha256": _seal(body)}, indent=2) + "\n", encoding="utf-8")
     for path in folder.iterdir():
         _flush(path)

@@ -5,6 +5,7 @@ A run file (core/config_file.py) lists only what differs from these defaults. De
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -137,13 +138,18 @@ class PrecisionConfig(Section):
     )
     fp8_layers: str = Field("blocks.*", description="block linears in FP8, by name: patterns, separated by commas")
     fp8_fast_accumulation: bool = Field(True, description="FP8 on Hopper: the output's sums in its short accumulator")
-    loss_scale: Annotated[float, Field(gt=0)] = Field(65536.0, description="fp16: the first loss scale")
+    loss_scale: Annotated[float, Field(gt=0)] = Field(65536.0, description="fp16: the first loss scale, a power of two")
     loss_scale_interval: Positive = Field(2000, description="fp16: finite steps after which the loss scale doubles")
 
     @property
     def fp8(self) -> Literal["tensorwise", "rowwise"] | None:
         """Which numbers share a scale in FP8: all of a tensor, or those of a row; None without FP8."""
         return {"fp8_tensorwise": "tensorwise", "fp8_rowwise": "rowwise"}.get(self.policy)  # type: ignore[return-value]
+
+    @property
+    def couples_sequences(self) -> bool:
+        """Whether what becomes of a sequence depends on the others of its micro-batch: FP8's scales are theirs too."""
+        return self.fp8 is not None
 
     def is_fp8(self, linear: str) -> bool:
         """Whether a linear layer, by its canonical name without `.weight`, computes in FP8."""
@@ -371,7 +377,14 @@ def _fp8_layers_are_there(policy: str, patterns: str, layers: int) -> str | None
     return None
 
 
+def _scale_is_a_power_of_two(scale: float) -> str | None:
+    if math.frexp(scale)[0] != 0.5 or scale > 2.0**120:
+        return f"{scale:g} is not a power of two (up to 2^120): every other scale would round the gradients once more"
+    return None
+
+
 RULES = (
+    Rule(("precision.loss_scale",), _scale_is_a_power_of_two),
     Rule(("recompute.parts", "recompute.keep_products", "recompute.every"), _parts_are_known),
     Rule(("recompute.memory_budget", "compile.enabled", "compile.backend"), _budget_needs_inductor),
     Rule(("compile.mode", "compile.enabled", "compile.backend"), _mode_needs_inductor),

@@ -18,6 +18,7 @@ from jax import Array
 from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
 from core.config import RunConfig
 from core.init import init_parameters
+from core.loss_scale import SCALE, SKIPPED, first_scale, scale_after
 from core.metrics import norms_by_group
 from core.names import GRADIENT, check_state, edge_names, parameter_shapes, probe_shapes, tap_names
 from core.schedule import learning_rate
@@ -39,6 +40,7 @@ class JaxSession:
             POLICIES[config.precision.policy], kernel="cuda" if config.device == "cuda" else "cpu"
         )
         self.steps_done = 0
+        self.scalars = first_scale(config.precision)
         self.graph, abstract = nnx.split(nnx.eval_shape(partial(Llama, config)))
         self._paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(abstract)}
         self.params = self._arrays(init_parameters(config.model, config.seed))
@@ -63,6 +65,7 @@ class JaxSession:
             self.steps_done,
             {name: np.array(p) for name, p in self.params.items()},
             {kind: {name: np.array(m) for name, m in by_name.items()} for kind, by_name in self.moments.items()},
+            dict(self.scalars),
         )
 
     def load(self, state: State) -> None:
@@ -71,6 +74,7 @@ class JaxSession:
         self.params = self._arrays(state.params)
         self.moments = {kind: self._arrays(state.optimizer[kind]) for kind in self.moments}
         self.steps_done = state.step
+        self.scalars = dict(state.scalars) if self.scalars else {}
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group."""
@@ -78,11 +82,16 @@ class JaxSession:
         norm = self._norm(grads)
         coefficient = clip_coefficient(self.config.optim, norm).astype(self.policy.stream)
         lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
-        params, moments = self.update(self.params, self.moments, grads, coefficient, self.steps_done, lr)
-        metrics = {}
+        params, moments = self.params, self.moments
+        finite = not self.scalars or bool(jnp.isfinite(norm))
+        if finite:
+            done = self.steps_done - int(self.scalars.get(SKIPPED, 0))
+            params, moments = self.update(params, moments, grads, coefficient, done, lr)
+        self.scalars = scale_after(self.scalars, finite, self.config.precision.loss_scale_interval)
+        metrics = dict(self.scalars)
         if norms:
             updates = jax.tree.map(jnp.subtract, params, self.params)
-            metrics = norms_by_group(
+            metrics |= norms_by_group(
                 *({n: float(v) for n, v in self._leaf_norms(t).items()} for t in (grads, self.params, updates))
             )
         self.params, self.moments = params, moments
@@ -121,7 +130,8 @@ class JaxSession:
         seen, by_probe, by_parameter = self._observe(
             self.params, probes, batch.tokens, batch.targets, weights, self.total_weight(batch), frozenset(taps)
         )
-        found = seen | {GRADIENT + n: g for n, g in {**by_probe, **by_parameter}.items() if n in grads}
+        by_name = self._unscaled({**by_probe, **by_parameter})
+        found = seen | {GRADIENT + n: g for n, g in by_name.items() if n in grads}
         return {name: np.array(value) for name, value in found.items()}
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
@@ -173,7 +183,7 @@ class JaxSession:
             loss += part
             nll.append(micro_nll)
         assert grads is not None
-        return loss, nll, grads
+        return loss / self.scale, nll, self._unscaled(grads)
 
     def micro_loss(
         self, params: Tree, tokens: Array, targets: Array, weights: Array, total: Array
@@ -182,9 +192,17 @@ class JaxSession:
         nll = self.model(params)(tokens, targets, self.policy)
         return weighted_mean(nll, weights, total), nll
 
+    @property
+    def scale(self) -> float:
+        """The loss scale, 1 but under fp16."""
+        return self.scalars.get(SCALE, 1.0)
+
     def total_weight(self, batch: Batch) -> Array:
-        """Σ weight over a batch, a float64 scalar: what the loss is divided by."""
-        return jnp.asarray(batch.weights.sum(dtype=np.float64), jnp.float64)
+        """Σ weight over a batch / loss scale, a float64 scalar: what the loss is divided by."""
+        return jnp.asarray(batch.weights.sum(dtype=np.float64) / self.scale, jnp.float64)
+
+    def _unscaled(self, grads: Tree) -> Tree:
+        return grads if self.scale == 1 else {name: g / g.dtype.type(self.scale) for name, g in grads.items()}
 
     def update(
         self, params: Tree, moments: dict[str, Tree], grads: Tree, coefficient: Array, step: int, lr: float

@@ -21,8 +21,9 @@ import torch
 from core.backend import Batch, State
 from core.config import CompileConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from core.init import init_parameters
+from core.loss_scale import first_scale
 from core.parity.compare import Reference
-from core.parity.evidence import Evidence, gather, probe_batch, uneven_weights
+from core.parity.evidence import Evidence, gather, probe_of, uneven_weights
 from jax_backend.session import JaxBackend
 from torch_backend.session import TorchBackend
 
@@ -93,7 +94,7 @@ def initial_state(config: RunConfig, seed: int) -> State:
     """Initial weights of a seed, moments at zero."""
     params = init_parameters(config.model, seed)
     zeros = {kind: {n: np.zeros_like(p) for n, p in params.items()} for kind in ("exp_avg", "exp_avg_sq")}
-    return State(0, params, zeros)
+    return State(0, params, zeros, first_scale(config.precision))
 
 
 def clean_evidence(
@@ -116,7 +117,7 @@ def clean_evidence(
             probe = None
             if number % 3 == 2:
                 micro = batch.micro_batches(config.train.micro_batch_size)[0]
-                probe = probe_batch(micro, int(rng.integers(2**31)))
+                probe = probe_of(micro, config, int(rng.integers(2**31)))
             yield seed, gather(session, seeded, batch, probe), of_seed
             for _ in range(between):
                 session.step(draw_batch(config, rng))

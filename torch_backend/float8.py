@@ -51,7 +51,9 @@ def float8(precision: PrecisionConfig, device: torch.device) -> Float8 | None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         from torchao.float8.config import Float8GemmConfig
     except ImportError as error:
-        raise UserError(f"precision.policy = {precision.policy!r} needs torchao: pip install torchao ({error})") from None
+        raise UserError(
+            f"precision.policy = {precision.policy!r} needs torchao: pip install torchao ({error})"
+        ) from None
     config = replace(
         Float8LinearConfig.from_recipe_name(precision.fp8),
         gemm_config_output=Float8GemmConfig(use_fast_accum=precision.fp8_fast_accumulation),

@@ -71,4 +71,4 @@ def write_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.
     """Put a canonical state's moments and step count into the optimizer. Raises KeyError for a missing name."""
     for name, p in parameters.items():
         entry = {kind: torch.tensor(state.optimizer[kind][name]).to(device=p.device, dtype=p.dtype) for kind in MOMENTS}
-        optimizer.state[p] = {"step": torch.tensor(float(state.step)), **entry}
+        optimizer.state[p] = {"step": torch.tensor(float(state.updates)), **entry}

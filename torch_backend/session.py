@@ -17,6 +17,7 @@ from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepReco
 from core.config import RunConfig
 from core.errors import UserError
 from core.init import init_parameters
+from core.loss_scale import SCALE, first_scale, scale_after
 from core.metrics import norms_by_group
 from core.names import GRADIENT, check_state, edge_names, probe_shapes, tap_names
 from core.parity.observations import PARAMETER, PROBE_NLL, Observation
@@ -52,6 +53,7 @@ class TorchSession:
         self.policy: Policy = POLICIES[config.precision.policy]
         self.float8 = float8(config.precision, self.device)
         self.steps_done = 0
+        self.scalars = first_scale(config.precision)
         self.model = self.build_model()
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = self.build_optimizer()
@@ -98,6 +100,7 @@ class TorchSession:
             self.steps_done,
             {name: _numpy(p) for name, p in self.parameters.items()},
             {kind: {name: _numpy(m) for name, m in by_name.items()} for kind, by_name in moments.items()},
+            dict(self.scalars),
         )
 
     def load(self, state: State) -> None:
@@ -106,6 +109,7 @@ class TorchSession:
         self._load_parameters(state.params)
         write_moments(self.optimizer, self.parameters, state)
         self.steps_done = state.step
+        self.scalars = dict(state.scalars) or first_scale(self.config.precision)
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group."""
@@ -121,12 +125,16 @@ class TorchSession:
         lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        # Only fp16 waits for the device to say so: it leaves out what overflowed.
+        finite = not self.scalars or bool(torch.isfinite(norm))
+        if finite:
+            self.optimizer.step()
+        self.scalars = scale_after(self.scalars, finite, self.config.precision.loss_scale_interval)
         self.steps_done += 1
-        metrics = {}
+        metrics = dict(self.scalars)
         if norms:
             updates = {n: p.detach() - before[n] for n, p in self.parameters.items()}
-            metrics = norms_by_group(group_norms, self._norms(before), self._norms(updates))
+            metrics |= norms_by_group(group_norms, self._norms(before), self._norms(updates))
         return StepRecord(
             step=self.steps_done,
             loss=loss.item(),
@@ -187,8 +195,8 @@ class TorchSession:
             loss, seen = program(*self.to_device(batch), self.total_weight(batch), probes)
         wanted = probes | {name: p for name, p in self.parameters.items() if name in asked}
         grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True) if wanted else ()
-        by_name = zip(wanted, grads, strict=True)
-        return {n: _numpy(v) for n, v in seen.items()} | {GRADIENT + n: _numpy(g) for n, g in by_name if g is not None}
+        found = seen | {GRADIENT + n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
+        return {n: _numpy(v / self.scale if n.startswith(GRADIENT) else v) for n, v in found.items()}
 
     def tapped_micro_loss(
         self,
@@ -255,10 +263,10 @@ class TorchSession:
         for name, grad in zip(zeros, by_tap, strict=True):
             grad = handed.get(GRADIENT + name, grad)
             if grad is not None:
-                found[GRADIENT + name] = sketch_alone(grad, shapes[name])
+                found[GRADIENT + name] = sketch_alone(grad / self.scale, shapes[name])
         if "nll" in found:
             found[PROBE_NLL] = found["nll"]
-        grads = {name: g for name, g in zip(self.parameters, by_parameter, strict=True) if g is not None}
+        grads = {n: g / self.scale for n, g in zip(self.parameters, by_parameter, strict=True) if g is not None}
         kept = of_gradients(grads, table)
         return found | {PARAMETER + name: whole_observation(kept[name], tuple(g.shape)) for name, g in grads.items()}
 
@@ -362,18 +370,29 @@ class TorchSession:
             micro_loss.backward()
             loss += micro_loss.detach()
             nll.append(micro_nll.detach())
+        grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if self._program_gradients is not None and len(micros) == 1:
-            grads = {name: p.grad for name, p in self.parameters.items()}
-            self._program_gradients = {name: g.clone() for name, g in grads.items() if g is not None}
-        return loss, nll
+            self._program_gradients = {name: g / self.scale for name, g in grads.items()}
+        if self.scale != 1:
+            torch._foreach_div_(list(grads.values()), self.scale)
+        return loss / self.scale, nll
 
     def micro_loss(self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         """Σ weight·nll / total of one micro-batch, and its per-token nll (B, S)."""
         return self.model.loss(tokens, targets, weights, total, self.policy)
 
+    @property
+    def scale(self) -> float:
+        """The loss scale, 1 but under fp16."""
+        return self.scalars.get(SCALE, 1.0)
+
     def total_weight(self, batch: Batch) -> Tensor:
-        """Σ weight over a batch, a float64 scalar on the device: what the loss is divided by."""
-        return torch.tensor(float(batch.weights.sum(dtype=np.float64)), dtype=torch.float64, device=self.device)
+        """Σ weight over a batch / loss scale, a float64 scalar on the device: what the loss is divided by.
+
+        Every gradient is then as much larger as the loss scale says; it is a power of two, and nothing is rounded.
+        """
+        total = float(batch.weights.sum(dtype=np.float64)) / self.scale
+        return torch.tensor(total, dtype=torch.float64, device=self.device)
 
     def compiled(self, program: Any) -> Any:
         """`program` through torch.compile as the configuration says."""

@@ -127,7 +127,7 @@ def least(recipe: str, kind: str) -> tuple[float, float]:
     scope, _, stage = kind.partition("/")
     place, _, role = stage.partition("/")
     rounded = scope in ("end_to_end", "gradients", "bridge") or (place in ROUNDED and role != "bias")
-    if recipe.startswith("bf16/") and rounded:
+    if not recipe.startswith(("fp32/", "fp64/")) and rounded:
         return LEAST_EXCESS, LEAST_DISTANCE
     return LEAST_OF_SUMS, LEAST_OF_SUMS
 

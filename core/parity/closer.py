@@ -17,7 +17,7 @@ from core.backend import Batch, NotSupported, Session
 from core.config import RunConfig
 from core.parity import local
 from core.parity.compare import Reference
-from core.parity.evidence import Evidence, look, probe_batch, weighted_rows
+from core.parity.evidence import Evidence, look, probe_batch, probe_of, weighted_rows
 from core.parity.judge import in_order
 from core.parity.stages import FORWARD
 from core.parity.verdict import Check, Finding
@@ -67,6 +67,9 @@ def _others(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
     seen = set(weighted_rows(evidence.tapped).tolist())
     for number, micro in enumerate(evidence.batch.micro_batches(size)):
         rest = [row for row in range(size) if number or row not in seen]
+        if config.precision.couples_sequences and rest:
+            yield probe_of(micro, config)
+            continue
         for start in range(0, len(rest), 2):
             pair = rest[start : start + 2] if start + 1 < len(rest) else rest[max(0, start - 1) :]
             yield probe_batch(micro, config.seed, pair)

@@ -10,7 +10,7 @@ from types import EllipsisType
 import numpy as np
 
 from core.backend import Arrays, Backend, Session
-from core.config import CompileConfig, PrecisionConfig, RunConfig
+from core.config import CompileConfig, PrecisionConfig, RecomputeConfig, RunConfig
 from core.names import layer_of
 from core.parity import bands
 from core.parity.decode import explain
@@ -49,7 +49,7 @@ class Reference:
     @classmethod
     def open(cls, backend: Backend, config: RunConfig) -> Reference:
         """Open both sessions of `backend`, uncompiled; under fp64 the truth is the twin."""
-        plain = config.model_copy(update={"compile": CompileConfig(enabled=False)})
+        plain = _plain(config)
         twin = backend.open(plain)
         if config.precision.policy == "fp64":
             return cls(config, twin, twin)
@@ -82,6 +82,12 @@ class Reference:
         """Close both sessions."""
         for session in self.sessions:
             session.close()
+
+
+def _plain(config: RunConfig) -> RunConfig:
+    """The run without what changes how it is computed, not what: one process, nothing compiled, nothing recomputed."""
+    changed = {"compile": CompileConfig(enabled=False), "recompute": RecomputeConfig()}
+    return config.model_copy(update=changed | {"train": config.train.model_copy(update={"ranks": 1})})
 
 
 def finding(
@@ -221,7 +227,7 @@ class Noise:
             moved = self._reference.twin.run_stage(self._stage, perturbed(self._inputs, self._reference.stream))
             self._responses = [(moved, self._w)]
             if self._reference.open_plain is not None:
-                plain = self._reference.open_plain().run_stage(self._stage, self._inputs)
+                plain = self._reference.open_plain().run_stage(self._stage.partition("/")[0], self._inputs)
                 self._responses.append((plain, self._t))
         apart = (np.linalg.norm(a[name].astype(np.float64) - b[name]) for a, b in self._responses)
         return bands.noise_margin(terms) * float(max(apart))

@@ -120,7 +120,7 @@ def gather(
     if probe is not None:
         tapped = probe
     elif tapped is None:
-        tapped = probe_batch(batch.micro_batches(_micro_size(config, batch))[0], config.seed, turn=before.step)
+        tapped = probe_of(batch.micro_batches(_micro_size(config, batch))[0], config, turn=before.step)
     target = batch if probe is None else probe
     probed = stepped = attempt("gradients and per-token NLL", lambda: _gradients(session, target))
     micro = probed
@@ -166,6 +166,15 @@ def gather(
         accumulated=accumulated,
         reloaded=reloaded,
     )
+
+
+def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int = 0) -> Batch:
+    """`probe_batch` of the run's precision: where sequences share the scales of FP8, all of them are looked at.
+
+    seed: of the loss weights, by default the run's.
+    """
+    rows = range(len(micro.tokens)) if config.precision.couples_sequences else ()
+    return probe_batch(micro, config.seed if seed is None else seed, rows, turn)
 
 
 def probe_batch(micro: Batch, seed: int, rows: Sequence[int] = (), turn: int = 0) -> Batch:

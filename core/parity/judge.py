@@ -42,6 +42,7 @@ def judge(evidence: Evidence, reference: Reference) -> Check:
             lambda: end_to_end.compare_with(kept, repeated, reference) if repeated else iter(()),
             lambda: step.step_scalars(evidence, reference),
             lambda: step.update(evidence, reference),
+            lambda: step.loss_scale(evidence, reference),
             lambda: step.checkpoint(evidence),
             lambda: reference.over_steps.findings() if reference.over_steps else iter(()),
         )

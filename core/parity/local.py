@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from core.backend import Arrays, NotSupported
+from core.loss_scale import SCALE
 from core.names import GRADIENT, parameter_shapes
 from core.parity import bands
 from core.parity.compare import (
@@ -37,7 +38,8 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
     """Each stage's output, then each gradient that it sends back, in no particular order of the chain."""
     if not evidence.taps:
         return
-    model = reference.config.model
+    evidence = _as_computed(evidence)
+    model, precision = reference.config.model, reference.config.precision
     has_gradients = any(name.startswith(GRADIENT) for name in evidence.taps)
     sums = {shared.name: shared for shared in shared_tensors(model)}
     sent: dict[tuple[str, str], Contribution] = {}
@@ -59,11 +61,12 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
         if grad is not None:
             inputs["grad"] = grad
         try:
-            w, t = _run(stage, inputs, reference)
+            variant = f"{stage.id}/fp8" if precision.is_fp8(_linear(stage)) else stage.id
+            w, t = _run(stage, variant, inputs, reference)
         except ValueError as error:  # shapes that do not fit together: the tap's own comparison says so
             yield exact(stage.id, stage.tap, 1, 1, "shapes of the inputs fit together", str(error).splitlines()[0])
             continue
-        kind, noise = bands.local_kind(stage.id), Noise(reference, stage.id, inputs, w, t)
+        kind, noise = bands.local_kind(stage.id), Noise(reference, variant, inputs, w, t)
         c = evidence.taps[stage.tap]
         yield compare(
             reference, stage.id, kind, stage.tap, "local", c, w["out"], t["out"], noise=partial(noise.of, "out")
@@ -134,8 +137,24 @@ def _inputs(stage: ForwardStage, evidence: Evidence) -> dict[str, np.ndarray]:
     return inputs | {role: getattr(part, role) for role in stage.batch}
 
 
-def _run(stage: ForwardStage, inputs: Arrays, reference: Reference) -> tuple[Arrays, Arrays]:
-    outputs = [session.run_stage(stage.id, inputs) for session in reference.sessions]
+def _as_computed(evidence: Evidence) -> Evidence:
+    """Under a loss scale, with gradients as the backward pass had them: where FP16 ends depends on it."""
+    scale = np.float32(evidence.before.scalars.get(SCALE, 1.0))
+    if scale == 1:
+        return evidence
+    taps = {name: value * scale if name.startswith(GRADIENT) else value for name, value in evidence.taps.items()}
+    return replace(evidence, taps=taps)
+
+
+def _linear(stage: ForwardStage) -> str:
+    """The canonical name of the linear layer that a stage is, or an empty one."""
+    return stage.params.get("weight", "").removesuffix(".weight") if stage.layer is not None else ""
+
+
+def _run(stage: ForwardStage, variant: str, inputs: Arrays, reference: Reference) -> tuple[Arrays, Arrays]:
+    # FP64 has no FP8: the truth is the plain stage.
+    names = (variant, stage.id) if len(reference.sessions) > 1 else (stage.id,)
+    outputs = [session.run_stage(name, inputs) for name, session in zip(names, reference.sessions, strict=True)]
     if "grad" in inputs and any("grad/" + role not in outputs[0] for role in (*stage.taps, *stage.params)):
         raise NotSupported(f"the reference gives no gradients of {stage.id}")
     return outputs[0], outputs[-1]
@@ -145,6 +164,7 @@ def _loss_backward(evidence: Evidence, reference: Reference) -> Finding:
     """The gradient of each token's NLL is its weight's share."""
     part = evidence.weighted
     share = part.weights.astype(np.float64) / evidence.tapped.weights.sum(dtype=np.float64)
+    share *= evidence.before.scalars.get(SCALE, 1.0)
     found = evidence.taps.get(GRADIENT + "nll")
     if found is None or found.shape != share.shape:
         return exact("loss", "nll", 1, 1, "every NLL has a gradient", phase="backward")

@@ -11,8 +11,9 @@ from core.backend import Batch, NotSupported, Session
 from core.config import RunConfig
 from core.errors import UserError
 from core.names import GRADIENT, tap_names
+from core.parity import evidence
 from core.parity.end_to_end import observations
-from core.parity.evidence import probe_batch, weighted_of, weighted_rows
+from core.parity.evidence import weighted_of, weighted_rows
 from core.parity.observations import Observation, save
 
 
@@ -24,7 +25,7 @@ def observation_file(folder: Path, step: int) -> Path:
 def probe_of(batch: Batch, config: RunConfig) -> Batch:
     """The micro-batch on which a step is observed during training: a function of the step's batch and the run."""
     micro = batch.micro_batches(config.train.micro_batch_size)[0]
-    return probe_batch(micro, config.seed, turn=int(batch.digest()[:8], 16))
+    return evidence.probe_of(micro, config, turn=int(batch.digest()[:8], 16))
 
 
 def save_observations(folder: Path, step: int, batch: Batch, probe: Batch, found: Mapping[str, Observation]) -> Path:

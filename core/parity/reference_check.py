@@ -34,7 +34,15 @@ WIDTH, DIFFERENCE_LIMIT = 2.0**-16, 1e-7
 # Rounding normal numbers to unit roundoff u makes a relative error of 0.42·u (root mean square); a product of rounded
 # operands, rounded once more, 0.73·u. Below a quarter of u a narrower format is not in force, be it by TF32 or FP16
 # (u/8) instead; a backward of attention, with seven roundings of which some cancel, stays below 4·u.
-UNIT_ROUNDOFF = {"bf16": 2.0**-8}
+UNIT_ROUNDOFF = {
+    "tf32": 2.0**-11,
+    "bf16": 2.0**-8,
+    "fp16": 2.0**-11,
+    "fp8_tensorwise": 2.0**-8,
+    "fp8_rowwise": 2.0**-8,
+}
+UNIT_ROUNDOFF_FP8 = 2.0**-4
+LINEARS = ("q", "k", "v", "o_proj", "gate", "up", "down_proj")
 MOST_ROUNDOFFS, LEAST_ROUNDOFFS = 4.0, 0.25
 # 1 + 2⁻¹² needs 12 bits of mantissa: FP32 has 23, TF32 10.
 TF32_PROBE = 1.0 + 2.0**-12
@@ -217,17 +225,21 @@ def _precision(subjects: Subjects) -> Iterator[Finding]:
         return
     yield from _not_tf32(subjects.at("fp32"))
     declared = subjects.at(policy)
-    unit = UNIT_ROUNDOFF.get(policy)
-    for name, stage in truth.stages().items():
+    stages = truth.stages()
+    variants = [(name, name, UNIT_ROUNDOFF.get(policy)) for name in stages]
+    if policy.startswith("fp8"):
+        variants += [(name, f"{name}/fp8", UNIT_ROUNDOFF_FP8) for name in LINEARS]
+    for name, variant, unit in variants:
         # The same bits for both: FP32 values.
-        inputs = {r: a.astype(np.float32) if a.dtype == np.float64 else a for r, a in drawn(truth, stage).items()}
-        answers, due = declared.session.run_stage(name, inputs), truth.session.run_stage(name, inputs)
+        drawn_at = drawn(truth, stages[name])
+        inputs = {r: a.astype(np.float32) if a.dtype == np.float64 else a for r, a in drawn_at.items()}
+        answers, due = declared.session.run_stage(variant, inputs), truth.session.run_stage(name, inputs)
         for key in due:
             rounded = unit is not None and name in bands.ROUNDED and key != "grad/bias"
             high = MOST_ROUNDOFFS * unit if rounded and unit else bands.FP32_LIMIT
             low = LEAST_ROUNDOFFS * unit if rounded and unit else None
             what = f"{policy}: {'output' if key == 'out' else 'gradient of ' + key.removeprefix('grad/')}"
-            basis = f"operands rounded to {policy}" if rounded else "FP32 throughout"
+            basis = f"operands rounded to {variant.partition('/')[2] or policy}" if rounded else "FP32 throughout"
             off = relative_difference(answers[key], due[key])
             phase = None if key == "out" else "backward"
             yield _finding(name, what, off, high, basis, due[key].size, phase, low)

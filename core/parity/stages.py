@@ -58,7 +58,7 @@ FORWARD = (
     "nll",
     "loss",
 )
-UPDATE = ("grad_norm", "clip_coefficient", "learning_rate", "moments", "update", "step_count")
+UPDATE = ("grad_norm", "clip_coefficient", "learning_rate", "moments", "update", "loss_scale", "step_count")
 
 # Stage id → the phase in which it first acts. `compiler`: the program that trains against the tapped one.
 # `gradients`: what the session gives as a micro-batch's gradients against what its program made. `reduction` waits for

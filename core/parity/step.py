@@ -8,6 +8,7 @@ import numpy as np
 
 from core.backend import Arrays, State
 from core.init import init_parameters
+from core.loss_scale import scale_after
 from core.names import Shape, parameter_shapes
 from core.parity import scalars
 from core.parity.compare import Reference, compare, exact, finding
@@ -87,8 +88,11 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     grads = evidence.stepped.grads if evidence.stepped else {}
     if differing(grads, {n: p.shape for n, p in before.params.items()}):
         return
+    if before.scalars and not all(np.isfinite(g).all() for g in grads.values()):
+        yield from _left_out(before, after)
+        return
     inputs: dict[str, np.ndarray] = {
-        "step": np.asarray(before.step),
+        "step": np.asarray(before.updates),
         "coefficient": np.asarray(evidence.record.clip_coefficient),
         "lr": np.asarray(learning_rate(config.optim, steps, config.train.steps)),
     }
@@ -105,6 +109,33 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
             new.astype(np.float64) - old for new in (after.params[name], w[f"params/{name}"], t[f"params/{name}"])
         )
         yield compare(reference, "update", "update", name, "local", c64, w64, t64)
+
+
+def _left_out(before: State, after: State) -> Iterator[Finding]:
+    """Gradients that are not finite, under a loss scale: nothing moves."""
+    basis = "fp16 leaves out a step whose gradients are not finite: equal bits"
+    for stage, old, new in (
+        ("moments", before.optimizer, after.optimizer),
+        ("update", {"": before.params}, {"": after.params}),
+    ):
+        moved = [n for kind in old for n, a in old[kind].items() if not np.array_equal(a, new[kind][n])]
+        yield exact(stage, "weights" if stage == "update" else "moments", len(moved), 1, basis, ", ".join(moved[:5]))
+
+
+def loss_scale(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+    """The loss scale and its counts after the step, from those before and whether the gradients were finite."""
+    before, grads = evidence.before.scalars, evidence.stepped.grads if evidence.stepped else {}
+    if not before or not grads:
+        return
+    finite = all(np.isfinite(g).all() for g in grads.values())
+    due = scale_after(before, finite, reference.config.precision.loss_scale_interval)
+    wrong = [
+        key for key in due.keys() | evidence.after.scalars.keys() if due.get(key) != evidence.after.scalars.get(key)
+    ]
+    what = "finite" if finite else "not finite"
+    yield exact(
+        "loss_scale", "loss_scale", len(wrong), len(due), f"the rule, gradients {what}", ", ".join(sorted(wrong))
+    )
 
 
 def checkpoint(evidence: Evidence) -> Iterator[Finding]:
@@ -125,4 +156,5 @@ def flat(state: State) -> dict[str, np.ndarray]:
     """Every array of a state by `params/NAME`, `KIND/NAME`, and `step`."""
     arrays = {f"params/{name}": array for name, array in state.params.items()}
     arrays |= {f"{kind}/{name}": array for kind, tree in state.optimizer.items() for name, array in tree.items()}
-    return arrays | {"step": np.asarray(state.step)}
+    scalars = {f"scalars/{name}": np.asarray(value) for name, value in state.scalars.items()}
+    return arrays | scalars | {"step": np.asarray(state.step)}
