@@ -151,9 +151,14 @@ class PrecisionConfig(Section):
         """Whether what becomes of a sequence depends on the others of its micro-batch: FP8's scales are theirs too."""
         return self.fp8 is not None
 
-    def is_fp8(self, linear: str) -> bool:
-        """Whether a linear layer, by its canonical name without `.weight`, computes in FP8."""
-        return self.fp8 is not None and any(fnmatchcase(linear, pattern) for pattern in listed(self.fp8_layers))
+    def is_fp8(self, module: str) -> bool:
+        """Whether a module, by its canonical name, is a linear layer that computes in FP8."""
+        is_linear = module.startswith("blocks.") and module.split(".", 2)[2] in BLOCK_LINEARS
+        return (
+            self.fp8 is not None
+            and is_linear
+            and any(fnmatchcase(module, pattern) for pattern in listed(self.fp8_layers))
+        )
 
 
 class LossConfig(Section):

@@ -30,7 +30,9 @@ def cast(x: Array, axis: int, form: Format, recipe: Recipe) -> Array:
     magnitude = jnp.max(jnp.abs(x), axis=axis if recipe == "rowwise" else None, keepdims=True)
     scale = (form.largest / jnp.maximum(magnitude.astype(jnp.float64), LEAST)).astype(jnp.float32)
     if recipe == "rowwise":
-        scale = jnp.exp2(jnp.floor(jnp.log2(scale)))
+        # JAX makes exp2 and log2 of FP32 from e and ln: they miss powers of two.
+        power = jnp.floor(jnp.log2(scale.astype(jnp.float64)).astype(jnp.float32))
+        scale = jnp.ldexp(jnp.ones_like(scale), power.astype(jnp.int32))
     scaled = jnp.clip(x.astype(jnp.float32) * scale, -form.largest, form.largest)
     return (rounded(scaled, form) / scale).astype(x.dtype)
 
