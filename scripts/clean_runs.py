@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -20,6 +21,7 @@ import torch
 
 from core.backend import Batch, State
 from core.config import CompileConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from core.groups import moment_names
 from core.init import init_parameters
 from core.parity.compare import Reference
 from core.parity.evidence import Evidence, gather, probe_batch, uneven_weights
@@ -34,11 +36,15 @@ def text() -> np.ndarray:
     return np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
 
 
-def draw_config(seed: int, recipe: str, accumulate: bool | None = None) -> RunConfig:
+Optimizer = Literal["adamw", "adamw8bit", "muon"]
+
+
+def draw_config(seed: int, recipe: str, accumulate: bool | None = None, optimizer: Optimizer = "adamw") -> RunConfig:
     """A random run of a recipe (`policy/eager` or `policy/compiled`); the shapes depend on the seed alone.
 
     One to four layers, 24 to 256 hidden, one to all KV heads, tied or not, biases or not, sequences of 16 to 320
     tokens, one to four micro-batches. accumulate: whether there are several; by default the seed decides.
+    optimizer: any but AdamW has rates and decay by group as well, and Muon its own settings.
     """
     rng = np.random.default_rng([seed, 1])
     heads = int(rng.choice([2, 4, 6, 8]))
@@ -67,6 +73,8 @@ def draw_config(seed: int, recipe: str, accumulate: bool | None = None) -> RunCo
         weight_decay=float(rng.choice([0.0, 0.1])),
         clip_norm=float(rng.choice([0.0, 0.5, 1.0])),
     )
+    if optimizer != "adamw":
+        optim = optim.model_copy(update={"name": optimizer, **_by_group(np.random.default_rng([seed, 3]))})
     length = int(rng.choice([16, 33, 64, 100, 128, 200, 320]))
     policy, program = recipe.split("/")
     return RunConfig(
@@ -78,6 +86,21 @@ def draw_config(seed: int, recipe: str, accumulate: bool | None = None) -> RunCo
         precision=PrecisionConfig(policy=policy),
         compile=CompileConfig(enabled=program == "compiled"),
     )
+
+
+def _by_group(rng: np.random.Generator) -> dict[str, float | int | bool | str]:
+    scales = {f"{group}_lr_scale": float(rng.choice([0.5, 1.0, 2.0])) for group in ("embedding", "head", "gains")}
+    decays = {f"{group}_weight_decay": float(rng.choice([0.0, 0.1])) for group in ("embedding", "head", "gains")}
+    return {
+        **scales,
+        **decays,
+        "base_width": int(rng.choice([0, 64])),
+        "base_batch": int(rng.choice([0, 4])),
+        "momentum": float(rng.choice([0.4, 0.9, 0.95])),
+        "nesterov": bool(rng.random() < 0.8),
+        "ns_steps": int(rng.choice([3, 5])),
+        "ns_dtype": str(rng.choice(["bf16", "fp32"])),
+    }
 
 
 def draw_batch(config: RunConfig, rng: np.random.Generator) -> Batch:
@@ -92,8 +115,8 @@ def draw_batch(config: RunConfig, rng: np.random.Generator) -> Batch:
 def initial_state(config: RunConfig, seed: int) -> State:
     """Initial weights of a seed, moments at zero."""
     params = init_parameters(config.model, seed)
-    zeros = {kind: {n: np.zeros_like(p) for n, p in params.items()} for kind in ("exp_avg", "exp_avg_sq")}
-    return State(0, params, zeros)
+    kinds = moment_names(config.optim, params)
+    return State(0, params, {kind: {n: np.zeros_like(params[n]) for n in names} for kind, names in kinds.items()})
 
 
 def clean_evidence(

@@ -457,7 +457,7 @@ def main(argv: list[str]) -> int:
     from core.parity import bands
 
     for config in configs:
-        bands.require(bands.recipe(config))
+        bands.require(bands.recipe(config), config.optim)
     mark = stamp(configs[0].model_copy(update={"precision": None, "compile": None}))
     kept = read(options.json, mark) if options.resume and options.json else []
     console = Console(highlight=False)

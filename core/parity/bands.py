@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from core.config import ModelConfig, RunConfig
+from core.config import ModelConfig, OptimConfig, RunConfig
 from core.errors import UserError
-from core.names import group_of, parameter_shapes
+from core.groups import by_muon, in_eight_bits, moment_kinds
+from core.names import Shape, group_of, parameter_shapes
 from core.parity.excess import Distances
 from core.parity.stages import forward_stages
 from core.parity.verdict import Measure
@@ -169,32 +170,43 @@ def bridge_kind(parameter: str) -> str:
     return f"bridge/{gradient_kind(parameter).removeprefix('gradients/')}"
 
 
-def all_kinds(model: ModelConfig) -> set[str]:
-    """Every kind of comparison that a check of this model makes against calibrated bounds."""
-    kinds = {"gradients/together", "exp_avg", "exp_avg_sq", "update"}
-    for name in parameter_shapes(model):
+def update_kind(optim: OptimConfig, parameter: str, shape: Shape, what: str) -> str:
+    """A kind of moment, or `update`: apart where the optimizer rounds on purpose, AdamW's where it does as AdamW."""
+    if by_muon(optim, parameter):
+        return f"muon/{what}"
+    return f"adamw8bit/{what}" if in_eight_bits(optim, shape) else what
+
+
+def all_kinds(model: ModelConfig, optim: OptimConfig) -> set[str]:
+    """Every kind of comparison that a check of this model under this optimizer makes against calibrated bounds."""
+    kinds = {"gradients/together"}
+    for name, shape in parameter_shapes(model).items():
         kinds |= {gradient_kind(name), bridge_kind(name)}
+        kinds |= {update_kind(optim, name, shape, what) for what in (*moment_kinds(optim, name), "update")}
     for stage in forward_stages(model):
         kinds |= {local_kind(stage.id), tap_kind(stage.id, "forward"), tap_kind(stage.id, "backward")}
         kinds |= {local_kind(stage.id, role) for role in (*stage.taps, *stage.params)}
     return kinds
 
 
+TABLE = resources.files("core.parity").joinpath("bands.json")
+
+
 @cache
 def table() -> dict[str, dict[str, Extremes]]:
     """Recipe → kind → extremes, from bands.json."""
-    raw: dict[str, Any] = json.loads(resources.files("core.parity").joinpath("bands.json").read_text())
+    raw: dict[str, Any] = json.loads(TABLE.read_text())
     return {recipe: {kind: Extremes(**row) for kind, row in kinds.items()} for recipe, kinds in raw["recipes"].items()}
 
 
-def require(recipe: str) -> None:
-    """Raise UserError unless clean runs of `recipe` were measured, in every kind of comparison: before anything starts.
+def require(recipe: str, optim: OptimConfig) -> None:
+    """Raise UserError unless clean runs of `recipe` were measured: before anything starts.
 
-    FP64 needs none: its bound is absolute.
+    In every kind of comparison that this optimizer may need. FP64 needs none: its bound is absolute.
     """
     if recipe.startswith("fp64/"):
         return
-    kinds = all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True))
+    kinds = all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), optim)
     if missing := sorted(kinds - table().get(recipe, {}).keys()):
         what = recipe if len(missing) == len(kinds) else f"{recipe} ({', '.join(missing)})"
         raise UserError(

@@ -184,7 +184,7 @@ class EpsilonUnderflows(TorchBackend):
 class _CoupledSession(TorchSession):
     def build_optimizer(self) -> torch.optim.Optimizer:
         groups = super().build_optimizer().param_groups
-        kept = [{key: group[key] for key in ("params", "group", "weight_decay")} for group in groups]
+        kept = [{key: group[key] for key in ("params", "group", "lr_factor", "weight_decay")} for group in groups]
         optim = self.config.optim
         return torch.optim.Adam(kept, lr=optim.peak_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=True)
 
