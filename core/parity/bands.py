@@ -128,13 +128,16 @@ def least(recipe: str, kind: str) -> tuple[float, float]:
     scope, _, stage = kind.partition("/")
     place, _, role = stage.partition("/")
     rounded = scope in ("end_to_end", "gradients", "bridge") or (place in ROUNDED and role != "bias")
-    if recipe.startswith("bf16/") and rounded:
+    if kind in ROUNDED_UPDATES or (recipe.startswith("bf16/") and rounded):
         return LEAST_EXCESS, LEAST_DISTANCE
     return LEAST_OF_SUMS, LEAST_OF_SUMS
 
 
 # Stages whose operands are rounded, so that the twin's error is that rounding's.
 ROUNDED = {"q", "k", "v", "o_proj", "gate", "up", "down_proj", "attn", "logits"}
+
+# What the optimizer rounds to a narrower format than the stream's, whatever the policy.
+ROUNDED_UPDATES = {"adamw8bit/exp_avg", "adamw8bit/exp_avg_sq", "muon/update"}
 
 
 def margin(kind: str) -> float:
@@ -171,9 +174,9 @@ def bridge_kind(parameter: str) -> str:
 
 
 def update_kind(optim: OptimConfig, parameter: str, shape: Shape, what: str) -> str:
-    """A kind of moment, or `update`: apart where the optimizer rounds on purpose, AdamW's where it does as AdamW."""
+    """A kind of moment, or `update`: AdamW's where it does as AdamW; Muon's by the precision of Newton–Schulz."""
     if by_muon(optim, parameter):
-        return f"muon/{what}"
+        return f"muon/{what}" + ("_fp32" if what == "update" and optim.ns_dtype == "fp32" else "")
     return f"adamw8bit/{what}" if in_eight_bits(optim, shape) else what
 
 
@@ -252,7 +255,7 @@ def too_good(recipe: str, kind: str) -> bool:
     remainder of a cancellation end to end; all gradients together tell as much.
     """
     single = kind.startswith(("end_to_end/backward/", "gradients/")) and kind != "gradients/together"
-    return not recipe.startswith("fp32/") and not single
+    return kind in ROUNDED_UPDATES or (not recipe.startswith("fp32/") and not single)
 
 
 def _widened(log_excess: float, kind: str) -> float:

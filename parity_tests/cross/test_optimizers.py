@@ -13,7 +13,7 @@ import torch
 import torch_backend.optim
 from core.backend import State
 from core.config import CompileConfig, OptimConfig, RunConfig
-from core.groups import BLOCK, group_settings, in_eight_bits
+from core.groups import BLOCK, by_muon, group_settings, in_eight_bits
 from core.names import GROUPS, group_of
 from core.parity.evidence import uneven_weights
 from core.parity.reference_check import check_reference
@@ -28,7 +28,7 @@ from torch_backend.optim import build_optimizer, eight_bits, orthogonal, set_lea
 from torch_backend.session import TorchBackend
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
-GROUPED = {"embedding_lr_scale": 2.0, "head_lr_scale": 0.5, "gains_lr_scale": 3.0, "base_width": 32, "base_batch": 1}
+GROUPED = {"embedding_lr_scale": 2.0, "head_lr_scale": 0.5, "gains_lr_scale": 3.0, "base_width": 16, "base_batch": 1}
 MATRIX = "blocks.0.attn.q_proj.weight"
 
 
@@ -96,7 +96,7 @@ def test_the_twin_rounds_as_the_trainer_does(name, dtype):
         ours, twin, exact = (x[key] - start for x in (c, w, t))
         error = relative(twin, exact)
         rounded = key.startswith("exp_avg") and in_eight_bits(config.optim, c[key].shape)
-        bf16 = key == f"params/{MATRIX}" and name == "muon" and dtype == "bf16"
+        bf16 = dtype == "bf16" and key.startswith("params/") and by_muon(config.optim, key.removeprefix("params/"))
         assert error < (0.05 if rounded or bf16 else 1e-3)
         assert error > (1e-3 if rounded or bf16 else 0.0)
         assert relative(ours, twin) < (0.5 * error if rounded or bf16 else max(4 * error, 1e-7)), key
@@ -154,7 +154,7 @@ def test_newton_schulz_is_that_of_torch_and_of_the_singular_values(shape):
     for _ in range(5):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
     assert relative(exact.numpy(), ((left * values) @ right).numpy()) < 1e-12
-    assert float(values.min()) > 0.6 and float(values.max()) < 1.3
+    assert float(values.min()) > 0.3 and float(values.max()) < 1.3
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -180,8 +180,8 @@ def test_muon_is_torch_s_muon(nesterov):
         muon.param_groups[0]["lr"] = lr * factor
         muon.step()
     for name, other in zip(names, theirs, strict=True):
-        assert float((ours[name] - start[name]).norm()) > 1e-2
         moved = (ours[name] - start[name]).detach().numpy()
+        assert np.linalg.norm(moved) > 1e-2
         assert relative(moved, (other - start[name]).detach().numpy()) < 1e-6
 
 
@@ -204,8 +204,8 @@ def test_rates_and_decay_in_force(name):
     records = steps(session, range(2))
     due = learning_rate(config.optim, 2, config.train.steps)
     assert records[-1].lr == due
-    # tiny: hidden 64 with a base of 32, batch 4 with a base of 1
-    factors = {"embedding": 4.0, "head": 1.0, "matrices": 1.0, "gains": 6.0, "biases": 6.0}
+    # tiny: hidden 64 with a base of 16, batch 4 with a base of 1
+    factors = {"embedding": 4.0, "head": 1.0, "matrices": 0.5, "gains": 6.0, "biases": 6.0}
     decays = {"embedding": 0.2, "head": 0.3, "matrices": 0.1, "gains": 0.4, "biases": 0.0}
     seen = {g["group"]: g for g in session.optimizer.param_groups}
     assert seen.keys() == set(GROUPS)

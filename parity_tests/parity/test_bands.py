@@ -35,6 +35,8 @@ def test_each_optimizer_needs_its_own_kinds():
     eight = {"adamw8bit/exp_avg", "adamw8bit/exp_avg_sq", "adamw8bit/update"}
     assert needed["adamw8bit"] - needed["adamw"] == eight
     assert needed["muon"] - needed["adamw"] == {"muon/momentum_buffer", "muon/update"}
+    single = bands.all_kinds(model, OptimConfig(name="muon", ns_dtype="fp32"))
+    assert single - needed["muon"] == {"muon/update_fp32"}
     assert needed["adamw"] <= needed["adamw8bit"] & needed["muon"]
 
 
