@@ -131,7 +131,11 @@ class Muon(torch.optim.Optimizer):
                 dtype = torch.float64 if p.dtype == torch.float64 else NS_DTYPES[group["ns_dtype"]]
                 made = orthogonal(update.to(dtype), group["ns_steps"])
                 p.mul_(1 - lr * group["weight_decay"])
-                p.add_(made.to(p.dtype), alpha=-lr * 0.2 * math.sqrt(max(p.shape)))
+                p.add_(made.to(p.dtype), alpha=-lr * self.length(*p.shape))
+
+    def length(self, rows: int, columns: int) -> float:
+        """What lr is multiplied by, for an update with AdamW's root mean square."""
+        return 0.2 * math.sqrt(max(rows, columns))
 
 
 def orthogonal(x: Tensor, steps: int) -> Tensor:
