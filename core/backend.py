@@ -77,7 +77,9 @@ class State:
 
     step:      optimizer steps done so far.
     params:    master weights by canonical name (float32; float64 under the fp64 policy).
-    optimizer: moments by kind, then by canonical name; AdamW has `exp_avg` and `exp_avg_sq` (Kingma & Ba 2015: m, v).
+    optimizer: moments by kind, then by canonical name, each of its parameter's shape; AdamW has `exp_avg` and
+               `exp_avg_sq` (Kingma & Ba 2015: m, v), a matrix under Muon `momentum_buffer` alone (core/groups.py).
+               8-bit moments are what their codes and scales stand for, in float32.
     scalars:   under fp16, the loss scale and its counts (core/loss_scale.py).
     """
 
@@ -99,7 +101,7 @@ class StepRecord:
     step:             number of this step, from 1.
     loss:             Σ weight·nll / Σ weight over the step's batch, in nats, before the update.
     loss_weight:      Σ weight.
-    lr:               peak-scaled learning rate that this step used.
+    lr:               the schedule's learning rate in this step, before a group's factor (core/groups.py).
     grad_norm:        global L2 norm of the accumulated gradients, before clipping.
     clip_coefficient: what the gradients were multiplied by, in (0, 1].
     digest:           `Batch.digest()` of what the session consumed.

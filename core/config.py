@@ -108,7 +108,7 @@ class OptimConfig(Section):
     base_batch: Count = Field(0, description="every rate × √(batch_size / base_batch); 0 = off")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="Muon: decay of the momentum")
     nesterov: bool = Field(True, description="Muon: Nesterov's form of the momentum")
-    ns_steps: Positive = Field(5, description="Muon: Newton–Schulz iterations")
+    ns_steps: Annotated[int, Field(gt=0, lt=100)] = Field(5, description="Muon: Newton–Schulz iterations")
     ns_dtype: Literal["bf16", "fp32"] = Field("bf16", description="Muon: precision of the Newton–Schulz iterations")
     clip_norm: Annotated[float, Field(ge=0)] = Field(
         1.0, description="limit of the global gradient norm; 0 = no clipping"

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from core.config import ModelConfig
-
-if TYPE_CHECKING:
-    from core.backend import State
 
 Shape = tuple[int, ...]
 
@@ -133,15 +128,3 @@ def probe_shapes(model: ModelConfig, batch: int, length: int) -> dict[str, Shape
         within = name.split(".", 2)[2] if layer_of(name) is not None else name
         shapes[name] = (batch, length, *widths.get(within, (hidden,)))
     return shapes | {HEAD_EDGE: (model.vocab_size, hidden)}
-
-
-def check_state(model: ModelConfig, state: State) -> None:
-    """Raise ValueError unless weights and moments have exactly this model's names and shapes."""
-    shapes = parameter_shapes(model)
-    for kind, arrays in {"weights": state.params, **state.optimizer}.items():
-        missing, extra = sorted(set(shapes) - set(arrays)), sorted(set(arrays) - set(shapes))
-        if missing or extra:
-            raise ValueError(f"{kind}: names differ from the model's: missing {missing}, not the model's {extra}")
-        for name, shape in shapes.items():
-            if tuple(arrays[name].shape) != shape:
-                raise ValueError(f"{kind}: {name} has shape {tuple(arrays[name].shape)}, the model's is {shape}")

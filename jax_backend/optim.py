@@ -1,4 +1,4 @@
-"""AdamW with decoupled decay by group, from optax's moments, rounding in torch's order. Twin: torch_backend/optim.py.
+"""AdamW, AdamW with 8-bit moments and Muon, rounding in torch's order. Twin: torch_backend/optim.py, with the formulas.
 
 Plain `optax.adamw` adds −lr·(m̂/(√v̂ + ε) + λ·p) in one sum and corrects the bias in FP32; torch corrects in FP64
 scalars, first rounds p·(1 − lr·λ), and then takes the step::
@@ -8,31 +8,188 @@ scalars, first rounds p·(1 − lr·λ), and then takes the step::
     p ← p + (−lr/(1 − β₁ᵗ) · m) / (√v / √(1 − β₂ᵗ) + ε)
 
 The function is that of `optax.adamw` (a test pins it in FP64); only the order of roundings is torch's.
+
+Every update is a sum of terms, p·(1 − lr·λ) and the step. They are added in a program of their own: inside one, XLA
+contracts product and sum into a fused multiply-add, which torch does not do, and a quarter of the new weights differ in
+their last bit.
+
+In FP64, and so for the truth, nothing is rounded to a narrower format: moments keep all their bits, Newton–Schulz is
+the exact polynomial. The twin's error is then what 8-bit moments and `ns_dtype` honestly cost in this one step.
 """
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-import optax
-from jax import Array
+import math
+from functools import cache
 
-from core.config import OptimConfig
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+
+from core.config import OptimConfig, RunConfig
+from core.groups import BLOCK, by_muon, group_settings, in_eight_bits
 from core.names import group_of
 
 Tree = dict[str, Array]
+Terms = dict[str, tuple[Array, ...]]
+
+# Newton–Schulz: the quintic's coefficients, and the least norm that is divided by (Jordan 2024).
+A, B, C, LEAST_NORM = 3.4445, -4.7750, 2.0315, 1e-7
+# Least scale of a block of 8-bit moments (torchao/optim/quant_utils.py).
+LEAST_SCALE = 1e-12
 
 
-def decay_of_group(optim: OptimConfig, group: str) -> float:
-    """Weight decay λ of a parameter group."""
-    return optim.weight_decay if group == "matrices" else 0.0
+def next_state(
+    config: RunConfig, params: Tree, moments: dict[str, Tree], grads: Tree, step: Array, lr: Array
+) -> tuple[Terms, dict[str, Tree]]:
+    """The terms of each new weight, to be added from left to right, and the new moments by kind.
+
+    `step` counts from 1. `lr` is the schedule's rate, a float64 scalar, as torch's Python float is.
+    """
+    optim = config.optim
+    terms: Terms = {}
+    after: dict[str, Tree] = {kind: {} for kind in moments}
+    for name, p in params.items():
+        settings = group_settings(config, group_of(name))
+        rate, decay = lr * settings.lr_factor, settings.weight_decay
+        if by_muon(optim, name):
+            buffer = momentum_after(optim, grads[name], moments["momentum_buffer"][name])
+            terms[name] = muon_terms(optim, p, grads[name], buffer, rate, decay)
+            after["momentum_buffer"][name] = buffer
+            continue
+        old = moments["exp_avg"][name], moments["exp_avg_sq"][name]
+        if optim.name == "adamw8bit" and p.dtype == jnp.float32:
+            terms[name], m, v = torchao_terms(optim, p, grads[name], *old, step, rate, decay)
+            if in_eight_bits(optim, p.shape):
+                m, v = in_codes(m, signed=True), in_codes(v, signed=False)
+        else:
+            m, v = update_moments(optim, grads[name], *old)
+            terms[name] = adamw_terms(optim, p, m, v, step, rate, decay)
+        after["exp_avg"][name], after["exp_avg_sq"][name] = m, v
+    return terms, after
 
 
-def update_moments(optim: OptimConfig, grads: Tree, exp_avg: Tree, exp_avg_sq: Tree) -> tuple[Tree, Tree]:
-    """First and second moments after `grads` (Kingma & Ba 2015)."""
+def update_moments(optim: OptimConfig, grad: Array, exp_avg: Array, exp_avg_sq: Array) -> tuple[Array, Array]:
+    """First and second moments after `grad` (Kingma & Ba 2015)."""
     return (
-        optax.tree.update_moment(grads, exp_avg, optim.beta1, 1),
-        optax.tree.update_moment(grads, exp_avg_sq, optim.beta2, 2),
+        optax.tree.update_moment(grad, exp_avg, optim.beta1, 1),
+        optax.tree.update_moment(grad, exp_avg_sq, optim.beta2, 2),
     )
+
+
+def adamw_terms(
+    optim: OptimConfig, p: Array, exp_avg: Array, exp_avg_sq: Array, step: Array, lr: Array, decay: float
+) -> tuple[Array, Array]:
+    """p·(1 − lr·λ) and the step to add to it, from updated moments."""
+    one = jnp.asarray(1.0, jnp.float64)
+    correction, root = (
+        one - optim.beta1 ** step.astype(one.dtype),
+        jnp.sqrt(one - optim.beta2 ** step.astype(one.dtype)),
+    )
+    denominator = jnp.sqrt(exp_avg_sq) / root.astype(p.dtype) + jnp.asarray(optim.eps, p.dtype)
+    return p * (one - lr * decay).astype(p.dtype), (-lr / correction).astype(p.dtype) * exp_avg / denominator
+
+
+def torchao_terms(
+    optim: OptimConfig, p: Array, grad: Array, exp_avg: Array, exp_avg_sq: Array, step: Array, lr: Array, decay: float
+) -> tuple[tuple[Array, Array, Array], Array, Array]:
+    """Torchao's AdamW in FP32: p, −(lr·λ)·p and the step; and the moments before they are rounded to 8 bits.
+
+    The powers of β are taken in FP64 of what β is in FP32, and rounded: FP32's own power is rarely another number.
+    """
+    single, double = jnp.float32, jnp.float64
+
+    def correction(beta: float) -> Array:
+        return 1 - (jnp.asarray(beta, single).astype(double) ** step.astype(double)).astype(single)
+
+    rate, root = lr.astype(single), jnp.sqrt(correction(optim.beta2))
+    m = exp_avg + jnp.asarray(1 - optim.beta1, single) * (grad - exp_avg)
+    v = exp_avg_sq + jnp.asarray(1 - optim.beta2, single) * (jnp.square(grad) - exp_avg_sq)
+    move = rate * (m / correction(optim.beta1)) / (jnp.sqrt(v) / root + jnp.asarray(optim.eps, single))
+    return (p, -(rate * jnp.asarray(decay, single) * p), -move), m, v
+
+
+@cache
+def quantisation_map(signed: bool) -> np.ndarray:
+    """The 256 numbers that a block's codes stand for, ascending, float32; the last is 1 (Dettmers et al. 2022, 1.3).
+
+    Seven decades, from 10⁻⁶ to 1, of which each has twice the numbers of the one below, in the middle of equal parts of
+    [0.1, 1]; and 0. With a sign, half of them are negative, and −1 is not among them. The parts are `torch.linspace`'s
+    to the bit: a multiple of the FP32 step from the nearer end, with a fused multiply-add.
+    """
+    single = np.float32
+    values = [single(0), single(1)]
+    for decade in range(7):
+        count = 2**decade * (1 if signed else 2)
+        at, step = np.arange(count + 1), float((single(1) - single(0.1)) / single(count))
+        exact = np.where(at < (count + 1) // 2, float(single(0.1)) + step * at, 1.0 - step * (count - at))
+        parts = exact.astype(single)
+        middles = (parts[:-1] + parts[1:]) / single(2) * single(10.0 ** (decade - 6))
+        values += [*middles, *(-middles if signed else ())]
+    return np.sort(np.asarray(values, single))
+
+
+def in_codes(x: Array, signed: bool) -> Array:
+    """X, float32, as 8-bit codes and a scale for each block of 256 numbers stand for it (torchao/optim/quant_utils.py).
+
+    A number becomes the nearer of its two neighbours on the map, the upper one at a tie.
+    """
+    levels = jnp.asarray(quantisation_map(signed))
+    blocks = x.reshape(-1, BLOCK)
+    scale = jnp.maximum(jnp.abs(blocks).max(1, keepdims=True), LEAST_SCALE)
+    scaled = blocks / scale
+    below = jnp.clip(jnp.searchsorted(levels, scaled, side="right") - 1, 0, 255)
+    above = jnp.minimum(below + 1, 255)
+    nearer = scaled - levels[below] >= (levels[above] - levels[below]) * 0.5
+    return (levels[jnp.where(nearer, above, below)] * scale).reshape(x.shape)
+
+
+def momentum_after(optim: OptimConfig, grad: Array, buffer: Array) -> Array:
+    """Muon's momentum, an average of gradients, in the order of `torch.lerp`."""
+    return buffer + (1 - optim.momentum) * (grad - buffer)
+
+
+def muon_terms(
+    optim: OptimConfig, p: Array, grad: Array, buffer: Array, lr: Array, decay: float
+) -> tuple[Array, Array]:
+    """p·(1 − lr·λ) of a matrix and the step to add to it, from the updated momentum."""
+    update = buffer
+    if optim.nesterov:  # `torch.lerp` starts from the nearer end
+        near, weight = (grad, optim.momentum) if optim.momentum < 0.5 else (buffer, optim.momentum - 1)
+        update = near + weight * (buffer - grad)
+    made = orthogonal(update, optim.ns_steps, optim.ns_dtype if p.dtype == jnp.float32 else None)
+    adjusted = -lr * (0.2 * math.sqrt(max(p.shape)))
+    return p * (1.0 - lr * decay).astype(p.dtype), adjusted.astype(p.dtype) * made
+
+
+def orthogonal(x: Array, steps: int, dtype: str | None) -> Array:
+    """(rows, columns) → the same with singular values near 1, by Newton–Schulz.
+
+    dtype: `bf16` rounds the operands and results of every product, the sum that goes with it included, and of norm and
+    quotient, where torch has bf16 tensors; else they are of the dtype of `x`.
+    """
+
+    def rounded(value: Array) -> Array:
+        return lax.reduce_precision(value, 8, 7) if dtype == "bf16" else value
+
+    tall = x.shape[0] > x.shape[1]
+    x = rounded(x.T if tall else x)
+    x = rounded(x / jnp.maximum(rounded(jnp.linalg.norm(x)), jnp.asarray(LEAST_NORM, x.dtype)))
+    for _ in range(steps):
+        gram = rounded(x @ x.T)
+        x = rounded(A * x + rounded(B * gram + C * (gram @ gram)) @ x)
+    return x.T if tall else x
+
+
+def in_words(config: RunConfig) -> str:
+    """What `next_state` computes, for the table at start."""
+    exact = config.precision.policy == "fp64"
+    return {
+        "adamw": "optax.scale_by_adam",
+        "adamw8bit": "optax.scale_by_adam" if exact else "AdamW, moments through torchao's 8-bit codes",
+        "muon": f"Muon (Newton–Schulz in {'fp64' if exact else config.optim.ns_dtype}), optax.scale_by_adam",
+    }[config.optim.name]
 
 
 def global_norm(grads: Tree) -> Array:
@@ -45,25 +202,3 @@ def clip_coefficient(optim: OptimConfig, norm: Array) -> Array:
     if not optim.clip_norm:
         return jnp.ones_like(norm)
     return jnp.minimum(optim.clip_norm / (norm + jnp.asarray(1e-6, norm.dtype)), 1.0)
-
-
-def decayed_and_move(
-    optim: OptimConfig, params: Tree, exp_avg: Tree, exp_avg_sq: Tree, step: Array, lr: Array
-) -> tuple[Tree, Tree]:
-    """p·(1 − lr·λ) and the step to add to it, from updated moments; `step` counts from 1.
-
-    `lr` is a float64 scalar, as torch's Python float is. The two are added in a program of their own: inside one, XLA
-    contracts product and sum into a fused multiply-add, which torch does not do, and a quarter of the new weights
-    differ in their last bit.
-    """
-    one = jnp.asarray(1.0, jnp.float64)
-    correction, root = (
-        one - optim.beta1 ** step.astype(one.dtype),
-        jnp.sqrt(one - optim.beta2 ** step.astype(one.dtype)),
-    )
-    kept, move = {}, {}
-    for name, p in params.items():
-        denominator = jnp.sqrt(exp_avg_sq[name]) / root.astype(p.dtype) + jnp.asarray(optim.eps, p.dtype)
-        kept[name] = p * (one - lr * decay_of_group(optim, group_of(name))).astype(p.dtype)
-        move[name] = (-lr / correction).astype(p.dtype) * exp_avg[name] / denominator
-    return kept, move

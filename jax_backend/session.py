@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import flax
@@ -17,14 +17,15 @@ from jax import Array
 
 from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
 from core.config import RunConfig
+from core.groups import check_state, moment_names
 from core.init import init_parameters
 from core.loss_scale import SCALE, SKIPPED, first_scale, scale_after
 from core.metrics import norms_by_group
-from core.names import GRADIENT, check_state, edge_names, parameter_shapes, probe_shapes, tap_names
+from core.names import GRADIENT, edge_names, parameter_shapes, probe_shapes, tap_names
 from core.schedule import learning_rate
 from jax_backend.loss import negative_log_likelihood, weighted_mean
 from jax_backend.model import Llama
-from jax_backend.optim import Tree, clip_coefficient, decayed_and_move, global_norm, update_moments
+from jax_backend.optim import Terms, Tree, clip_coefficient, global_norm, in_words, next_state
 from jax_backend.precision import POLICIES, Policy
 from jax_backend.stages import in_stream, stage_functions, with_gradients
 
@@ -44,11 +45,11 @@ class JaxSession:
         self.graph, abstract = nnx.split(nnx.eval_shape(partial(Llama, config)))
         self._paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(abstract)}
         self.params = self._arrays(init_parameters(config.model, config.seed))
-        self.moments = {
-            kind: {n: jnp.zeros_like(p) for n, p in self.params.items()} for kind in ("exp_avg", "exp_avg_sq")
-        }
+        kinds = moment_names(config.optim, self.params)
+        self.moments = {kind: {n: jnp.zeros_like(self.params[n]) for n in names} for kind, names in kinds.items()}
         self._micro_gradients = jax.jit(jax.value_and_grad(self.micro_loss, has_aux=True))
         self._add = jax.jit(partial(jax.tree.map, jnp.add))
+        self._sum = jax.jit(summed)
         self._norm = jax.jit(global_norm)
         self._leaf_norms = jax.jit(partial(jax.tree.map, lambda x: jnp.linalg.norm(x.ravel())))
         self._move = jax.jit(self.move)
@@ -70,7 +71,7 @@ class JaxSession:
 
     def load(self, state: State) -> None:
         """Take over a canonical state. Raises ValueError if names or shapes are not this model's."""
-        check_state(self.config.model, state)
+        check_state(self.config, state)
         self.params = self._arrays(state.params)
         self.moments = {kind: self._arrays(state.optimizer[kind]) for kind in self.moments}
         self.steps_done = state.step
@@ -138,9 +139,9 @@ class JaxSession:
         """Execute one stage on the given inputs: the output is under `out`, or as `update` says.
 
         With `grad`, the gradient of the output, among the inputs there is also `grad/ROLE` for every floating input.
-        `update` takes `step` (steps done), `coefficient`, `lr`, and by prefix `params/`, `grads/`, `exp_avg/`,
-        `exp_avg_sq/`; it gives the new `params/`, `exp_avg/`, `exp_avg_sq/`. Raises NotSupported for a stage that it
-        does not know.
+        `update` takes `step` (steps done), `coefficient`, `lr`, and by prefix `params/`, `grads/` and each kind of
+        moment, `exp_avg/`, `exp_avg_sq/` or `momentum_buffer/`; it gives the new `params/` and moments. Raises
+        NotSupported for a stage that it does not know.
         """
         if stage == "update":
             return self._run_update(inputs)
@@ -207,20 +208,18 @@ class JaxSession:
     def update(
         self, params: Tree, moments: dict[str, Tree], grads: Tree, coefficient: Array, step: int, lr: float
     ) -> tuple[Tree, dict[str, Tree]]:
-        """Clip, then AdamW: new weights and moments. `step` is the number of steps done before this one."""
-        kept, move, moments = self._move(
+        """Clip, then the optimizer: new weights and moments. `step` is the number of steps done before this one."""
+        terms, moments = self._move(
             params, moments, grads, coefficient, jnp.asarray(step + 1), jnp.asarray(lr, jnp.float64)
         )
-        return self._add(kept, move), moments
+        return self._sum(terms), moments
 
     def move(
         self, params: Tree, moments: dict[str, Tree], grads: Tree, coefficient: Array, step: Array, lr: Array
-    ) -> tuple[Tree, Tree, dict[str, Tree]]:
-        """Everything of the update but its last addition."""
+    ) -> tuple[Terms, dict[str, Tree]]:
+        """Everything of the update but the last additions."""
         clipped = jax.tree.map(lambda g: g * coefficient.astype(g.dtype), grads)
-        exp_avg, exp_avg_sq = update_moments(self.config.optim, clipped, moments["exp_avg"], moments["exp_avg_sq"])
-        kept, move = decayed_and_move(self.config.optim, params, exp_avg, exp_avg_sq, step, lr)
-        return kept, move, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return next_state(self.config, params, moments, clipped, step, lr)
 
     def observed(
         self, params: Tree, probes: Tree, tokens: Array, targets: Array, weights: Array, total: Array, names: Names
@@ -257,21 +256,24 @@ class JaxSession:
         return negative_log_likelihood(seen["logits"], targets), seen["logits"].argmax(-1) == targets
 
     def _run_update(self, inputs: Arrays) -> Arrays:
-        def under(prefix: str) -> Tree:
-            names = parameter_shapes(self.config.model)
+        def under(prefix: str, names: Iterable[str]) -> Tree:
             return {n: jnp.asarray(inputs[f"{prefix}/{n}"], self.policy.stream) for n in names}
 
-        moments = {kind: under(kind) for kind in self.moments}
+        params, grads = (under(prefix, parameter_shapes(self.config.model)) for prefix in ("params", "grads"))
+        moments = {kind: under(kind, by_name) for kind, by_name in self.moments.items()}
         coefficient = jnp.asarray(inputs["coefficient"])
-        new, after = self.update(
-            under("params"), moments, under("grads"), coefficient, int(inputs["step"]), float(inputs["lr"])
-        )
+        new, after = self.update(params, moments, grads, coefficient, int(inputs["step"]), float(inputs["lr"]))
         out = {f"params/{n}": np.array(p) for n, p in new.items()}
         return out | {f"{kind}/{n}": np.array(m) for kind, tree in after.items() for n, m in tree.items()}
 
     def _arrays(self, params: Mapping[str, np.ndarray]) -> Tree:
         # A copy: on the CPU, `asarray` would share an aligned array's memory with its owner, who may write to it.
-        return {name: jnp.array(params[name], self.policy.stream) for name in self._paths}
+        return {name: jnp.array(params[name], self.policy.stream) for name in self._paths if name in params}
+
+
+def summed(terms: Terms) -> Tree:
+    """Each parameter's terms, added from left to right."""
+    return {name: reduce(jnp.add, of_name) for name, of_name in terms.items()}
 
 
 class JaxBackend:
@@ -289,5 +291,5 @@ class JaxBackend:
             "backend": self.name,
             "versions": {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__},
             "device": jax.devices()[0].device_kind,
-            "in_force": {"program": "jax.jit", "attention": "written out", "optimizer": "optax.scale_by_adam"},
+            "in_force": {"program": "jax.jit", "attention": "written out", "optimizer": in_words(config)},
         }

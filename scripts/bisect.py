@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     check_json(options.json)
     run, data = open_run(options.run, options.branch)
     recipe = bands.recipe(run.config)
-    bands.require(recipe)
+    bands.require(recipe, run.config.optim)
     name = options.candidate or str(run.info.get("backend", "torch"))
     candidate, reference = load_backend(spec(name)), load_backend(spec(options.reference))
     config = attempt(lambda: on_device(run.config, options.device, candidate))

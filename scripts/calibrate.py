@@ -2,6 +2,7 @@
 
     python -m scripts.calibrate                     all recipes
     python -m scripts.calibrate bf16/eager --jobs 4 one recipe, in four processes; the others are kept
+    python -m scripts.calibrate --optimizers muon   what Muon alone is held to, into the recipes that are there
 
 Every draw is a clean torch session of a random shape (scripts/clean_runs.py) judged against the JAX twin and truth, at
 initial weights and after some training. Bounds come from the calibration draws; the held-out draws were never looked at
@@ -34,11 +35,15 @@ from core.parity import bands
 from core.parity.bands import Extremes
 from core.parity.excess import Distances
 from core.parity.judge import judge
+from core.parity.step import update
 from core.parity.verdict import Measure
-from scripts.clean_runs import clean_evidence, draw_config, open_reference
+from scripts.clean_runs import Optimizer, clean_evidence, draw_config, open_reference
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = ("fp32/eager", "fp32/compiled", "bf16/eager", "bf16/compiled")
+TABLE = ROOT / "core/parity/bands.json"
+OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "adamw8bit", "muon")
+POLICIES = ("fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise")
+RECIPES = tuple(f"{policy}/{program}" for policy in POLICIES for program in ("eager", "compiled"))
 CALIBRATION_DRAWS, HELD_OUT_DRAWS = range(30), range(1000, 1008)
 SEEDS, CHECKS, BETWEEN = 2, 5, 6
 LARGE = 1 << 40  # numbers of a tensor whose size widens nothing
@@ -46,21 +51,39 @@ LARGE = 1 << 40  # numbers of a tensor whose size widens nothing
 Sample = tuple[str, Distances, int]
 
 
-def clean_run(job: tuple[str, int]) -> list[Sample]:
-    """(recipe, draw) → distances of every comparison of `CHECKS` checked steps of `SEEDS` runs of one random shape."""
-    recipe, draw = job
+def clean_run(job: tuple[str, int, Optimizer]) -> list[Sample]:
+    """(recipe, draw, optimizer) → distances of every comparison of `CHECKS` checked steps of `SEEDS` runs of a shape.
+
+    Of another optimizer than AdamW only the comparisons are kept that it has for itself.
+    """
+    recipe, draw, optimizer = job
     samples: list[Sample] = []
 
     def record(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, ...]:
         samples.append((kind, d, size))
         return (Measure("excess", d.excess, None, None, "calibration"),)
 
-    config = draw_config(draw, recipe)
+    config = draw_config(draw, recipe, optimizer=optimizer)
     reference = replace(open_reference(config), bound=record)
     seeds = [draw * SEEDS + i for i in range(SEEDS)]
     for _, evidence, of_seed in clean_evidence(config, reference, seeds, CHECKS, BETWEEN):
-        judge(evidence, of_seed)
-    return samples
+        if optimizer == "adamw":
+            judge(evidence, of_seed)
+        else:
+            list(update(evidence, of_seed))
+    return samples if optimizer == "adamw" else [s for s in samples if s[0].startswith(f"{optimizer}/")]
+
+
+def optimizer_of(kind: str) -> str:
+    """Whose clean runs measure a kind of comparison."""
+    scope = kind.partition("/")[0]
+    return scope if scope in OPTIMIZERS else "adamw"
+
+
+def keep(rows: dict[str, Any], recipe: str, optimizers: tuple[Optimizer, ...], measured: dict[str, Any]) -> None:
+    """Put what was measured of these optimizers in the place of what there was of them."""
+    others = {kind: row for kind, row in rows.get(recipe, {}).items() if optimizer_of(kind) not in optimizers}
+    rows[recipe] = others | measured
 
 
 def extremes(samples: list[Sample]) -> dict[str, Extremes]:
@@ -88,16 +111,17 @@ def accused(recipe: str, samples: list[Sample]) -> dict[str, int]:
     return counts
 
 
-def read_table() -> dict[str, Any]:
-    """What was measured so far."""
-    path = ROOT / "core/parity/bands.json"
-    stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+def read_table(path: Path) -> dict[str, Any]:
+    """What was measured so far; a table that is not there yet starts as the one in force."""
+    start = path if path.exists() else TABLE
+    stored: dict[str, Any] = json.loads(start.read_text()) if start.exists() else {}
     return {"recipes": stored.get("recipes", {}), "held_out": stored.get("held_out", {})}
 
 
-def write_table(table: dict[str, Any]) -> None:
-    """Write bands.json, and make the bounds in this process follow it."""
-    (ROOT / "core/parity/bands.json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+def write_table(table: dict[str, Any], path: Path) -> None:
+    """Write a table, and make the bounds in this process follow it."""
+    path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    bands.TABLE = path
     bands.table.cache_clear()
 
 
@@ -159,6 +183,14 @@ class Calibrate:
     """policy/eager or policy/compiled"""
     jobs: int = 2
     """processes; each computes on one thread"""
+    optimizers: tuple[Optimizer, ...] = OPTIMIZERS
+    """whose kinds of comparison are measured; those of the others stay as they are"""
+    table: Path = TABLE
+    """the table to write; docs/calibration.md follows that of the package alone"""
+    draws: int = len(CALIBRATION_DRAWS)
+    """random shapes for the bounds"""
+    held_out: int = len(HELD_OUT_DRAWS)
+    """others that are held out"""
 
 
 def main() -> None:
@@ -170,18 +202,22 @@ def main() -> None:
     with context.Pool(options.jobs, maxtasksperchild=4) as pool:
         for recipe in options.recipes:
             started = time.perf_counter()
-            draws = [*CALIBRATION_DRAWS, *HELD_OUT_DRAWS]
-            runs = dict(zip(draws, pool.imap(clean_run, [(recipe, draw) for draw in draws]), strict=True))
-            clean = extremes([s for draw in CALIBRATION_DRAWS for s in runs[draw]])
-            held_out = [s for draw in HELD_OUT_DRAWS for s in runs[draw]]
-            table = read_table()
-            table["recipes"][recipe] = {kind: asdict(e) for kind, e in clean.items()}
-            write_table(table)
-            held_out = [s for s in held_out if s[0] in clean]
+            bounds, apart = CALIBRATION_DRAWS[: options.draws], HELD_OUT_DRAWS[: options.held_out]
+            # The other optimizers compute in FP32 under every policy (core/parity/bands.py, `measured_under`).
+            optimizers = options.optimizers if recipe.startswith("fp32/") else ("adamw",)
+            jobs = [(recipe, draw, optimizer) for optimizer in optimizers for draw in (*bounds, *apart)]
+            runs = dict(zip(jobs, pool.imap(clean_run, jobs), strict=True))
+            clean = extremes([s for job in jobs if job[1] in bounds for s in runs[job]])
+            held_out = [s for job in jobs if job[1] in apart for s in runs[job] if s[0] in clean]
+            table = read_table(options.table)
+            keep(table["recipes"], recipe, optimizers, {kind: asdict(e) for kind, e in clean.items()})
+            write_table(table, options.table)
             wrong = accused(recipe, held_out)
-            table["held_out"][recipe] = {k: asdict(e) | {"accused": wrong[k]} for k, e in extremes(held_out).items()}
-            write_table(table)
-            (ROOT / "docs/calibration.md").write_text(page(table))
+            measured = {k: asdict(e) | {"accused": wrong[k]} for k, e in extremes(held_out).items()}
+            keep(table["held_out"], recipe, optimizers, measured)
+            write_table(table, options.table)
+            if options.table == TABLE:
+                (ROOT / "docs/calibration.md").write_text(page(table))
             print(
                 f"{recipe}: {time.perf_counter() - started:.0f} s, "
                 f"{sum(wrong.values())}/{len(held_out)} held out accused",

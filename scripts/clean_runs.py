@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -19,7 +20,18 @@ import numpy as np
 import torch
 
 from core.backend import Batch, State
-from core.config import CompileConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from core.config import (
+    CompileConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    RunConfig,
+    Section,
+    TrainConfig,
+)
+from core.groups import moment_names
 from core.init import init_parameters
 from core.loss_scale import first_scale
 from core.parity.compare import Reference
@@ -35,11 +47,15 @@ def text() -> np.ndarray:
     return np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
 
 
-def draw_config(seed: int, recipe: str, accumulate: bool | None = None) -> RunConfig:
+Optimizer = Literal["adamw", "adamw8bit", "muon"]
+
+
+def draw_config(seed: int, recipe: str, accumulate: bool | None = None, optimizer: Optimizer = "adamw") -> RunConfig:
     """A random run of a recipe (`policy/eager` or `policy/compiled`); the shapes depend on the seed alone.
 
     One to four layers, 24 to 256 hidden, one to all KV heads, tied or not, biases or not, sequences of 16 to 320
     tokens, one to four micro-batches. accumulate: whether there are several; by default the seed decides.
+    optimizer: any but AdamW has rates and decay by group as well, and Muon its own settings.
     """
     rng = np.random.default_rng([seed, 1])
     heads = int(rng.choice([2, 4, 6, 8]))
@@ -68,6 +84,8 @@ def draw_config(seed: int, recipe: str, accumulate: bool | None = None) -> RunCo
         weight_decay=float(rng.choice([0.0, 0.1])),
         clip_norm=float(rng.choice([0.0, 0.5, 1.0])),
     )
+    if optimizer != "adamw":
+        optim = optim.model_copy(update={"name": optimizer, **_by_group(np.random.default_rng([seed, 3]))})
     length = int(rng.choice([16, 33, 64, 100, 128, 200, 320]))
     policy, program = recipe.split("/")
     return RunConfig(
@@ -76,9 +94,36 @@ def draw_config(seed: int, recipe: str, accumulate: bool | None = None) -> RunCo
         model=model,
         train=TrainConfig(steps=1000, batch_size=micro * parts, micro_batch_size=micro, sequence_length=length),
         optim=optim,
-        precision=PrecisionConfig(policy=policy),
-        compile=CompileConfig(enabled=program == "compiled"),
+        precision=PrecisionConfig(policy=policy, loss_scale=2.0**12, loss_scale_interval=40),
+        **_levers(np.random.default_rng([seed, 4]), compiled=program == "compiled"),
     )
+
+
+def _levers(rng: np.random.Generator, compiled: bool) -> dict[str, Section]:
+    """What changes how a step is computed and not what: chunks of the head, recomputation, what is one program."""
+    parts = str(rng.choice(["", "", "mlp", "norms,attention,mlp", "block"]))
+    return {
+        "loss": LossConfig(
+            head=str(rng.choice(["full", "chunked", "chunked"])), chunk=int(rng.choice([50, 128, 4096]))
+        ),
+        "recompute": RecomputeConfig(parts=parts, keep_products=bool(parts and rng.random() < 0.3)),
+        "compile": CompileConfig(enabled=compiled, scope=str(rng.choice(["model", "model", "blocks"]))),
+    }
+
+
+def _by_group(rng: np.random.Generator) -> dict[str, float | int | bool | str]:
+    scales = {f"{group}_lr_scale": float(rng.choice([0.5, 1.0, 2.0])) for group in ("embedding", "head", "gains")}
+    decays = {f"{group}_weight_decay": float(rng.choice([0.0, 0.1])) for group in ("embedding", "head", "gains")}
+    return {
+        **scales,
+        **decays,
+        "base_width": int(rng.choice([0, 64])),
+        "base_batch": int(rng.choice([0, 4])),
+        "momentum": float(rng.choice([0.4, 0.9, 0.95])),
+        "nesterov": bool(rng.random() < 0.8),
+        "ns_steps": int(rng.choice([3, 5])),
+        "ns_dtype": str(rng.choice(["bf16", "fp32"])),
+    }
 
 
 def draw_batch(config: RunConfig, rng: np.random.Generator) -> Batch:
@@ -93,8 +138,9 @@ def draw_batch(config: RunConfig, rng: np.random.Generator) -> Batch:
 def initial_state(config: RunConfig, seed: int) -> State:
     """Initial weights of a seed, moments at zero."""
     params = init_parameters(config.model, seed)
-    zeros = {kind: {n: np.zeros_like(p) for n, p in params.items()} for kind in ("exp_avg", "exp_avg_sq")}
-    return State(0, params, zeros, first_scale(config.precision))
+    kinds = moment_names(config.optim, params)
+    moments = {kind: {n: np.zeros_like(params[n]) for n in names} for kind, names in kinds.items()}
+    return State(0, params, moments, first_scale(config.precision))
 
 
 def clean_evidence(

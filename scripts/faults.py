@@ -174,6 +174,7 @@ class Bench:
     backend: Backend
     honest: Backend
     causes: str = "promised"
+    honest_name: str = HONEST
     _reference: Reference | None = None
     _losses: list[float] = field(default_factory=list)
 
@@ -188,7 +189,7 @@ class Bench:
 
     def honest_row(self) -> Row:
         """The honest trainer, judged as the faults are: it must not be accused."""
-        row = Row(HONEST, self._recipe, "", None, None, 1, HONEST_STEPS, None, None)
+        row = Row(self.honest_name, self._recipe, "", None, None, 1, HONEST_STEPS, None, None)
         return self._judged(row, self.honest, lambda batches: batches, HONEST_STEPS, "none")
 
     def row(self, fault: Any) -> Row:
@@ -346,19 +347,32 @@ def run(
     causes: str = "promised",
     kept: Sequence[Row] = (),
 ) -> Iterator[Row]:
-    """Rows of every fault under every recipe in turn, the honest trainer first; those in `kept` are not run again."""
+    """Rows of every fault under every recipe in turn, the honest trainer first; those in `kept` are not run again.
+
+    Faults that need settings of their own come after the others, each set of settings with its honest trainer.
+    """
     from core.parity.load import load_backend
 
     faults = chosen(names)
     done = {(row.name, row.recipe): row for row in kept if not row.error}
     for recipe in recipes:
-        config = config_of(recipe)
-        config = on_its_device(config, load_backend(TRAINER))
-        bench = Bench(config, data(config), Kept(load_backend(REFERENCE)), load_backend(TRAINER), causes)
-        yield done.get((HONEST, recipe)) or bench.honest_row()
+        plain = on_its_device(config_of(recipe), load_backend(TRAINER))
+        of_settings: dict[str, list[Any]] = {HONEST: []}
         for fault in faults:
             if recipe in fault.recipes:
+                of_settings.setdefault(honest_name(fault), []).append(fault)
+        for name, alike in of_settings.items():
+            config = alike[0].configured(plain) if alike else plain
+            bench = Bench(config, data(config), Kept(load_backend(REFERENCE)), load_backend(TRAINER), causes, name)
+            yield done.get((name, recipe)) or bench.honest_row()
+            for fault in alike:
                 yield done.get((fault.name, recipe)) or bench.row(fault)
+
+
+def honest_name(fault: Any) -> str:
+    """The row of the honest trainer that this fault stands beside: one for all that need the same settings."""
+    said = ", ".join(f"{key} = {text}" for key, text in fault.settings.items())
+    return f"{HONEST}: {said}" if said else HONEST
 
 
 def chosen(names: Sequence[str]) -> list[Any]:
@@ -389,7 +403,9 @@ def stamp(config: RunConfig) -> str:
     from importlib import resources
 
     bounds = resources.files("core.parity").joinpath("bands.json").read_bytes()
-    promised = [(f.name, f.stage, f.phase, f.layer, f.first_step, f.within, f.cause) for f in chosen(())]
+    promised = [
+        (f.name, f.stage, f.phase, f.layer, f.first_step, f.within, f.cause, dict(f.settings)) for f in chosen(())
+    ]
     return hashlib.sha256(bounds + repr((config.model_dump(), promised)).encode()).hexdigest()[:16]
 
 
@@ -457,7 +473,11 @@ def main(argv: list[str]) -> int:
     from core.parity import bands
 
     for config in configs:
-        bands.require(bands.recipe(config))
+        recipe = bands.recipe(config)
+        bands.require(recipe, config.optim)
+        for fault in chosen(options.names):
+            if recipe in fault.recipes:
+                bands.require(recipe, fault.configured(config).optim)
     mark = stamp(configs[0].model_copy(update={"precision": None, "compile": None}))
     kept = read(options.json, mark) if options.resume and options.json else []
     console = Console(highlight=False)

@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
         raise UserError(f"command line: json = {options.json}: not a file in a folder that is there")
     config = load_config(options.config, given)
-    bands.require(bands.recipe(config))
+    bands.require(bands.recipe(config), config.optim)
     data = open_data(config, options.config, given)
     candidate, reference = load_backend(spec(options.candidate)), load_backend(spec(options.reference))
     console = Console(highlight=False)

@@ -82,7 +82,7 @@ def _capsule(console: Console, options: Replay) -> int:
     capsule = read_capsule(options.path)
     if options.step not in (None, capsule.step):
         raise UserError(f"{options.path} holds step {capsule.step}, not step {options.step}")
-    bands.require(bands.recipe(capsule.config))
+    bands.require(bands.recipe(capsule.config), capsule.config.optim)
     name = options.candidate or str(capsule.about["candidate"])
     packed = capsule.verdict
     console.print(f"step {capsule.step}, packed as: {_said(packed)}", markup=False, soft_wrap=True)
@@ -105,7 +105,7 @@ def _run(console: Console, options: Replay) -> int:
     from core.parity.replay import replay_run
 
     run, data = open_run(options.path, options.branch)
-    bands.require(bands.recipe(run.config))
+    bands.require(bands.recipe(run.config), run.config.optim)
     name = options.candidate or str(run.info.get("backend", "torch"))
     reference = load_backend(spec(options.reference))
     found: list[Replayed] = []

@@ -6,12 +6,14 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.budget import flops_per_token, parameter_count, parameter_count_by_group
 from core.config import RunConfig
+from core.groups import group_settings
 from core.parity.bands import recipe
 from core.sinks.tables import GroupRow, facts, losses_to_know, parameter_groups
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from core.run import RunDir
     from core.run_data import RunData
 
-LIBRARIES = ("torch", "jax", "jaxlib", "flax", "optax", "numpy", "tokenizers")
+LIBRARIES = ("torch", "jax", "jaxlib", "flax", "optax", "numpy", "tokenizers", "torchao")
 
 
 def run_info(config: RunConfig, backend: str, about: Mapping[str, Any], data: RunData) -> dict[str, Any]:
@@ -94,8 +96,7 @@ def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str
         GroupRow(
             group,
             count,
-            lr_factor=1.0,
-            weight_decay=config.optim.weight_decay if group == "matrices" else 0.0,
+            **asdict(group_settings(config, group)),
             precision=policy if group in ("matrices", "head") else stream,
         )
         for group, count in parameter_count_by_group(config.model).items()

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     name = resumed.info.get("backend", "torch") if resumed else options.backend
     _one_rank(config.train.ranks)
     if config.parity.every:
-        bands.require(bands.recipe(config))
+        bands.require(bands.recipe(config), config.optim)
     path = resumed.path if resumed else options.out / config.name
     if not resumed:
         RunDir.check_free(path, options.overwrite)

@@ -47,7 +47,8 @@ class _NegativeLogLikelihood(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return logits_gradient(*ctx.saved_tensors, grads[0], ctx.z_loss), None, None
+        logits_BSV, targets_BS, logsumexp_BS = ctx.saved_tensors
+        return logits_gradient(logits_BSV, targets_BS, logsumexp_BS, grads[0], ctx.z_loss), None, None
 
 
 def negative_log_likelihood(logits_BSV: Tensor, targets_BS: Tensor, z_loss: float = 0.0) -> Tensor:

@@ -210,6 +210,7 @@ class Llama(nn.Module):
         rope = self.cos[:length].to(policy.stream), self.sin[:length].to(policy.stream)
         x_BSD = tap("embed", self.recompute("embedding", self.embed, tokens_BS))
         for i, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
             # Without a tap no block asks for its name: under torch.compile all are one program.
             name = "" if tap is no_tap else f"blocks.{i}"
             x_BSD = block.recompute("block", block, x_BSD, rope, policy, tap, name)

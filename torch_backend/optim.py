@@ -1,44 +1,203 @@
-"""AdamW with decoupled decay by parameter group. Twin: jax_backend/optim.py.
+"""AdamW, AdamW with 8-bit moments and Muon, with rate and decay by parameter group. Twin: jax_backend/optim.py.
 
-torch rounds in this order (torch/optim/adamw.py, foreach), each line one rounded FP32 operation a factor::
+λ and lr are the group's own (core/groups.py). AdamW rounds in this order (torch/optim/adamw.py, foreach; fused on CUDA
+does the same operations in one kernel), each line one rounded FP32 operation a factor::
 
     p ← p · (1 − lr·λ)
     m ← m + (1 − β₁)(g − m)
     v ← β₂·v + (1 − β₂)·g²
     p ← p − lr/(1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
 
-λ is `weight_decay` for the group `matrices` and 0 for the others.
+With 8-bit moments (torchao/optim/adam.py, `single_param_adam`) lr, λ and both powers of β are FP32 numbers, and m and v
+are rounded to 8 bits after the weight was moved by them as they were::
+
+    p ← p − (lr·λ)·p
+    m ← m + (1 − β₁)(g − m)
+    v ← v + (1 − β₂)(g² − v)
+    p ← p − lr·(m / (1 − β₁ᵗ)) / (√v / √(1 − β₂ᵗ) + ε)
+    m, v ← in codes and scales
+
+Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon; in torch.optim.Muon's order) moves the matrices, AdamW the
+rest; the momentum is an average, as torch has it, not Jordan's sum, which is the same direction::
+
+    b ← b + (1 − μ)(g − b)
+    u = b + (μ − 1)(b − g) with Nesterov, else b
+    p ← p · (1 − lr·λ)
+    p ← p − lr · 0.2·√max(rows, columns) · orthogonal(u)
+
+The factor gives an update the root mean square that AdamW's has (Liu et al. 2025, arXiv 2502.16982, equation 4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from core.backend import State
-from core.config import OptimConfig
+from core.config import OptimConfig, RunConfig
+from core.groups import BLOCK, by_muon, group_settings, in_eight_bits, moment_kinds, moment_names
 from core.names import GROUPS, group_of
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+# Newton–Schulz: the quintic's coefficients, and the least norm that is divided by (Jordan 2024).
+A, B, C, LEAST_NORM = 3.4445, -4.7750, 2.0315, 1e-7
+NS_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Group = dict[str, Any]
 
 
-def decay_of_group(optim: OptimConfig, group: str) -> float:
-    """Weight decay λ of a parameter group."""
-    return optim.weight_decay if group == "matrices" else 0.0
+def build_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The run's optimizer over the non-empty groups of core/names.py.
 
-
-def build_optimizer(optim: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
-    """AdamW over the non-empty groups of core/names.py; each torch group carries its name under `group`."""
+    Each torch group carries its name under `group`, and under `lr_factor` what the schedule's rate is multiplied by.
+    """
     groups = []
     for group in GROUPS:
         members = [p for name, p in parameters.items() if group_of(name) == group]
+        settings = group_settings(config, group)
         if members:
-            groups.append({"params": members, "group": group, "weight_decay": decay_of_group(optim, group)})
+            groups.append(
+                {
+                    "params": members,
+                    "group": group,
+                    "lr_factor": settings.lr_factor,
+                    "weight_decay": settings.weight_decay,
+                }
+            )
+    first = next(iter(parameters.values()))
+    if config.optim.name == "muon":
+        return MuonAndAdamW(config.optim, groups, first.device)
+    if config.optim.name == "adamw8bit" and first.dtype == torch.float32:
+        return eight_bit_adamw(config, groups)
+    return adamw(config.optim, groups, first.device)
+
+
+def adamw(optim: OptimConfig, groups: list[Group], device: torch.device) -> torch.optim.AdamW:
+    """Torch's AdamW: one kernel for all on CUDA, a list operation at a time elsewhere."""
+    fused = device.type == "cuda"
+    betas = optim.beta1, optim.beta2
     return torch.optim.AdamW(
-        groups, lr=optim.peak_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=0.0, foreach=True
+        groups, lr=optim.peak_lr, betas=betas, eps=optim.eps, weight_decay=0.0, foreach=not fused, fused=fused
     )
+
+
+def eight_bit_adamw(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
+    """AdamW8bit of torchao. Its step is compiled by Inductor where the run's programs are, and eager elsewhere.
+
+    It compiles itself, once a shape; `torch.compiler.set_stance` is torch's switch for that.
+    """
+    from torchao.optim import AdamW8bit
+
+    class Adam(AdamW8bit):
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            with torch.compiler.set_stance("default" if step_is_compiled(config) else "force_eager"):
+                return super().step(closure)
+
+    optim = config.optim
+    optimizer: torch.optim.Optimizer = Adam(
+        groups, lr=optim.peak_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, block_size=BLOCK
+    )
+    return optimizer
+
+
+def step_is_compiled(config: RunConfig) -> bool:
+    """Whether torchao's step goes through torch.compile, for which it knows no other backend than Inductor."""
+    return config.compile.enabled and config.compile.backend == "inductor"
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over matrices (rows, columns), one after another."""
+
+    def __init__(self, optim: OptimConfig, groups: list[Group]) -> None:
+        keys = ("momentum", "nesterov", "ns_steps", "ns_dtype")
+        super().__init__(groups, {"lr": optim.peak_lr} | {key: getattr(optim, key) for key in keys})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every matrix that has a gradient; `closure` is not called."""
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                buffer = self.state[p]["momentum_buffer"]
+                buffer.lerp_(p.grad, 1 - momentum)
+                update = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+                # Under the fp64 policy nothing is rounded to a narrower format.
+                dtype = torch.float64 if p.dtype == torch.float64 else NS_DTYPES[group["ns_dtype"]]
+                made = orthogonal(update.to(dtype), group["ns_steps"])
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(made.to(p.dtype), alpha=-lr * self.length(*p.shape))
+
+    def length(self, rows: int, columns: int) -> float:
+        """What lr is multiplied by, for an update with AdamW's root mean square."""
+        return 0.2 * math.sqrt(max(rows, columns))
+
+
+def orthogonal(x: Tensor, steps: int) -> Tensor:
+    """(rows, columns) → the same with singular values near 1, by Newton–Schulz in the dtype of `x`.
+
+    X ← a·X + (b·G + c·G²)·X with G = X·Xᵀ, from X / ‖X‖; transposed where there are more rows than columns. Each of the
+    three products is one call, its sum included, and is rounded to the dtype once.
+    """
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=LEAST_NORM)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return x.T if tall else x
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for the group `matrices`, AdamW for the others: two optimizers over one list of groups and one state."""
+
+    def __init__(self, optim: OptimConfig, groups: list[Group], device: torch.device) -> None:
+        matrices = [group for group in groups if group["group"] == "matrices"]
+        self.optimizers = (
+            Muon(optim, matrices),
+            adamw(optim, [group for group in groups if group["group"] != "matrices"], device),
+        )
+        # The groups are the same objects here and there: who changes one changes what is in force.
+        super().__init__([group for one in self.optimizers for group in one.param_groups], {})
+        for one in self.optimizers:
+            one.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update by each; `closure` is not called."""
+        for one in self.optimizers:
+            one.step()
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group the schedule's rate times its own factor."""
+    for group in optimizer.param_groups:
+        rate = lr * group["lr_factor"]
+        if isinstance(group["lr"], Tensor):  # torchao's
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def in_words(config: RunConfig, device: torch.device) -> str:
+    """What `build_optimizer` builds, for the table at start."""
+    plain = f"AdamW ({'fused' if device.type == 'cuda' else 'foreach'})"
+    if config.optim.name == "muon":
+        dtype = "fp64" if config.precision.policy == "fp64" else config.optim.ns_dtype
+        return f"Muon (Newton–Schulz in {dtype}) for matrices, {plain} for the rest"
+    if config.optim.name == "adamw8bit":
+        if config.precision.policy == "fp64":
+            return f"{plain}: fp64 rounds no moments to 8 bits"
+        from importlib.metadata import version
+
+        number = ".".join(version("torchao").split("+")[0].split(".")[:2])
+        return f"AdamW 8-bit (torchao {number}{', compiled' if step_is_compiled(config) else ''})"
+    return plain
 
 
 def global_norm(grads: Iterable[Tensor]) -> Tensor:
@@ -58,17 +217,58 @@ def clip_coefficient(optim: OptimConfig, norm: Tensor) -> Tensor:
 
 
 def read_moments(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+    config: OptimConfig, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
-    """Moments by kind and canonical name; zeros for parameters that have not been stepped yet."""
+    """Moments by kind and canonical name, 8-bit ones as float32; zeros for parameters without a step."""
+
+    def read(p: nn.Parameter, kind: str) -> Tensor:
+        value: Tensor = optimizer.state[p].get(kind, torch.zeros_like(p)).detach()
+        return value.dequantize() if hasattr(value, "codes") else value
+
     return {
-        kind: {name: optimizer.state[p].get(kind, torch.zeros_like(p)).detach() for name, p in parameters.items()}
-        for kind in MOMENTS
+        kind: {name: read(parameters[name], kind) for name in names}
+        for kind, names in moment_names(config, parameters).items()
     }
 
 
-def write_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: State) -> None:
+def write_moments(
+    config: OptimConfig, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: State
+) -> None:
     """Put a canonical state's moments and step count into the optimizer. Raises KeyError for a missing name."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
     for name, p in parameters.items():
-        entry = {kind: torch.tensor(state.optimizer[kind][name]).to(device=p.device, dtype=p.dtype) for kind in MOMENTS}
-        optimizer.state[p] = {"step": torch.tensor(float(state.updates)), **entry}
+        # A fused step counts on the device.
+        count = torch.tensor(float(state.updates), device=p.device if fused else "cpu")
+        entry = {} if by_muon(config, name) else {"step": count}
+        quantised = p.dtype == torch.float32 and in_eight_bits(config, tuple(p.shape))
+        for kind in moment_kinds(config, name):
+            value = torch.tensor(state.optimizer[kind][name]).to(device=p.device, dtype=p.dtype)
+            entry[kind] = eight_bits(value, signed=kind == "exp_avg") if quantised else value
+        optimizer.state[p] = entry
+
+
+def eight_bits(value: Tensor, signed: bool) -> Tensor:
+    """Torchao's 8-bit tensor that stands for `value`, exactly if `value` is what such a tensor stood for.
+
+    A block's scale is its largest magnitude, whose code stands for 1. But the signed map ends at −0.993: where that
+    number is negative the block comes back smaller than its scale, and the scale is found from it, to the bit that
+    gives all of the block back. A block that no scale gives back is quantised as torchao would.
+    """
+    from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    state = OptimState8bit.zeros(value.shape, signed, BLOCK, value.device, value.dtype)
+    _, largest = scale_tensor(value, BLOCK)
+    stretched = largest / -state.qmap[0] if signed else largest
+    scale, done = largest, torch.zeros_like(largest, dtype=torch.bool)
+    up, down = (stretched.nextafter(torch.full_like(stretched, end)) for end in (math.inf, 0.0))
+    for tried in (largest, stretched, up, down):
+        scaled = (value.view(-1, BLOCK) / tried[:, None]).view(value.shape)
+        back = dequant_with_qmap(quantize_8bit_with_qmap(scaled, state.qmap), state.qmap, tried)
+        exact = (back == value).view(-1, BLOCK).all(1) & ~done
+        scale, done = torch.where(exact, tried, scale), done | exact
+    scaled = (value.view(-1, BLOCK) / scale[:, None]).view(value.shape)
+    state.codes.copy_(quantize_8bit_with_qmap(scaled, state.qmap))
+    state.scale.copy_(scale)
+    result: Tensor = state
+    return result

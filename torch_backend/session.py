@@ -16,16 +16,25 @@ from torch import Tensor, nn
 from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
 from core.config import RunConfig
 from core.errors import UserError
+from core.groups import check_state, moment_names
 from core.init import init_parameters
 from core.loss_scale import SCALE, first_scale, scale_after
 from core.metrics import norms_by_group
-from core.names import GRADIENT, check_state, edge_names, probe_shapes, tap_names
+from core.names import GRADIENT, edge_names, probe_shapes, tap_names
 from core.parity.observations import PARAMETER, PROBE_NLL, Observation
 from core.parity.sketch import K
 from core.schedule import learning_rate
 from torch_backend.float8 import float8
 from torch_backend.model import Linear, Llama, Tap, no_tap
-from torch_backend.optim import MOMENTS, build_optimizer, clip_coefficient, global_norm, read_moments, write_moments
+from torch_backend.optim import (
+    build_optimizer,
+    clip_coefficient,
+    global_norm,
+    in_words,
+    read_moments,
+    set_learning_rate,
+    write_moments,
+)
 from torch_backend.precision import POLICIES, Policy
 from torch_backend.sketch import (
     Kept,
@@ -91,11 +100,11 @@ class TorchSession:
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer over the model's parameters."""
-        return build_optimizer(self.config.optim, self.parameters)
+        return build_optimizer(self.config, self.parameters)
 
     def state(self) -> State:
         """A copy of weights, moments and step count."""
-        moments = read_moments(self.optimizer, self.parameters)
+        moments = read_moments(self.config.optim, self.optimizer, self.parameters)
         return State(
             self.steps_done,
             {name: _numpy(p) for name, p in self.parameters.items()},
@@ -105,9 +114,9 @@ class TorchSession:
 
     def load(self, state: State) -> None:
         """Take over a canonical state. Raises ValueError if names or shapes are not this model's."""
-        check_state(self.config.model, state)
+        check_state(self.config, state)
         self._load_parameters(state.params)
-        write_moments(self.optimizer, self.parameters, state)
+        write_moments(self.config.optim, self.optimizer, self.parameters, state)
         self.steps_done = state.step
         self.scalars = dict(state.scalars) or first_scale(self.config.precision)
 
@@ -123,8 +132,7 @@ class TorchSession:
         coefficient = clip_coefficient(self.config.optim, norm).to(self.policy.stream)
         torch._foreach_mul_(grads, coefficient)
         lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         # Only fp16 waits for the device to say so: it leaves out what overflowed.
         finite = not self.scalars or bool(torch.isfinite(norm))
         if finite:
@@ -308,23 +316,21 @@ class TorchSession:
         return {name: _numpy(value) for name, value in run_stage(functions[stage], inputs, self.policy).items()}
 
     def _run_update(self, inputs: Arrays) -> Arrays:
-        def under(prefix: str) -> dict[str, np.ndarray]:
-            return {name: inputs[f"{prefix}/{name}"] for name in self.parameters}
-
+        optim = self.config.optim
         parameters = {
             name: nn.Parameter(torch.tensor(value, dtype=self.policy.stream, device=self.device))
-            for name, value in under("params").items()
+            for name, value in ((name, inputs[f"params/{name}"]) for name in self.parameters)
         }
-        optimizer = build_optimizer(self.config.optim, parameters)
-        state = State(int(inputs["step"]), {}, {kind: under(kind) for kind in MOMENTS})
-        write_moments(optimizer, parameters, state)
+        optimizer = build_optimizer(self.config, parameters)
+        kinds = moment_names(optim, parameters)
+        moments = {kind: {name: inputs[f"{kind}/{name}"] for name in names} for kind, names in kinds.items()}
+        write_moments(optim, optimizer, parameters, State(int(inputs["step"]), {}, moments))
         coefficient = torch.tensor(float(inputs["coefficient"]), dtype=self.policy.stream, device=self.device)
         for name, p in parameters.items():
             p.grad = torch.tensor(inputs[f"grads/{name}"], dtype=self.policy.stream, device=self.device) * coefficient
-        for group in optimizer.param_groups:
-            group["lr"] = float(inputs["lr"])
+        set_learning_rate(optimizer, float(inputs["lr"]))
         optimizer.step()
-        after: dict[str, Mapping[str, Tensor]] = {"params": parameters, **read_moments(optimizer, parameters)}
+        after: dict[str, Mapping[str, Tensor]] = {"params": parameters, **read_moments(optim, optimizer, parameters)}
         return {f"{kind}/{name}": _numpy(value) for kind, tree in after.items() for name, value in tree.items()}
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
@@ -449,7 +455,7 @@ class TorchBackend:
             "in_force": {
                 "program": compiled,
                 "attention": "scaled_dot_product_attention",
-                "optimizer": "AdamW (foreach)",
+                "optimizer": in_words(config, device),
             },
         }
 

@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from core.config import ModelConfig, RunConfig
+from core.config import ModelConfig, OptimConfig, RunConfig
 from core.errors import UserError
-from core.names import group_of, parameter_shapes
+from core.groups import by_muon, in_eight_bits, moment_kinds
+from core.names import Shape, group_of, parameter_shapes
 from core.parity.excess import Distances
 from core.parity.stages import forward_stages
 from core.parity.verdict import Measure
@@ -127,13 +128,17 @@ def least(recipe: str, kind: str) -> tuple[float, float]:
     scope, _, stage = kind.partition("/")
     place, _, role = stage.partition("/")
     rounded = scope in ("end_to_end", "gradients", "bridge") or (place in ROUNDED and role != "bias")
-    if not recipe.startswith(("fp32/", "fp64/")) and rounded:
+    narrow = not recipe.startswith(("fp32/", "fp64/"))
+    if kind in ROUNDED_UPDATES or (narrow and rounded):
         return LEAST_EXCESS, LEAST_DISTANCE
     return LEAST_OF_SUMS, LEAST_OF_SUMS
 
 
 # Stages whose operands are rounded, so that the twin's error is that rounding's.
 ROUNDED = {"q", "k", "v", "o_proj", "gate", "up", "down_proj", "attn", "logits"}
+
+# What the optimizer rounds to a narrower format than the stream's, whatever the policy.
+ROUNDED_UPDATES = {"adamw8bit/exp_avg", "adamw8bit/exp_avg_sq", "muon/update"}
 
 
 def margin(kind: str) -> float:
@@ -169,38 +174,56 @@ def bridge_kind(parameter: str) -> str:
     return f"bridge/{gradient_kind(parameter).removeprefix('gradients/')}"
 
 
-def all_kinds(model: ModelConfig) -> set[str]:
-    """Every kind of comparison that a check of this model makes against calibrated bounds."""
-    kinds = {"gradients/together", "exp_avg", "exp_avg_sq", "update"}
-    for name in parameter_shapes(model):
+def update_kind(optim: OptimConfig, parameter: str, shape: Shape, what: str) -> str:
+    """A kind of moment, or `update`: AdamW's where it does as AdamW; Muon's by the precision of Newton–Schulz."""
+    if by_muon(optim, parameter):
+        return f"muon/{what}" + ("_fp32" if what == "update" and optim.ns_dtype == "fp32" else "")
+    return f"adamw8bit/{what}" if in_eight_bits(optim, shape) else what
+
+
+def all_kinds(model: ModelConfig, optim: OptimConfig) -> set[str]:
+    """Every kind of comparison that a check of this model under this optimizer makes against calibrated bounds."""
+    kinds = {"gradients/together"}
+    for name, shape in parameter_shapes(model).items():
         kinds |= {gradient_kind(name), bridge_kind(name)}
+        kinds |= {update_kind(optim, name, shape, what) for what in (*moment_kinds(optim, name), "update")}
     for stage in forward_stages(model):
         kinds |= {local_kind(stage.id), tap_kind(stage.id, "forward"), tap_kind(stage.id, "backward")}
         kinds |= {local_kind(stage.id, role) for role in (*stage.taps, *stage.params)}
     return kinds
 
 
+TABLE = resources.files("core.parity").joinpath("bands.json")
+
+
 @cache
 def table() -> dict[str, dict[str, Extremes]]:
     """Recipe → kind → extremes, from bands.json."""
-    raw: dict[str, Any] = json.loads(resources.files("core.parity").joinpath("bands.json").read_text())
+    raw: dict[str, Any] = json.loads(TABLE.read_text())
     return {recipe: {kind: Extremes(**row) for kind, row in kinds.items()} for recipe, kinds in raw["recipes"].items()}
 
 
-def require(recipe: str) -> None:
-    """Raise UserError unless clean runs of `recipe` were measured, in every kind of comparison: before anything starts.
+def require(recipe: str, optim: OptimConfig) -> None:
+    """Raise UserError unless clean runs of `recipe` were measured: before anything starts.
 
-    FP64 needs none: its bound is absolute.
+    In every kind of comparison that this optimizer may need. FP64 needs none: its bound is absolute.
     """
     if recipe.startswith("fp64/"):
         return
-    kinds = all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True))
-    if missing := sorted(kinds - table().get(recipe, {}).keys()):
+    kinds = all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), optim)
+    if missing := sorted(kind for kind in kinds if kind not in table().get(measured_under(recipe, kind), {})):
         what = recipe if len(missing) == len(kinds) else f"{recipe} ({', '.join(missing)})"
         raise UserError(
             f"no clean runs of {what} were measured, so a check has no bounds: "
             f"run python -m scripts.calibrate {recipe}, or leave the checks out"
         )
+
+
+def measured_under(recipe: str, kind: str) -> str:
+    """The recipe whose clean runs measure a kind: Muon and 8-bit AdamW compute in FP32 under every policy."""
+    if kind.startswith(("muon/", "adamw8bit/")):
+        return f"fp32/{recipe.partition('/')[2]}"
+    return recipe
 
 
 @dataclass(frozen=True)
@@ -240,7 +263,7 @@ def too_good(recipe: str, kind: str) -> bool:
     remainder of a cancellation end to end; all gradients together tell as much.
     """
     single = kind.startswith(("end_to_end/backward/", "gradients/")) and kind != "gradients/together"
-    return not recipe.startswith("fp32/") and not single
+    return kind in ROUNDED_UPDATES or (not recipe.startswith("fp32/") and not single)
 
 
 def _widened(log_excess: float, kind: str) -> float:
@@ -251,7 +274,7 @@ def _widened(log_excess: float, kind: str) -> float:
 
 def _clean(recipe: str, kind: str) -> Extremes:
     try:
-        return table()[recipe][kind]
+        return table()[measured_under(recipe, kind)][kind]
     except KeyError:
         raise UserError(f"no clean runs of {recipe} ({kind}) were measured; run python -m scripts.calibrate") from None
 

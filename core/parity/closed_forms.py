@@ -14,6 +14,7 @@ import numpy as np
 
 from core.backend import Arrays, Session
 from core.config import RunConfig
+from core.groups import by_muon, group_settings, moment_names
 from core.names import group_of, parameter_shapes, probe_shapes
 from core.parity.stages import ForwardStage, forward_stages
 
@@ -150,29 +151,46 @@ def loss_head(subject: Subject) -> Iterator[Form]:
 def optimizer(subject: Subject) -> Iterator[Form]:
     """AdamW by hand (Loshchilov & Hutter 2019, algorithm 2, lr on both terms), at the third step, with clipping.
 
-    Decay is decoupled and of matrices alone.
+    Decay is decoupled, rate and decay are the group's. Muon of a matrix by its singular values (`by_singular_values`).
     """
     optim, rng = subject.config.optim, np.random.default_rng(1)
-    lr, coefficient, done = 0.01, 0.5, 2
+    schedule, coefficient, done = 0.01, 0.5, 2
     shapes = parameter_shapes(subject.config.model)
+    kinds = {"params": list(shapes), "grads": list(shapes), **moment_names(optim, shapes)}
     old: dict[str, dict[str, np.ndarray]] = {
-        kind: {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-        for kind in ("params", "grads", "exp_avg", "exp_avg_sq")
+        kind: {name: rng.standard_normal(shapes[name]) for name in names} for kind, names in kinds.items()
     }
     old["exp_avg_sq"] = {name: np.square(value) for name, value in old["exp_avg_sq"].items()}
     inputs = {f"{kind}/{name}": value for kind, tree in old.items() for name, value in tree.items()}
-    scalars = {"step": np.asarray(done), "coefficient": np.asarray(coefficient), "lr": np.asarray(lr)}
+    scalars = {"step": np.asarray(done), "coefficient": np.asarray(coefficient), "lr": np.asarray(schedule)}
     new = subject.session.run_stage("update", inputs | scalars)
     for name in shapes:
-        gradient = coefficient * old["grads"][name]
+        gradient, p = coefficient * old["grads"][name], old["params"][name]
+        settings = group_settings(subject.config, group_of(name))
+        lr, decay = schedule * settings.lr_factor, settings.weight_decay
+        if by_muon(optim, name):
+            b = optim.momentum * old["momentum_buffer"][name] + (1 - optim.momentum) * gradient
+            direction = optim.momentum * b + (1 - optim.momentum) * gradient if optim.nesterov else b
+            made = 0.2 * math.sqrt(max(p.shape)) * by_singular_values(direction, optim.ns_steps)
+            yield "moments", f"momentum_buffer of {name}", new[f"momentum_buffer/{name}"], b
+            yield "update", name, new[f"params/{name}"], p - lr * (made + decay * p)
+            continue
         m = optim.beta1 * old["exp_avg"][name] + (1 - optim.beta1) * gradient
         v = optim.beta2 * old["exp_avg_sq"][name] + (1 - optim.beta2) * gradient**2
         yield "moments", f"exp_avg of {name}", new[f"exp_avg/{name}"], m
         yield "moments", f"exp_avg_sq of {name}", new[f"exp_avg_sq/{name}"], v
         m_hat, v_hat = m / (1 - optim.beta1 ** (done + 1)), v / (1 - optim.beta2 ** (done + 1))
-        decay = optim.weight_decay if group_of(name) == "matrices" else 0.0
-        p = old["params"][name]
         yield "update", name, new[f"params/{name}"], p - lr * (m_hat / (np.sqrt(v_hat) + optim.eps) + decay * p)
+
+
+def by_singular_values(x: np.ndarray, steps: int) -> np.ndarray:
+    """Newton–Schulz (Jordan 2024) moves singular values alone: each by s ← 3.4445·s − 4.775·s³ + 2.0315·s⁵."""
+    left, values, right = np.linalg.svd(x, full_matrices=False)
+    values = values / np.linalg.norm(values)
+    for _ in range(steps):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    moved: np.ndarray = (left * values) @ right
+    return moved
 
 
 FORMS: tuple[Callable[[Subject], Iterator[Form]], ...] = (

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from core.config import RunConfig
+from core.groups import by_muon, group_settings, in_eight_bits, moment_kinds
 from core.init import init_parameters
 from core.names import GRADIENT, group_of
 from core.parity.compare import FEW_ULPS
 from core.parity.evidence import Evidence
 from core.parity.stages import ForwardStage, Shared, forward_stages, shared_tensors
-from core.parity.step import MOMENTS, flat
+from core.parity.step import flat
 from core.parity.verdict import Check, Finding
 from core.schedule import learning_rate
 
@@ -268,21 +269,27 @@ def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig
         return _nothing(check, "the candidate does not show its gradients")
     tensors = {"input.parameter": before.params[name], "input.grad": evidence.stepped.grads[name]}
     tensors["candidate.parameter"] = after.params[name]
-    for kind in MOMENTS:
+    kinds = moment_kinds(optim, name)
+    for kind in kinds:
         tensors |= {f"input.{kind}": before.optimizer[kind][name], f"candidate.{kind}": after.optimizer[kind][name]}
     judged = {(f.stage, f.tap): f for f in check.findings if f.stage in ("moments", "update")}
-    keys = {"update": ("update", name), **{kind: ("moments", f"{kind}/{name}") for kind in MOMENTS}}
-    facts: dict[str, Any] = {key: getattr(optim, key) for key in ("beta1", "beta2", "eps")}
+    keys = {"update": ("update", name), **{kind: ("moments", f"{kind}/{name}") for kind in kinds}}
+    settings = group_settings(config, group_of(name))
+    rule, needs = "adamw", ["beta1", "beta2", "eps"]
+    if by_muon(optim, name):
+        rule, needs = "muon", ["momentum", "nesterov", "ns_steps", "ns_dtype"]
+    elif in_eight_bits(optim, before.params[name].shape):
+        rule = "adamw8bit"
+    facts: dict[str, Any] = {key: getattr(optim, key) for key in needs}
     facts |= {
         "number": before.step + 1,
-        "lr": learning_rate(optim, before.step + 1, config.train.steps),
+        "lr": learning_rate(optim, before.step + 1, config.train.steps) * settings.lr_factor,
         "coefficient": evidence.record.clip_coefficient,
-        "weight_decay": optim.weight_decay if group_of(name) == "matrices" else 0.0,
+        "weight_decay": settings.weight_decay,
         "limits": {key: _bounds(judged[found]) for key, found in keys.items() if found in judged},
     }
-    return _Parts(
-        ("update",), tensors, facts, f"AdamW on {name}: state and gradient before, what the step made of them."
-    )
+    about = f"{rule} on {name}: state and gradient before, what the step made of them."
+    return _Parts((f"update_{rule}", "update"), tensors, facts, about)
 
 
 def _two_programs(origin: Finding, evidence: Evidence, check: Check) -> _Parts:

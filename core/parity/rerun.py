@@ -14,12 +14,12 @@ from core import checkpoint
 from core.backend import Backend, Batch, Session, State, StepRecord
 from core.config import RunConfig
 from core.errors import UserError
+from core.groups import moment_names
 from core.init import init_parameters
 from core.loss_scale import first_scale
 from core.parity.closer import look_closer
 from core.parity.evidence import Evidence, gather
 from core.parity.judge import Reference, judge
-from core.parity.step import MOMENTS
 from core.parity.verdict import Check
 from core.run import RunDir
 
@@ -51,7 +51,8 @@ def initial_state(config: RunConfig) -> State:
     params = init_parameters(config.model, config.seed)
     dtype = np.float64 if config.precision.policy == "fp64" else np.float32
     params = {name: array.astype(dtype) for name, array in params.items()}
-    moments = {kind: {name: np.zeros_like(a) for name, a in params.items()} for kind in MOMENTS}
+    kinds = moment_names(config.optim, params)
+    moments = {kind: {n: np.zeros_like(params[n]) for n in names} for kind, names in kinds.items()}
     return State(0, params, moments, first_scale(config.precision))
 
 

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from core.backend import Arrays, State
+from core.groups import moment_names
 from core.init import init_parameters
 from core.loss_scale import scale_after
 from core.names import Shape, parameter_shapes
-from core.parity import scalars
+from core.parity import bands, scalars
 from core.parity.compare import Reference, compare, exact, finding
 from core.parity.evidence import Evidence
 from core.parity.verdict import Finding
 from core.schedule import learning_rate
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def data(evidence: Evidence) -> Iterator[Finding]:
@@ -32,10 +31,12 @@ def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     """Names and shapes of weights and moments always; at step 0, the weights' bits against core/init.py."""
     shapes, params = parameter_shapes(reference.config.model), evidence.before.params
     wrong: dict[str, None] = {}
+    kinds = moment_names(reference.config.optim, shapes)
     for state in (evidence.before, evidence.after):
         wrong |= dict.fromkeys(differing(state.params, shapes))
-        for kind in MOMENTS:
-            wrong |= dict.fromkeys(f"{kind}/{name}" for name in differing(state.optimizer.get(kind, {}), shapes))
+        for kind, names in kinds.items():
+            due = {name: shapes[name] for name in names}
+            wrong |= dict.fromkeys(f"{kind}/{name}" for name in differing(state.optimizer.get(kind, {}), due))
     basis = "equal names and shapes"
     yield exact("weights", "names", len(wrong), len(shapes), basis, ", ".join(list(wrong)[:5]))
     if evidence.before.step == 0 and not wrong:
@@ -100,15 +101,17 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         inputs |= {f"{prefix}/{name}": array for name, array in arrays.items()}
     outputs = [session.run_stage("update", inputs) for session in reference.sessions]
     w, t = outputs[0], outputs[-1]
-    for kind in MOMENTS:
-        for name in before.params:
-            key = f"{kind}/{name}"
-            yield compare(reference, "moments", kind, key, "local", after.optimizer[kind][name], w[key], t[key])
+    optim = config.optim
+    for kind, names in moment_names(optim, before.params).items():
+        for name in names:
+            key, band = f"{kind}/{name}", bands.update_kind(optim, name, before.params[name].shape, kind)
+            yield compare(reference, "moments", band, key, "local", after.optimizer[kind][name], w[key], t[key])
     for name, old in before.params.items():
         c64, w64, t64 = (
             new.astype(np.float64) - old for new in (after.params[name], w[f"params/{name}"], t[f"params/{name}"])
         )
-        yield compare(reference, "update", "update", name, "local", c64, w64, t64)
+        band = bands.update_kind(optim, name, old.shape, "update")
+        yield compare(reference, "update", band, name, "local", c64, w64, t64)
 
 
 def _left_out(before: State, after: State) -> Iterator[Finding]:

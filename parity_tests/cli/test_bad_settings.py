@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from core.config import OptimConfig
 from core.parity import bands
 from parity_tests.cli.conftest import Lockstep
 
@@ -131,7 +132,7 @@ def test_checks_without_calibrated_bounds_do_not_start(
 
 @pytest.mark.parametrize("recipe", ["fp64/eager", "fp32/eager", "fp32/compiled", "bf16/eager", "bf16/compiled"])
 def test_every_recipe_that_can_be_asked_for_has_bounds(recipe: str) -> None:
-    bands.require(recipe)
+    bands.require(recipe, OptimConfig())
 
 
 @pytest.mark.parametrize("command", ["train", "parity"])

@@ -273,6 +273,36 @@ LATER = (
     ),
 )
 
+MUON, EIGHT_BITS = {"optim.name": "muon"}, {"optim.name": "adamw8bit"}
+OPTIMIZERS = (
+    Fault(
+        optimizer.GainsAtTheRateOfTheRest,
+        "update",
+        layer=0,
+        loss_moves_less_than=TINY,
+        settings={"optim.gains_lr_scale": "2.0"},
+        note="the first gain is in block 0",
+    ),
+    Fault(
+        optimizer.MuonWithoutItsLength,
+        "update",
+        layer=0,
+        loss_moves_less_than=TINY,
+        settings=MUON,
+        note="AdamW moves the embedding: the first matrix is in block 0",
+    ),
+    Fault(
+        optimizer.MuonWithoutNesterov,
+        "update",
+        layer=0,
+        within=2,
+        loss_moves_less_than=TINY,
+        settings=MUON,
+        note="in the first step the momentum is a multiple of the gradient, and only roundings are others",
+    ),
+    Fault(optimizer.BlockScaleStale, "moments", layer=1, loss_moves_less_than=TINY, settings=EIGHT_BITS),
+)
+
 EAGER = "without torch.compile"
 COMPILED = (
     Fault(
@@ -344,7 +374,7 @@ COMPILED = (
     ),
 )
 
-FAULTS = (*FORWARD, *BACKWARD, *BEYOND, *UPDATE, *STATE, *DATA, *LATER, *COMPILED)
+FAULTS = (*FORWARD, *BACKWARD, *BEYOND, *UPDATE, *STATE, *DATA, *LATER, *OPTIMIZERS, *COMPILED)
 
 # Those that one eager check of the first step must find, by the backend alone.
 CATALOG = (*FORWARD, *BACKWARD, *UPDATE, *STATE)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from core.backend import Batch, State, StepRecord
+from torch_backend.optim import Muon, MuonAndAdamW
 from torch_backend.session import TorchBackend, TorchSession
 
 
@@ -184,7 +185,7 @@ class EpsilonUnderflows(TorchBackend):
 class _CoupledSession(TorchSession):
     def build_optimizer(self) -> torch.optim.Optimizer:
         groups = super().build_optimizer().param_groups
-        kept = [{key: group[key] for key in ("params", "group", "weight_decay")} for group in groups]
+        kept = [{key: group[key] for key in ("params", "group", "lr_factor", "weight_decay")} for group in groups]
         optim = self.config.optim
         return torch.optim.Adam(kept, lr=optim.peak_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=True)
 
@@ -268,6 +269,71 @@ class GradientsNotZeroed(TorchBackend):
     """The step begins with the gradients that the step before left behind."""
 
     session_class = _StaleGradientSession
+
+
+class _GroupRateSession(TorchSession):
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer()
+        for group in optimizer.param_groups:
+            if group["group"] == "gains":
+                group["lr_factor"] = 1.0
+        return optimizer
+
+
+class GainsAtTheRateOfTheRest(TorchBackend):
+    """The configuration gives the norms' gains a learning rate of their own, the optimizer has one rate for all."""
+
+    session_class = _GroupRateSession
+
+
+class _UnscaledMuon(Muon):
+    def length(self, rows: int, columns: int) -> float:
+        return 1.0
+
+
+class _UnscaledMuonSession(TorchSession):
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer()
+        assert isinstance(optimizer, MuonAndAdamW)
+        optimizer.optimizers[0].__class__ = _UnscaledMuon
+        return optimizer
+
+
+class MuonWithoutItsLength(TorchBackend):
+    """Muon's update has singular values near 1 and is not scaled by 0.2·√max(rows, columns) to AdamW's size."""
+
+    session_class = _UnscaledMuonSession
+
+
+class _PlainMomentumSession(TorchSession):
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer()
+        for group in optimizer.param_groups:
+            if "nesterov" in group:
+                group["nesterov"] = False
+        return optimizer
+
+
+class MuonWithoutNesterov(TorchBackend):
+    """Muon orthogonalises its momentum where the configuration says Nesterov's, one gradient ahead of it."""
+
+    session_class = _PlainMomentumSession
+
+
+class _StaleScaleSession(TorchSession):
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        p = self.parameters["blocks.1.attn.q_proj.weight"]
+        held = self.optimizer.state[p].get("exp_avg")
+        before = torch.zeros(()) if held is None else held.scale[0].clone()
+        record = super().step(batch, norms=norms)
+        self.optimizer.state[p]["exp_avg"].scale[0] = before
+        return record
+
+
+class BlockScaleStale(TorchBackend):
+    """8-bit moments: one block of 256 gets its new codes and keeps the scale of the step before."""
+
+    session_class = _StaleScaleSession
 
 
 class _FlippedSession(TorchSession):

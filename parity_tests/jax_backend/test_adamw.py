@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from core.config import OptimConfig
+from core.config import OptimConfig, RunConfig
 from core.names import group_of
-from jax_backend.optim import decay_of_group, decayed_and_move, update_moments
+from jax_backend.optim import next_state
 from jax_backend.session import JaxBackend
 from parity_tests.cross.variants import ALL_BIASES, shaken_state
 from parity_tests.tiny import tiny_config
@@ -24,38 +24,28 @@ MATRIX, GAIN = "blocks.0.mlp.up_proj.weight", "final_norm.weight"
 def test_two_steps_by_hand(name, decay):
     """Kingma & Ba 2015, algorithm 1, with the decoupled decay of Loshchilov & Hutter 2019, algorithm 2."""
     p, m, v = 0.5, 0.0, 0.0
-    ours, moments = {name: jnp.array([p])}, ({name: jnp.zeros(1)}, {name: jnp.zeros(1)})
+    config = RunConfig(optim=OPTIM)
+    ours, moments = {name: jnp.array([p])}, {"exp_avg": {name: jnp.zeros(1)}, "exp_avg_sq": {name: jnp.zeros(1)}}
     for step, (lr, g) in enumerate(zip(RATES, (0.3, -0.04), strict=False), start=1):
         m = 0.8 * m + 0.2 * g
         v = 0.9 * v + 0.1 * g * g
         m_hat, v_hat = m / (1 - 0.8**step), v / (1 - 0.9**step)
         p = p - lr * (m_hat / (math.sqrt(v_hat) + 1e-3) + decay * p)
-        moments = update_moments(OPTIM, {name: jnp.array([g])}, *moments)
-        kept, move = decayed_and_move(OPTIM, ours, *moments, jnp.asarray(step), jnp.asarray(lr))
-        ours = {name: kept[name] + move[name]}
-        assert float(moments[0][name][0]) == pytest.approx(m, rel=1e-15)
-        assert float(moments[1][name][0]) == pytest.approx(v, rel=1e-15)
+        terms, moments = next_state(config, ours, moments, {name: jnp.array([g])}, jnp.asarray(step), jnp.asarray(lr))
+        ours = {name: sum(terms[name])}
+        assert float(moments["exp_avg"][name][0]) == pytest.approx(m, rel=1e-15)
+        assert float(moments["exp_avg_sq"][name][0]) == pytest.approx(v, rel=1e-15)
         assert float(ours[name][0]) == pytest.approx(p, rel=1e-15)
 
 
 def test_the_first_step_is_the_learning_rate_long():
     """m̂/√v̂ = ±1 whatever the gradient's size: the decay and eps apart."""
-    optim = OptimConfig(eps=1e-30, weight_decay=0.0)
+    config = RunConfig(optim=OptimConfig(eps=1e-30, weight_decay=0.0))
     for g in (1e-8, -1e-3, 1e5):
         zeros = {MATRIX: jnp.zeros(1)}
-        moments = update_moments(optim, {MATRIX: jnp.array([g])}, zeros, zeros)
-        _, move = decayed_and_move(optim, zeros, *moments, jnp.asarray(1), jnp.asarray(0.01))
-        assert float(move[MATRIX][0]) == pytest.approx(-math.copysign(0.01, g), rel=1e-12)
-
-
-def test_only_matrices_decay():
-    assert [decay_of_group(OPTIM, g) for g in ("embedding", "head", "matrices", "gains", "biases")] == [
-        0,
-        0,
-        0.25,
-        0,
-        0,
-    ]
+        moments, grads = {"exp_avg": zeros, "exp_avg_sq": zeros}, {MATRIX: jnp.array([g])}
+        terms, _ = next_state(config, zeros, moments, grads, jnp.asarray(1), jnp.asarray(0.01))
+        assert float(terms[MATRIX][1][0]) == pytest.approx(-math.copysign(0.01, g), rel=1e-12)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from core.backend import Batch
+from core.config import ModelConfig, OptimConfig
 from core.errors import UserError
 from core.parity import bands
 from core.parity.end_to_end import errors_of_loss
@@ -24,7 +25,27 @@ def distances(excess: float = 1.0, gain: float = 0.0, distance: float = 0.0, rel
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_comparison_of_every_recipe_was_measured(recipe):
     model = tiny_config(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True).model
-    assert bands.all_kinds(model) == set(bands.table()[recipe])
+    found, apart = set(bands.table()[recipe]), ("adamw8bit/", "muon/")
+    assert bands.all_kinds(model, OptimConfig()) == {kind for kind in found if not kind.startswith(apart)}
+
+
+def test_each_optimizer_needs_its_own_kinds():
+    model = tiny_config(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True).model
+    needed = {name: bands.all_kinds(model, OptimConfig(name=name)) for name in ("adamw", "adamw8bit", "muon")}
+    eight = {"adamw8bit/exp_avg", "adamw8bit/exp_avg_sq", "adamw8bit/update"}
+    assert needed["adamw8bit"] - needed["adamw"] == eight
+    assert needed["muon"] - needed["adamw"] == {"muon/momentum_buffer", "muon/update"}
+    single = bands.all_kinds(model, OptimConfig(name="muon", ns_dtype="fp32"))
+    assert single - needed["muon"] == {"muon/update_fp32"}
+    assert needed["adamw"] <= needed["adamw8bit"] & needed["muon"]
+
+
+def test_an_optimizer_that_was_never_measured_is_refused(monkeypatch):
+    known = bands.all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), OptimConfig())
+    monkeypatch.setattr(bands, "table", lambda: {"bf16/eager": dict.fromkeys(known)})
+    bands.require("bf16/eager", OptimConfig())
+    with pytest.raises(UserError, match=r"muon/momentum_buffer, muon/update"):
+        bands.require("bf16/eager", OptimConfig(name="muon"))
 
 
 @pytest.mark.parametrize("kind, margin", [("gradients/matrices", 5.0), ("forward/attn", 2.0), ("backward/attn/k", 2.0)])

@@ -16,6 +16,7 @@ import torch_backend.precision
 import torch_backend.stages
 from core.config import OptimConfig, RunConfig
 from core.errors import UserError
+from core.groups import GroupSettings
 from core.parity.reference_check import check_reference, require_sound, small, sound_reference
 from core.parity.side_by_side import check_steps
 from jax_backend.session import JaxBackend
@@ -144,7 +145,9 @@ PLANTED = {
     ),
     "gains decay": (
         "update",
-        lambda p: p.setattr(torch_backend.optim, "decay_of_group", lambda optim, group: optim.weight_decay),
+        lambda p: p.setattr(
+            torch_backend.optim, "group_settings", lambda config, group: GroupSettings(1.0, config.optim.weight_decay)
+        ),
     ),
 }
 

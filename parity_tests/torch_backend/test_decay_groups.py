@@ -7,6 +7,7 @@ import pytest
 
 import torch_backend.optim
 from core.config import OptimConfig
+from core.groups import GroupSettings
 from core.names import GROUPS, group_of
 from parity_tests.cross.variants import ALL_BIASES, shaken_state
 from parity_tests.tiny import text_batch, tiny_config
@@ -23,6 +24,10 @@ def after_a_step(decay, base=BASE, state=STATE):
     session.load(state)
     assert session.step(text_batch(base)).lr == LR
     return session.state().params
+
+
+def decays_everything(config, group):
+    return GroupSettings(1.0, config.optim.weight_decay)
 
 
 def pulled_groups(with_decay, without):
@@ -54,7 +59,7 @@ def test_a_tied_head_is_an_embedding():
 
 
 def test_decay_on_everything_is_seen(monkeypatch, without):
-    monkeypatch.setattr(torch_backend.optim, "decay_of_group", lambda optim, group: optim.weight_decay)
+    monkeypatch.setattr(torch_backend.optim, "group_settings", decays_everything)
     assert pulled_groups(after_a_step(DECAY), without) == set(GROUPS)
 
 

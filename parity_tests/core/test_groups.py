@@ -1,0 +1,83 @@
+"""Rate, decay and state by parameter group, against numbers by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from core.config import OptimConfig, RunConfig
+from core.groups import check_state, group_settings, in_eight_bits, moment_kinds, moment_names
+from core.names import GROUPS, parameter_shapes
+from parity_tests.tiny import tiny_config
+from scripts.clean_runs import initial_state
+
+SCALES = {"matrices_lr_scale": 2.0, "embedding_lr_scale": 3.0, "head_lr_scale": 5.0, "gains_lr_scale": 7.0}
+DECAYS = {"weight_decay": 0.1, "embedding_weight_decay": 0.2, "head_weight_decay": 0.3, "gains_weight_decay": 0.4}
+
+
+def settings(config: RunConfig, **optim) -> dict[str, tuple[float, float]]:
+    config = config.model_copy(update={"optim": OptimConfig(**optim)})
+    return {group: (s.lr_factor, s.weight_decay) for group in GROUPS for s in [group_settings(config, group)]}
+
+
+def test_by_default_matrices_decay_and_all_learn_alike():
+    assert settings(tiny_config()) == {g: (1.0, 0.1 if g == "matrices" else 0.0) for g in GROUPS}
+
+
+def test_each_group_has_its_own_scale_and_decay():
+    assert settings(tiny_config(), **SCALES, **DECAYS) == {
+        "embedding": (3.0, 0.2),
+        "head": (5.0, 0.3),
+        "matrices": (2.0, 0.1),
+        "gains": (7.0, 0.4),
+        "biases": (7.0, 0.0),
+    }
+
+
+def test_the_width_rule_is_of_matrices_alone():
+    """Hidden is 64: a base of 16 makes a quarter."""
+    factors = {g: f for g, (f, _) in settings(tiny_config(), base_width=16, **SCALES).items()}
+    assert factors == {"embedding": 3.0, "head": 5.0, "matrices": 0.5, "gains": 7.0, "biases": 7.0}
+
+
+def test_the_batch_rule_is_of_all():
+    """A batch of 4 at a base of 1: twice the rate, whatever a micro-batch holds."""
+    assert {f for f, _ in settings(tiny_config(), base_batch=1).values()} == {2.0}
+    assert settings(tiny_config(), base_batch=1, base_width=16)["matrices"][0] == 0.5
+
+
+def test_which_state_is_kept():
+    shapes = parameter_shapes(tiny_config(tied=False, qkv_bias=True).model)
+    adamw = OptimConfig(name="adamw8bit")
+    assert {moment_kinds(adamw, name) for name in shapes} == {("exp_avg", "exp_avg_sq")}
+    kinds = moment_names(OptimConfig(name="muon"), shapes)
+    assert set(kinds["momentum_buffer"]) == {n for n in shapes if "_proj.weight" in n}
+    assert kinds["exp_avg"] == kinds["exp_avg_sq"] == [n for n in shapes if "_proj.weight" not in n]
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_quantised"),
+    [((64, 64), True), ((32, 64), False), ((64, 66), False), ((4096,), True), ((96, 48), True)],
+)
+def test_small_and_odd_tensors_are_not_quantised(shape, is_quantised):
+    assert in_eight_bits(OptimConfig(name="adamw8bit"), shape) is is_quantised
+    assert not in_eight_bits(OptimConfig(), shape)
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    config = tiny_config()
+    muon = config.model_copy(update={"optim": OptimConfig(name="muon")})
+    for one, other in ((config, muon), (muon, config)):
+        state = initial_state(one, 0)
+        check_state(one, state)
+        with pytest.raises(ValueError, match="keeps"):
+            check_state(other, state)
+    buffers = initial_state(muon, 0).optimizer
+    short = {n: a for n, a in buffers["momentum_buffer"].items() if n != "blocks.0.attn.q_proj.weight"}
+    with pytest.raises(ValueError, match=r"momentum_buffer: names differ.*q_proj"):
+        check_state(muon, replace(initial_state(muon, 0), optimizer={**buffers, "momentum_buffer": short}))
+    flat = {**buffers["momentum_buffer"], "blocks.0.attn.q_proj.weight": np.zeros(4096, np.float32)}
+    with pytest.raises(ValueError, match="has shape"):
+        check_state(muon, replace(initial_state(muon, 0), optimizer={**buffers, "momentum_buffer": flat}))

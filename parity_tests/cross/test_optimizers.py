@@ -1,0 +1,291 @@
+"""Every optimizer: its twin, third opinions, rates in force by group, and a state that comes back bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import torch_backend.optim
+from core.backend import State
+from core.config import CompileConfig, OptimConfig, RunConfig
+from core.groups import BLOCK, by_muon, group_settings, in_eight_bits
+from core.names import GROUPS, group_of
+from core.parity.evidence import uneven_weights
+from core.parity.reference_check import check_reference
+from core.schedule import learning_rate
+from jax_backend.optim import in_codes, quantisation_map
+from jax_backend.optim import orthogonal as orthogonal_in_jax
+from jax_backend.session import JaxBackend
+from parity_tests.cross.variants import ALL_BIASES, relative, same_bits, shaken_state
+from parity_tests.tiny import text_batch, tiny_config
+from scripts.clean_runs import initial_state
+from torch_backend.optim import build_optimizer, eight_bits, orthogonal, set_learning_rate
+from torch_backend.session import TorchBackend
+
+OPTIMIZERS = ("adamw", "adamw8bit", "muon")
+GROUPED = {"embedding_lr_scale": 2.0, "head_lr_scale": 0.5, "gains_lr_scale": 3.0, "base_width": 16, "base_batch": 1}
+MATRIX = "blocks.0.attn.q_proj.weight"
+
+
+def run_of(name: str, policy: str = "fp32", **optim) -> RunConfig:
+    """A run of an optimizer with another rate and decay for every group."""
+    config = tiny_config(policy, layers=1, train={"sequence_length": 32}, tied=False, **ALL_BIASES)
+    decays = {"embedding_weight_decay": 0.2, "head_weight_decay": 0.3, "gains_weight_decay": 0.4}
+    changed = {**config.optim.model_dump(), "name": name, **GROUPED, **decays, **optim}
+    return config.model_copy(update={"optim": OptimConfig(**changed)})
+
+
+def steps(session, numbers) -> list:
+    return [session.step(uneven_weights(text_batch(session.config, n), n)) for n in numbers]
+
+
+def shaken(config: RunConfig) -> State:
+    """Weights off their initial values, moments at zero."""
+    return replace(initial_state(config, 0), params=shaken_state(config.model).params)
+
+
+@pytest.mark.parametrize("optim", [{}, {"nesterov": False}, {"momentum": 0.3, "ns_steps": 2}], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_backends_agree_in_fp64(name, optim):
+    """Under fp64 neither quantises and Newton–Schulz is exact; distances are relative to the movement."""
+    config = run_of(name, "fp64", **optim)
+    states = []
+    for backend in (TorchBackend(), JaxBackend()):
+        session = backend.open(config)
+        session.load(shaken(config))
+        steps(session, range(3))
+        states.append(session.state())
+    ours, theirs = states
+    for parameter, start in shaken(config).params.items():
+        # As in test_updates_agree.py: a key's bias divides an error by almost nothing.
+        limit = 1e-10 if parameter.endswith("k_proj.bias") else 1e-12
+        assert relative(ours.params[parameter] - start, theirs.params[parameter] - start) < limit, parameter
+    assert ours.optimizer.keys() == theirs.optimizer.keys()
+    for kind, arrays in ours.optimizer.items():
+        for parameter, array in arrays.items():
+            assert relative(array, theirs.optimizer[kind][parameter]) < 1e-12, (kind, parameter)
+
+
+def update_inputs(config: RunConfig, steps_done: int = 2) -> dict[str, np.ndarray]:
+    """Inputs of the stage `update`: gradients at random, and the trainer's own state after some steps."""
+    session = TorchBackend().open(config)
+    steps(session, range(steps_done))
+    state, rng = session.state(), np.random.default_rng(0)
+    inputs = {f"params/{n}": p for n, p in state.params.items()}
+    inputs |= {f"grads/{n}": rng.standard_normal(p.shape).astype(p.dtype) * 1e-2 for n, p in state.params.items()}
+    inputs |= {f"{kind}/{n}": a for kind, tree in state.optimizer.items() for n, a in tree.items()}
+    return inputs | {"step": np.asarray(steps_done), "coefficient": np.asarray(0.5), "lr": np.asarray(3e-3)}
+
+
+@pytest.mark.parametrize("name, dtype", [("adamw8bit", "bf16"), ("muon", "bf16"), ("muon", "fp32")])
+def test_the_twin_rounds_as_the_trainer_does(name, dtype):
+    """In FP32, against the exact update: both are as far off, and less far from each other than from it."""
+    config = run_of(name, ns_dtype=dtype)
+    inputs = update_inputs(config)
+    exact_config = config.model_copy(update={"precision": config.precision.model_copy(update={"policy": "fp64"})})
+    c, w = (backend.open(config).run_stage("update", inputs) for backend in (TorchBackend(), JaxBackend()))
+    t = JaxBackend().open(exact_config).run_stage("update", inputs)
+    assert c.keys() == w.keys() == t.keys()
+    for key in c:
+        start = inputs[key].astype(np.float64) if key.startswith("params/") else 0.0
+        ours, twin, exact = (x[key] - start for x in (c, w, t))
+        error = relative(twin, exact)
+        rounded = key.startswith("exp_avg") and in_eight_bits(config.optim, c[key].shape)
+        bf16 = dtype == "bf16" and key.startswith("params/") and by_muon(config.optim, key.removeprefix("params/"))
+        assert error < (0.05 if rounded or bf16 else 1e-3)
+        assert error > (1e-3 if rounded or bf16 else 0.0)
+        assert relative(ours, twin) < (0.5 * error if rounded or bf16 else max(4 * error, 1e-7)), key
+
+
+def test_eight_bit_moments_are_the_same_bits_in_jax():
+    """Codes and scales of torchao, from the same numbers; among them blocks of zeros and of next to nothing."""
+    from torchao.optim.subclass_8bit import OptimState8bit, get_qmap_signed, get_qmap_unsigned
+
+    for signed, values in ((True, get_qmap_signed()), (False, get_qmap_unsigned())):
+        assert np.array_equal(quantisation_map(signed), np.asarray(values, np.float32))
+        x = moments_at_random(signed)
+        state = OptimState8bit.zeros(x.shape, signed, BLOCK)
+        state.copy_(torch.tensor(x))
+        ours = np.asarray(jax.jit(in_codes, static_argnums=1)(jnp.asarray(x), signed))
+        assert np.array_equal(ours, state.dequantize().numpy())
+        assert not np.array_equal(ours, x)
+
+
+def moments_at_random(signed: bool) -> np.ndarray:
+    rng = np.random.default_rng(int(signed))
+    x = (rng.standard_normal((64, 512)) * np.exp(3 * rng.standard_normal((64, 1)))).astype(np.float32)
+    x[0], x[1], x[2] = 0, x[1] * 1e-13, 0
+    x[2, 3] = -0.3
+    return x if signed else np.square(x)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_eight_bit_moments_come_back_bit_for_bit(signed):
+    """Codes and scales from what they stand for. Quantised once more, blocks whose largest is negative would shrink."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    state = OptimState8bit.zeros((64, 512), signed, BLOCK)
+    state.copy_(torch.tensor(moments_at_random(signed)))
+    back = eight_bits(state.dequantize(), signed)
+    assert torch.equal(back.codes, state.codes)
+    assert torch.equal(back.scale, state.scale)
+    again = OptimState8bit.zeros((64, 512), signed, BLOCK)
+    again.copy_(state.dequantize())
+    assert torch.equal(again.scale, state.scale) is not signed
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (128, 64), (64, 172)])
+def test_newton_schulz_is_that_of_torch_and_of_the_singular_values(shape):
+    """Against torch's own in bf16, to the bit; in FP64, against JAX, and what it does to singular values."""
+    from torch.optim._muon import _zeropower_via_newtonschulz as in_torch
+
+    x = torch.tensor(np.random.default_rng(0).standard_normal(shape))
+    theirs = in_torch(x.float(), (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    assert torch.equal(orthogonal(x.float().bfloat16(), 5), theirs)
+    exact = orthogonal(x, 5)
+    assert relative(np.asarray(orthogonal_in_jax(jnp.asarray(x.numpy()), 5, None)), exact.numpy()) < 1e-13
+    left, values, right = torch.linalg.svd(x, full_matrices=False)
+    values = values / values.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    assert relative(exact.numpy(), ((left * values) @ right).numpy()) < 1e-12
+    assert float(values.min()) > 0.3 and float(values.max()) < 1.3
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torch_s_muon(nesterov):
+    """Three steps of a tall and a wide matrix with clipped gradients, rate and decay of the group."""
+    config = run_of("muon", nesterov=nesterov, weight_decay=0.25)
+    names = ("blocks.0.mlp.up_proj.weight", "blocks.0.mlp.down_proj.weight")
+    start = {n: torch.tensor(p, dtype=torch.float32) for n, p in shaken_state(config.model).params.items()}
+    ours = {n: torch.nn.Parameter(p.clone()) for n, p in start.items()}
+    mine, factor = build_optimizer(config, ours), group_settings(config, "matrices").lr_factor
+    theirs = [torch.nn.Parameter(start[n].clone()) for n in names]
+    optim = config.optim
+    muon = torch.optim.Muon(
+        theirs, momentum=optim.momentum, nesterov=nesterov, weight_decay=0.25, adjust_lr_fn="match_rms_adamw"
+    )
+    torch.manual_seed(0)
+    for lr in (0.01, 0.02, 0.005):
+        for parameter, other in zip((ours[n] for n in names), theirs, strict=True):
+            parameter.grad = torch.randn_like(other)
+            other.grad = parameter.grad.clone()
+        set_learning_rate(mine, lr)
+        mine.step()
+        muon.param_groups[0]["lr"] = lr * factor
+        muon.step()
+    for name, other in zip(names, theirs, strict=True):
+        moved = (ours[name] - start[name]).detach().numpy()
+        assert np.linalg.norm(moved) > 1e-2
+        assert relative(moved, (other - start[name]).detach().numpy()) < 1e-6
+
+
+def test_another_polynomial_is_seen(monkeypatch):
+    """The negative twin of the comparisons above."""
+    config = run_of("muon", "fp64")
+    inputs = update_inputs(config)
+    due = JaxBackend().open(config).run_stage("update", inputs)[f"params/{MATRIX}"]
+    monkeypatch.setattr(torch_backend.optim, "A", 3.44)
+    wrong = TorchBackend().open(config).run_stage("update", inputs)[f"params/{MATRIX}"]
+    start = inputs[f"params/{MATRIX}"]
+    assert relative(wrong - start, due - start) > 1e-4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rates_and_decay_in_force(name):
+    """Each torch group has lr × its factor at the second step; the record says the schedule's own."""
+    config = run_of(name)
+    session = TorchBackend().open(config)
+    records = steps(session, range(2))
+    due = learning_rate(config.optim, 2, config.train.steps)
+    assert records[-1].lr == due
+    # tiny: hidden 64 with a base of 16, batch 4 with a base of 1
+    factors = {"embedding": 4.0, "head": 1.0, "matrices": 0.5, "gains": 6.0, "biases": 6.0}
+    decays = {"embedding": 0.2, "head": 0.3, "matrices": 0.1, "gains": 0.4, "biases": 0.0}
+    seen = {g["group"]: g for g in session.optimizer.param_groups}
+    assert seen.keys() == set(GROUPS)
+    for group, of_group in seen.items():
+        assert float(of_group["lr"]) == pytest.approx(due * factors[group], rel=1e-7)
+        assert of_group["weight_decay"] == decays[group]
+    names = {id(p): n for n, p in session.parameters.items()}
+    members = [(g["group"], names[id(p)]) for g in session.optimizer.param_groups for p in g["params"]]
+    assert sorted(n for _, n in members) == sorted(session.parameters)
+    assert all(group_of(n) == group for group, n in members)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("backend", [TorchBackend(), JaxBackend()], ids=lambda b: b.name)
+def test_a_state_goes_in_and_out_and_training_goes_on_bit_for_bit(name, backend):
+    config = run_of(name)
+    whole, first, second = (backend.open(config) for _ in range(3))
+    records = steps(whole, range(4))
+    steps(first, range(2))
+    state = first.state()
+    second.load(state)
+    assert same_bits(second.state(), state)
+    assert steps(second, range(2, 4)) == records[2:]
+    assert same_bits(second.state(), whole.state())
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("adamw8bit", "exp_avg"), ("adamw8bit", "exp_avg_sq"), ("muon", "momentum_buffer")]
+)
+def test_a_lost_moment_is_seen(name, kind):
+    config = run_of(name)
+    session = TorchBackend().open(config)
+    steps(session, range(2))
+    state = session.state()
+    zeros = {n: np.zeros_like(a) for n, a in state.optimizer[kind].items()}
+    steps(session, range(2, 3))
+    other = TorchBackend().open(config)
+    other.load(replace(state, optimizer={**state.optimizer, kind: zeros}))
+    steps(other, range(2, 3))
+    assert other.state().params[MATRIX].tobytes() != session.state().params[MATRIX].tobytes()
+
+
+@pytest.mark.parametrize("backend", [TorchBackend(), JaxBackend()], ids=lambda b: b.name)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_reference_s_closed_forms_hold(name, backend):
+    check = check_reference(backend, run_of(name))
+    assert [f for f in check.wrong if f.stage in ("moments", "update")] == []
+    assert {"moments", "update"} <= {f.stage for f in check.findings}
+    assert not any("closed forms" in words for words in check.not_covered)
+
+
+@pytest.mark.parametrize("change", [{"ns_steps": 4}, {"nesterov": False}, {"gains_lr_scale": 1.0}, {"momentum": 0.9}])
+def test_another_muon_is_no_reference(change):
+    class Other(JaxBackend):
+        def open(self, config):
+            optim = OptimConfig(**(config.optim.model_dump() | change))
+            return super().open(config.model_copy(update={"optim": optim}))
+
+    assert {f.stage for f in check_reference(Other(), run_of("muon")).wrong} & {"moments", "update"}
+
+
+def test_what_runs_is_said():
+    said = {
+        (name, policy): TorchBackend().describe(run_of(name, policy))["in_force"]["optimizer"]
+        for name in OPTIMIZERS
+        for policy in ("fp32", "fp64")
+    }
+    assert said["adamw", "fp32"] == "AdamW (foreach)"
+    assert said["adamw8bit", "fp32"].startswith("AdamW 8-bit (torchao 0.")
+    assert said["adamw8bit", "fp64"] == "AdamW (foreach): fp64 rounds no moments to 8 bits"
+    assert said["muon", "fp32"] == "Muon (Newton–Schulz in bf16) for matrices, AdamW (foreach) for the rest"
+    assert "Newton–Schulz in fp64" in said["muon", "fp64"]
+    compiled = run_of("adamw8bit").model_copy(update={"compile": CompileConfig()})
+    assert "compiled" in TorchBackend().describe(compiled)["in_force"]["optimizer"]
+    assert "compiled" not in said["adamw8bit", "fp32"]
+
+
+def test_torchao_compiles_nothing_in_an_eager_run():
+    """Its step asks for torch.compile whatever the run says: on the CPU that takes half a minute."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    steps(TorchBackend().open(run_of("adamw8bit")), range(1))
+    assert not torch._dynamo.utils.counters["stats"]

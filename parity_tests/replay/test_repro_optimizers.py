@@ -1,0 +1,81 @@
+"""repro.py of an update that Muon or 8-bit AdamW made: an honest one is within rounding, a faulty one is off."""
+
+from __future__ import annotations
+
+import runpy
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from core.parity.compare import Reference
+from core.parity.evidence import gather, uneven_weights
+from core.parity.repro import repro
+from core.parity.step import update
+from core.parity.verdict import Finding, Measure
+from jax_backend.session import JaxBackend
+from parity_tests.faults.optimizer import BlockScaleStale, MuonWithoutItsLength
+from parity_tests.replay.made import VERSIONS
+from parity_tests.tiny import text_batch, tiny_config
+from torch_backend.session import TorchBackend
+
+BASE = tiny_config("fp32", train={"sequence_length": 32, "micro_batch_size": 4})
+MATRIX = "blocks.1.attn.q_proj.weight"
+
+
+@dataclass
+class Accusing:
+    """A check with an origin of the test's choice."""
+
+    step: int
+    findings: tuple[Finding, ...]
+    origin: Finding
+    not_covered: tuple[str, ...] = ()
+
+
+def bound(recipe, kind, d, size):
+    """Bounds that do not wait for a calibration."""
+    return (
+        Measure("excess", d.excess, None, 1.5, "the test's own"),
+        Measure("twin_distance", d.twin_distance, None, 1.5, "the test's own"),
+    )
+
+
+def judged(name: str, backend: TorchBackend):
+    config = BASE.model_copy(update={"optim": BASE.optim.model_copy(update={"name": name, "gains_lr_scale": 2.0})})
+    reference = replace(Reference.open(JaxBackend(), config), bound=bound)
+    session = backend.open(config)
+    session.step(text_batch(config, 1))
+    evidence = gather(session, config, uneven_weights(text_batch(config), 0))
+    return config, evidence, tuple(update(evidence, reference))
+
+
+def run_script(folder, config, evidence, findings, tap):
+    origin = next(f for f in findings if f.tap == tap)
+    made = repro(evidence, Accusing(2, findings, origin), config, VERSIONS)
+    folder.mkdir(exist_ok=True)
+    np.savez(folder / "stage.npz", **made.tensors)
+    (folder / "repro.py").write_text(made.script)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(folder / "repro.py"), run_name="__main__")
+    return stop.value.code
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
+def test_an_honest_update_is_within_rounding(name, tmp_path):
+    config, evidence, findings = judged(name, TorchBackend())
+    assert all(f.ok for f in findings), [f for f in findings if not f.ok]
+    for tap in (MATRIX, "blocks.1.attn_norm.weight", "embed.weight"):
+        assert run_script(tmp_path / "honest", config, evidence, findings, tap) == 0, tap
+
+
+@pytest.mark.parametrize(
+    "name, backend, tap",
+    [("muon", MuonWithoutItsLength(), MATRIX), ("adamw8bit", BlockScaleStale(), f"exp_avg/{MATRIX}")],
+    ids=["muon", "adamw8bit"],
+)
+def test_a_faulty_update_is_off(name, backend, tap, tmp_path, capsys):
+    config, evidence, findings = judged(name, backend)
+    assert not next(f for f in findings if f.tap == tap).ok
+    assert run_script(tmp_path / "faulty", config, evidence, findings, tap) == 1
+    assert "off:" in capsys.readouterr().out
