@@ -150,6 +150,11 @@ class AttentionConfig(Section):
     document_mask: bool = Field(False, description="tokens see their own document only")
     reset_positions: bool = Field(False, description="positions count from 0 in each document")
 
+    @property
+    def needs_documents(self) -> bool:
+        """Whether a batch must say which document each token belongs to."""
+        return self.document_mask or self.reset_positions
+
 
 class RecomputeConfig(Section):
     """Activation checkpointing: what the backward pass computes again instead of keeping it."""

@@ -16,18 +16,21 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+Kernel = Literal["cpu", "cuda", "math"]
+
 
 @dataclass(frozen=True)
 class Policy:
     """stream: dtype of every array. operand_bits: exponent and mantissa bits of matrix operands, or None.
 
-    kernel: the candidate's device, whose attention kernel the twin follows (jax_backend/attention.py).
+    kernel: whose roundings attention follows: torch's fused kernels on the CPU or on CUDA, or `math`
+            (jax_backend/attention.py).
     """
 
     name: str
     stream: Any
     operand_bits: tuple[int, int] | None
-    kernel: Literal["cpu", "cuda"] = "cpu"
+    kernel: Kernel = "cpu"
 
     def round(self, x: Array) -> Array:
         """X with its values rounded, to nearest even, to the operand format."""

@@ -22,6 +22,7 @@ from core.names import GRADIENT, check_state, edge_names, probe_shapes, tap_name
 from core.parity.observations import PARAMETER, PROBE_NLL, Observation
 from core.parity.sketch import K
 from core.schedule import learning_rate
+from torch_backend.attention import check_kernel, in_force
 from torch_backend.loss import weighted_mean
 from torch_backend.model import Llama, Tap, no_tap
 from torch_backend.optim import MOMENTS, build_optimizer, clip_coefficient, global_norm, read_moments, write_moments
@@ -66,7 +67,7 @@ class TorchSession:
     def build_model(self) -> Llama:
         """The model with unset weights in the policy's stream dtype (RoPE tables stay FP64 until they are used)."""
         with torch.device("meta"):
-            model = Llama(self.config.model, self.config.train.sequence_length)
+            model = Llama(self.config.model, self.config.train.sequence_length, self.config.attention)
         model.to_empty(device=self.device).to(self.policy.stream)
         model.place_rope(self.device)
         return model
@@ -168,7 +169,7 @@ class TorchSession:
             if name not in self.parameters
         }
         with torch.set_grad_enabled(bool(asked)):
-            loss, seen = program(*self.to_device(batch), self.total_weight(batch), probes)
+            loss, seen = program(*self.to_device(batch), self.total_weight(batch), probes, *self.documents(batch))
         wanted = probes | {name: p for name, p in self.parameters.items() if name in asked}
         grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True) if wanted else ()
         by_name = zip(wanted, grads, strict=True)
@@ -182,6 +183,7 @@ class TorchSession:
         weights: Tensor,
         total: Tensor,
         probes: Tensors,
+        *documents: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`micro_loss`, and the taps that it passed; a zero is added to each probed one: its gradient is the tap's."""
         seen: dict[str, Tensor] = {}
@@ -193,13 +195,15 @@ class TorchSession:
                 seen[name] = value.detach()
             return value
 
-        return self._through(tap, tokens, targets, weights, total), seen
+        return self._through(tap, tokens, targets, weights, total, *documents), seen
 
-    def _through(self, tap: Tap, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> Tensor:
+    def _through(
+        self, tap: Tap, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
+    ) -> Tensor:
         """The loss of `micro_loss`, the model's tensors passing `tap` on their way."""
         self.model.tap = tap
         try:
-            loss, _ = self.micro_loss(tokens, targets, weights, total)
+            loss, _ = self.micro_loss(tokens, targets, weights, total, *documents)
         finally:
             self.model.tap = no_tap
         return loss
@@ -227,9 +231,10 @@ class TorchSession:
             for name in tap_names(model)
         }
         inputs = *self.to_device(batch), self.total_weight(batch)
-        loss, seen = of_taps(*inputs, torch.tensor(rows, device=self.device), zeros, table)
+        documents = self.documents(batch)
+        loss, seen = of_taps(*inputs, torch.tensor(rows, device=self.device), zeros, table, *documents)
         by_tap = torch.autograd.grad(loss, list(zeros.values()), allow_unused=True)
-        loss, _ = self._micro_loss(*inputs)
+        loss, _ = self._micro_loss(*inputs, *documents)
         by_parameter = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
         found = {name: whole_observation(kept, shapes[name]) for name, kept in seen.items()}
         for name, grad in zip(zeros, by_tap, strict=True):
@@ -250,6 +255,7 @@ class TorchSession:
         rows: Tensor,
         probes: Tensors,
         table: Tensor,
+        *documents: Tensor,
     ) -> tuple[Tensor, dict[str, Kept]]:
         """`micro_loss`, and sketch and statistics of each tap's `rows`, its first axis.
 
@@ -264,7 +270,7 @@ class TorchSession:
                 seen[name] = sketch(part, table=table), statistics(part)
             return value
 
-        return self._through(tap, tokens, targets, weights, total), seen
+        return self._through(tap, tokens, targets, weights, total, *documents), seen
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
         """Execute one stage on the given inputs: see `JaxSession.run_stage`, whose torch twin this is."""
@@ -300,14 +306,18 @@ class TorchSession:
         tokens, targets, _ = self.to_device(batch)
         chosen = POLICIES[policy] if policy else self.policy
         with torch.no_grad():
-            logits = self.model.logits(self.model.trunk(tokens, chosen), chosen)
+            x = self.model.trunk(tokens, chosen, no_tap, *self.documents(batch))
+            logits = self.model.logits(x, chosen)
             return {
                 "nll": _numpy(self.model.nll(logits, targets)),
                 "top1": _numpy(logits.argmax(-1) == targets),
             }
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length."""
+        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length.
+
+        They are one document.
+        """
         with torch.no_grad():
             ids = torch.tensor(tokens[None], dtype=torch.long, device=self.device)
             return _numpy(self.model.logits(self.model.trunk(ids, self.policy)[:, -1:], self.policy)[0, 0])
@@ -323,6 +333,14 @@ class TorchSession:
             torch.from_numpy(batch.weights).to(self.device, self.policy.stream),
         )
 
+    def documents(self, batch: Batch) -> tuple[Tensor, ...]:
+        """(B, S) as int64 on the device, alone in a tuple, where attention asks for documents; else nothing.
+
+        Raises ValueError if it does and the batch has none.
+        """
+        found = batch.documents_for(self.config.attention)
+        return () if found is None else (torch.from_numpy(found).to(self.device, torch.long),)
+
     def accumulate(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """Gradients of the batch into `.grad`; returns the loss and the per-token NLL of each micro-batch.
 
@@ -337,7 +355,7 @@ class TorchSession:
         micros = batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens)))
         for micro in micros:
             tokens, targets, weights = self.to_device(micro)
-            micro_loss, micro_nll = self._micro_loss(tokens, targets, weights, total)
+            micro_loss, micro_nll = self._micro_loss(tokens, targets, weights, total, *self.documents(micro))
             micro_loss.backward()
             loss += micro_loss.detach()
             nll.append(micro_nll.detach())
@@ -346,9 +364,11 @@ class TorchSession:
             self._program_gradients = {name: g.clone() for name, g in grads.items() if g is not None}
         return loss, nll
 
-    def micro_loss(self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ weight·nll / total of one micro-batch, and its per-token nll (B, S)."""
-        nll = self.model(tokens, targets, self.policy)
+    def micro_loss(
+        self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Σ weight·nll / total of one micro-batch, and its per-token nll (B, S). documents: as `documents` gives."""
+        nll = self.model(tokens, targets, self.policy, *documents)
         return weighted_mean(nll, weights, total), nll
 
     def total_weight(self, batch: Batch) -> Tensor:
@@ -383,12 +403,17 @@ class TorchBackend:
     session_class: type[TorchSession] = TorchSession
 
     def open(self, config: RunConfig) -> TorchSession:
-        """A session at the initial weights of `config`. Raises UserError if the device is not there."""
+        """A session at the initial weights of `config`.
+
+        Raises UserError if the device is not there, or the attention kernel that was asked for cannot run on it.
+        """
+        check_kernel(config, resolve_device(config))
         return self.session_class(config)
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Versions, device and what is in force."""
+        """Versions, device and what is in force. Raises UserError as `open` does."""
         device = resolve_device(config)
+        check_kernel(config, device)
         compiled = f"torch.compile({config.compile.backend}, fullgraph)" if config.compile.enabled else "eager"
         return {
             "backend": self.name,
@@ -398,7 +423,7 @@ class TorchBackend:
             "threads": torch.get_num_threads(),
             "in_force": {
                 "program": compiled,
-                "attention": "scaled_dot_product_attention",
+                "attention": in_force(config.attention, device),
                 "optimizer": "AdamW (foreach)",
             },
         }

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity_tests.faults.planting import backward, bf16, in_model, rounded_down, swap, swapped
+from torch_backend.attention import Mask
 from torch_backend.model import Attention, Llama, Rope
 from torch_backend.precision import Policy
 from torch_backend.session import TorchBackend
@@ -16,7 +17,7 @@ from torch_backend.session import TorchBackend
 
 class _Bf16RopeAttention(Attention):
     def rotate(self, x_BSHE: Tensor, rope: Rope) -> Tensor:
-        return super().rotate(x_BSHE, (bf16(rope[0]), bf16(rope[1])))
+        return super().rotate(x_BSHE, rope._replace(cos=bf16(rope.cos), sin=bf16(rope.sin)))
 
 
 class RopeInBf16(TorchBackend):
@@ -82,7 +83,9 @@ def causal(q_BSHE: Tensor, ahead: int = 0) -> Tensor:
 
 
 class _AheadAttention(Attention):
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
         return written_out(self, q_BSHE, k_BSKE, v_BSKE, policy, causal(q_BSHE, ahead=1))
 
 
@@ -93,7 +96,9 @@ class SeesOneTokenAhead(TorchBackend):
 
 
 class _Bf16SoftmaxAttention(Attention):
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
         return written_out(self, q_BSHE, k_BSKE, v_BSKE, policy, causal(q_BSHE), low=True)
 
 
@@ -104,8 +109,10 @@ class SoftmaxInBf16(TorchBackend):
 
 
 class _FlatAttention(Attention):
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
-        return super().attend(q_BSHE / math.sqrt(self.heads), k_BSKE, v_BSKE, policy)
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
+        return super().attend(q_BSHE / math.sqrt(self.heads), k_BSKE, v_BSKE, policy, mask)
 
 
 class ScoresScaledByWidth(TorchBackend):
@@ -115,7 +122,9 @@ class ScoresScaledByWidth(TorchBackend):
 
 
 class _RoundingAttention(Attention):
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
         q = bf16(q_BSHE).transpose(1, 2)
         k, v = (bf16(self.expand(x)).transpose(1, 2) for x in (k_BSKE, v_BSKE))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)

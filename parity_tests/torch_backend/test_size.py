@@ -13,7 +13,7 @@ from torch_backend.model import Llama
 def test_llama_1b_has_1_241_581_568_parameters():
     config = load_config(REPO / "configs" / "llama-1b.toml")
     with torch.device("meta"):
-        model = Llama(config.model, config.train.sequence_length)
+        model = Llama(config.model, config.train.sequence_length, config.attention)
     parameters = dict(model.named_parameters())
     assert all(p.is_meta for p in (*parameters.values(), *model.buffers()))
     assert sum(p.numel() for p in parameters.values()) == 1_241_581_568
