@@ -5,9 +5,10 @@ torch (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) computes scores in FP3
 (FlashAttention-2, Dao 2023, algorithm 2) recomputes P = exp(score − logsumexp), rounds P and dS to bf16 before their
 products, and takes Δ = Σ dO ⊙ O in FP32 from the rounded O. It walks over blocks of queries and of keys, and adds
 each block's part to gradients that are *stored in bf16*: over 16 blocks of 64 queries that alone makes the gradients
-of k and v 1.9 times less exact. CUDA kernels accumulate in FP32. Under a mask of documents torch's CPU call runs the same
-kernel; what the mask takes out adds zeros. Its `math` kernel computes in FP32 from operands in bf16 and rounds what
-comes out, forward and backward.
+of k and v 1.9 times less exact. CUDA kernels accumulate in FP32.
+
+Under a mask of documents torch's CPU call runs the same kernel; what the mask takes out adds zeros. Its `math` kernel
+computes in FP32 from operands in bf16 and rounds what comes out, forward and backward.
 """
 
 from __future__ import annotations

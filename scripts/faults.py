@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -204,7 +204,7 @@ class Bench:
             fault.within,
             fault.loss_moves_less_than,
             fault.cause if self.causes != "none" else None,
-            fault.note,
+            "; ".join([*([fault.note] if fault.note else []), *_settings_in_words(fault.settings)]),
         )
         last = fault.first_step + fault.within - 1
         started = time.perf_counter()
@@ -300,6 +300,10 @@ def said_of(check: Check, row: Row) -> Row:
     return replace(row, named=origins[0], others=origins[:8], rank=rank, measure=measure)
 
 
+def _settings_in_words(settings: Mapping[str, str]) -> list[str]:
+    return [f"planted with {', '.join(f'{key} = {text}' for key, text in settings.items())}"] if settings else []
+
+
 def _link(finding: Finding) -> Origin:
     return finding.stage, finding.phase, finding.layer
 
@@ -339,26 +343,33 @@ def place(origin: Origin | None) -> str:
 
 
 def run(
-    config_of: Callable[[str], RunConfig],
+    config_of: Callable[[str, Mapping[str, str]], RunConfig],
     data: Callable[[RunConfig], RunData],
     recipes: Sequence[str],
     names: Sequence[str] = (),
     causes: str = "promised",
     kept: Sequence[Row] = (),
 ) -> Iterator[Row]:
-    """Rows of every fault under every recipe in turn, the honest trainer first; those in `kept` are not run again."""
+    """Rows of every fault under every recipe in turn, the honest trainer first; those in `kept` are not run again.
+
+    config_of: the run of a recipe, and of a fault's own settings.
+    """
     from core.parity.load import load_backend
 
     faults = chosen(names)
     done = {(row.name, row.recipe): row for row in kept if not row.error}
     for recipe in recipes:
-        config = config_of(recipe)
-        config = on_its_device(config, load_backend(TRAINER))
-        bench = Bench(config, data(config), Kept(load_backend(REFERENCE)), load_backend(TRAINER), causes)
-        yield done.get((HONEST, recipe)) or bench.honest_row()
-        for fault in faults:
-            if recipe in fault.recipes:
-                yield done.get((fault.name, recipe)) or bench.row(fault)
+        reference, trainer = Kept(load_backend(REFERENCE)), load_backend(TRAINER)
+        benches: dict[tuple[tuple[str, str], ...], Bench] = {}
+        planted = [fault for fault in faults if recipe in fault.recipes]
+        for settings in ({}, *(fault.settings for fault in planted)):
+            if (key := tuple(sorted(settings.items()))) not in benches:
+                config = on_its_device(config_of(recipe, settings), trainer)
+                benches[key] = Bench(config, data(config), reference, trainer, causes)
+        yield done.get((HONEST, recipe)) or benches[()].honest_row()
+        for fault in planted:
+            bench = benches[tuple(sorted(fault.settings.items()))]
+            yield done.get((fault.name, recipe)) or bench.row(fault)
 
 
 def chosen(names: Sequence[str]) -> list[Any]:
@@ -389,7 +400,10 @@ def stamp(config: RunConfig) -> str:
     from importlib import resources
 
     bounds = resources.files("core.parity").joinpath("bands.json").read_bytes()
-    promised = [(f.name, f.stage, f.phase, f.layer, f.first_step, f.within, f.cause) for f in chosen(())]
+    promised = [
+        (f.name, f.stage, f.phase, f.layer, f.first_step, f.within, f.cause, sorted(f.settings.items()))
+        for f in chosen(())
+    ]
     return hashlib.sha256(bounds + repr((config.model_dump(), promised)).encode()).hexdigest()[:16]
 
 
@@ -447,13 +461,13 @@ def main(argv: list[str]) -> int:
     if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
         raise UserError(f"command line: json = {options.json}: not a file in a folder that is there")
 
-    def config_of(recipe: str) -> RunConfig:
-        config = load_config(options.config, with_recipe(given, recipe))
+    def config_of(recipe: str, settings: Mapping[str, str]) -> RunConfig:
+        config = load_config(options.config, with_recipe({**given, **settings}, recipe))
         if config.model.layers < 2:
             raise UserError(f"model.layers = {config.model.layers}: faults are planted in the second block as well")
         return config
 
-    configs = [config_of(recipe) for recipe in options.recipe]
+    configs = [config_of(recipe, {}) for recipe in options.recipe]
     from core.parity import bands
 
     for config in configs:

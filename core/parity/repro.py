@@ -144,7 +144,7 @@ def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConf
     else:
         tensors["candidate.out"] = taps[stage.tap]
     keys = ("norm_eps", "rope_theta", "heads", "kv_heads")
-    facts = {key: getattr(model, key) for key in keys} | {"head_dim": model.head_dim}
+    facts = {key: getattr(model, key) for key in keys} | {"head_dim": model.head_dim, "kernel": config.attention.kernel}
     facts["limits"] = _limits(stage, origin, check)
     roles = {**stage.taps, **stage.params}
     accused = [f"grad.{role}" for role, total in roles.items() if origin.tap in (total, stage.sends(role))]

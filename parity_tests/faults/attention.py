@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.backend import Batch
 from parity_tests.faults.planting import backward, bf16, in_model, rounded_down, swap, swapped
 from torch_backend.attention import Mask
 from torch_backend.model import Attention, Llama, Rope
 from torch_backend.precision import Policy
-from torch_backend.session import TorchBackend
+from torch_backend.session import TorchBackend, TorchSession
 
 
 class _Bf16RopeAttention(Attention):
@@ -135,3 +136,37 @@ class AttentionRoundsDown(TorchBackend):
     """Attention's output rounds toward −∞: an error of one sign, that training feeds on (arXiv 2510.04212)."""
 
     session_class = swapped(Attention, _RoundingAttention)
+
+
+class _UnmaskedAttention(Attention):
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
+        return super().attend(q_BSHE, k_BSKE, v_BSKE, policy)
+
+
+class PackedDocumentsSeeEachOther(TorchBackend):
+    """Documents packed into one sequence see each other: the kernel is not given their mask (functionary #265)."""
+
+    session_class = swapped(Attention, _UnmaskedAttention)
+
+
+def _running_on(model: Llama) -> None:
+    model.reset_positions = False
+
+
+class PositionsRunOn(TorchBackend):
+    """Positions run on from one packed document into the next, where each should begin at zero."""
+
+    session_class = in_model(_running_on)
+
+
+class _EarlyBoundarySession(TorchSession):
+    def documents(self, batch: Batch) -> tuple[Tensor, ...]:
+        return tuple(torch.cat((given[:, 1:], given[:, -1:]), 1) for given in super().documents(batch))
+
+
+class EndOfTextOpensTheNextDocument(TorchBackend):
+    """The mask's boundary lies one token early: the end of text is seen by the next document, and not by its own."""
+
+    session_class = _EarlyBoundarySession

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from core.backend import Batch
+from core.config import RunConfig
 from core.parity.stages import PHASES
 from torch_backend.session import TorchBackend
 
@@ -29,6 +30,7 @@ class Fault:
     loss_moves_less_than: relative change of the loss in the first step in which it acts, or None if it may be large.
     number:         of FAULTS.md, or None for one of our own. cause: a part of the cause that must be named, or None.
     recipes:        precision policies and programs under which it can act. note: how the expected origin follows.
+    settings:       of the run that it is planted in, dotted key → text, as on the command line.
     """
 
     make: type[TorchBackend]
@@ -45,6 +47,7 @@ class Fault:
     cause: str | None = None
     recipes: tuple[str, ...] = EVERYWHERE
     note: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.phase:
@@ -66,6 +69,14 @@ class Fault:
     def loader(self) -> Callable[[Batches], Batches] | None:
         """Batches by step as they should be → as this fault hands them out; None if the data are not at fault."""
         return getattr(self.make, "loader", None)
+
+    def configured(self, config: RunConfig) -> RunConfig:
+        """The run with the fault's settings."""
+        for key, text in self.settings.items():
+            name, _, last = key.partition(".")
+            section = getattr(config, name)
+            config = config.model_copy(update={name: section.model_validate(section.model_dump() | {last: text})})
+        return config
 
     def origin(self, layers: int) -> tuple[str, str, int | None]:
         """Stage, phase and layer that must be named in a model of so many layers."""

@@ -81,7 +81,7 @@ def differing(one: Seen, other: Seen) -> list[str]:
 
 @pytest.mark.parametrize("fault", EAGER, ids=named)
 def test_a_fault_acts_from_its_first_step_on(fault: Fault) -> None:
-    config = tiny_config("bf16")
+    config = fault.configured(tiny_config("bf16"))
     found = list(steps(config, fault.make(), fault, fault.first_step))
     right = honest(config, RESUMED_AT)[: fault.first_step]
     for (values, rest), (right_values, right_rest) in list(zip(found, right, strict=True))[:-1]:
