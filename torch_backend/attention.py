@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -92,15 +93,18 @@ def _causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-# Uncompiled it would be written out, scores and all; inside a compiled program this is that program's own.
-_compiled_flex: Any = torch.compile(flex_attention)
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
     assert not isinstance(mask, Tensor)
     length = q.shape[2]
     blocks = mask or create_block_mask(_causal, None, None, length, length, device=q.device)
-    out: Tensor = _compiled_flex(q, k, v, block_mask=blocks)
+    # Uncompiled it would be written out, scores and all.
+    call = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    out: Tensor = call(q, k, v, block_mask=blocks)
     return out
 
 

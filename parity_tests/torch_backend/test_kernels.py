@@ -147,3 +147,17 @@ def test_what_is_in_force_is_said():
     assert "math kernel; documents kept apart by a dense mask" in in_force(
         AttentionConfig(kernel="math", document_mask=True), torch.device("cpu")
     )
+
+
+def test_flex_s_blocks_are_the_mask():
+    """Its forward runs on the CPU, inside one compiled program as in training."""
+    kernel = Kernel("flex")
+    q, k, v = drawn(FP32)
+    documents = DOCUMENTS.contiguous()
+
+    def attend(q, k, v, documents):
+        return kernel(q, k, v, kernel.mask(documents))
+
+    with torch.no_grad():
+        found = torch.compile(attend, fullgraph=True, dynamic=False)(q, k, v, documents)
+    torch.testing.assert_close(found, Kernel()(q, k, v, document_mask(documents)), rtol=0, atol=1e-6)
