@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from core.config import RunConfig
+from core.config import AttentionConfig, RunConfig
 from core.loss_scale import SKIPPED
 
 Arrays = Mapping[str, np.ndarray]
@@ -35,11 +35,14 @@ class Batch:
     tokens:  int32 (B, S), the inputs.
     targets: int32 (B, S), the token that follows each input.
     weights: float32 (B, S), the loss weight of each target; the step's loss is Σ weight·nll / Σ weight.
+    documents: int32 (B, S), which of its sequence's documents each input belongs to, counted from 0 and never falling
+             along a sequence; None where the run does not ask.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
+    documents: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if not (self.tokens.shape == self.targets.shape == self.weights.shape and self.tokens.ndim == 2):
@@ -52,21 +55,44 @@ class Batch:
                 f"tokens and targets are int32, weights float32: "
                 f"{self.tokens.dtype}, {self.targets.dtype}, {self.weights.dtype}"
             )
+        if self.documents is not None:
+            if self.documents.shape != self.tokens.shape or self.documents.dtype != np.int32:
+                raise ValueError(
+                    f"documents are int32 of the tokens' shape {self.tokens.shape}: "
+                    f"{self.documents.dtype} {self.documents.shape}"
+                )
+            if (np.diff(self.documents, axis=1) < 0).any():
+                raise ValueError("documents must not fall along a sequence: each is one stretch of tokens")
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Its arrays by name, in the order of the digest; `documents` only where there are any."""
+        found = {"tokens": self.tokens, "targets": self.targets, "weights": self.weights}
+        return found if self.documents is None else {**found, "documents": self.documents}
+
+    def rows(self, which: slice | np.ndarray) -> Batch:
+        """Some of its sequences, as numpy indexes them."""
+        return Batch(**{name: array[which] for name, array in self.arrays.items()})
+
+    def documents_for(self, attention: AttentionConfig) -> np.ndarray | None:
+        """Its documents if attention asks for them. Raises ValueError if it does and there are none."""
+        if not attention.needs_documents:
+            return None
+        if self.documents is None:
+            raise ValueError("attention asks for documents (document_mask or reset_positions), and the batch has none")
+        return self.documents
 
     def micro_batches(self, size: int) -> list[Batch]:
         """Cut into consecutive micro-batches of `size` sequences. Raises ValueError if `size` does not divide B."""
         count, rest = divmod(len(self.tokens), size)
         if rest or not count:
             raise ValueError(f"a batch of {len(self.tokens)} sequences is not cut evenly by {size}")
-        return [
-            Batch(self.tokens[i : i + size], self.targets[i : i + size], self.weights[i : i + size])
-            for i in range(0, count * size, size)
-        ]
+        return [self.rows(slice(i, i + size)) for i in range(0, count * size, size)]
 
     def digest(self) -> str:
-        """SHA-256 over tokens, targets and weights: two sides that consumed the same data agree on it, bit for bit."""
+        """SHA-256 over all its arrays: two sides that consumed the same data agree on it, bit for bit."""
         h = hashlib.sha256()
-        for array in (self.tokens, self.targets, self.weights):
+        for array in self.arrays.values():
             h.update(np.ascontiguousarray(array).tobytes())
         return h.hexdigest()
 

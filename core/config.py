@@ -142,6 +142,11 @@ class PrecisionConfig(Section):
     loss_scale_interval: Positive = Field(2000, description="fp16: finite steps after which the loss scale doubles")
 
     @property
+    def operand(self) -> Policy:
+        """The policy of every matrix product outside FP8."""
+        return "bf16" if self.policy.startswith("fp8") else self.policy
+
+    @property
     def fp8(self) -> Literal["tensorwise", "rowwise"] | None:
         """Which numbers share a scale in FP8: all of a tensor, or those of a row; None without FP8."""
         return {"fp8_tensorwise": "tensorwise", "fp8_rowwise": "rowwise"}.get(self.policy)  # type: ignore[return-value]
@@ -181,6 +186,11 @@ class AttentionConfig(Section):
     )
     document_mask: bool = Field(False, description="tokens see their own document only")
     reset_positions: bool = Field(False, description="positions count from 0 in each document")
+
+    @property
+    def needs_documents(self) -> bool:
+        """Whether a batch must say which document each token belongs to."""
+        return self.document_mask or self.reset_positions
 
 
 class RecomputeConfig(Section):

@@ -97,7 +97,7 @@ def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[s
         metrics |= validate(session, data.validation)
     if due(config.log.fp32_loss_every, step, config.train.steps):
         count = config.log.fp32_loss_sequences
-        part = Batch(batch.tokens[:count], batch.targets[:count], batch.weights[:count])
+        part = batch.rows(slice(count))
         trained = float(session.evaluate(part)["nll"].mean(dtype=np.float64))
         full = float(session.evaluate(part, "fp32")["nll"].mean(dtype=np.float64))
         metrics |= {"fp32/loss": full, "fp32/difference": trained - full}

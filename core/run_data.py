@@ -39,7 +39,11 @@ class RunData:
                 f"fewer than one sequence of {train.sequence_length} and its target"
             )
         validation = eval_batches(
-            dataset.split("val"), train.micro_batch_size, train.sequence_length, config.eval.batches
+            dataset.split("val"),
+            train.micro_batch_size,
+            train.sequence_length,
+            config.eval.batches,
+            _end_of_text(config, dataset),
         )
         return cls(config, dataset, BlockSampler(data.seed, split.num_tokens, train.sequence_length), validation)
 
@@ -47,4 +51,10 @@ class RunData:
         """The batch of optimizer step `step`, from 1."""
         train = self.config.train
         first = (step - 1) * train.batch_size * train.sequence_length
-        return train_batch(self.dataset.split("train"), self.sampler, first, train.batch_size, train.sequence_length)
+        split, end = self.dataset.split("train"), _end_of_text(self.config, self.dataset)
+        return train_batch(split, self.sampler, first, train.batch_size, train.sequence_length, end)
+
+
+def _end_of_text(config: RunConfig, dataset: TokenDataset) -> int | None:
+    """Its id where attention asks for documents: no other batch carries them, and digests stay what they were."""
+    return dataset.eot_id if config.attention.needs_documents else None

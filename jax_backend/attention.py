@@ -6,6 +6,9 @@ torch (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) computes scores in FP3
 products, and takes Δ = Σ dO ⊙ O in FP32 from the rounded O. It walks over blocks of queries and of keys, and adds
 each block's part to gradients that are *stored in bf16*: over 16 blocks of 64 queries that alone makes the gradients
 of k and v 1.9 times less exact. CUDA kernels accumulate in FP32.
+
+Under a mask of documents torch's CPU call runs the same kernel; what the mask takes out adds zeros. Its `math` kernel
+computes in FP32 from operands in bf16 and rounds what comes out, forward and backward.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from jax import Array
 
 from jax_backend.precision import Policy
 
-Saved = tuple[Array, Array, Array, Array, Array]
+Saved = tuple[Array, Array, Array, Array, Array, Array | None]
 
 
 @dataclass(frozen=True)
@@ -36,46 +39,62 @@ def cpu_blocks(length: int) -> Blocks:
     return Blocks(256 if length >= 768 else 64 if length >= 192 else 32, 512)
 
 
+def document_mask(documents_BS: Array) -> Array:
+    """(B, 1, S, S) bool: which keys each query sees, those of its own document that do not come after it."""
+    position = jnp.arange(documents_BS.shape[1])
+    same_BST = documents_BS[:, :, None] == documents_BS[:, None, :]
+    return (same_BST & (position[:, None] >= position[None, :]))[:, None]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def attention(q_BSHE: Array, k_BSHE: Array, v_BSHE: Array, policy: Policy) -> Array:
-    """softmax(q·kᵀ/√E + causal mask)·v → (B, S, H, E)."""
-    return _forward(q_BSHE, k_BSHE, v_BSHE, policy)[0]
+def attention(q_BSHE: Array, k_BSHE: Array, v_BSHE: Array, policy: Policy, mask_B1ST: Array | None = None) -> Array:
+    """softmax(q·kᵀ/√E + mask)·v → (B, S, H, E); without a mask, every query sees what does not come after it."""
+    return _forward(q_BSHE, k_BSHE, v_BSHE, policy, mask_B1ST)[0]
 
 
-def _scores(q_BSHE: Array, k_BSHE: Array) -> Array:
+def _scores(q_BSHE: Array, k_BSHE: Array, mask_B1ST: Array | None) -> Array:
     length, head_dim = q_BSHE.shape[1], q_BSHE.shape[-1]
     scores_BHST = jnp.einsum("bshe,bthe->bhst", q_BSHE, k_BSHE) * (1.0 / math.sqrt(head_dim))
     causal_ST = jnp.arange(length)[:, None] >= jnp.arange(length)[None, :]
-    return jnp.where(causal_ST, scores_BHST, -jnp.inf)
+    return jnp.where(causal_ST if mask_B1ST is None else mask_B1ST, scores_BHST, -jnp.inf)
 
 
-def _forward(q_BSHE: Array, k_BSHE: Array, v_BSHE: Array, policy: Policy) -> tuple[Array, Saved]:
+def _inner(policy: Policy, x: Array) -> Array:
+    """What a fused kernel rounds between its two products, and `math` does not."""
+    return x if policy.kernel == "math" else policy.round(x)
+
+
+def _forward(
+    q_BSHE: Array, k_BSHE: Array, v_BSHE: Array, policy: Policy, mask_B1ST: Array | None
+) -> tuple[Array, Saved]:
     q, k, v = policy.round(q_BSHE), policy.round(k_BSHE), policy.round(v_BSHE)
-    scores = _scores(q, k)
+    scores = _scores(q, k, mask_B1ST)
     top = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
-    out = jnp.einsum("bhst,bthe->bshe", policy.round(weights), v) / jnp.moveaxis(total, 1, 2)
-    out = policy.round_output(out)
-    return out, (q, k, v, out, top + jnp.log(total))
+    out = jnp.einsum("bhst,bthe->bshe", _inner(policy, weights), v) / jnp.moveaxis(total, 1, 2)
+    rounded = policy.round_output(out)
+    # Δ is taken from the rounded output; `math` has none, and sums over its weights instead.
+    kept = out if policy.kernel == "math" else rounded
+    return rounded, (q, k, v, kept, top + jnp.log(total), mask_B1ST)
 
 
-def _backward(policy: Policy, saved: Saved, grad_BSHE: Array) -> tuple[Array, Array, Array]:
-    q, k, v, out, logsumexp = saved
+def _backward(policy: Policy, saved: Saved, grad_BSHE: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, out, logsumexp, mask_B1ST = saved
     grad = policy.round(grad_BSHE)
     length, scale = q.shape[1], 1.0 / math.sqrt(q.shape[-1])
     blocks = cpu_blocks(length) if policy.kernel == "cpu" else Blocks(length, length)
-    weights = jnp.exp(_scores(q, k) - logsumexp)
+    weights = jnp.exp(_scores(q, k, mask_B1ST) - logsumexp)
     delta = jnp.einsum("bshe,bshe->bhs", grad, out)[..., None]
-    grad_scores = policy.round(weights * (jnp.einsum("bshe,bthe->bhst", grad, v) - delta))
-    weights = policy.round(weights)
+    grad_scores = _inner(policy, weights * (jnp.einsum("bshe,bthe->bhst", grad, v) - delta))
+    weights = _inner(policy, weights)
     grad_q, grad_k, grad_v = jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
     for part in _slices(length, blocks.keys):
         grad_q = policy.round(grad_q + jnp.einsum("bhst,bthe->bshe", grad_scores[..., part], k[:, part]) * scale)
     for part in _slices(length, blocks.queries):
         grad_k = policy.round(grad_k + jnp.einsum("bhst,bshe->bthe", grad_scores[:, :, part], q[:, part]) * scale)
         grad_v = policy.round(grad_v + jnp.einsum("bhst,bshe->bthe", weights[:, :, part], grad[:, part]))
-    return grad_q, grad_k, grad_v
+    return grad_q, grad_k, grad_v, None
 
 
 def _slices(length: int, size: int) -> list[slice]:

@@ -8,6 +8,7 @@ jax_backend/attention.py. Paths of parameters, joined by dots, are the canonical
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,25 @@ from flax import nnx
 from jax import Array
 
 from core.config import ModelConfig, RunConfig
-from jax_backend.attention import attention
+from jax_backend.attention import attention, document_mask
 from jax_backend.float8 import Recipe
 from jax_backend.formats import BF16
 from jax_backend.loss import negative_log_likelihood
 from jax_backend.precision import Policy, head, linear
 
 Tap = Callable[[str, Array], Array]
-Rope = tuple[Array, Array]  # cos and sin, (S, E/2)
+
+
+class Rope(NamedTuple):
+    """Where tokens stand, for every block.
+
+    cos, sin: (S, E/2), or (B, S, E/2) where positions count from 0 in each document. mask: (B, 1, S, S) bool, which
+    keys each query sees, or None: all that do not come after it.
+    """
+
+    cos: Array
+    sin: Array
+    mask: Array | None = None
 
 
 def no_tap(name: str, value: Array) -> Array:
@@ -62,16 +74,27 @@ class Linear(nnx.Module):
         return linear(x, self.weight[...], bias, policy, self.float8 if policy.operand == BF16 else None)
 
 
-def rope_tables(length: int, head_dim: int, theta: float) -> Rope:
+def rope_tables(length: int, head_dim: int, theta: float) -> tuple[Array, Array]:
     """Cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), in FP64."""
     exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float64) / head_dim
     angle = jnp.arange(length, dtype=jnp.float64)[:, None] * theta**-exponent
     return jnp.cos(angle), jnp.sin(angle)
 
 
+def positions(documents_BS: Array) -> Array:
+    """Position of each token in its own document, from 0: (B, S), the number of tokens of it that came before."""
+    return document_mask(documents_BS)[:, 0].sum(-1) - 1
+
+
+def rope_at(rope_tables: tuple[Array, Array], places: Array | None, policy: Policy) -> Rope:
+    """The tables in the stream dtype; of these positions (B, S) if they are given."""
+    cos, sin = rope_tables if places is None else (table[places] for table in rope_tables)
+    return Rope(cos.astype(policy.stream), sin.astype(policy.stream))
+
+
 def rotate(x_BSHE: Array, rope: Rope) -> Array:
     """Rotate each pair (i, i + E/2) of a head by its position's angle, paired as in Hugging Face's Llama."""
-    cos, sin = rope[0][:, None, :], rope[1][:, None, :]
+    cos, sin = rope.cos[..., None, :], rope.sin[..., None, :]
     left, right = jnp.split(x_BSHE, 2, axis=-1)
     return jnp.concatenate((left * cos - right * sin, right * cos + left * sin), axis=-1)
 
@@ -108,7 +131,7 @@ class Attention(nnx.Module):
         v_BSKE = v_BSD.reshape(*batch, self.kv_heads, self.head_dim)
         q_BSHE = tap(f"{name}.q_rope", rotate(q_BSHE, rope))
         k_BSKE = tap(f"{name}.k_rope", rotate(k_BSKE, rope))
-        out_BSHE = attention(q_BSHE, expand(k_BSKE, self.heads), expand(v_BSKE, self.heads), policy)
+        out_BSHE = attention(q_BSHE, expand(k_BSKE, self.heads), expand(v_BSKE, self.heads), policy, rope.mask)
         out_BSD = tap(f"{name}.out", out_BSHE.reshape(x_BSD.shape))
         return tap(f"{name}.o_proj", self.o_proj(out_BSD, policy))
 
@@ -172,6 +195,7 @@ class Llama(nnx.Module):
     def __init__(self, run: RunConfig) -> None:
         config = run.model
         self.head_dim, self.theta, self.z_loss = config.head_dim, config.rope_theta, run.loss.z_loss
+        self.document_mask, self.reset_positions = run.attention.document_mask, run.attention.reset_positions
         self.embed = Embedding(config.vocab_size, config.hidden)
         self.blocks = nnx.List([Block(config) for _ in range(config.layers)])
         self.final_norm = RMSNorm(config.hidden, config.norm_eps)
@@ -180,10 +204,15 @@ class Llama(nnx.Module):
             if isinstance(module, Linear) and run.precision.is_fp8(".".join(map(str, path))):
                 module.float8 = run.precision.fp8
 
-    def trunk(self, tokens_BS: Array, policy: Policy, tap: Tap = no_tap) -> Array:
+    def places(self, length: int, documents_BS: Array | None, policy: Policy) -> Rope:
+        """Positions and mask as the configuration asks; a sequence without documents is one document."""
+        reset = None if documents_BS is None or not self.reset_positions else positions(documents_BS)
+        mask = None if documents_BS is None or not self.document_mask else document_mask(documents_BS)
+        return rope_at(rope_tables(length, self.head_dim, self.theta), reset, policy)._replace(mask=mask)
+
+    def trunk(self, tokens_BS: Array, policy: Policy, tap: Tap = no_tap, documents_BS: Array | None = None) -> Array:
         """Everything before the head: tokens (B, S) → final-norm output (B, S, D)."""
-        cos, sin = rope_tables(tokens_BS.shape[1], self.head_dim, self.theta)
-        rope = cos.astype(policy.stream), sin.astype(policy.stream)
+        rope = self.places(tokens_BS.shape[1], documents_BS, policy)
         x_BSD = tap("embed", self.embed(tokens_BS))
         for i, block in enumerate(self.blocks):
             x_BSD = block(x_BSD, rope, policy, tap, f"blocks.{i}")
@@ -193,7 +222,14 @@ class Llama(nnx.Module):
         """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype."""
         return head(x_BSD, tap("logits.weight", (self.lm_head or self.embed).weight[...]), policy)
 
-    def __call__(self, tokens_BS: Array, targets_BS: Array, policy: Policy, tap: Tap = no_tap) -> Array:
+    def __call__(
+        self,
+        tokens_BS: Array,
+        targets_BS: Array,
+        policy: Policy,
+        tap: Tap = no_tap,
+        documents_BS: Array | None = None,
+    ) -> Array:
         """Per-token loss (B, S) in nats; `tap` sees every tensor of the chain on its way."""
-        logits_BSV = tap("logits", self.logits(self.trunk(tokens_BS, policy, tap), policy, tap))
+        logits_BSV = tap("logits", self.logits(self.trunk(tokens_BS, policy, tap, documents_BS), policy, tap))
         return tap("nll", negative_log_likelihood(logits_BSV, targets_BS, self.z_loss))

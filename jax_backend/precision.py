@@ -18,19 +18,22 @@ from jax import Array
 from jax_backend.float8 import Recipe, product
 from jax_backend.formats import BF16, FP16, TF32, Format, rounded
 
+Kernel = Literal["cpu", "cuda", "math"]
+
 
 @dataclass(frozen=True)
 class Policy:
     """stream: dtype of every array. operand: format of matrix operands, or None. narrow_output: and of their products.
 
-    kernel: the candidate's device, whose attention kernel the twin follows (jax_backend/attention.py).
+    kernel: whose roundings attention follows: torch's fused kernels on the CPU or on CUDA, or `math`
+            (jax_backend/attention.py).
     """
 
     name: str
     stream: Any
     operand: Format | None
     narrow_output: bool = True
-    kernel: Literal["cpu", "cuda"] = "cpu"
+    kernel: Kernel = "cpu"
 
     def round(self, x: Array) -> Array:
         """X with its values rounded, to nearest even, to the operand format."""

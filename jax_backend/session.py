@@ -26,7 +26,7 @@ from core.schedule import learning_rate
 from jax_backend.loss import negative_log_likelihood, weighted_mean
 from jax_backend.model import Llama
 from jax_backend.optim import Terms, Tree, clip_coefficient, global_norm, in_words, next_state
-from jax_backend.precision import POLICIES, Policy
+from jax_backend.precision import POLICIES, Kernel, Policy
 from jax_backend.stages import in_stream, stage_functions, with_gradients
 
 Names = frozenset[str]
@@ -37,8 +37,9 @@ class JaxSession:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+        kernel: Kernel = "cuda" if config.device == "cuda" else "cpu"
         self.policy: Policy = replace(
-            POLICIES[config.precision.policy], kernel="cuda" if config.device == "cuda" else "cpu"
+            POLICIES[config.precision.policy], kernel="math" if config.attention.kernel == "math" else kernel
         )
         self.steps_done = 0
         self.scalars = first_scale(config.precision)
@@ -129,7 +130,14 @@ class JaxSession:
         probes = {n: jnp.zeros(shapes[n], self.policy.stream) for n in sorted(grads) if n not in self.params}
         weights = jnp.asarray(batch.weights, self.policy.stream)
         seen, by_probe, by_parameter = self._observe(
-            self.params, probes, batch.tokens, batch.targets, weights, self.total_weight(batch), frozenset(taps)
+            self.params,
+            probes,
+            batch.tokens,
+            batch.targets,
+            weights,
+            self.total_weight(batch),
+            frozenset(taps),
+            batch.documents_for(self.config.attention),
         )
         by_name = self._unscaled({**by_probe, **by_parameter})
         found = seen | {GRADIENT + n: g for n, g in by_name.items() if n in grads}
@@ -152,14 +160,19 @@ class JaxSession:
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """Per-token `nll` and `top1` of `batch`, under the run's policy or a named one."""
-        nll, top1 = self._scores(self.params, batch.tokens, batch.targets, policy=policy or self.policy.name)
+        documents = batch.documents_for(self.config.attention)
+        nll, top1 = self._scores(self.params, batch.tokens, batch.targets, documents, policy=policy or self.policy.name)
         return {"nll": np.array(nll), "top1": np.array(top1)}
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length."""
+        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length.
+
+        They are one document.
+        """
         padded = np.zeros((1, self.config.train.sequence_length), np.int32)
+        one_document = np.zeros_like(padded)
         padded[0, : len(tokens)] = tokens
-        batch = Batch(padded, padded, np.ones(padded.shape, np.float32))
+        batch = Batch(padded, padded, np.ones(padded.shape, np.float32), one_document)
         return np.array(self.observe(batch, ["logits"])["logits"][0, len(tokens) - 1])
 
     def close(self) -> None:
@@ -178,7 +191,7 @@ class JaxSession:
         for micro in batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens))):
             weights = jnp.asarray(micro.weights, self.policy.stream)
             (part, micro_nll), micro_grads = self._micro_gradients(
-                self.params, micro.tokens, micro.targets, weights, total
+                self.params, micro.tokens, micro.targets, weights, total, micro.documents_for(self.config.attention)
             )
             grads = micro_grads if grads is None else self._add(grads, micro_grads)
             loss += part
@@ -187,10 +200,16 @@ class JaxSession:
         return loss / self.scale, nll, self._unscaled(grads)
 
     def micro_loss(
-        self, params: Tree, tokens: Array, targets: Array, weights: Array, total: Array
+        self,
+        params: Tree,
+        tokens: Array,
+        targets: Array,
+        weights: Array,
+        total: Array,
+        documents: Array | None = None,
     ) -> tuple[Array, Array]:
         """Σ weight·nll / total of one micro-batch, and its per-token nll (B, S)."""
-        nll = self.model(params)(tokens, targets, self.policy)
+        nll = self.model(params)(tokens, targets, self.policy, documents_BS=documents)
         return weighted_mean(nll, weights, total), nll
 
     @property
@@ -222,7 +241,15 @@ class JaxSession:
         return next_state(self.config, params, moments, clipped, step, lr)
 
     def observed(
-        self, params: Tree, probes: Tree, tokens: Array, targets: Array, weights: Array, total: Array, names: Names
+        self,
+        params: Tree,
+        probes: Tree,
+        tokens: Array,
+        targets: Array,
+        weights: Array,
+        total: Array,
+        names: Names,
+        documents: Array | None = None,
     ) -> tuple[Tree, Tree, Tree]:
         """Taps by name, and the loss's gradients by probe (a zero added to a tap) and by parameter; pure."""
 
@@ -235,7 +262,7 @@ class JaxSession:
                     seen[name] = value
                 return value
 
-            nll = self.model(params)(tokens, targets, self.policy, tap)
+            nll = self.model(params)(tokens, targets, self.policy, tap, documents)
             return weighted_mean(nll, weights, total), seen
 
         if not any(name.startswith(GRADIENT) for name in names):
@@ -243,7 +270,9 @@ class JaxSession:
         (_, seen), (by_parameter, by_probe) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, probes)
         return seen, by_probe, by_parameter
 
-    def scores(self, params: Tree, tokens: Array, targets: Array, policy: str) -> tuple[Array, Array]:
+    def scores(
+        self, params: Tree, tokens: Array, targets: Array, documents: Array | None, policy: str
+    ) -> tuple[Array, Array]:
         """Per-token nll (B, S) without z-loss, and whether the likeliest token is the target (B, S)."""
         seen: Tree = {}
 
@@ -252,7 +281,7 @@ class JaxSession:
                 seen[name] = value
             return value
 
-        self.model(params)(tokens, targets, POLICIES[policy], record)
+        self.model(params)(tokens, targets, POLICIES[policy], record, documents)
         return negative_log_likelihood(seen["logits"], targets), seen["logits"].argmax(-1) == targets
 
     def _run_update(self, inputs: Arrays) -> Arrays:

@@ -14,10 +14,10 @@ import numpy as np
 from jax import Array
 
 from core.config import RunConfig
-from jax_backend.attention import attention
+from jax_backend.attention import attention, document_mask
 from jax_backend.float8 import Recipe
 from jax_backend.loss import negative_log_likelihood
-from jax_backend.model import expand, rms_norm, rope_tables, rotate, swiglu
+from jax_backend.model import expand, positions, rms_norm, rope_at, rope_tables, rotate, swiglu
 from jax_backend.precision import Policy, head, linear
 
 Inputs = Mapping[str, Array]
@@ -43,13 +43,15 @@ def stage_functions(run: RunConfig, policy: Policy) -> dict[str, StageFunction]:
     in_float8 = partial(project, float8=recipe)
 
     def rope(inputs: Inputs, heads: int) -> Array:
-        cos, sin = rope_tables(inputs["x"].shape[1], config.head_dim, config.rope_theta)
-        return rotate(by_heads(inputs["x"], heads), (cos.astype(policy.stream), sin.astype(policy.stream)))
+        tables = rope_tables(inputs["x"].shape[1], config.head_dim, config.rope_theta)
+        places = positions(inputs["documents"]) if "documents" in inputs else None
+        return rotate(by_heads(inputs["x"], heads), rope_at(tables, places, policy))
 
     def attend(inputs: Inputs) -> Array:
         k = expand(inputs["k"], config.heads)
         v = expand(by_heads(inputs["v"], config.kv_heads), config.heads)
-        out = attention(inputs["q"], k, v, policy)
+        mask = document_mask(inputs["documents"]) if "documents" in inputs else None
+        out = attention(inputs["q"], k, v, policy, mask)
         return out.reshape(*out.shape[:2], -1)
 
     def add(inputs: Inputs) -> Array:

@@ -11,6 +11,7 @@ import numpy as np
 
 from core.backend import Batch
 from core.config import CompileConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from core.data.batches import documents_of
 
 MODEL = {"vocab_size": 256, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_hidden": 128}
 TRAIN = {"steps": 20, "batch_size": 4, "micro_batch_size": 2, "sequence_length": 64}
@@ -36,9 +37,11 @@ def text_bytes() -> np.ndarray:
 
 
 def text_batch(config: RunConfig, seed: int = 0) -> Batch:
-    """Random windows of real text, all loss weights 1."""
+    """Random windows of real text, all loss weights 1; each line is a document where attention asks for them."""
     rows, length = config.train.batch_size, config.train.sequence_length
     data = text_bytes()
     starts = np.random.default_rng(seed).integers(0, len(data) - length - 1, rows)
     windows = data[starts[:, None] + np.arange(length + 1)].astype(np.int32)
-    return Batch(windows[:, :-1].copy(), windows[:, 1:].copy(), np.ones((rows, length), np.float32))
+    tokens = windows[:, :-1].copy()
+    documents = documents_of(tokens, ord("\n")) if config.attention.needs_documents else None
+    return Batch(tokens, windows[:, 1:].copy(), np.ones((rows, length), np.float32), documents)

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -205,7 +205,7 @@ class Bench:
             fault.within,
             fault.loss_moves_less_than,
             fault.cause if self.causes != "none" else None,
-            fault.note,
+            "; ".join([*([fault.note] if fault.note else []), *_settings_in_words(fault.settings)]),
         )
         last = fault.first_step + fault.within - 1
         started = time.perf_counter()
@@ -299,6 +299,10 @@ def said_of(check: Check, row: Row) -> Row:
         measure = f"{m.name.replace('_', ' ')} {m.value:.3g} ({bounds(m.low, m.high)})"
     rank = origins.index(row.expected) + 1 if row.expected in origins else None
     return replace(row, named=origins[0], others=origins[:8], rank=rank, measure=measure)
+
+
+def _settings_in_words(settings: Mapping[str, str]) -> list[str]:
+    return [f"planted with {', '.join(f'{key} = {text}' for key, text in settings.items())}"] if settings else []
 
 
 def _link(finding: Finding) -> Origin:

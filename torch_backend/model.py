@@ -8,12 +8,14 @@ inputs. Parameter names are the canonical ones of core/names.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.config import ModelConfig, RunConfig
+from torch_backend.attention import Kernel, Mask
 from torch_backend.chunked_loss import chunked_loss
 from torch_backend.embedding import embedding
 from torch_backend.float8 import Float8
@@ -22,7 +24,18 @@ from torch_backend.precision import Policy, head, linear
 from torch_backend.recompute import Recompute, of_layer
 
 Tap = Callable[[str, Tensor], Tensor]
-Rope = tuple[Tensor, Tensor]  # cos and sin, (S, E/2)
+
+
+class Rope(NamedTuple):
+    """Where tokens stand, for every block.
+
+    cos, sin: (S, E/2), or (B, S, E/2) where positions count from 0 in each document. mask: which keys each query sees,
+    as the kernel takes it, or None: all that do not come after it.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    mask: Mask | None = None
 
 
 def no_tap(name: str, value: Tensor) -> Tensor:
@@ -70,11 +83,25 @@ def rope_tables(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tenso
     return angle.cos(), angle.sin()
 
 
+def positions(documents_BS: Tensor) -> Tensor:
+    """Position of each token in its own document, from 0: (B, S), counted from where the document begins."""
+    place_BS = torch.arange(documents_BS.shape[1], device=documents_BS.device).expand_as(documents_BS)
+    begins_BS = F.pad(documents_BS.diff(dim=1) != 0, (1, 0))
+    return place_BS - torch.where(begins_BS, place_BS, 0).cummax(1).values
+
+
+def rope_at(rope_tables: tuple[Tensor, Tensor], places: Tensor | None, policy: Policy) -> Rope:
+    """The tables in the stream dtype; of these positions (B, S) if they are given."""
+    cos, sin = rope_tables if places is None else (table[places] for table in rope_tables)
+    return Rope(cos.to(policy.stream), sin.to(policy.stream))
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kernel: Kernel) -> None:
         super().__init__()
+        self.kernel = kernel
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         kv = config.kv_heads * config.head_dim
         self.q_proj = Linear(config.hidden, config.hidden, config.qkv_bias)
@@ -84,7 +111,7 @@ class Attention(nn.Module):
 
     def rotate(self, x_BSHE: Tensor, rope: Rope) -> Tensor:
         """Rotate each pair (i, i + E/2) of a head by its position's angle, paired as in Hugging Face's Llama."""
-        cos, sin = rope[0][:, None, :], rope[1][:, None, :]
+        cos, sin = rope.cos[..., None, :], rope.sin[..., None, :]
         left, right = x_BSHE.chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
@@ -92,12 +119,14 @@ class Attention(nn.Module):
         """Give each query head its key-value head: (B, S, K, E) → (B, S, H, E), each KV head repeated in place."""
         return x_BSKE.repeat_interleave(self.heads // self.kv_heads, dim=2)
 
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
-        """softmax(q·kᵀ/√E + causal mask)·v → (B, S, H, E), operands and output in the operand dtype."""
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
+        """softmax(q·kᵀ/√E + mask)·v → (B, S, H, E), operands and output in the operand dtype."""
         q = q_BSHE.to(policy.operand).transpose(1, 2)
         k = self.expand(k_BSKE).to(policy.operand).transpose(1, 2)
         v = self.expand(v_BSKE).to(policy.operand).transpose(1, 2)
-        out_BHSE = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out_BHSE = self.kernel(q, k, v, mask)
         return out_BHSE.transpose(1, 2).to(policy.stream)
 
     def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
@@ -110,7 +139,9 @@ class Attention(nn.Module):
         v_BSKE = v_BSD.unflatten(-1, (self.kv_heads, self.head_dim))
         q_BSHE = tap(f"{name}.q_rope", self.rotate(q_BSHE, rope))
         k_BSKE = tap(f"{name}.k_rope", self.rotate(k_BSKE, rope))
-        out_BSD = tap(f"{name}.out", self.attend(q_BSHE, k_BSKE, v_BSKE, policy).flatten(2))
+        # A candidate's own `attend` (docs/candidates.md) needs no mask where the run has none.
+        mask = () if rope.mask is None else (rope.mask,)
+        out_BSD = tap(f"{name}.out", self.attend(q_BSHE, k_BSKE, v_BSKE, policy, *mask).flatten(2))
         return tap(f"{name}.o_proj", self.o_proj(out_BSD, policy))
 
 
@@ -138,11 +169,11 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
 
-    def __init__(self, config: ModelConfig, recompute: Recompute) -> None:
+    def __init__(self, config: ModelConfig, kernel: Kernel, recompute: Recompute) -> None:
         super().__init__()
         self.recompute = recompute
         self.attn_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.attn = Attention(config)
+        self.attn = Attention(config, kernel)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
         self.mlp = SwiGLU(config)
 
@@ -191,10 +222,13 @@ class Llama(nn.Module):
         self.chunk = run.loss.chunk if run.loss.head == "chunked" else None
         self.chunked_loss = chunked_loss
         self.z_loss = run.loss.z_loss
+        self.kernel = Kernel(run.attention.kernel)
+        self.document_mask, self.reset_positions = run.attention.document_mask, run.attention.reset_positions
         self.rope = max_length, config.head_dim, config.rope_theta
         self.place_rope(torch.get_default_device())
         self.embed = Embedding(config.vocab_size, config.hidden)
-        self.blocks = nn.ModuleList(Block(config, of_layer(run.recompute, i)) for i in range(config.layers))
+        plans = (of_layer(run.recompute, i) for i in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, self.kernel, plan) for plan in plans)
         self.final_norm = RMSNorm(config.hidden, config.norm_eps)
         self.lm_head = None if config.tied else Head(config.vocab_size, config.hidden)
 
@@ -204,10 +238,15 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos.to(device), persistent=False)
         self.register_buffer("sin", sin.to(device), persistent=False)
 
-    def trunk(self, tokens_BS: Tensor, policy: Policy, tap: Tap = no_tap) -> Tensor:
+    def places(self, length: int, documents_BS: Tensor | None, policy: Policy) -> Rope:
+        """Positions and mask as the configuration asks; a sequence without documents is one document."""
+        reset = None if documents_BS is None or not self.reset_positions else positions(documents_BS)
+        mask = None if documents_BS is None or not self.document_mask else self.kernel.mask(documents_BS)
+        return rope_at((self.cos[:length], self.sin[:length]), reset, policy)._replace(mask=mask)
+
+    def trunk(self, tokens_BS: Tensor, policy: Policy, tap: Tap = no_tap, documents_BS: Tensor | None = None) -> Tensor:
         """Everything before the head: tokens (B, S) → final-norm output (B, S, D)."""
-        length = tokens_BS.shape[1]
-        rope = self.cos[:length].to(policy.stream), self.sin[:length].to(policy.stream)
+        rope = self.places(tokens_BS.shape[1], documents_BS, policy)
         x_BSD = tap("embed", self.recompute("embedding", self.embed, tokens_BS))
         for i, block in enumerate(self.blocks):
             assert isinstance(block, Block)
@@ -230,26 +269,38 @@ class Llama(nn.Module):
         """logsumexp(logits) − logit of the target, and the z-loss, (B, S), in the logits' dtype."""
         return negative_log_likelihood(logits_BSV, targets_BS, self.z_loss)
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy) -> Tensor:
+    def forward(
+        self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy, documents_BS: Tensor | None = None
+    ) -> Tensor:
         """Per-token loss (B, S) in nats through whole logits; `self.tap` sees every tensor of the chain on its way."""
         tap = self.tap
-        logits_BSV = tap("logits", self.logits(self.trunk(tokens_BS, policy, tap), policy))
+        logits_BSV = tap("logits", self.logits(self.trunk(tokens_BS, policy, tap, documents_BS), policy))
         return tap("nll", self.nll(logits_BSV, targets_BS))
 
     def loss(
-        self, tokens_BS: Tensor, targets_BS: Tensor, weights_BS: Tensor, total: Tensor, policy: Policy
+        self,
+        tokens_BS: Tensor,
+        targets_BS: Tensor,
+        weights_BS: Tensor,
+        total: Tensor,
+        policy: Policy,
+        *documents_BS: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), through the head of the run."""
         if self.chunk is None:
-            nll_BS = self(tokens_BS, targets_BS, policy)
+            nll_BS = self(tokens_BS, targets_BS, policy, *documents_BS)
             return weighted_mean(nll_BS, weights_BS, total), nll_BS
-        x_BSD, weight_VD = self.trunk(tokens_BS, policy, self.tap), self.tap("logits.weight", self.head_weight)
+        x_BSD = self.trunk(tokens_BS, policy, self.tap, *documents_BS)
+        weight_VD = self.tap("logits.weight", self.head_weight)
         tap = None if self.tap is no_tap else self.tap
         return self.chunked_loss(x_BSD, weight_VD, targets_BS, weights_BS, total, policy, self.z_loss, self.chunk, tap)
 
-    def scores(self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
+    def scores(
+        self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy, *documents_BS: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Per-token NLL (B, S) without z-loss, and whether the likeliest token is the target (B, S)."""
-        x_ND, targets_N = self.trunk(tokens_BS, policy).flatten(0, 1), targets_BS.flatten()
+        x_ND = self.trunk(tokens_BS, policy, no_tap, *documents_BS).flatten(0, 1)
+        targets_N = targets_BS.flatten()
         parts = []
         for x, targets in zip(
             x_ND.split(self.chunk or len(x_ND)), targets_N.split(self.chunk or len(x_ND)), strict=True

@@ -24,6 +24,7 @@ from core.names import GRADIENT, edge_names, probe_shapes, tap_names
 from core.parity.observations import PARAMETER, PROBE_NLL, Observation
 from core.parity.sketch import K
 from core.schedule import learning_rate
+from torch_backend.attention import check_kernel, in_force
 from torch_backend.float8 import float8
 from torch_backend.model import Linear, Llama, Tap, no_tap
 from torch_backend.optim import (
@@ -200,7 +201,7 @@ class TorchSession:
             if name not in self.parameters
         }
         with torch.set_grad_enabled(bool(asked)):
-            loss, seen = program(*self.to_device(batch), self.total_weight(batch), probes)
+            loss, seen = program(*self.to_device(batch), self.total_weight(batch), probes, *self.documents(batch))
         wanted = probes | {name: p for name, p in self.parameters.items() if name in asked}
         grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True) if wanted else ()
         found = seen | {GRADIENT + n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
@@ -214,6 +215,7 @@ class TorchSession:
         weights: Tensor,
         total: Tensor,
         probes: Tensors,
+        *documents: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`micro_loss`, and the taps that it passed; a zero is added to each probed one: its gradient is the tap's.
 
@@ -229,13 +231,15 @@ class TorchSession:
                 seen[name] = value.detach()
             return value
 
-        return self._through(tap, tokens, targets, weights, total), seen
+        return self._through(tap, tokens, targets, weights, total, *documents), seen
 
-    def _through(self, tap: Tap, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> Tensor:
+    def _through(
+        self, tap: Tap, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
+    ) -> Tensor:
         """The loss of `micro_loss`, the model's tensors passing `tap` on their way."""
         self.model.tap = tap
         try:
-            loss, _ = self.micro_loss(tokens, targets, weights, total)
+            loss, _ = self.micro_loss(tokens, targets, weights, total, *documents)
         finally:
             self.model.tap = no_tap
         return loss
@@ -263,9 +267,10 @@ class TorchSession:
             for name in tap_names(model)
         }
         inputs = *self.to_device(batch), self.total_weight(batch)
-        loss, seen, handed = of_taps(*inputs, torch.tensor(rows, device=self.device), zeros, table)
+        documents = self.documents(batch)
+        loss, seen, handed = of_taps(*inputs, torch.tensor(rows, device=self.device), zeros, table, *documents)
         by_tap = torch.autograd.grad(loss, list(zeros.values()), allow_unused=True)
-        loss, _ = self._micro_loss(*inputs)
+        loss, _ = self._micro_loss(*inputs, *documents)
         by_parameter = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
         found = {name: whole_observation(kept, shapes[name]) for name, kept in seen.items()}
         for name, grad in zip(zeros, by_tap, strict=True):
@@ -287,6 +292,7 @@ class TorchSession:
         rows: Tensor,
         probes: Tensors,
         table: Tensor,
+        *documents: Tensor,
     ) -> tuple[Tensor, dict[str, Kept], dict[str, Tensor]]:
         """`micro_loss`, sketch and statistics of each tap's `rows`, its first axis, and sketches of `grad/…` taps.
 
@@ -304,7 +310,7 @@ class TorchSession:
                 handed[name] = sketch(value.detach()[rows], table=table)
             return value
 
-        return self._through(tap, tokens, targets, weights, total), seen, handed
+        return self._through(tap, tokens, targets, weights, total, *documents), seen, handed
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
         """Execute one stage on the given inputs: see `JaxSession.run_stage`, whose torch twin this is."""
@@ -338,11 +344,14 @@ class TorchSession:
         tokens, targets, _ = self.to_device(batch)
         chosen = POLICIES[policy] if policy else self.policy
         with torch.no_grad():
-            nll, top1 = self.model.scores(tokens, targets, chosen)
+            nll, top1 = self.model.scores(tokens, targets, chosen, *self.documents(batch))
             return {"nll": _numpy(nll), "top1": _numpy(top1)}
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length."""
+        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length.
+
+        They are one document.
+        """
         with torch.no_grad():
             ids = torch.tensor(tokens[None], dtype=torch.long, device=self.device)
             return _numpy(self.model.logits(self.model.trunk(ids, self.policy)[:, -1:], self.policy)[0, 0])
@@ -358,6 +367,14 @@ class TorchSession:
             torch.from_numpy(batch.weights).to(self.device, self.policy.stream),
         )
 
+    def documents(self, batch: Batch) -> tuple[Tensor, ...]:
+        """(B, S) as int64 on the device, alone in a tuple, where attention asks for documents; else nothing.
+
+        Raises ValueError if it does and the batch has none.
+        """
+        found = batch.documents_for(self.config.attention)
+        return () if found is None else (torch.from_numpy(found).to(self.device, torch.long),)
+
     def accumulate(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """Gradients of the batch into `.grad`; returns the loss and the per-token NLL of each micro-batch.
 
@@ -372,7 +389,7 @@ class TorchSession:
         micros = batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens)))
         for micro in micros:
             tokens, targets, weights = self.to_device(micro)
-            micro_loss, micro_nll = self._micro_loss(tokens, targets, weights, total)
+            micro_loss, micro_nll = self._micro_loss(tokens, targets, weights, total, *self.documents(micro))
             micro_loss.backward()
             loss += micro_loss.detach()
             nll.append(micro_nll.detach())
@@ -383,9 +400,11 @@ class TorchSession:
             torch._foreach_div_(list(grads.values()), self.scale)
         return loss / self.scale, nll
 
-    def micro_loss(self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ weight·nll / total of one micro-batch, and its per-token nll (B, S)."""
-        return self.model.loss(tokens, targets, weights, total, self.policy)
+    def micro_loss(
+        self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Σ weight·loss / total of one micro-batch, and its per-token losses (B, S). documents: as `documents` says."""
+        return self.model.loss(tokens, targets, weights, total, self.policy, *documents)
 
     @property
     def scale(self) -> float:
@@ -439,12 +458,17 @@ class TorchBackend:
     session_class: type[TorchSession] = TorchSession
 
     def open(self, config: RunConfig) -> TorchSession:
-        """A session at the initial weights of `config`. Raises UserError if the device is not there."""
+        """A session at the initial weights of `config`.
+
+        Raises UserError if the device is not there, or the attention kernel that was asked for cannot run on it.
+        """
+        check_kernel(config, resolve_device(config))
         return self.session_class(config)
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Versions, device and what is in force."""
+        """Versions, device and what is in force. Raises UserError as `open` does."""
         device = resolve_device(config)
+        check_kernel(config, device)
         compiled = f"torch.compile({config.compile.backend}, fullgraph)" if config.compile.enabled else "eager"
         return {
             "backend": self.name,
@@ -454,7 +478,7 @@ class TorchBackend:
             "threads": torch.get_num_threads(),
             "in_force": {
                 "program": compiled,
-                "attention": "scaled_dot_product_attention",
+                "attention": in_force(config.attention, device),
                 "optimizer": in_words(config, device),
             },
         }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_backend.embedding import embedding
 from torch_backend.float8 import Float8
-from torch_backend.model import Block, Llama, rms_norm
+from torch_backend.model import Block, Llama, positions, rms_norm, rope_at
 from torch_backend.precision import Policy, head, linear
 
 Inputs = Mapping[str, Tensor]
@@ -40,12 +40,14 @@ def stage_functions(model: Llama, policy: Policy, float8: Float8 | None) -> dict
 
     def rope(inputs: Inputs, count: int) -> Tensor:
         length = inputs["x"].shape[1]
-        tables = model.cos[:length].to(policy.stream), model.sin[:length].to(policy.stream)
+        places = positions(inputs["documents"]) if "documents" in inputs else None
+        tables = rope_at((model.cos[:length], model.sin[:length]), places, policy)
         return attention.rotate(inputs["x"].unflatten(-1, (count, head_dim)), tables)
 
     def attend(inputs: Inputs) -> Tensor:
         v_BSKE = inputs["v"].unflatten(-1, (kv_heads, head_dim))
-        return attention.attend(inputs["q"], inputs["k"], v_BSKE, policy).flatten(2)
+        mask = (model.kernel.mask(inputs["documents"]),) if "documents" in inputs else ()
+        return attention.attend(inputs["q"], inputs["k"], v_BSKE, policy, *mask).flatten(2)
 
     def add(inputs: Inputs) -> Tensor:
         return inputs["x"] + inputs["y"]

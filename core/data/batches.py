@@ -12,7 +12,12 @@ from core.errors import UserError
 
 
 def train_batch(
-    split: TokenSplit, sampler: BlockSampler, first_token: int, batch_size: int, sequence_length: int
+    split: TokenSplit,
+    sampler: BlockSampler,
+    first_token: int,
+    batch_size: int,
+    sequence_length: int,
+    end_of_text: int | None = None,
 ) -> Batch:
     """The batch of a run that has seen `first_token` input tokens.
 
@@ -20,17 +25,21 @@ def train_batch(
     first_token + i * sequence_length, 1, sequence_length).
 
     Returns:
-        tokens and targets int32 (batch_size, sequence_length), weights float32 of ones.
+        tokens and targets int32 (batch_size, sequence_length), weights float32 of ones; with an id of the end of text,
+        documents as `documents_of` tells them.
 
     Raises:
         ValueError: the sampler is of a split of another size, or see `BlockSampler.window_starts`.
     """
     if sampler.num_tokens != split.num_tokens:
         raise ValueError(f"the sampler is made for {sampler.num_tokens} tokens, the split has {split.num_tokens}")
-    return _batch_at(split, sampler.window_starts(first_token, batch_size, sequence_length), sequence_length)
+    starts = sampler.window_starts(first_token, batch_size, sequence_length)
+    return _batch_at(split, starts, sequence_length, end_of_text)
 
 
-def eval_batches(split: TokenSplit, batch_size: int, sequence_length: int, count: int) -> list[Batch]:
+def eval_batches(
+    split: TokenSplit, batch_size: int, sequence_length: int, count: int, end_of_text: int | None = None
+) -> list[Batch]:
     """`count` fixed batches: batch_size * count windows spread evenly over the whole split, in its order.
 
     The inputs of two windows overlap only where the split is too short to hold them all apart.
@@ -53,11 +62,23 @@ def eval_batches(split: TokenSplit, batch_size: int, sequence_length: int, count
     windows = batch_size * count
     # Integers, because a float step would lose whole tokens in a long split.
     starts = np.arange(windows, dtype=np.int64) * last_start // max(1, windows - 1)
-    return [_batch_at(split, part, sequence_length) for part in starts.reshape(count, batch_size)]
+    return [_batch_at(split, part, sequence_length, end_of_text) for part in starts.reshape(count, batch_size)]
 
 
-def _batch_at(split: TokenSplit, starts: NDArray[np.int64], sequence_length: int) -> Batch:
+def documents_of(tokens: NDArray[np.int32], end_of_text: int) -> NDArray[np.int32]:
+    """Which of its window's documents each token belongs to: int32 of the shape (B, S) of `tokens`, from 0.
+
+    The end of text belongs to the document that it ends. A window that begins within a document, or with an end of
+    text, begins with number 0 all the same.
+    """
+    documents = np.zeros_like(tokens)
+    np.cumsum(tokens[:, :-1] == end_of_text, axis=1, out=documents[:, 1:])
+    return documents
+
+
+def _batch_at(split: TokenSplit, starts: NDArray[np.int64], sequence_length: int, end_of_text: int | None) -> Batch:
     windows = split.gather(starts, sequence_length + 1)
     tokens = np.ascontiguousarray(windows[:, :-1])
     targets = np.ascontiguousarray(windows[:, 1:])
-    return Batch(tokens=tokens, targets=targets, weights=np.ones(tokens.shape, dtype=np.float32))
+    documents = None if end_of_text is None else documents_of(tokens, end_of_text)
+    return Batch(tokens, targets, np.ones(tokens.shape, dtype=np.float32), documents)

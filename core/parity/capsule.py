@@ -5,7 +5,8 @@
       config.toml    the run's configuration, resolved
       record.json    what the step said of itself
       verdict.json   `Check.to_json()`
-      batch.npz      `batch.tokens` …, `probe.tokens` …, `tapped.tokens` …: int32 (B, S); weights float32 (B, S)
+      batch.npz      `batch.tokens` …, `probe.tokens` …, `tapped.tokens` …: int32 (B, S); weights float32 (B, S);
+                     `….documents` int32 (B, S) where attention asks for them
       state/         weights and moments before the step, as a checkpoint
       stage.npz      tensors of the origin stage, for repro.py
       repro.py       the stage's call and its FP64 answer, without Lockstep
@@ -42,7 +43,7 @@ from core.parity.verdict import Check
 SCHEMA = 1
 ABOUT, CONFIG, RECORD, VERDICT, BATCH = "about.json", "config.toml", "record.json", "verdict.json", "batch.npz"
 STATE, STAGE, REPRO = "state", "stage.npz", "repro.py"
-BATCHES, ARRAYS = ("batch", "probe", "tapped"), ("tokens", "targets", "weights")
+BATCHES = ("batch", "probe", "tapped")
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def write_capsule(
     aside = folder / f".{final.name}.{os.getpid()}.tmp"
     replaced = folder / f".{final.name}.{os.getpid()}.old"
     script = repro(evidence, check, config, versions)
-    batches = {f"{b}.{key}": getattr(getattr(evidence, b), key) for b in BATCHES for key in ARRAYS}
+    batches = {f"{b}.{key}": array for b in BATCHES for key, array in getattr(evidence, b).arrays.items()}
     files = {
         CONFIG: dump_config(config).encode(),
         RECORD: _json(asdict(evidence.record)),
@@ -152,7 +153,7 @@ def read_capsule(path: Path) -> Capsule:
     name = BATCH
     try:
         arrays = _arrays(raw[name])
-        batch, probe, tapped = (Batch(*(arrays[f"{b}.{key}"] for key in ARRAYS)) for b in BATCHES)
+        batch, probe, tapped = (_batch(arrays, name) for name in BATCHES)
         name = RECORD
         record = StepRecord(**json.loads(raw[name]))
         name = VERDICT
@@ -210,6 +211,11 @@ def _npz(arrays: Arrays) -> bytes:
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)  # type: ignore[arg-type]  # numpy types the keywords as the positional ones
     return buffer.getvalue()
+
+
+def _batch(arrays: Arrays, name: str) -> Batch:
+    tokens, targets, weights = (arrays[f"{name}.{key}"] for key in ("tokens", "targets", "weights"))
+    return Batch(tokens, targets, weights, arrays.get(f"{name}.documents"))
 
 
 def _arrays(raw: bytes) -> dict[str, np.ndarray]:

@@ -20,6 +20,9 @@ from core.parity.stages import ForwardStage, forward_stages
 
 Form = tuple[str, str, np.ndarray, np.ndarray]
 ROWS, LENGTH = 2, 8
+# Which of its sequence's documents each token belongs to, where the run asks: of one token and of several, at either
+# end and in the middle.
+DOCUMENTS = np.array([[0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 2, 2, 2]], np.int32)
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Subject:
     def stages(self) -> dict[str, ForwardStage]:
         """The first of every forward stage, by id."""
         found: dict[str, ForwardStage] = {}
-        for stage in forward_stages(self.config.model):
+        for stage in forward_stages(self.config.model, self.config.attention):
             found.setdefault(stage.id, stage)
         return found
 
@@ -48,9 +51,9 @@ class Subject:
         return of_inputs | {role: params[name] for role, name in stage.params.items()} | {"out": taps[stage.tap]}
 
     def integers(self, stage: ForwardStage) -> dict[str, np.ndarray]:
-        """The inputs that come from the batch: token ids, each another one."""
+        """The inputs that come from the batch: token ids, each another one; documents."""
         ids = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
-        return dict.fromkeys(stage.batch, ids)
+        return {role: DOCUMENTS if role == "documents" else ids for role in stage.batch}
 
 
 def tables(subject: Subject) -> Iterator[Form]:
@@ -97,42 +100,56 @@ def activation(subject: Subject) -> Iterator[Form]:
 
 def rotation(subject: Subject) -> Iterator[Form]:
     """RoPE (Su et al. 2021) in two halves: pair (j, j + E/2) turns by position·θ^(−2j/E); products know distances."""
-    model = subject.config.model
+    model, reset = subject.config.model, subject.config.attention.reset_positions
     half, base = model.head_dim // 2, float(model.rope_theta)
-    angle = np.arange(LENGTH)[:, None] * base ** (-2.0 * np.arange(half) / model.head_dim)
+    position = within_documents() if reset else np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
+    angle = position[..., None] * base ** (-2.0 * np.arange(half) / model.head_dim)
+    several = {"documents": DOCUMENTS} if reset else {}
+    single = {"documents": np.zeros_like(DOCUMENTS)} if reset else {}
     for stage in ("q_rope", "k_rope"):
         heads, width = (model.heads if stage == "q_rope" else model.kv_heads), model.head_dim
         x = np.zeros((ROWS, LENGTH, heads, width))
         x[..., :half] = 1.0
-        due = np.broadcast_to(np.concatenate([np.cos(angle), np.sin(angle)], 1)[None, :, None], x.shape)
-        yield stage, "angles", subject.run(stage, x=x.reshape(ROWS, LENGTH, -1)), due
+        due = np.broadcast_to(np.concatenate([np.cos(angle), np.sin(angle)], 2)[:, :, None], x.shape)
+        yield stage, "angles", subject.run(stage, x=x.reshape(ROWS, LENGTH, -1), **several), due
         rng = np.random.default_rng(0)
         one, other = (np.broadcast_to(rng.standard_normal(width), x.shape) for _ in range(2))
-        turned = [subject.run(stage, x=y.reshape(ROWS, LENGTH, -1))[0, :, 0] for y in (one, other)]
+        turned = [subject.run(stage, x=y.reshape(ROWS, LENGTH, -1), **single)[0, :, 0] for y in (one, other)]
         products = turned[0] @ turned[1].T
         due = np.array([[products[max(i - j, 0), max(j - i, 0)] for j in range(LENGTH)] for i in range(LENGTH)])
         yield stage, "products depend on the distance alone", products, due
 
 
 def attention(subject: Subject) -> Iterator[Form]:
-    """Equal keys give the running mean of values, each from its own KV head; two keys a logistic weight at 1/√E."""
-    model = subject.config.model
+    """Equal keys give the running mean of values, each from its own KV head; two keys a logistic weight at 1/√E.
+
+    Where documents do not see each other, within each of them.
+    """
+    model, masked = subject.config.model, subject.config.attention.document_mask
+    seen = {"documents": DOCUMENTS} if masked else {}
+    position = np.broadcast_to(np.arange(LENGTH, dtype=np.float64), (ROWS, LENGTH))
+    within = within_documents() if masked else position
     heads, kv_heads, width = model.heads, model.kv_heads, model.head_dim
     q = np.random.default_rng(0).standard_normal((ROWS, LENGTH, heads, width))
     of_head = np.arange(heads) // (heads // kv_heads)
-    position, own = np.arange(LENGTH, dtype=np.float64), 16.0 * np.arange(kv_heads)
-    v = np.broadcast_to(position[:, None, None] + own[:, None], (ROWS, LENGTH, kv_heads, width))
+    own = 16.0 * np.arange(kv_heads)
+    v = np.broadcast_to(position[..., None, None] + own[:, None], (ROWS, LENGTH, kv_heads, width))
     k = np.ones((ROWS, LENGTH, kv_heads, width))
-    out = subject.run("attn", q=q, k=k, v=v.reshape(ROWS, LENGTH, -1)).reshape(ROWS, LENGTH, heads, width)
-    due = np.broadcast_to((position / 2)[:, None, None] + 16.0 * of_head[:, None], out.shape)
+    out = subject.run("attn", q=q, k=k, v=v.reshape(ROWS, LENGTH, -1), **seen).reshape(ROWS, LENGTH, heads, width)
+    due = np.broadcast_to((position - within / 2)[..., None, None] + 16.0 * of_head[:, None], out.shape)
     yield "attn", "equal keys: the running mean", out, due
     q, k = np.zeros_like(q), np.zeros_like(k)
-    q[..., 0], k[:, 0, :, 0] = 1.0, math.sqrt(width) * math.log(3.0)
+    q[..., 0], k[within == 0, :, 0] = 1.0, math.sqrt(width) * math.log(3.0)
     v = np.zeros((ROWS, LENGTH, kv_heads, width))
-    v[:, 0] = 1.0
-    out = subject.run("attn", q=q, k=k, v=v.reshape(ROWS, LENGTH, -1)).reshape(ROWS, LENGTH, heads, width)
-    due = np.broadcast_to((3.0 / (3.0 + position))[:, None, None], out.shape)
+    v[within == 0] = 1.0
+    out = subject.run("attn", q=q, k=k, v=v.reshape(ROWS, LENGTH, -1), **seen).reshape(ROWS, LENGTH, heads, width)
+    due = np.broadcast_to((3.0 / (3.0 + within))[..., None, None], out.shape)
     yield "attn", "a score of ln 3 against zeros: 3 / (3 + n)", out, due
+
+
+def within_documents() -> np.ndarray:
+    """Place of each token of DOCUMENTS in its own document, from 0: float64 (ROWS, LENGTH)."""
+    return np.array([[list(row[:i]).count(row[i]) for i in range(LENGTH)] for row in DOCUMENTS], np.float64)
 
 
 def loss_head(subject: Subject) -> Iterator[Form]:

@@ -191,8 +191,8 @@ def probe_batch(micro: Batch, seed: int, rows: Sequence[int] = (), turn: int = 0
     low = turn if turn < size - 1 - turn else max(turn - 1, 0)
     chosen = np.asarray(rows or sorted({low, size - 1 - turn}))
     weights = np.zeros_like(micro.weights)
-    weights[chosen] = uneven_weights(_rows(micro, chosen), seed).weights
-    return Batch(micro.tokens, micro.targets, weights)
+    weights[chosen] = uneven_weights(micro.rows(chosen), seed).weights
+    return replace(micro, weights=weights)
 
 
 def weighted_rows(batch: Batch) -> np.ndarray:
@@ -202,11 +202,7 @@ def weighted_rows(batch: Batch) -> np.ndarray:
 
 def weighted_part(batch: Batch) -> Batch:
     """Those sequences alone."""
-    return _rows(batch, weighted_rows(batch))
-
-
-def _rows(batch: Batch, rows: np.ndarray) -> Batch:
-    return Batch(batch.tokens[rows], batch.targets[rows], batch.weights[rows])
+    return batch.rows(weighted_rows(batch))
 
 
 def observed_names(config: RunConfig) -> list[str]:
@@ -253,10 +249,10 @@ def _accumulate(session: Session, micros: list[Batch]) -> Accumulation | None:
     """Three micro-batches with loss weights that are each other's powers of two, apart and together."""
     base = uneven_weights(micros[0], 0).weights
     parts = [
-        Batch(m.tokens, m.targets, base * np.float32(share))
+        replace(m, weights=base * np.float32(share))
         for m, share in zip((micros * len(SHARES))[: len(SHARES)], SHARES, strict=True)
     ]
-    whole = Batch(*(np.concatenate([getattr(p, key) for p in parts]) for key in ("tokens", "targets", "weights")))
+    whole = Batch(**{key: np.concatenate([p.arrays[key] for p in parts]) for key in parts[0].arrays})
     grads = tuple(session.gradients(part).grads for part in parts)
     return Accumulation(grads, SHARES, session.gradients(whole).grads)
 
@@ -300,4 +296,4 @@ def uneven_weights(batch: Batch, seed: int) -> Batch:
     share = np.linspace(1.0, 0.25, rows, dtype=np.float32)[:, None]
     weights = np.where(draw[0] < share, np.where(draw[1] < 0.5, np.float32(1.0), np.float32(0.5)), np.float32(0.0))
     weights[:, 0] = 1.0
-    return Batch(batch.tokens, batch.targets, weights)
+    return replace(batch, weights=weights)

@@ -40,12 +40,13 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
         return
     evidence = _as_computed(evidence)
     model, precision = reference.config.model, reference.config.precision
+    attention = reference.config.attention
     has_gradients = any(name.startswith(GRADIENT) for name in evidence.taps)
     sums = {shared.name: shared for shared in shared_tensors(model)}
     sent: dict[tuple[str, str], Contribution] = {}
     if has_gradients:
         yield _loss_backward(evidence, reference)
-    for stage in forward_stages(model):
+    for stage in forward_stages(model, attention):
         if absent := [t for t in (*stage.taps.values(), stage.tap) if t not in evidence.taps]:
             basis = "every tap that was asked for is there"
             yield exact(stage.id, stage.tap, len(absent), len(absent), basis, ", ".join(absent))
@@ -134,7 +135,7 @@ def _inputs(stage: ForwardStage, evidence: Evidence) -> dict[str, np.ndarray]:
     inputs = {role: evidence.taps[tap] for role, tap in stage.taps.items()}
     inputs |= {role: evidence.before.params[name] for role, name in stage.params.items()}
     part = evidence.weighted
-    return inputs | {role: getattr(part, role) for role in stage.batch}
+    return inputs | {role: part.arrays[role] for role in stage.batch}
 
 
 def _as_computed(evidence: Evidence) -> Evidence:

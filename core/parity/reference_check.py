@@ -4,7 +4,8 @@ It opens a small model of the run's own kind (tied or not, biases, grouped heads
 
 * closed forms of every stage and of an AdamW step, in FP64 (core/parity/closed_forms.py);
 * its own differences: what each stage's backward sends back, against (f(x + h·v) − f(x − h·v)) / 2h;
-* causality by gradient, through the whole model: nothing comes back from a later position or another sequence;
+* causality by gradient, through the whole model: nothing comes back from a later position or another sequence, nor
+  from another document where documents do not see each other;
 * its model against its own stages: what it computes at a tap is what that stage makes of the taps before;
 * its declared precision: FP32 products are FP32 (TF32 has 10 bits of mantissa, and is JAX's default on GPUs), and
   under a narrower policy exactly the matrix products are rounded, by about as much as that format rounds.
@@ -23,7 +24,7 @@ from core.config import CompileConfig, PrecisionConfig, RunConfig
 from core.errors import UserError
 from core.names import GRADIENT, parameter_shapes
 from core.parity import bands
-from core.parity.closed_forms import FORMS, LENGTH, ROWS, Subject, drawn
+from core.parity.closed_forms import DOCUMENTS, FORMS, LENGTH, ROWS, Subject, drawn
 from core.parity.compare import Reference, relative_difference
 from core.parity.evidence import observed_names, uneven_weights
 from core.parity.stages import PHASES, forward_stages, shared_tensors
@@ -177,36 +178,44 @@ def _derivatives(subjects: Subjects) -> Iterator[Finding]:
 
 
 def _causality(subjects: Subjects) -> Iterator[Finding]:
-    """The loss of one position of one sequence: zeros come back at every later one and from the other sequence."""
+    """The loss of one position of one sequence: zeros come back at every later one and from the other sequence.
+
+    Where documents do not see each other, from those before it too.
+    """
     truth = subjects.at("fp64")
+    masked = truth.config.attention.document_mask
     at = LENGTH // 2
-    tokens = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
     weights = np.zeros((ROWS, LENGTH), np.float32)
     weights[0, at] = 1.0
-    grad = truth.session.observe(Batch(tokens, tokens[:, ::-1].copy(), weights), [GRADIENT + "embed"])[
-        GRADIENT + "embed"
-    ]
+    grad = truth.session.observe(_batch(truth.config, weights), [GRADIENT + "embed"])[GRADIENT + "embed"]
     reached = np.any(grad != 0, axis=-1)
     due = np.zeros_like(reached)
-    due[0, : at + 1] = True
-    basis = "what the loss at a position reaches: itself, what came before it, and nothing else"
+    due[0, : at + 1] = DOCUMENTS[0, : at + 1] == DOCUMENTS[0, at] if masked else True
+    before = "what came before it in its document" if masked else "what came before it"
+    basis = f"what the loss at a position reaches: itself, {before}, and nothing else"
     wrong = Measure("mismatches", float(np.count_nonzero(reached != due)), None, 0.0, basis)
     yield Finding("attn", "causality by gradient", "backward", None, "local", (wrong,), due.size)
+
+
+def _batch(config: RunConfig, weights: np.ndarray) -> Batch:
+    """Every token another one; documents where the run asks for them."""
+    tokens = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
+    documents = DOCUMENTS if config.attention.needs_documents else None
+    return Batch(tokens, tokens[:, ::-1].copy(), weights, documents)
 
 
 def _wiring(subjects: Subjects) -> Iterator[Finding]:
     """Every stage of every layer from the taps that it reads, and what it sends back from the gradient at its own."""
     truth = subjects.at("fp64")
     model, params = truth.config.model, truth.session.state().params
-    tokens = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
-    batch = uneven_weights(Batch(tokens, tokens[:, ::-1].copy(), np.ones((ROWS, LENGTH), np.float32)), 0)
+    batch = uneven_weights(_batch(truth.config, np.ones((ROWS, LENGTH), np.float32)), 0)
     taps = truth.session.observe(batch, observed_names(truth.config))
     shared = {one.name for one in shared_tensors(model)}
     basis = "the model's own stage on the model's own taps, in FP64"
-    for stage in forward_stages(model):
+    for stage in forward_stages(model, truth.config.attention):
         inputs = {role: taps[tap] for role, tap in stage.taps.items()} | {"grad": taps[GRADIENT + stage.tap]}
         inputs |= {role: params[name] for role, name in stage.params.items()}
-        made = truth.session.run_stage(stage.id, inputs | {role: getattr(batch, role) for role in stage.batch})
+        made = truth.session.run_stage(stage.id, inputs | {role: batch.arrays[role] for role in stage.batch})
         off = relative_difference(taps[stage.tap], made["out"])
         yield _finding(stage.id, stage.tap, off, bands.FP64_LIMIT, basis, made["out"].size, layer=stage.layer)
         for role in (*stage.taps, *stage.params):

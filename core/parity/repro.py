@@ -105,7 +105,7 @@ def _parts(origin: Finding, evidence: Evidence, check: Check, config: RunConfig)
         facts = {"shares": evidence.accumulated.shares, "ulp": FEW_ULPS}
         return _Parts(("sum",), parts | whole, facts, "Gradients of micro-batches apart, and what they were summed to.")
     if origin.stage == "tokens":
-        batch = {f"input.{key}": getattr(evidence.batch, key) for key in ("tokens", "targets", "weights")}
+        batch = {f"input.{key}": array for key, array in evidence.batch.arrays.items()}
         return _Parts(("tokens",), batch, {"consumed": evidence.record.digest, "due": evidence.due})
     if origin.stage == "weights" and origin.tap == "initial":
         due, found = init_parameters(config.model, config.seed), evidence.before.params
@@ -125,7 +125,8 @@ def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConf
     """A stage of the model: its call, forward or backward; or a gradient that several stages add up to."""
     model, taps = config.model, evidence.taps
     sums = {shared.name: shared for shared in shared_tensors(model)}
-    stages = [s for s in forward_stages(model) if s.id == origin.stage and s.layer == origin.layer]
+    every = forward_stages(model, config.attention)
+    stages = [s for s in every if s.id == origin.stage and s.layer == origin.layer]
     stage = next(iter(stages), None)
     if stage is None or stage.tap not in taps or not all(tap in taps for tap in stage.taps.values()):
         return _nothing(check, "the candidate does not show this stage's tensors")
@@ -134,7 +135,7 @@ def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConf
     part = evidence.weighted
     tensors = {f"input.{role}": taps[tap] for role, tap in stage.taps.items()}
     tensors |= {f"input.{role}": evidence.before.params[name] for role, name in stage.params.items()}
-    tensors |= {f"input.{role}": getattr(part, role) for role in stage.batch}
+    tensors |= {f"input.{role}": part.arrays[role] for role in stage.batch}
     grad = taps.get(GRADIENT + stage.tap)
     if origin.phase == "backward":
         if grad is None:
@@ -144,7 +145,7 @@ def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConf
     else:
         tensors["candidate.out"] = taps[stage.tap]
     keys = ("norm_eps", "rope_theta", "heads", "kv_heads")
-    facts = {key: getattr(model, key) for key in keys} | {"head_dim": model.head_dim}
+    facts = {key: getattr(model, key) for key in keys} | {"head_dim": model.head_dim, "kernel": config.attention.kernel}
     facts["limits"] = _limits(stage, origin, check)
     roles = {**stage.taps, **stage.params}
     accused = [f"grad.{role}" for role, total in roles.items() if origin.tap in (total, stage.sends(role))]

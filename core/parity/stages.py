@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from core.config import ModelConfig
+from core.config import AttentionConfig, ModelConfig
 from core.names import HEAD_EDGE, head_name
 
 
@@ -18,8 +18,8 @@ class ForwardStage:
     """One link of the forward chain at one place.
 
     id:     literal stage id. tap: the tap that it writes. layer: its block, or None.
-    taps:   input role → tap that it reads. params: input role → parameter that it reads. batch: roles read from the
-            batch.
+    taps:   input role → tap that it reads. params: input role → parameter that it reads. batch: arrays of the batch
+            that it reads, by their name, which is the role too.
     edges:  input role → the edge or tap whose gradient is what this stage alone sends back there.
     """
 
@@ -87,12 +87,16 @@ def place(stage: str, phase: str, layer: int | None) -> tuple[int, int, int]:
 LAST_BLOCK = 1 << 30
 
 
-def forward_stages(model: ModelConfig) -> list[ForwardStage]:
-    """Every forward stage of the model in the order of the chain, the per-token NLL last."""
+def forward_stages(model: ModelConfig, attention: AttentionConfig | None = None) -> list[ForwardStage]:
+    """Every forward stage of the model in the order of the chain, the per-token NLL last.
+
+    attention: of the run, for what its stages read from the batch; without it, nothing.
+    """
+    attention = attention or AttentionConfig()
     stages = [ForwardStage("embed", "embed", None, {}, {"weight": "embed.weight"}, ("tokens",))]
     stream = "embed"
     for layer in range(model.layers):
-        stages += _block(model, layer, stream)
+        stages += _block(model, attention, layer, stream)
         stream = f"blocks.{layer}.mlp_residual"
     stages += [
         ForwardStage("final_norm", "final_norm", None, {"x": stream}, {"weight": "final_norm.weight"}),
@@ -109,8 +113,10 @@ def forward_stages(model: ModelConfig) -> list[ForwardStage]:
     return stages
 
 
-def _block(model: ModelConfig, layer: int, stream: str) -> list[ForwardStage]:
+def _block(model: ModelConfig, attention: AttentionConfig, layer: int, stream: str) -> list[ForwardStage]:
     at = f"blocks.{layer}"
+    places = ("documents",) if attention.reset_positions else ()
+    seen = ("documents",) if attention.document_mask else ()
 
     def norm(stage: str, x: str) -> ForwardStage:
         tap = f"{at}.{stage}"
@@ -125,17 +131,17 @@ def _block(model: ModelConfig, layer: int, stream: str) -> list[ForwardStage]:
         tap = f"{at}.{stage}"
         return ForwardStage(stage, tap, layer, {"x": x, "y": y}, {}, edges={"x": f"{tap}.x"})
 
-    def simple(stage: str, tap: str, **taps: str) -> ForwardStage:
-        return ForwardStage(stage, f"{at}.{tap}", layer, {role: f"{at}.{t}" for role, t in taps.items()}, {})
+    def simple(stage: str, tap: str, batch: tuple[str, ...] = (), **taps: str) -> ForwardStage:
+        return ForwardStage(stage, f"{at}.{tap}", layer, {role: f"{at}.{t}" for role, t in taps.items()}, {}, batch)
 
     return [
         norm("attn_norm", stream),
         project("q", "attn.q", "attn.q_proj", "attn_norm", model.qkv_bias, shared=True),
         project("k", "attn.k", "attn.k_proj", "attn_norm", model.qkv_bias, shared=True),
         project("v", "attn.v", "attn.v_proj", "attn_norm", model.qkv_bias, shared=True),
-        simple("q_rope", "attn.q_rope", x="attn.q"),
-        simple("k_rope", "attn.k_rope", x="attn.k"),
-        simple("attn", "attn.out", q="attn.q_rope", k="attn.k_rope", v="attn.v"),
+        simple("q_rope", "attn.q_rope", places, x="attn.q"),
+        simple("k_rope", "attn.k_rope", places, x="attn.k"),
+        simple("attn", "attn.out", seen, q="attn.q_rope", k="attn.k_rope", v="attn.v"),
         project("o_proj", "attn.o_proj", "attn.o_proj", "attn.out", model.o_bias, shared=False),
         join("attn_residual", stream, f"{at}.attn.o_proj"),
         norm("mlp_norm", f"{at}.attn_residual"),

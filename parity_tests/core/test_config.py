@@ -93,7 +93,7 @@ def test_all_errors_come_at_once_each_with_its_file(write):
         ("[optim]\npeak_lr = nan", "finite number"),
         ("[optim]\npeak_lr = inf", "finite number"),
         ("[optim]\nbeta2 = 1.0", "less than 1"),
-        ('[precision]\npolicy = "fp8"', "'fp64', 'fp32' or 'bf16'"),
+        ('[precision]\npolicy = "fp8"', "'fp8_tensorwise' or 'fp8_rowwise'"),
         ('name = "../up"', "should match pattern"),
         ('name = ""', "should match pattern"),
         ("[compile]\nenabled = 1", "compile.enabled = 1"),

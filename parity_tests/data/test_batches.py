@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.data.batches import eval_batches, train_batch
+from core.data.batches import documents_of, eval_batches, train_batch
 from core.data.dataset import TokenSplit
 from core.data.sampler import BlockSampler
 from core.errors import UserError
@@ -68,3 +68,46 @@ def test_a_split_shorter_than_a_window_is_refused():
         eval_batches(counting(8), 1, 8, 1)
     with pytest.raises(ValueError):
         eval_batches(counting(100), 1, 8, 0)
+
+
+END = 9
+
+
+@pytest.mark.parametrize(
+    ("tokens", "documents"),
+    [
+        ([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 0]),
+        ([1, 2, END, 4, 5, 6], [0, 0, 0, 1, 1, 1]),
+        ([END, 2, 3, 4, 5, 6], [0, 1, 1, 1, 1, 1]),
+        ([1, 2, 3, 4, 5, END], [0, 0, 0, 0, 0, 0]),
+        ([1, END, END, 4, END, 6], [0, 0, 1, 2, 2, 3]),
+    ],
+    ids=["within one", "a boundary", "begins with an end", "ends with an end", "an empty one"],
+)
+def test_the_end_of_text_belongs_to_what_it_ends(tokens, documents):
+    found = documents_of(np.array([tokens, [1] * 6], np.int32), END)
+    assert found.dtype == np.int32
+    assert found.tolist() == [documents, [0] * 6]
+
+
+def test_documents_are_told_where_the_end_of_text_is_given():
+    tokens = np.arange(1001, dtype=np.uint16)
+    tokens[::7] = 5000
+    split, sampler = TokenSplit(np.array_split(tokens, 3)), BlockSampler(4, 1001, 20)
+    assert train_batch(split, sampler, 0, 4, 20).documents is None
+    assert all(batch.documents is None for batch in eval_batches(split, 2, 20, 3))
+    batches = [train_batch(split, sampler, 0, 4, 20, 5000), *eval_batches(split, 2, 20, 3, 5000)]
+    for batch in batches:
+        assert batch.documents is not None
+        assert np.array_equal(batch.documents, documents_of(batch.tokens, 5000))
+        # 20 tokens hold two or three ends; one in the last place opens nothing.
+        assert set(batch.documents.max(1).tolist()) <= {2, 3}
+
+
+def test_a_sample_s_documents_do_not_depend_on_its_batch():
+    tokens = np.arange(1001, dtype=np.uint16) % 50
+    split, sampler = TokenSplit([tokens]), BlockSampler(4, 1001, 20)
+    whole = train_batch(split, sampler, 0, 6, 20, 3)
+    parts = [train_batch(split, sampler, first * 20, 2, 20, 3) for first in range(0, 6, 2)]
+    assert np.array_equal(whole.documents, np.concatenate([part.documents for part in parts]))
+    assert [p.digest() for p in parts] == [p.digest() for p in whole.micro_batches(2)]

@@ -8,15 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.backend import Batch
 from parity_tests.faults.planting import backward, bf16, in_model, rounded_down, swap, swapped
+from torch_backend.attention import Mask
 from torch_backend.model import Attention, Llama, Rope
 from torch_backend.precision import Policy
-from torch_backend.session import TorchBackend
+from torch_backend.session import TorchBackend, TorchSession
 
 
 class _Bf16RopeAttention(Attention):
     def rotate(self, x_BSHE: Tensor, rope: Rope) -> Tensor:
-        return super().rotate(x_BSHE, (bf16(rope[0]), bf16(rope[1])))
+        return super().rotate(x_BSHE, rope._replace(cos=bf16(rope.cos), sin=bf16(rope.sin)))
 
 
 class RopeInBf16(TorchBackend):
@@ -82,7 +84,9 @@ def causal(q_BSHE: Tensor, ahead: int = 0) -> Tensor:
 
 
 class _AheadAttention(Attention):
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
         return written_out(self, q_BSHE, k_BSKE, v_BSKE, policy, causal(q_BSHE, ahead=1))
 
 
@@ -93,7 +97,9 @@ class SeesOneTokenAhead(TorchBackend):
 
 
 class _Bf16SoftmaxAttention(Attention):
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
         return written_out(self, q_BSHE, k_BSKE, v_BSKE, policy, causal(q_BSHE), low=True)
 
 
@@ -104,8 +110,10 @@ class SoftmaxInBf16(TorchBackend):
 
 
 class _FlatAttention(Attention):
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
-        return super().attend(q_BSHE / math.sqrt(self.heads), k_BSKE, v_BSKE, policy)
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
+        return super().attend(q_BSHE / math.sqrt(self.heads), k_BSKE, v_BSKE, policy, mask)
 
 
 class ScoresScaledByWidth(TorchBackend):
@@ -115,7 +123,9 @@ class ScoresScaledByWidth(TorchBackend):
 
 
 class _RoundingAttention(Attention):
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
         q = bf16(q_BSHE).transpose(1, 2)
         k, v = (bf16(self.expand(x)).transpose(1, 2) for x in (k_BSKE, v_BSKE))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -126,3 +136,37 @@ class AttentionRoundsDown(TorchBackend):
     """Attention's output rounds toward −∞: an error of one sign, that training feeds on (arXiv 2510.04212)."""
 
     session_class = swapped(Attention, _RoundingAttention)
+
+
+class _UnmaskedAttention(Attention):
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
+        return super().attend(q_BSHE, k_BSKE, v_BSKE, policy)
+
+
+class PackedDocumentsSeeEachOther(TorchBackend):
+    """Documents packed into one sequence see each other: the kernel is not given their mask (functionary #265)."""
+
+    session_class = swapped(Attention, _UnmaskedAttention)
+
+
+def _running_on(model: Llama) -> None:
+    model.reset_positions = False
+
+
+class PositionsRunOn(TorchBackend):
+    """Positions run on from one packed document into the next, where each should begin at zero."""
+
+    session_class = in_model(_running_on)
+
+
+class _EarlyBoundarySession(TorchSession):
+    def documents(self, batch: Batch) -> tuple[Tensor, ...]:
+        return tuple(torch.cat((given[:, 1:], given[:, -1:]), 1) for given in super().documents(batch))
+
+
+class EndOfTextOpensTheNextDocument(TorchBackend):
+    """The mask's boundary lies one token early: the end of text is seen by the next document, and not by its own."""
+
+    session_class = _EarlyBoundarySession

@@ -10,14 +10,17 @@ from torch import Tensor
 
 from parity_tests.faults.forward import _SummingBlock
 from parity_tests.faults.planting import backward, bf16, swapped
+from torch_backend.attention import Mask
 from torch_backend.model import Attention, Block, Embedding, Linear, Llama, RMSNorm, Rope, SwiGLU
 from torch_backend.precision import Policy, linear
 from torch_backend.session import TorchBackend, TorchSession
 
 
 class _ScaledLossSession(TorchSession):
-    def micro_loss(self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        loss, nll = super().micro_loss(tokens, targets, weights, total)
+    def micro_loss(
+        self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        loss, nll = super().micro_loss(tokens, targets, weights, total, *documents)
         return backward(loss, lambda grad: grad * 2.0**16), nll
 
 
@@ -272,9 +275,13 @@ class SmallGradientsFlushed(TorchBackend):
 
 
 class _TileAttention(Attention):
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
         kept = torch.arange(q_BSHE.shape[1], device=q_BSHE.device) < q_BSHE.shape[1] - 16
-        return super().attend(backward(q_BSHE, lambda grad: grad * kept[None, :, None, None]), k_BSKE, v_BSKE, policy)
+        return super().attend(
+            backward(q_BSHE, lambda grad: grad * kept[None, :, None, None]), k_BSKE, v_BSKE, policy, mask
+        )
 
 
 class QueryGradientLosesLastTile(TorchBackend):
@@ -316,7 +323,7 @@ class _Turn(torch.autograd.Function):
 
 class _TurningAttention(Attention):
     def rotate(self, x_BSHE: Tensor, rope: Rope) -> Tensor:
-        turned: Tensor = _Turn.apply(x_BSHE, rope[0][:, None, :], rope[1][:, None, :])
+        turned: Tensor = _Turn.apply(x_BSHE, rope.cos[..., None, :], rope.sin[..., None, :])
         return turned
 
 

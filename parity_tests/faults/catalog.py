@@ -163,6 +163,37 @@ BACKWARD = (
     Fault(gradients.LastMicroBatchForgotten, "accumulation", backward_only=True, cause="with one micro-batch"),
 )
 
+# A run whose first batch has boundaries between documents, one of them in a sequence that is examined at once.
+MASKED = {"attention.document_mask": "true", "data.seed": "222"}
+RESET = {"attention.reset_positions": "true", "data.seed": "222"}
+DOCUMENTS = (
+    Fault(
+        attention.PackedDocumentsSeeEachOther,
+        "attn",
+        layer=0,
+        loss_moves_less_than=TINY,
+        number=6,
+        settings=MASKED,
+    ),
+    Fault(
+        attention.PositionsRunOn,
+        "q_rope",
+        layer=0,
+        loss_moves_less_than=TINY,
+        note="no mask: it would hide nothing, but scores of one document know distances alone, so that only q and k "
+        "move",
+        settings=RESET,
+    ),
+    Fault(
+        attention.EndOfTextOpensTheNextDocument,
+        "attn",
+        layer=0,
+        loss_moves_less_than=TINY,
+        note="the batch that was consumed is the right one: the first to show other documents is attention",
+        settings=MASKED,
+    ),
+)
+
 # Not named as they should be yet.
 BEYOND = (
     Fault(
@@ -374,7 +405,7 @@ COMPILED = (
     ),
 )
 
-FAULTS = (*FORWARD, *BACKWARD, *BEYOND, *UPDATE, *STATE, *DATA, *LATER, *OPTIMIZERS, *COMPILED)
+FAULTS = (*FORWARD, *DOCUMENTS, *BACKWARD, *BEYOND, *UPDATE, *STATE, *DATA, *LATER, *OPTIMIZERS, *COMPILED)
 
 # Those that one eager check of the first step must find, by the backend alone.
-CATALOG = (*FORWARD, *BACKWARD, *UPDATE, *STATE)
+CATALOG = (*FORWARD, *DOCUMENTS, *BACKWARD, *UPDATE, *STATE)

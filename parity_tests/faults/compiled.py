@@ -11,16 +11,19 @@ from torch.compiler import is_compiling
 
 from parity_tests.faults.attention import causal, written_out
 from parity_tests.faults.planting import backward, bf16, swapped
+from torch_backend.attention import Mask
 from torch_backend.model import Attention, Embedding, Llama, RMSNorm, Rope, SwiGLU, Tap, no_tap
 from torch_backend.precision import Policy, linear
 from torch_backend.session import TorchBackend, TorchSession
 
 
 class _RolledAttention(Attention):
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
         if is_compiling():
             k_BSKE, v_BSKE = (backward(x, lambda grad: grad.roll(1, 1)) for x in (k_BSKE, v_BSKE))
-        return super().attend(q_BSHE, k_BSKE, v_BSKE, policy)
+        return super().attend(q_BSHE, k_BSKE, v_BSKE, policy, mask)
 
 
 class CompiledKeyGradientsMisplaced(TorchBackend):
@@ -68,9 +71,11 @@ class CompiledNormStoredInBf16(TorchBackend):
 
 
 class _TiledMaskAttention(Attention):
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy) -> Tensor:
+    def attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
+    ) -> Tensor:
         if not is_compiling():
-            return super().attend(q_BSHE, k_BSKE, v_BSKE, policy)
+            return super().attend(q_BSHE, k_BSKE, v_BSKE, policy, mask)
         tile = torch.arange(q_BSHE.shape[1], device=q_BSHE.device) // 16
         allowed_SS = causal(q_BSHE) | (tile[:, None] == tile) & (tile[:, None] == tile[-1])
         return written_out(self, q_BSHE, k_BSKE, v_BSKE, policy, allowed_SS)
@@ -141,8 +146,10 @@ class CompiledScatterOverwrites(TorchBackend):
 
 
 class _LowSumSession(TorchSession):
-    def micro_loss(self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        loss, nll = super().micro_loss(tokens, targets, weights, total)
+    def micro_loss(
+        self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        loss, nll = super().micro_loss(tokens, targets, weights, total, *documents)
         if not is_compiling():
             return loss, nll
         return loss + (bf16(loss) - loss).detach(), nll
@@ -172,7 +179,7 @@ class UntappedGradientLong(TorchBackend):
 class _BackwardsUntappedAttention(Attention):
     def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
         if is_compiling() and tap is no_tap:
-            rope = rope[0], -rope[1]
+            rope = rope._replace(sin=-rope.sin)
         return super().forward(x_BSD, rope, policy, tap, name)
 
 
@@ -183,10 +190,12 @@ class UntappedRopeTurnsBack(TorchBackend):
 
 
 class _TwiceUntapped(Llama):
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy) -> Tensor:
+    def forward(
+        self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy, documents_BS: Tensor | None = None
+    ) -> Tensor:
         if not (is_compiling() and self.tap is no_tap):
-            return super().forward(tokens_BS, targets_BS, policy)
-        logits_BSV = self.logits(self.trunk(tokens_BS, policy), policy)
+            return super().forward(tokens_BS, targets_BS, policy, documents_BS)
+        logits_BSV = self.logits(self.trunk(tokens_BS, policy, no_tap, documents_BS), policy)
         return self.nll(backward(logits_BSV, lambda grad: grad * 2.0), targets_BS)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from core.backend import Batch
@@ -35,7 +37,7 @@ class TokenIdsTooNarrow(TorchBackend):
         def narrow(step: int) -> Batch:
             right = batches(step)
             holds = np.int32(max(right.tokens.max(), right.targets.max()) // 2 + 1)
-            return Batch(right.tokens % holds, right.targets % holds, right.weights)
+            return replace(right, tokens=right.tokens % holds, targets=right.targets % holds)
 
         return narrow
 
@@ -47,7 +49,7 @@ class LastTargetWraps(TorchBackend):
     def loader(batches: Batches) -> Batches:
         def rolled(step: int) -> Batch:
             right = batches(step)
-            return Batch(right.tokens, np.roll(right.tokens, -1, axis=1), right.weights)
+            return replace(right, targets=np.roll(right.tokens, -1, axis=1))
 
         return rolled
 
@@ -59,6 +61,6 @@ class ShuffledWithinBatch(TorchBackend):
     def loader(batches: Batches) -> Batches:
         def reversed_rows(step: int) -> Batch:
             right = batches(step)
-            return Batch(right.tokens[::-1].copy(), right.targets[::-1].copy(), right.weights)
+            return replace(right.rows(np.arange(len(right.tokens))[::-1]), weights=right.weights)
 
         return reversed_rows

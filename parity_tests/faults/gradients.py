@@ -63,7 +63,7 @@ class _ClippingSession(TorchSession):
         sums = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
         micros = batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens)))
         for micro in micros:
-            micro_loss, micro_nll = self._micro_loss(*self.to_device(micro), total)
+            micro_loss, micro_nll = self._micro_loss(*self.to_device(micro), total, *self.documents(micro))
             micro_loss.backward()
             grads = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
             if self._program_gradients is not None and len(micros) == 1:
@@ -98,7 +98,7 @@ class _MicroBatchSession(TorchSession):
         sums: dict[str, Tensor] = {}
         micros = batch.micro_batches(size)
         for number, micro in enumerate(micros, 1):
-            micro_loss, micro_nll = self._micro_loss(*self.to_device(micro), total)
+            micro_loss, micro_nll = self._micro_loss(*self.to_device(micro), total, *self.documents(micro))
             micro_loss.backward()
             for name, p in self.parameters.items():
                 assert p.grad is not None

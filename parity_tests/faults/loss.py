@@ -90,8 +90,10 @@ class LabelSmoothingLeftOn(TorchBackend):
 
 
 class _MeanOfMeansSession(TorchSession):
-    def micro_loss(self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        nll = self.model(tokens, targets, self.policy)
+    def micro_loss(
+        self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        nll = self.model(tokens, targets, self.policy, *documents)
         return (nll * weights).sum() / weights.sum() / self.config.train.accumulation, nll
 
 
@@ -102,8 +104,10 @@ class MeanOfMicroBatchMeans(TorchBackend):
 
 
 class _UnweightedSession(TorchSession):
-    def micro_loss(self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        nll = self.model(tokens, targets, self.policy)
+    def micro_loss(
+        self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        nll = self.model(tokens, targets, self.policy, *documents)
         return (nll * (weights > 0)).sum() / total, nll
 
 
@@ -114,8 +118,10 @@ class LossWeightsIgnored(TorchBackend):
 
 
 class _PenaltySession(TorchSession):
-    def micro_loss(self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        loss, nll = super().micro_loss(tokens, targets, weights, total)
+    def micro_loss(
+        self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        loss, nll = super().micro_loss(tokens, targets, weights, total, *documents)
         return loss + 2e-6 * self.parameters["embed.weight"].double().square().sum(), nll
 
 

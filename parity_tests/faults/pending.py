@@ -17,7 +17,6 @@ class Pending:
 
 PENDING = (
     Pending(2, "every rank divides by its own token count (transformers #34242)", "reduction", "several ranks"),
-    Pending(6, "packed documents see each other (functionary #265)", "attn", "document ids in the batch"),
     Pending(
         10, "recompute in the backward differs from the forward (pytorch #190758)", "act", "activation checkpointing"
     ),

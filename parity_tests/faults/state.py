@@ -28,7 +28,7 @@ class _OtherBatchSession(TorchSession):
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         tokens = batch.tokens.copy()
         tokens[0, 0] ^= 1
-        return super().step(Batch(tokens, batch.targets, batch.weights), norms=norms)
+        return super().step(replace(batch, tokens=tokens), norms=norms)
 
 
 class OtherBatch(TorchBackend):

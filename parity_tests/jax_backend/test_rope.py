@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from jax_backend.model import rope_tables, rotate
+from jax_backend.model import Rope, rope_tables, rotate
 
 LENGTH, HEAD_DIM, THETA = 96, 16, 1e4
-ROPE = rope_tables(LENGTH, HEAD_DIM, THETA)
+ROPE = Rope(*rope_tables(LENGTH, HEAD_DIM, THETA))
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
+from core.config import RunConfig
 from core.parity.evidence import gather, uneven_weights
 from core.parity.judge import Reference, judge
 from core.parity.stages import PHASES
@@ -16,32 +19,34 @@ from torch_backend.session import TorchBackend
 CONFIG = tiny_config("bf16")
 
 
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference.open(JaxBackend(), CONFIG)
+@cache
+def reference(config: RunConfig) -> Reference:
+    return Reference.open(JaxBackend(), config)
 
 
-def first_check(backend: TorchBackend, reference: Reference) -> Check:
-    batch = uneven_weights(text_batch(CONFIG), 0)
-    return judge(gather(backend.open(CONFIG), CONFIG, batch), reference)
+def first_check(backend: TorchBackend, config: RunConfig = CONFIG) -> Check:
+    batch = uneven_weights(text_batch(config), 0)
+    return judge(gather(backend.open(config), config, batch), reference(config))
 
 
 @pytest.mark.parametrize("fault", CATALOG, ids=lambda f: f.name)
-def test_fault_is_caught_and_traced(fault: Fault, reference: Reference) -> None:
-    check = first_check(fault.make(), reference)
+def test_fault_is_caught_and_traced(fault: Fault) -> None:
+    check = first_check(fault.make(), fault.configured(CONFIG))
     assert check.verdict == "disagreed"
     assert check.origin is not None
     assert check.origin.stage == fault.stage
 
 
-def test_an_honest_trainer_agrees(reference: Reference) -> None:
-    check = first_check(TorchBackend(), reference)
+@pytest.mark.parametrize("settings", [{}, *({f.name: f.settings for f in CATALOG if f.settings}).values()])
+def test_an_honest_trainer_agrees(settings: dict[str, str]) -> None:
+    check = first_check(TorchBackend(), Fault(TorchBackend, "loss", settings=settings).configured(CONFIG))
     assert check.verdict == "agreed", check.origin
 
 
-def test_every_stage_has_a_fault_that_trips_it(reference: Reference) -> None:
+def test_every_stage_has_a_fault_that_trips_it() -> None:
     """Among projections one stands for all: q, k, v, gate, up, down and o share their check's code."""
-    tripped = {f.stage for fault in CATALOG for f in first_check(fault.make(), reference).findings if not f.ok}
+    plain = [fault for fault in CATALOG if not fault.settings]
+    tripped = {f.stage for fault in plain for f in first_check(fault.make()).findings if not f.ok}
     projections = {"q", "k", "v", "o_proj", "gate", "up", "down_proj"}
     assert tripped & projections
     # Eager, in one process; the compiler's link is tripped in test_programs.py, the checkpoint's in test_links.py.

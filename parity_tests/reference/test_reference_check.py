@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from jax import lax
 
 import jax_backend.attention
+import jax_backend.model
 import jax_backend.precision
+import jax_backend.stages
 import torch_backend.model
 import torch_backend.optim
 import torch_backend.precision
 import torch_backend.stages
-from core.config import OptimConfig, RunConfig
+from core.config import AttentionConfig, OptimConfig, RunConfig
 from core.errors import UserError
 from core.groups import GroupSettings
 from core.parity.reference_check import check_reference, require_sound, small, sound_reference
@@ -54,7 +56,7 @@ def sees_all(self, q, k, v, policy):
 
 
 def interleaved(self, x, rope):
-    cos, sin = rope[0][:, None, :], rope[1][:, None, :]
+    cos, sin = rope.cos[..., None, :], rope.sin[..., None, :]
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
 
@@ -165,6 +167,71 @@ def test_a_wrong_reference_is_named(name, monkeypatch):
     assert {f.stage for f in check.wrong} <= related
 
 
+DOCUMENTS = {
+    "mask": AttentionConfig(document_mask=True),
+    "positions": AttentionConfig(reset_positions=True),
+    "both": AttentionConfig(document_mask=True, reset_positions=True),
+}
+
+
+def of_documents(settings, policy="fp64"):
+    return tiny_config(policy).model_copy(update={"attention": DOCUMENTS[settings]})
+
+
+@pytest.mark.parametrize("settings", DOCUMENTS)
+@pytest.mark.parametrize("backend", [TorchBackend, JaxBackend])
+def test_a_reference_of_packed_documents_is_sound(backend, settings):
+    check = check_reference(backend(), of_documents(settings, "bf16"))
+    assert (check.wrong, check.not_covered) == ((), ())
+
+
+def shifted(documents):
+    """The end of text counts to the next document."""
+    return jnp.concatenate((documents[:, 1:], documents[:, -1:]), 1)
+
+
+def causal_alone(documents):
+    return right_mask(jnp.zeros_like(documents))
+
+
+def both_ways(documents):
+    return (documents[:, :, None] == documents[:, None, :])[:, None]
+
+
+def running_on(documents):
+    return jnp.broadcast_to(jnp.arange(documents.shape[1]), documents.shape)
+
+
+JAX_MODEL, JAX_STAGES = jax_backend.model, jax_backend.stages
+right_mask, right_positions = jax_backend.attention.document_mask, jax_backend.model.positions
+PLANTED_IN_DOCUMENTS = {
+    "documents see each other": ("mask", "attn", "document_mask", causal_alone),
+    "the mask one token early": ("mask", "attn", "document_mask", lambda documents: right_mask(shifted(documents))),
+    "a mask that is not causal": ("mask", "attn", "document_mask", both_ways),
+    "positions run on": ("positions", "q_rope", "positions", running_on),
+    "positions from one": ("positions", "q_rope", "positions", lambda documents: right_positions(documents) + 1),
+    "positions reset one token early": (
+        "positions", "q_rope", "positions", lambda documents: right_positions(shifted(documents))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED_IN_DOCUMENTS)
+def test_a_reference_that_is_wrong_about_documents_is_named(name, monkeypatch):
+    settings, stage, function, wrong = PLANTED_IN_DOCUMENTS[name]
+    everywhere(monkeypatch, function, wrong, JAX_MODEL, JAX_STAGES)
+    check = check_reference(JaxBackend(), of_documents(settings))
+    assert {f.stage for f in check.wrong} == ({"attn"} if stage == "attn" else {"q_rope", "k_rope"})
+
+
+def test_a_gradient_from_another_document_is_seen_in_the_model_alone(monkeypatch):
+    """Stages that are right, and a model that does not use the mask: its gradient goes where it must not."""
+    monkeypatch.setattr(JAX_MODEL, "document_mask", causal_alone)
+    check = check_reference(JaxBackend(), of_documents("mask"))
+    assert "causality by gradient" in {f.tap for f in check.wrong}
+    assert {f.stage for f in check.wrong} == {"attn"}
+
+
 @pytest.mark.parametrize(
     ("change", "stage"),
     [({"weight_decay": 0.2}, "update"), ({"beta1": 0.8}, "moments"), ({"eps": 1e-3}, "update")],
@@ -218,8 +285,8 @@ def test_a_wrong_backward_of_attention_is_refused(monkeypatch):
     """The reference's attention has a backward of its own: without Δ, its forward is right and its gradient is not."""
 
     def without_delta(policy, saved, grad):
-        q, k, v, out, logsumexp = saved
-        return jax_backend.attention._backward(policy, (q, k, v, jnp.zeros_like(out), logsumexp), grad)
+        q, k, v, out, *rest = saved
+        return jax_backend.attention._backward(policy, (q, k, v, jnp.zeros_like(out), *rest), grad)
 
     monkeypatch.setattr(jax_backend.attention.attention, "bwd", without_delta)
     check = check_reference(JaxBackend(), tiny_config("fp64"))

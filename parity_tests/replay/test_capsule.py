@@ -17,6 +17,8 @@ from core.errors import UserError
 from core.parity.capsule import other_versions, read_capsule, write_capsule
 from core.parity.replay import replay_capsule
 from jax_backend.session import JaxBackend
+from parity_tests.faults import FAULTS
+from parity_tests.faults.attention import PackedDocumentsSeeEachOther
 from parity_tests.replay.made import CONFIG, VERSIONS, Gelu, Judge, backend, checked
 
 
@@ -54,6 +56,18 @@ def test_it_is_readable_without_lockstep(capsule):
     assert np.load(capsule / "batch.npz", allow_pickle=False)["batch.tokens"].dtype == np.int32
     assert "embed.weight" in load_file(capsule / "state/step_000000/params.safetensors")
     assert "candidate.out" in np.load(capsule / "stage.npz", allow_pickle=False)
+
+
+def test_documents_are_packed_and_judged_again(tmp_path):
+    fault = next(fault for fault in FAULTS if fault.make is PackedDocumentsSeeEachOther)
+    config = fault.configured(CONFIG)
+    evidence, check = checked(fault.make(), config)
+    packed = write_capsule(tmp_path, evidence, check, config, "torch", "jax", VERSIONS)
+    found = read_capsule(packed)
+    for one, other in ((found.batch, evidence.batch), (found.probe, evidence.probe), (found.tapped, evidence.tapped)):
+        assert one.documents is not None and one.digest() == other.digest()
+    again = replay_capsule(found, fault.make(), Judge())
+    assert again.check.origin is not None and again.check.origin.stage == "attn"
 
 
 def test_its_step_is_judged_as_it_was(capsule, made):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from core.config import AttentionConfig
 from core.parity.repro import repro
 from core.parity.verdict import Finding
 from parity_tests.replay.made import CONFIG, VERSIONS, Gelu, SumsInBf16, backend, checked
@@ -19,7 +20,9 @@ from parity_tests.tiny import tiny_config
 from torch_backend.session import TorchBackend, TorchSession
 
 UNTIED = tiny_config("fp32", train={"sequence_length": 32}, tied=False, qkv_bias=True, layers=1)
-CONFIGS = {"bf16": CONFIG, "fp32": UNTIED}
+PACKED = CONFIG.model_copy(update={"attention": AttentionConfig(document_mask=True, reset_positions=True)})
+MATH = CONFIG.model_copy(update={"attention": AttentionConfig(kernel="math", document_mask=True)})
+CONFIGS = {"bf16": CONFIG, "fp32": UNTIED, "packed": PACKED, "math": MATH}
 
 
 def run_here(folder, made):

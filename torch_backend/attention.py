@@ -1,0 +1,253 @@
+"""Which kernel computes attention, and what it is told of documents. Twin: jax_backend/attention.py, written out.
+
+`auto` is torch's own choice on the CPU, and on CUDA the first of cuDNN, flash, memory-efficient and written-out
+attention that can. Any other name is that kernel or an error (`check_kernel`), but for what the run computes under
+another precision than its own (`evaluate`): where the kernel does not know the dtype, `auto` stands in.
+
+Documents are kept apart by a dense mask, and by FlexAttention's blocks with `flex` (Dong et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from core.config import AttentionConfig, RunConfig
+from core.errors import UserError
+
+Mask = Tensor | BlockMask  # (B, 1, S, S) bool, or FlexAttention's blocks
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+LOW = (torch.bfloat16, torch.float16)
+SINGLE = (*LOW, torch.float32)
+# What each takes on CUDA; `math` takes everything.
+DTYPES = {"cudnn": LOW, "flash": LOW, "fa3": LOW, "efficient": SINGLE, "flex": SINGLE}
+FA3 = "flash_attn_interface"
+
+
+def document_mask(documents_BS: Tensor) -> Tensor:
+    """(B, 1, S, S) bool: which keys each query sees, those of its own document that do not come after it."""
+    same_BST = documents_BS[:, :, None] == documents_BS[:, None, :]
+    return same_BST.tril()[:, None]
+
+
+def document_blocks(documents_BS: Tensor) -> BlockMask:
+    """The same for FlexAttention, which passes over blocks of keys that no query of a block sees."""
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (documents_BS[b, query] == documents_BS[b, key]) & (query >= key)
+
+    rows, length = documents_BS.shape
+    return create_block_mask(sees, rows, None, length, length, device=documents_BS.device)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Attention by the kernel of one name (AttentionConfig.kernel)."""
+
+    name: str = "auto"
+
+    def mask(self, documents_BS: Tensor) -> Mask:
+        """What keeps documents apart, in the form that the kernel takes."""
+        return document_blocks(documents_BS) if self.name == "flex" else document_mask(documents_BS)
+
+    def __call__(self, q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: Mask | None = None) -> Tensor:
+        """softmax(q·kᵀ/√E + mask)·v → (B, H, S, E); without a mask, every query sees what does not come after it."""
+        if self.name == "flex":
+            return _flex(q_BHSE, k_BHSE, v_BHSE, mask)
+        assert mask is None or isinstance(mask, Tensor)
+        if self.name == "fa3" and q_BHSE.dtype in LOW:
+            return _fa3(q_BHSE, k_BHSE, v_BHSE)
+        backends = self.backends(q_BHSE.device.type, q_BHSE.dtype)
+        if not backends:
+            return _sdpa(q_BHSE, k_BHSE, v_BHSE, mask)
+        with sdpa_kernel(backends, set_priority=True):
+            return _sdpa(q_BHSE, k_BHSE, v_BHSE, mask)
+
+    def backends(self, device: str, dtype: torch.dtype) -> list[SDPBackend]:
+        """The kernels of torch's call that may run, best first; none: its own choice."""
+        if self.name in BACKENDS and (device == "cpu" or dtype in DTYPES.get(self.name, (dtype,))):
+            return [BACKENDS[self.name]]
+        return [] if device == "cpu" else list(BACKENDS.values())
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+def _causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+    assert not isinstance(mask, Tensor)
+    length = q.shape[2]
+    blocks = mask or create_block_mask(_causal, None, None, length, length, device=q.device)
+    # Uncompiled it would be written out, scores and all.
+    call = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    out: Tensor = call(q, k, v, block_mask=blocks)
+    return out
+
+
+def _fa3(q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor) -> Tensor:
+    """FlashAttention-3 (Shah et al. 2024); its axes are (B, S, H, E)."""
+    from flash_attn_interface import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
+
+    found = flash_attn_func(*(x.transpose(1, 2) for x in (q_BHSE, k_BHSE, v_BHSE)), causal=True)
+    # Earlier versions give the logsumexp beside the output.
+    out: Tensor = found[0] if isinstance(found, tuple) else found
+    return out.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides which kernels can run. capability: of a CUDA device; (0, 0) on the CPU."""
+
+    device: str
+    capability: tuple[int, int] = (0, 0)
+    cudnn: bool = False
+    triton: bool = False
+    fa3: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device) -> Machine:
+        """This machine, for a run on `device`."""
+        if device.type != "cuda":
+            return cls(device.type)
+        return cls(
+            device.type,
+            torch.cuda.get_device_capability(device),
+            torch.backends.cudnn.is_available(),
+            find_spec("triton") is not None,
+            find_spec(FA3) is not None,
+        )
+
+
+# Head dims on CUDA: a multiple of the first, at least the second, at most the third.
+HEAD_DIMS = {"cudnn": (8, 8, 128), "flash": (8, 8, 256), "fa3": (8, 8, 256), "flex": (1, 16, 256)}
+NAMES = {
+    "cudnn": "cuDNN's attention",
+    "flash": "flash attention",
+    "efficient": "memory-efficient attention",
+    "fa3": "FlashAttention-3",
+    "flex": "FlexAttention",
+}
+
+
+def check_kernel(config: RunConfig, device: torch.device) -> None:
+    """Raise UserError, in one line, if the kernel that was asked for cannot run this model on this device."""
+    dtype = OPERANDS[config.precision.operand]
+    if why := refusal(config.attention, config.model.head_dim, dtype, Machine.of(device)):
+        raise UserError(f"attention.kernel = {config.attention.kernel!r} cannot run: {why}")
+
+
+OPERANDS = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def refusal(attention: AttentionConfig, head_dim: int, dtype: torch.dtype, machine: Machine) -> str | None:
+    """Why the kernel cannot run with heads of this width and operands of this dtype, and what can; None if it can."""
+    name = attention.kernel
+    if name in ("auto", "math"):
+        return None
+    if machine.device == "cpu":
+        return _refusal_on_cpu(name)
+    others = _named([n for n in ("cudnn", "efficient", "math", "flex") if n != name])
+    if dtype not in DTYPES[name]:
+        takes = _named([str(d).removeprefix("torch.") for d in DTYPES[name]])
+        fitting = _named([n for n in ("flex", "efficient") if dtype in DTYPES[n]] + ["math"])
+        return f"{NAMES[name]} takes {takes}, and precision.policy makes operands {_short(dtype)}; use {fitting}"
+    if missing := _missing(name, machine):
+        return f"{missing}; use {others} or auto"
+    if attention.document_mask and name in ("flash", "fa3"):
+        return (
+            f"{NAMES[name]} takes no mask, and attention.document_mask asks for one; use flex, or cudnn, efficient or "
+            "math with a dense one"
+        )
+    return _refusal_of_width(name, head_dim, dtype, machine)
+
+
+def _refusal_on_cpu(name: str) -> str | None:
+    if name == "flash":
+        return None
+    why = "has no backward pass on the CPU" if name == "flex" else "runs on CUDA alone, and this run is on the CPU"
+    return f"{NAMES[name]} {why}; use auto, flash or math"
+
+
+def _missing(name: str, machine: Machine) -> str | None:
+    major, minor = machine.capability
+    if name == "fa3" and not machine.fa3:
+        return f"FlashAttention-3 is not installed (no module {FA3})"
+    if name == "fa3" and major != 9:
+        return f"FlashAttention-3 is for Hopper (compute capability 9.0), and this device has {major}.{minor}"
+    if name == "cudnn" and not machine.cudnn:
+        return "torch finds no cuDNN here"
+    if name in ("cudnn", "flash") and major < 8:
+        return f"{NAMES[name]} needs compute capability 8.0 (Ampere), and this device has {major}.{minor}"
+    if name == "flex" and not machine.triton:
+        return "FlexAttention is generated by Triton, which is not installed"
+    return None
+
+
+def _refusal_of_width(name: str, head_dim: int, dtype: torch.dtype, machine: Machine) -> str | None:
+    # Memory-efficient attention reads 16 bytes at a time.
+    multiple, least, most = HEAD_DIMS.get(name, (16 // dtype.itemsize, 1, 1 << 30))
+    if name == "cudnn" and machine.capability >= (9, 0):
+        most = 256
+    if head_dim % multiple == 0 and least <= head_dim <= most:
+        return None
+    bounds = [f"a multiple of {multiple}"] if multiple > 1 else []
+    bounds += [f"at least {least}"] if least > multiple else []
+    bounds += [f"at most {most}"] if most < 1 << 30 else []
+    return (
+        f"{NAMES[name]} needs a head dimension that is {' and '.join(bounds)}, and model.hidden / model.heads = "
+        f"{head_dim}; use math or auto"
+    )
+
+
+def in_force(attention: AttentionConfig, device: torch.device) -> str:
+    """The kernel, and what is done about documents, in words."""
+    name = attention.kernel
+    call = {
+        "auto": "scaled_dot_product_attention" + ("" if device.type == "cpu" else ", cuDNN's kernel where it can run"),
+        "flex": "flex_attention",
+        "fa3": f"{FA3} (FlashAttention-3)",
+    }.get(name, f"scaled_dot_product_attention, {name} kernel")
+    words = [call]
+    if attention.document_mask:
+        words.append(f"documents kept apart by {'blocks' if name == 'flex' else 'a dense mask'}")
+    if attention.reset_positions:
+        words.append("positions from 0 in each document")
+    return "; ".join(words)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _named(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
