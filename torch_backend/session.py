@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
+from core.backend import Arrays, Batch, Gradients, NotSupported, Session, State, StepRecord
 from core.config import RunConfig
 from core.errors import UserError
 from core.init import init_parameters
@@ -26,6 +26,7 @@ from torch_backend.loss import weighted_mean
 from torch_backend.model import Llama, Tap, no_tap
 from torch_backend.optim import MOMENTS, build_optimizer, clip_coefficient, global_norm, read_moments, write_moments
 from torch_backend.precision import POLICIES, Policy
+from torch_backend.ranks import Ranks
 from torch_backend.sketch import (
     Kept,
     lift,
@@ -61,6 +62,7 @@ class TorchSession:
         self._program_gradients: dict[str, Tensor] | None = None
         self._of_step: Gradients | None = None
         self._show_step = False
+        self.ranks: Ranks | None = None
         self._load_parameters(init_parameters(config.model, config.seed))
 
     def build_model(self) -> Llama:
@@ -74,6 +76,15 @@ class TorchSession:
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer over the model's parameters."""
         return build_optimizer(self.config.optim, self.parameters)
+
+    def join_ranks(self) -> None:
+        """Share batches with the default process group from now on. Every rank calls it (torch_backend/parallel.py)."""
+        self.ranks = self.build_ranks()
+        self._micro_loss = self.ranks.alone
+
+    def build_ranks(self) -> Ranks:
+        """How this session shares its batches with the other ranks."""
+        return Ranks(self)
 
     def state(self) -> State:
         """A copy of weights, moments and step count."""
@@ -328,19 +339,22 @@ class TorchSession:
 
         Each micro-batch contributes Σ weight·nll divided by the *whole* batch's Σ weight, so that accumulation
         weights by
-        tokens: the sum over micro-batches is the mean over the batch, however unevenly the weights lie.
+        tokens: the sum over micro-batches is the mean over the batch, however unevenly the weights lie. Several ranks
+        (torch_backend/ranks.py) compute a part of the micro-batches each.
         """
         self.optimizer.zero_grad(set_to_none=True)
         total = self.total_weight(batch)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         nll = []
         micros = batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens)))
-        for micro in micros:
+        for micro, program in self.ranks.plan(micros) if self.ranks else ((m, self._micro_loss) for m in micros):
             tokens, targets, weights = self.to_device(micro)
-            micro_loss, micro_nll = self._micro_loss(tokens, targets, weights, total)
+            micro_loss, micro_nll = program(tokens, targets, weights, total)
             micro_loss.backward()
             loss += micro_loss.detach()
             nll.append(micro_nll.detach())
+        if self.ranks and self.ranks.shares(micros):
+            return self.ranks.together(loss, nll, shown=self._show_step or self._program_gradients is not None)
         if self._program_gradients is not None and len(micros) == 1:
             grads = {name: p.grad for name, p in self.parameters.items()}
             self._program_gradients = {name: g.clone() for name, g in grads.items() if g is not None}
@@ -382,8 +396,19 @@ class TorchBackend:
     name = "torch"
     session_class: type[TorchSession] = TorchSession
 
-    def open(self, config: RunConfig) -> TorchSession:
-        """A session at the initial weights of `config`. Raises UserError if the device is not there."""
+    def open(self, config: RunConfig) -> Session:
+        """A session at the initial weights of `config`, of several ranks if it says so.
+
+        Raises UserError if the device is not there.
+        """
+        if config.train.ranks == 1:
+            return self.open_rank(config)
+        from torch_backend.parallel import open_ranked
+
+        return open_ranked(self, config)
+
+    def open_rank(self, config: RunConfig) -> TorchSession:
+        """The session of one rank, before it joins the others."""
         return self.session_class(config)
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
