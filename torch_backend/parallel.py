@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
@@ -522,17 +522,8 @@ class RankedSession:
             )
 
 
-def in_force(config: RunConfig, cuda: bool) -> Mapping[str, str]:
-    """How ranks reduce, for the table at start; nothing for one rank."""
-    if config.train.ranks == 1:
-        return {}
-    parallel = config.parallel
-    summed = f"gradients summed in {parallel.gradient_dtype}, buckets of {parallel.bucket_mb} MB"
-    return {"ranks": f"{config.train.ranks}, DDP over {'nccl' if cuda else 'gloo'}, {summed}"}
-
-
 @contextmanager
-def _uninterrupted():  # type: ignore[no-untyped-def]
+def _uninterrupted() -> Iterator[None]:
     """Ctrl-C reaches the whole group of processes: those that are started inherit that it is ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from core.backend import Batch
+from core.config import RunConfig
 
 if TYPE_CHECKING:
     from torch_backend.session import TorchSession
@@ -113,3 +114,12 @@ class _MicroLoss(nn.Module):
 
     def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         return self.micro_loss(*inputs)
+
+
+def in_force(config: RunConfig, device: str) -> dict[str, str]:
+    """How ranks reduce, for the table at start; nothing for one rank."""
+    if config.train.ranks == 1:
+        return {}
+    parallel, group = config.parallel, "nccl" if device == "cuda" else "gloo"
+    summed = f"gradients summed in {parallel.gradient_dtype}, buckets of {parallel.bucket_mb} MB"
+    return {"ranks": f"{config.train.ranks}, DDP over {group}: {summed}"}

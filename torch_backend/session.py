@@ -26,7 +26,7 @@ from torch_backend.loss import weighted_mean
 from torch_backend.model import Llama, Tap, no_tap
 from torch_backend.optim import MOMENTS, build_optimizer, clip_coefficient, global_norm, read_moments, write_moments
 from torch_backend.precision import POLICIES, Policy
-from torch_backend.ranks import Ranks
+from torch_backend.ranks import Ranks, in_force
 from torch_backend.sketch import (
     Kept,
     lift,
@@ -425,6 +425,7 @@ class TorchBackend:
                 "program": compiled,
                 "attention": "scaled_dot_product_attention",
                 "optimizer": "AdamW (foreach)",
+                **in_force(config, device.type),
             },
         }
 
