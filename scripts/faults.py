@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -339,7 +339,7 @@ def place(origin: Origin | None) -> str:
 
 
 def run(
-    config_of: Callable[[str], RunConfig],
+    config_of: Callable[[str, Mapping[str, str]], RunConfig],
     data: Callable[[RunConfig], RunData],
     recipes: Sequence[str],
     names: Sequence[str] = (),
@@ -352,13 +352,19 @@ def run(
     faults = chosen(names)
     done = {(row.name, row.recipe): row for row in kept if not row.error}
     for recipe in recipes:
-        config = config_of(recipe)
-        config = on_its_device(config, load_backend(TRAINER))
-        bench = Bench(config, data(config), Kept(load_backend(REFERENCE)), load_backend(TRAINER), causes)
-        yield done.get((HONEST, recipe)) or bench.honest_row()
+        reference, benches = Kept(load_backend(REFERENCE)), dict[str, Bench]()
+
+        def bench(settings: Mapping[str, str]) -> Bench:
+            key = repr(sorted(settings.items()))
+            if key not in benches:
+                config = on_its_device(config_of(recipe, settings), load_backend(TRAINER))
+                benches[key] = Bench(config, data(config), reference, load_backend(TRAINER), causes)
+            return benches[key]
+
+        yield done.get((HONEST, recipe)) or bench({}).honest_row()
         for fault in faults:
             if recipe in fault.recipes:
-                yield done.get((fault.name, recipe)) or bench.row(fault)
+                yield done.get((fault.name, recipe)) or bench(fault.settings).row(fault)
 
 
 def chosen(names: Sequence[str]) -> list[Any]:
@@ -389,7 +395,10 @@ def stamp(config: RunConfig) -> str:
     from importlib import resources
 
     bounds = resources.files("core.parity").joinpath("bands.json").read_bytes()
-    promised = [(f.name, f.stage, f.phase, f.layer, f.first_step, f.within, f.cause) for f in chosen(())]
+    promised = [
+        (f.name, f.stage, f.phase, f.layer, f.first_step, f.within, f.cause, *sorted(f.settings.items()))
+        for f in chosen(())
+    ]
     return hashlib.sha256(bounds + repr((config.model_dump(), promised)).encode()).hexdigest()[:16]
 
 
@@ -447,13 +456,13 @@ def main(argv: list[str]) -> int:
     if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
         raise UserError(f"command line: json = {options.json}: not a file in a folder that is there")
 
-    def config_of(recipe: str) -> RunConfig:
-        config = load_config(options.config, with_recipe(given, recipe))
+    def config_of(recipe: str, settings: Mapping[str, str]) -> RunConfig:
+        config = load_config(options.config, with_recipe(given, recipe) | dict(settings))
         if config.model.layers < 2:
             raise UserError(f"model.layers = {config.model.layers}: faults are planted in the second block as well")
         return config
 
-    configs = [config_of(recipe) for recipe in options.recipe]
+    configs = [config_of(recipe, {}) for recipe in options.recipe]
     from core.parity import bands
 
     for config in configs:

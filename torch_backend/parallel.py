@@ -31,10 +31,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, State, StepRecord
 from core.config import RunConfig
 from core.errors import UserError
+from core.launch import launched, require_ranks
 from core.parity.load import module_from_file
 from core.parity.observations import Observation
 from core.parity.step import flat
@@ -48,7 +50,8 @@ T = TypeVar("T")
 PATIENCE = timedelta(minutes=10)
 # How long a follower waits for its next command: rank 0 may judge a check or write a checkpoint meanwhile.
 IDLE = timedelta(days=7)
-# A follower that has failed gives rank 0 so long to say so, before torchrun sees that it is gone and ends rank 0 too.
+# A follower that has failed gives rank 0 so long to say so, before torchrun sees that it is gone and ends rank 0 too;
+# one that is told to end has as long.
 GRACE_SECONDS = 5.0
 # In these, ranks wait for each other; what is raised in one of them ends the ranks.
 TOGETHER = ("open", "step", "gradients", "step_and_gradients")
@@ -59,25 +62,6 @@ class RankError(RuntimeError):
 
 
 # The ranks of this process and how they find each other
-
-
-def launched() -> tuple[int, int] | None:
-    """(rank, ranks) of this process if torchrun launched it, or None."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(os.environ["RANK"]), world) if world > 1 else None
-
-
-def require_ranks(ranks: int, said: str) -> None:
-    """Raise UserError unless torchrun launched as many processes as `train.ranks` says. `said`: the command's tail."""
-    place = launched()
-    world = place[1] if place else 1
-    if ranks == world:
-        return
-    if place is None:
-        raise UserError(
-            f"train.ranks = {ranks}: launch it with torchrun --nproc-per-node {ranks} --module scripts.cli {said}"
-        )
-    raise UserError(f"train.ranks = {ranks}, but torchrun launched {world} processes: make them equal")
 
 
 def follow() -> int:
@@ -97,7 +81,7 @@ def _spawned(rank: int, ranks: int, port: int, cuda: bool, threads: int) -> None
     """A rank that rank 0 has started."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    _join_group(rank, ranks, dist.TCPStore("127.0.0.1", port, ranks, False), _take_device(rank, cuda))
+    _join_group(rank, ranks, TCPStore("127.0.0.1", port, ranks, False), _take_device(rank, cuda))
     sys.exit(_serve(_Links()))
 
 
@@ -120,7 +104,7 @@ def _backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def _join_group(rank: int, ranks: int, store: dist.Store, device: torch.device) -> None:
+def _join_group(rank: int, ranks: int, store: Store, device: torch.device) -> None:
     dist.init_process_group(_backend(device), store=store, rank=rank, world_size=ranks, timeout=PATIENCE)
 
 
@@ -189,7 +173,10 @@ class _Member:
     def report(self) -> RankReport:
         assert self.record is not None
         state = flat(self.session.state())
-        return RankReport(self.record, {name: hashlib.sha256(_bytes(array)).hexdigest() for name, array in state.items()})
+        digests = {
+            name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest() for name, array in state.items()
+        }
+        return RankReport(self.record, digests)
 
 
 # What of a follower's result rank 0 wants to hear.
@@ -266,7 +253,7 @@ class _World:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # The store, and the ranks, are of this machine: its outer name need not even lead back to it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        store = dist.TCPStore("127.0.0.1", 0, self.ranks, True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, self.ranks, True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         threads = max(1, torch.get_num_threads() // self.ranks)
         with _uninterrupted():
@@ -315,6 +302,9 @@ class _World:
     def _give_up(self, error: BaseException) -> None:
         """Find out which rank has failed and raise RankError; return if it was rank 0 itself."""
         said = [f"rank {rank}: {words}" for rank, words in self._failed(isinstance(error, RuntimeError)).items()]
+        if not said and isinstance(error, RuntimeError) and "timed out" in str(error).lower():
+            others = "rank 1" if self.ranks == 2 else f"a rank of 1 to {self.ranks - 1}"
+            said = [f"{others}: no answer within {PATIENCE.total_seconds():g} s"]
         self.lost = "; ".join(said) or f"rank 0 failed in the midst of a step: {type(error).__name__}: {error}"
         self.end(at_once=True)
         if said:
@@ -353,7 +343,7 @@ class _World:
                 for rank in range(1, self.ranks):
                     self._links.command(rank, "end", -1, (), ())
         for process in self.processes.values():
-            process.join(timeout=None if not at_once and process.is_alive() else 0.0)
+            process.join(timeout=0.0 if at_once else GRACE_SECONDS)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -397,7 +387,7 @@ def open_ranked(backend: TorchBackend, config: RunConfig) -> RankedSession:
 
     place = launched()
     if place is not None:
-        require_ranks(config.train.ranks, "train")
+        require_ranks(config.train.ranks)
     pickled, file = _portable(backend)
     world = _ranks(config.train.ranks, resolve_device(config).type == "cuda")
     return RankedSession(world, backend, config, pickled, file)
@@ -420,7 +410,9 @@ class RankedSession:
     A batch whose micro-batches cannot be shared evenly (a check's single one) is computed by rank 0 alone.
     """
 
-    def __init__(self, world: _World, backend: TorchBackend, config: RunConfig, pickled: bytes, file: str | None) -> None:
+    def __init__(
+        self, world: _World, backend: TorchBackend, config: RunConfig, pickled: bytes, file: str | None
+    ) -> None:
         self.config = config
         self._world, self._number = world, next(_numbers)
 
@@ -469,9 +461,7 @@ class RankedSession:
     def rank_gradients(self, batch: Batch) -> list[Arrays]:
         """Gradients of each micro-batch of `batch` by itself, made by the rank whose share it is and not reduced."""
         self._require_shared(batch)
-        mine, others = self._world.do(
-            "own_gradients", self._number, (batch,), lambda: self._mine.own_gradients(batch)
-        )
+        mine, others = self._world.do("own_gradients", self._number, (batch,), lambda: self._mine.own_gradients(batch))
         return [found for of_rank in (mine, *others) for found in of_rank]
 
     def rank_reports(self) -> list[RankReport]:
@@ -537,7 +527,3 @@ def _uninterrupted() -> Iterator[None]:
 
 def _micro_size(config: RunConfig, batch: Batch) -> int:
     return min(config.train.micro_batch_size, len(batch.tokens))
-
-
-def _bytes(array: np.ndarray) -> bytes:
-    return np.ascontiguousarray(array).tobytes()

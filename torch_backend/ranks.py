@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from core.backend import Batch
@@ -82,7 +83,7 @@ class Ranks:
         with self.ddp._inside_ddp_forward():
             return self.ddp.module(*inputs)
 
-    def sum(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def sum(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The bucket's sum over ranks (no mean: the loss is divided by the weight of all ranks' tokens already).
 
         In the declared dtype: cast, summed, cast back. torch's own bf16_compress_hook takes the mean.

@@ -394,6 +394,8 @@ class TorchBackend:
     """Opens `session_class` on a configuration; a candidate names its own session class."""
 
     name = "torch"
+    # Opens sessions of several ranks.
+    ranked = True
     session_class: type[TorchSession] = TorchSession
 
     def open(self, config: RunConfig) -> Session:

@@ -138,7 +138,9 @@ def reduction(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
             if any(part is None or part.shape != whole.shape for part in parts):
                 yield exact("reduction", name, 1, 1, "every rank has this gradient")
                 continue
-            scaled = [whole.dtype.type(s) * part for s, part in zip(found.shares, parts, strict=True) if part is not None]
+            scaled = [
+                whole.dtype.type(s) * part for s, part in zip(found.shares, parts, strict=True) if part is not None
+            ]
             total = np.zeros_like(whole)
             for part in scaled:
                 total += part

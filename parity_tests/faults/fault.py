@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from core.backend import Batch
 from core.parity.stages import PHASES
@@ -29,6 +29,7 @@ class Fault:
     loss_moves_less_than: relative change of the loss in the first step in which it acts, or None if it may be large.
     number:         of FAULTS.md, or None for one of our own. cause: a part of the cause that must be named, or None.
     recipes:        precision policies and programs under which it can act. note: how the expected origin follows.
+    settings:       of the run that it is planted in, as on the command line: dotted keys → text.
     """
 
     make: type[TorchBackend]
@@ -45,6 +46,7 @@ class Fault:
     cause: str | None = None
     recipes: tuple[str, ...] = EVERYWHERE
     note: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.phase:
