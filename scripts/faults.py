@@ -353,18 +353,16 @@ def run(
     done = {(row.name, row.recipe): row for row in kept if not row.error}
     for recipe in recipes:
         reference, benches = Kept(load_backend(REFERENCE)), dict[str, Bench]()
-
-        def bench(settings: Mapping[str, str]) -> Bench:
+        for fault in (None, *(fault for fault in faults if recipe in fault.recipes)):
+            settings: Mapping[str, str] = fault.settings if fault else {}
             key = repr(sorted(settings.items()))
             if key not in benches:
                 config = on_its_device(config_of(recipe, settings), load_backend(TRAINER))
                 benches[key] = Bench(config, data(config), reference, load_backend(TRAINER), causes)
-            return benches[key]
-
-        yield done.get((HONEST, recipe)) or bench({}).honest_row()
-        for fault in faults:
-            if recipe in fault.recipes:
-                yield done.get((fault.name, recipe)) or bench(fault.settings).row(fault)
+            if fault is None:
+                yield done.get((HONEST, recipe)) or benches[key].honest_row()
+            else:
+                yield done.get((fault.name, recipe)) or benches[key].row(fault)
 
 
 def chosen(names: Sequence[str]) -> list[Any]:

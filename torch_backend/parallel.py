@@ -40,6 +40,7 @@ from core.launch import launched, require_ranks
 from core.parity.load import module_from_file
 from core.parity.observations import Observation
 from core.parity.step import flat
+from torch_backend.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch_backend.session import TorchBackend, TorchSession
@@ -168,14 +169,14 @@ class _Member:
     def own_gradients(self, batch: Batch) -> list[Arrays]:
         assert self.session.ranks is not None
         micros = batch.micro_batches(_micro_size(self.session.config, batch))
-        return [self.session.gradients(micro).grads for micro in self.session.ranks.share(micros)]
+        # Not as the session shares them, which may be what is wrong.
+        mine = Ranks.share(self.session.ranks, micros)
+        return [self.session.gradients(micro).grads for micro in mine]
 
     def report(self) -> RankReport:
         assert self.record is not None
         state = flat(self.session.state())
-        digests = {
-            name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest() for name, array in state.items()
-        }
+        digests = {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in state.items()}
         return RankReport(self.record, digests)
 
 

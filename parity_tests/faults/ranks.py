@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from core.backend import Batch, StepRecord
-from core.schedule import learning_rate
 from torch_backend.ranks import MicroLoss, Ranks
 from torch_backend.session import TorchBackend, TorchSession
 
