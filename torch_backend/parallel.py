@@ -134,6 +134,16 @@ class _Links:
         dist.recv_object_list(heard, src=rank, group=self._answers)
         return heard[0]
 
+    def silence(self, rank: int) -> str:
+        """Why nothing can be sent to a rank; nothing if it is there, though it may be busy."""
+        try:
+            work = dist.isend(torch.zeros(1), rank, group=self._commands)
+            if work is not None:
+                work.wait(timedelta(seconds=1))
+        except RuntimeError as error:
+            return "" if _timed_out(error) else str(error).splitlines()[0]
+        return ""
+
     def leave_words(self, words: str) -> None:
         self._store.set(f"lockstep/last words/{self.rank}", words)
 
@@ -213,7 +223,9 @@ def _serve(links: _Links) -> int:
                 links.answer("raised", words)
                 continue
             links.leave_words(words)
-            dist.destroy_process_group()
+            # Not destroyed: DDP holds the group, and whoever waits for this rank would wait on.
+            assert dist.group.WORLD is not None
+            dist.group.WORLD.abort()
             time.sleep(GRACE_SECONDS)
             return 1
 
@@ -302,10 +314,11 @@ class _World:
 
     def _give_up(self, error: BaseException) -> None:
         """Find out which rank has failed and raise RankError; return if it was rank 0 itself."""
-        said = [f"rank {rank}: {words}" for rank, words in self._failed(isinstance(error, RuntimeError)).items()]
-        if not said and isinstance(error, RuntimeError) and "timed out" in str(error).lower():
-            others = "rank 1" if self.ranks == 2 else f"a rank of 1 to {self.ranks - 1}"
+        if _timed_out(error):
+            others = "rank 1" if self.ranks == 2 else f"one of ranks 1 to {self.ranks - 1}"
             said = [f"{others}: no answer within {PATIENCE.total_seconds():g} s"]
+        else:
+            said = [f"rank {rank}: {words}" for rank, words in self._failed(isinstance(error, RuntimeError)).items()]
         self.lost = "; ".join(said) or f"rank 0 failed in the midst of a step: {type(error).__name__}: {error}"
         self.end(at_once=True)
         if said:
@@ -313,7 +326,6 @@ class _World:
 
     def _failed(self, linked: bool) -> dict[int, str]:
         """Why each rank failed that did. linked: whether an error may have come from a link to another rank."""
-        silent: dict[int, str] = {}
         until = time.monotonic() + (1.0 if linked else 0.0)
         while True:
             words = {rank: self._links.last_words(rank) for rank in range(1, self.ranks)}
@@ -326,14 +338,10 @@ class _World:
             if found or time.monotonic() > until:
                 break
             time.sleep(0.05)
-        if found or not linked:
+        if found or not linked or self.processes:
             return found
-        for rank in range(1, self.ranks):
-            try:
-                self._links.command(rank, "load", -1, (), ())
-            except RuntimeError as gone:
-                silent[rank] = f"does not answer: {str(gone).splitlines()[0]}"
-        return silent
+        silent = {rank: self._links.silence(rank) for rank in range(1, self.ranks)}
+        return {rank: f"does not answer: {why}" for rank, why in silent.items() if why}
 
     def end(self, at_once: bool = False) -> None:
         """Let the followers go; `at_once` without a word."""
@@ -389,6 +397,8 @@ def open_ranked(backend: TorchBackend, config: RunConfig) -> RankedSession:
     place = launched()
     if place is not None:
         require_ranks(config.train.ranks)
+        if place[0] > 0:
+            raise UserError("torchrun launches lockstep train and parity; other commands start their ranks themselves")
     pickled, file = _portable(backend)
     world = _ranks(config.train.ranks, resolve_device(config).type == "cuda")
     return RankedSession(world, backend, config, pickled, file)
@@ -511,6 +521,11 @@ class RankedSession:
                 f"a batch of {len(batch.tokens)} sequences gives no equal number of micro-batches to each of "
                 f"{self._world.ranks} ranks"
             )
+
+
+def _timed_out(error: BaseException) -> bool:
+    """Whether a collective gave up waiting: gloo and nccl have words for it, and no class."""
+    return isinstance(error, RuntimeError) and ("timed out" in str(error).lower() or "timeout" in str(error).lower())
 
 
 @contextmanager
