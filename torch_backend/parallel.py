@@ -5,7 +5,7 @@ command is sent to every follower, which answers when it is done: what was raise
 group carries gradients (nccl on CUDA, gloo on the CPU), two gloo groups beside it commands and answers.
 
 A follower that raises in the midst of a step leaves the others waiting for its gradients. So it says why in the store
-and hangs up: whoever waits for it gets an error at once, and rank 0 raises a RankError with its words.
+and ends: whoever waits for it gets an error at once, and rank 0 raises a RankError with its words.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ T = TypeVar("T")
 PATIENCE = timedelta(minutes=10)
 # How long a follower waits for its next command: rank 0 may judge a check or write a checkpoint meanwhile.
 IDLE = timedelta(days=7)
-# A follower that has failed gives rank 0 so long to say so, before torchrun sees that it is gone and ends rank 0 too;
-# one that is told to end has as long.
-GRACE_SECONDS = 5.0
+# A follower that is told to end may take so long.
+END_SECONDS = 5.0
 # In these, ranks wait for each other; what is raised in one of them ends the ranks.
 TOGETHER = ("open", "step", "gradients", "step_and_gradients")
 
@@ -223,11 +222,7 @@ def _serve(links: _Links) -> int:
                 links.answer("raised", words)
                 continue
             links.leave_words(words)
-            # Not destroyed: DDP holds the group, and whoever waits for this rank would wait on.
-            assert dist.group.WORLD is not None
-            dist.group.WORLD.abort()
-            time.sleep(GRACE_SECONDS)
-            return 1
+            return 1  # sockets close with the process: whoever waits for this rank hears of it at once
 
 
 def _opened(pickled: bytes, file: str | None, config: RunConfig) -> TorchSession:
@@ -352,7 +347,7 @@ class _World:
                 for rank in range(1, self.ranks):
                     self._links.command(rank, "end", -1, (), ())
         for process in self.processes.values():
-            process.join(timeout=0.0 if at_once else GRACE_SECONDS)
+            process.join(timeout=0.0 if at_once else END_SECONDS)
             if process.is_alive():
                 process.kill()
                 process.join()
