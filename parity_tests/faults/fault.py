@@ -46,7 +46,7 @@ class Fault:
     cause: str | None = None
     recipes: tuple[str, ...] = EVERYWHERE
     note: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not self.phase:
