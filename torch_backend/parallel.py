@@ -257,6 +257,10 @@ class _World:
     def _spawn(self, cuda: bool) -> None:
         if dist.is_initialized():
             raise UserError(f"train.ranks = {self.ranks}: this process is in another process group already")
+        if cuda and torch.cuda.device_count() < self.ranks:
+            raise UserError(
+                f"train.ranks = {self.ranks}: torch sees {torch.cuda.device_count()} GPUs, one a rank is needed"
+            )
         # Threads that wait must not take the cores of those that work; read when a follower loads torch.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # The store, and the ranks, are of this machine: its outer name need not even lead back to it.
