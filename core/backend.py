@@ -170,6 +170,18 @@ class Gradients:
     program: Arrays = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RankReport:
+    """What one data-parallel rank says of its last step.
+
+    record: its own record of the step. state: SHA-256 of each array of its state after the step, by
+    `params/NAME` and `KIND/NAME`.
+    """
+
+    record: StepRecord
+    state: Mapping[str, str]
+
+
 @runtime_checkable
 class Session(Protocol):
     """Weights, optimizer and compiled step of one run. What it cannot do raises `NotSupported`."""

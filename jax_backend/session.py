@@ -30,6 +30,7 @@ from jax_backend.precision import POLICIES, Kernel, Policy
 from jax_backend.stages import in_stream, stage_functions, with_gradients
 
 Names = frozenset[str]
+NARROW = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 
 class JaxSession:
@@ -185,19 +186,32 @@ class JaxSession:
         return model
 
     def accumulate(self, batch: Batch) -> tuple[Array, list[Array], Tree]:
-        """Loss, per-token NLL of each micro-batch, and gradients accumulated in order, weighted by tokens."""
+        """Loss, per-token NLL of each micro-batch, and gradients accumulated in order, weighted by tokens.
+
+        What ranks would sum in a narrow format is rounded as by them: each rank's sum, and each addition of one.
+        """
         total = self.total_weight(batch)
-        loss, nll, grads = jnp.zeros((), jnp.float64), [], None
-        for micro in batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens))):
+        micros = batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens)))
+        narrow, ranks = NARROW.get(self.config.parallel.gradient_dtype), self.config.train.ranks
+        share = len(micros) // ranks if narrow and len(micros) % ranks == 0 else len(micros)
+        loss, nll = jnp.zeros((), jnp.float64), []
+        sums: list[Tree] = []
+        for number, micro in enumerate(micros, 1):
             weights = jnp.asarray(micro.weights, self.policy.stream)
             (part, micro_nll), micro_grads = self._micro_gradients(
                 self.params, micro.tokens, micro.targets, weights, total, micro.documents_for(self.config.attention)
             )
-            grads = micro_grads if grads is None else self._add(grads, micro_grads)
+            if number % share == 1 % share:
+                sums.append(micro_grads)
+            else:
+                sums[-1] = self._add(sums[-1], micro_grads)
             loss += part
             nll.append(micro_nll)
-        assert grads is not None
-        return loss / self.scale, nll, self._unscaled(grads)
+        if len(sums) == 1:
+            return loss / self.scale, nll, self._unscaled(sums[0])
+        cast = [{name: g.astype(narrow) for name, g in tree.items()} for tree in sums]
+        reduced = {name: sum((tree[name] for tree in cast[1:]), start=g) for name, g in cast[0].items()}
+        return loss / self.scale, nll, self._unscaled({n: g.astype(self.policy.stream) for n, g in reduced.items()})
 
     def micro_loss(
         self,

@@ -95,7 +95,7 @@ def measure(options: BenchParity) -> dict[str, Any]:
     one = config.train.model_copy(update={"batch_size": config.train.micro_batch_size})
     config = config.model_copy(update={"train": one})
     data = RunData.open(config)
-    session = TorchBackend().open(config)
+    session = TorchBackend().open_rank(config)
     reference = Reference.open(JaxBackend(), config)
     batch = data.batch(1)
     probe = probe_of(batch, config)
@@ -144,7 +144,7 @@ def measure(options: BenchParity) -> dict[str, Any]:
 def shadow_overhead(config: RunConfig, repeats: int) -> dict[str, float]:
     """Seconds that a check adds to the trainer's own step, the worker running beside it."""
     data = RunData.open(config)
-    session = TorchBackend().open(config)
+    session = TorchBackend().open_rank(config)
     plain, checked = [], []
     parity = config.parity.model_copy(update={"every": CHECK_EVERY, "queue": 1})
     with Shadow(config.model_copy(update={"parity": parity}), REFERENCE) as shadow:

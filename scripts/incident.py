@@ -164,7 +164,7 @@ def train(run: Run, onset: int = ONSET, every: int = EVERY) -> dict[str, Any]:
     backend = run.backend()
     if hasattr(backend, "onset"):
         backend.onset = onset
-    session, honest = backend.open(config), TorchBackend().open(config)
+    session, honest = backend.open_rank(config), TorchBackend().open_rank(config)
     training, held_out = text()
     kept = [batch_of(config, held_out, (1, i)) for i in range(2)]
     curves: dict[str, list[Any]] = {k: [] for k in ("step", "reported", "fp32", "own", "held_out", "top1", "logit")}

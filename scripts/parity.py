@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from core.errors import UserError
+from core.launch import launched, require_ranks
 from scripts.arguments import parse
 from scripts.backends import on_its_device, spec
 from scripts.failures import in_one_line
@@ -65,12 +66,19 @@ def main(argv: list[str]) -> int:
     from core.sinks.phrases import check_line
     from scripts.parity_table import print_drift, print_verdict
 
+    place = launched()
+    if place is not None and place[0] > 0:
+        from torch_backend.parallel import follow
+
+        return follow()
     options, given = parse(Parity, "parity", argv, with_settings=True)
     if options.steps < 1:
         raise UserError(f"command line: steps = {options.steps}: at least one step is needed")
     if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
         raise UserError(f"command line: json = {options.json}: not a file in a folder that is there")
     config = load_config(options.config, given)
+    if place is not None:  # not launched by torchrun, a session of several ranks starts them itself
+        require_ranks(config.train.ranks)
     bands.require(bands.recipe(config), config.optim)
     data = open_data(config, options.config, given)
     candidate, reference = load_backend(spec(options.candidate)), load_backend(spec(options.reference))

@@ -86,7 +86,7 @@ def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str
         **about["in_force"],
         "precision": f"matrix products in {policy}, all else and the master weights in {stream}",
         "a step": f"{tokens:,} tokens: {train.batch_size} sequences of {train.sequence_length}, "
-        f"{train.accumulation} micro-batches",
+        f"{train.accumulation} micro-batches{' a rank' if train.ranks > 1 else ''}",
         "the run": f"{train.steps:,} steps, {train.steps * tokens:,} tokens; the data has {index.train.tokens:,}",
         "GFLOP a token": ", ".join(f"{kind} {value / 1e9:.4g}" for kind, value in flops.items()),
         "parity checks": f"at step 1 and every {every} steps, bounds of {recipe(config)}" if every else "off",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from core.errors import UserError
+from core.launch import launched, require_ranks
 from scripts.arguments import parse
 from scripts.backends import REFERENCE, on_its_device, spec
 from scripts.open_data import open_data
@@ -58,6 +59,11 @@ def main(argv: list[str]) -> int:
     from core.parity.load import load_backend
     from core.run import CONFIG, RunDir
 
+    if (place := launched()) is not None and place[0] > 0:
+        from torch_backend.parallel import follow
+
+        # Rank 0 checks the command line, and says what to open.
+        return follow()
     options, given = parse(Train, "train", argv, with_settings=True)
     if options.resume and options.overwrite:
         raise UserError("--overwrite and --resume exclude each other")
@@ -66,7 +72,7 @@ def main(argv: list[str]) -> int:
     resumed = _resumed(options.resume, given) if options.resume else None
     config = resumed.config if resumed else load_config(options.config, given)
     name = resumed.info.get("backend", "torch") if resumed else options.backend
-    _one_rank(config.train.ranks)
+    require_ranks(config.train.ranks, " ".join(["train", *argv]))
     if config.parity.every:
         bands.require(bands.recipe(config), config.optim)
     path = resumed.path if resumed else options.out / config.name
@@ -74,6 +80,8 @@ def main(argv: list[str]) -> int:
         RunDir.check_free(path, options.overwrite)
     data = open_data(config, options.config or path / CONFIG, given)
     backend = load_backend(spec(name))
+    if config.train.ranks > 1 and not getattr(backend, "ranked", False):
+        raise UserError(f"train.ranks = {config.train.ranks}: {name} trains in one process; set train.ranks = 1")
     config = on_its_device(config, backend)
     about = backend.describe(config)
     with ExitStack() as stack:
@@ -187,15 +195,6 @@ def _resumed(path: Path, given: Mapping[str, str]) -> RunDir:
     if given:
         raise UserError(f"a resumed run keeps its settings; take away: {', '.join(sorted(given))}")
     return RunDir.open(path)
-
-
-def _one_rank(ranks: int) -> None:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks != 1 or world != 1:
-        raise UserError(
-            f"train.ranks = {ranks}, {world} launched: this version trains in one process; "
-            "set train.ranks = 1 and launch without torchrun"
-        )
 
 
 def _reopen(path: Path, data: RunData) -> RunDir:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
+from core.backend import Arrays, Batch, Gradients, NotSupported, Session, State, StepRecord
 from core.config import RunConfig
 from core.errors import UserError
 from core.groups import check_state, moment_names
@@ -37,6 +37,8 @@ from torch_backend.optim import (
     write_moments,
 )
 from torch_backend.precision import POLICIES, Policy
+from torch_backend.ranks import Ranks
+from torch_backend.ranks import in_force as ranks_in_force
 from torch_backend.sketch import (
     Kept,
     lift,
@@ -74,6 +76,7 @@ class TorchSession:
         self._program_gradients: dict[str, Tensor] | None = None
         self._of_step: Gradients | None = None
         self._show_step = False
+        self.ranks: Ranks | None = None
         self._load_parameters(init_parameters(config.model, config.seed))
 
     def build_model(self) -> Llama:
@@ -102,6 +105,15 @@ class TorchSession:
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer over the model's parameters."""
         return build_optimizer(self.config, self.parameters)
+
+    def join_ranks(self) -> None:
+        """Share batches with the default process group from now on. Every rank calls it (torch_backend/parallel.py)."""
+        self.ranks = self.build_ranks()
+        self._micro_loss = self.ranks.alone
+
+    def build_ranks(self) -> Ranks:
+        """How this session shares its batches with the other ranks."""
+        return Ranks(self)
 
     def state(self) -> State:
         """A copy of weights, moments and step count."""
@@ -380,19 +392,28 @@ class TorchSession:
 
         Each micro-batch contributes Σ weight·nll divided by the *whole* batch's Σ weight, so that accumulation
         weights by
-        tokens: the sum over micro-batches is the mean over the batch, however unevenly the weights lie.
+        tokens: the sum over micro-batches is the mean over the batch, however unevenly the weights lie. Several ranks
+        (torch_backend/ranks.py) compute a part of the micro-batches each.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        # What CUDA graphs give is overwritten by their next replay: gradients are added to memory of their own.
+        self.optimizer.zero_grad(set_to_none=not self.replays)
+        for p in self.parameters.values() if self.replays else ():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         total = self.total_weight(batch)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         nll = []
         micros = batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens)))
-        for micro in micros:
+        for micro, program in self.ranks.plan(micros) if self.ranks else ((m, self._micro_loss) for m in micros):
             tokens, targets, weights = self.to_device(micro)
-            micro_loss, micro_nll = self._micro_loss(tokens, targets, weights, total, *self.documents(micro))
+            if self.replays:
+                torch.compiler.cudagraph_mark_step_begin()
+            micro_loss, micro_nll = program(tokens, targets, weights, total, *self.documents(micro))
             micro_loss.backward()
             loss += micro_loss.detach()
-            nll.append(micro_nll.detach())
+            nll.append(micro_nll.detach().clone() if self.replays else micro_nll.detach())
+        if self.ranks and self.ranks.shares(micros):
+            shown = self._show_step or self._program_gradients is not None
+            loss, nll = self.ranks.together(loss, nll, shown)
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if self._program_gradients is not None and len(micros) == 1:
             self._program_gradients = {name: g / self.scale for name, g in grads.items()}
@@ -405,6 +426,11 @@ class TorchSession:
     ) -> tuple[Tensor, Tensor]:
         """Σ weight·loss / total of one micro-batch, and its per-token losses (B, S). documents: as `documents` says."""
         return self.model.loss(tokens, targets, weights, total, self.policy, *documents)
+
+    @property
+    def replays(self) -> bool:
+        """Whether the program is a CUDA graph."""
+        return self.device.type == "cuda" and self.config.compile.enabled and self.config.compile.mode != "default"
 
     @property
     def scale(self) -> float:
@@ -455,14 +481,24 @@ class TorchBackend:
     """Opens `session_class` on a configuration; a candidate names its own session class."""
 
     name = "torch"
+    # Opens sessions of several ranks.
+    ranked = True
     session_class: type[TorchSession] = TorchSession
 
-    def open(self, config: RunConfig) -> TorchSession:
-        """A session at the initial weights of `config`.
+    def open(self, config: RunConfig) -> Session:
+        """A session at the initial weights of `config`, of several ranks if it says so.
 
         Raises UserError if the device is not there, or the attention kernel that was asked for cannot run on it.
         """
         check_kernel(config, resolve_device(config))
+        if config.train.ranks == 1:
+            return self.open_rank(config)
+        from torch_backend.parallel import open_ranked
+
+        return open_ranked(self, config)
+
+    def open_rank(self, config: RunConfig) -> TorchSession:
+        """The session of one rank, before it joins the others."""
         return self.session_class(config)
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
@@ -480,6 +516,7 @@ class TorchBackend:
                 "program": compiled,
                 "attention": in_force(config.attention, device),
                 "optimizer": in_words(config, device),
+                **ranks_in_force(config, device.type),
             },
         }
 

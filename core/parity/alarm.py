@@ -154,10 +154,10 @@ def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
             yield f"loss of the {name}", np.asarray(found.loss)
             for parameter, grad in {**found.program, **found.grads}.items():
                 yield f"gradient of the {name}: {parameter}", grad
-    if evidence.accumulated is not None:
-        for i, part in enumerate((*evidence.accumulated.parts, evidence.accumulated.whole)):
+    for what, sums in {"accumulation": evidence.accumulated, "reduction": evidence.reduced}.items():
+        for i, part in enumerate((*sums.parts, sums.whole) if sums else ()):
             for parameter, grad in part.items():
-                yield f"accumulation {i} {parameter}", grad
+                yield f"{what} {i} {parameter}", grad
     for name, value in asdict(evidence.record).items():
         if name not in CLOCK:
             yield f"record.{name}", np.asarray(value)

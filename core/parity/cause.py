@@ -56,6 +56,12 @@ def _one_micro_batch(config: RunConfig) -> RunConfig | str:
     return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": whole})})
 
 
+def _one_rank(config: RunConfig) -> RunConfig | str:
+    if config.train.ranks == 1:
+        return "there is one rank already"
+    return config.model_copy(update={"train": config.train.model_copy(update={"ranks": 1})})
+
+
 def _fp32(config: RunConfig) -> RunConfig | str:
     if config.precision.policy != "bf16":
         return "nothing is rounded to a narrow format already"
@@ -78,7 +84,7 @@ VARIATIONS = (
     Variation("without activation checkpointing", _later),
     Variation("with FP32 logits", _later),
     Variation("with the full loss instead of the chunked one", _later),
-    Variation("on one rank", _later),
+    Variation("on one rank", _one_rank),
     Variation("with another attention kernel", _later),
 )
 

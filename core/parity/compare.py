@@ -48,9 +48,13 @@ class Reference:
 
     @classmethod
     def open(cls, backend: Backend, config: RunConfig) -> Reference:
-        """Open both sessions of `backend`, uncompiled; under fp64 the truth is the twin."""
+        """Open both sessions of `backend`, uncompiled and of one rank; under fp64 the truth is the twin.
+
+        Where ranks sum their gradients in a narrow format, the twin knows of them, to round as they do.
+        """
         plain = _plain(config)
-        twin = backend.open(plain)
+        rounded = config.parallel.gradient_dtype != "fp32"
+        twin = backend.open(plain.model_copy(update={"train": config.train}) if rounded else plain)
         if config.precision.policy == "fp64":
             return cls(config, twin, twin)
         truth = backend.open(plain.model_copy(update={"precision": PrecisionConfig(policy="fp64")}))

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from core import checkpoint
-from core.backend import Arrays, Batch, Gradients, NotSupported, Session, State, StepRecord
+from core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, Session, State, StepRecord
 from core.config import RunConfig
 from core.names import GRADIENT, edge_names, parameter_shapes, tap_names
 
@@ -26,7 +26,7 @@ SHARES = (0.5, 0.25, 0.25)
 
 @dataclass(frozen=True)
 class Accumulation:
-    """Gradients of several micro-batches, each on its own and summed by the candidate.
+    """Gradients of several micro-batches, each on its own and summed by the candidate: on one rank, or over ranks.
 
     parts: of each micro-batch alone. shares: the part of the loss weight that each has in the whole. whole: of all.
     """
@@ -50,6 +50,8 @@ class Evidence:
     micro:     what the session gives as gradients of `tapped`.
     accumulated: gradients of several micro-batches apart and together. reloaded: the state after a checkpoint of
     `after` was written, read back and loaded.
+    reduced: of several ranks, gradients of each rank's micro-batches by themselves, and reduced. ranks: what each rank
+    says of the step, rank 0 first.
     closer: whether `tapped` was chosen by a closer look (core/parity/closer.py).
     not_covered: what the candidate could not do, in words. seconds: what gathering cost, without the step itself.
     """
@@ -69,6 +71,8 @@ class Evidence:
     micro: Gradients | None = None
     accumulated: Accumulation | None = None
     reloaded: State | None = None
+    reduced: Accumulation | None = None
+    ranks: tuple[RankReport, ...] = ()
     closer: bool = False
 
     @property
@@ -134,6 +138,9 @@ def gather(
     accumulated = None
     if probe is None and probed is not None and config.train.accumulation > 1:
         accumulated = _accumulate(session, batch.micro_batches(config.train.micro_batch_size))
+    reduced = None
+    if probe is None and probed is not None and config.train.ranks > 1:
+        reduced = _reduce(session, config, batch.micro_batches(config.train.micro_batch_size), missing)
     gathering = time.perf_counter() - started
     started = time.perf_counter()
     if in_passing is not None:
@@ -145,9 +152,12 @@ def gather(
     record = replace(record, seconds=time.perf_counter() - started)
     started = time.perf_counter()
     after = session.state()
+    ranks = _reports(session, missing) if config.train.ranks > 1 else ()
     reloaded = _round_trip(session, after, missing) if probe is None else None
     if probe is not None:
         missing.append("accumulation and the checkpoint's round trip: a check during training leaves the state alone")
+        if config.train.ranks > 1:
+            missing.append("reduced gradients against each rank's own: a check during training does not compute them")
     gathering += time.perf_counter() - started
     return Evidence(
         before,
@@ -165,6 +175,8 @@ def gather(
         micro=micro,
         accumulated=accumulated,
         reloaded=reloaded,
+        reduced=reduced,
+        ranks=ranks,
     )
 
 
@@ -247,14 +259,55 @@ def weighted_of(found: Mapping[str, np.ndarray], batch: Batch) -> Arrays:
 
 def _accumulate(session: Session, micros: list[Batch]) -> Accumulation | None:
     """Three micro-batches with loss weights that are each other's powers of two, apart and together."""
-    base = uneven_weights(micros[0], 0).weights
-    parts = [
-        replace(m, weights=base * np.float32(share))
-        for m, share in zip((micros * len(SHARES))[: len(SHARES)], SHARES, strict=True)
-    ]
-    whole = Batch(**{key: np.concatenate([p.arrays[key] for p in parts]) for key in parts[0].arrays})
+    parts, whole = _of_shares(micros, SHARES)
     grads = tuple(session.gradients(part).grads for part in parts)
     return Accumulation(grads, SHARES, session.gradients(whole).grads)
+
+
+def _reduce(session: Session, config: RunConfig, micros: list[Batch], missing: list[str]) -> Accumulation | None:
+    """The same over ranks, two micro-batches for each: by themselves, made where they are at home, and reduced."""
+    by_rank = getattr(session, "rank_gradients", None)
+    if not callable(by_rank):
+        missing.append("reduced gradients against each rank's own: the session has no rank_gradients")
+        return None
+    shares = rank_shares(2 * config.train.ranks)
+    _, whole = _of_shares(micros, shares)
+    try:
+        return Accumulation(tuple(by_rank(whole)), shares, session.gradients(whole).grads)
+    except NotSupported as reason:
+        missing.append(f"reduced gradients against each rank's own: {reason}")
+        return None
+
+
+def _reports(session: Session, missing: list[str]) -> tuple[RankReport, ...]:
+    reports = getattr(session, "rank_reports", None)
+    try:
+        if callable(reports):
+            return tuple(reports())
+        why = "the session has no rank_reports"
+    except NotSupported as reason:
+        why = str(reason)
+    missing.append(f"whether ranks keep the same weights: {why}")
+    return ()
+
+
+def rank_shares(count: int) -> tuple[float, ...]:
+    """Powers of two whose sum is 1, the first a half: whoever has it weighs more than every other."""
+    shares = [0.5, 0.5]
+    while len(shares) < count:
+        largest = max(range(1, len(shares)), key=shares.__getitem__)
+        shares[largest : largest + 1] = [shares[largest] / 2] * 2
+    return tuple(shares)
+
+
+def _of_shares(micros: list[Batch], shares: Sequence[float]) -> tuple[list[Batch], Batch]:
+    """As many micro-batches as shares, the first ones again where there are too few, apart and together."""
+    base = uneven_weights(micros[0], 0).weights
+    again = micros * (1 + len(shares) // len(micros))
+    parts = [
+        replace(m, weights=base * np.float32(share)) for m, share in zip(again[: len(shares)], shares, strict=True)
+    ]
+    return parts, Batch(**{key: np.concatenate([p.arrays[key] for p in parts]) for key in parts[0].arrays})
 
 
 def _round_trip(session: Session, state: State, missing: list[str]) -> State | None:

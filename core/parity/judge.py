@@ -39,6 +39,7 @@ def judge(evidence: Evidence, reference: Reference) -> Check:
             lambda: local.stages(evidence, reference, missing),
             lambda: local.program(evidence, repeated, reference),
             lambda: local.accumulation(evidence, reference),
+            lambda: local.reduction(evidence, reference),
             lambda: end_to_end.compare_with(kept, repeated, reference) if repeated else iter(()),
             lambda: step.step_scalars(evidence, reference),
             lambda: step.update(evidence, reference),
@@ -53,7 +54,8 @@ def judge(evidence: Evidence, reference: Reference) -> Check:
     unseen = len(evidence.tapped.tokens) - len(evidence.weighted.tokens)
     if evidence.taps and unseen:
         missing.append(f"local checks of {unseen} of the micro-batch's sequences")
-    missing.append("reduction over ranks: one process")
+    if reference.config.train.ranks == 1:
+        missing.append("reduction over ranks: one process")
     seconds = time.perf_counter() - started + evidence.seconds
     return Check(evidence.record.step, in_order(findings), tuple(missing), seconds)
 

@@ -17,7 +17,7 @@ def load_backend(spec: str) -> Backend:
     if not place or not name:
         raise UserError(f"{spec!r} names no backend: write FILE.py:NAME or module:NAME")
     try:
-        module = _from_file(Path(place)) if place.endswith(".py") else _from_module(place)
+        module = module_from_file(place) if place.endswith(".py") else _from_module(place)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # somebody else's code: it must not end the check as if all were well
@@ -45,8 +45,12 @@ def _from_module(name: str) -> object:
     return importlib.import_module(name)
 
 
-def _from_file(path: Path) -> object:
-    """The file as a module. Its folder comes first while it is imported, and stays last for what is imported later."""
+def module_from_file(file: str) -> object:
+    """The file as a module. Its folder comes first while it is imported, and stays last for what is imported later.
+
+    Raises UserError if there is no such file, and whatever importing it raises.
+    """
+    path = Path(file)
     if not path.is_file():
         raise UserError(f"no such file: {path}")
     found = importlib.util.spec_from_file_location(f"lockstep_candidate_{path.stem}", path)

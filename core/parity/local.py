@@ -7,6 +7,7 @@ candidate's own inputs and the candidate's own gradient of its output; what it m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from core.parity.compare import (
     compare,
     exact,
     finding,
+    relative_difference,
     same_but_for_rounding,
 )
 from core.parity.end_to_end import Repeated
@@ -129,6 +131,81 @@ def accumulation(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
             assert part is not None
             total += whole.dtype.type(share) * part
         yield same_but_for_rounding(reference, "accumulation", name, whole, total)
+
+
+def reduction(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+    """Gradients reduced over ranks against the sum of the ranks' own; whether ranks hold the same state afterwards."""
+    found, dtype = evidence.reduced, reference.config.parallel.gradient_dtype
+    if found is not None:
+        for name, whole in found.whole.items():
+            parts = [part.get(name) for part in found.parts]
+            if any(part is None or part.shape != whole.shape for part in parts):
+                yield exact("reduction", name, 1, 1, "every rank has this gradient")
+                continue
+            scaled = [
+                whole.dtype.type(s) * part for s, part in zip(found.shares, parts, strict=True) if part is not None
+            ]
+            total = np.zeros_like(whole)
+            for part in scaled:
+                total += part
+            if dtype == "fp32":
+                yield same_but_for_rounding(reference, "reduction", name, whole, total)
+            else:
+                yield _narrowly_reduced(name, whole, total, scaled, reference)
+    yield from _same_on_every_rank(evidence)
+
+
+# Unit roundoff of the formats in which gradients may be summed, and half their smallest spacing.
+NARROW = {"bf16": (2.0**-8, 2.0**-134), "fp16": (2.0**-11, 2.0**-25)}
+
+
+def _narrowly_reduced(
+    name: str, whole: np.ndarray, total: np.ndarray, parts: list[np.ndarray], reference: Reference
+) -> Finding:
+    """A sum in a declared narrow format: one rounding when a rank's part is cast, one an addition.
+
+    Each is at most u of what it rounds, and that no larger than the sum of the parts' magnitudes (Higham 2002, 4.2),
+    or half the smallest spacing.
+    """
+    train, dtype = reference.config.train, reference.config.parallel.gradient_dtype
+    roundoff, smallest = NARROW[dtype]
+    together = np.sum([np.abs(part, dtype=np.float64) for part in parts], axis=0)
+    size = float(np.linalg.norm(total.astype(np.float64)))
+    lost = train.ranks * (roundoff * float(np.linalg.norm(together)) + smallest * math.sqrt(total.size))
+    basis = f"summed over {train.ranks} ranks in {dtype}: {train.ranks} roundings of {roundoff:.1e} of the parts' sizes"
+    apart = relative_difference(whole, total)
+    measure = Measure("relative_difference", apart, None, lost / size if size else 0.0, basis)
+    return finding("reduction", name, "local", (measure,), whole.size, float(np.mean(whole != total)))
+
+
+# What a rank's record says → the link that it belongs to.
+OF_EVERY_RANK = {
+    "step": "step_count",
+    "lr": "learning_rate",
+    "grad_norm": "grad_norm",
+    "clip_coefficient": "clip_coefficient",
+}
+
+
+def _same_on_every_rank(evidence: Evidence) -> Iterator[Finding]:
+    """Each rank's record and state against rank 0's: equal, bit for bit."""
+    if len(evidence.ranks) < 2:
+        return
+    first, *others = evidence.ranks
+    for key, stage in OF_EVERY_RANK.items():
+        values = [getattr(report.record, key) for report in evidence.ranks]
+        differ = sum(value != values[0] for value in values[1:])
+        note = f"{key} by rank: {', '.join(map(str, values))}" if differ else ""
+        yield exact(stage, f"{key}_of_ranks", differ, len(others), "equal on every rank", note)
+    unequal = [
+        f"{name} on rank {rank}"
+        for rank, report in enumerate(others, 1)
+        for name, digest in first.state.items()
+        if report.state.get(name) != digest
+    ]
+    note = ", ".join(unequal[:5]) + (f" and {len(unequal) - 5} more" if len(unequal) > 5 else "")
+    basis = "equal bits on every rank after the step, by SHA-256"
+    yield exact("update", "state_of_ranks", len(unequal), len(others) * len(first.state), basis, note)
 
 
 def _inputs(stage: ForwardStage, evidence: Evidence) -> dict[str, np.ndarray]:

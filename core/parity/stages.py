@@ -61,8 +61,8 @@ FORWARD = (
 UPDATE = ("grad_norm", "clip_coefficient", "learning_rate", "moments", "update", "loss_scale", "step_count")
 
 # Stage id → the phase in which it first acts. `compiler`: the program that trains against the tapped one.
-# `gradients`: what the session gives as a micro-batch's gradients against what its program made. `reduction` waits for
-# ranks.
+# `gradients`: what the session gives as a micro-batch's gradients against what its program made. `reduction`: the
+# gradients that ranks share against each rank's own.
 PHASES = {
     "tokens": "data",
     "weights": "state",

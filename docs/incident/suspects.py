@@ -216,9 +216,9 @@ class FromAStepOn(TorchBackend):
     session_class: type[_CapturedSession]
     onset = 1
 
-    def open(self, config: RunConfig) -> TorchSession:
+    def open_rank(self, config: RunConfig) -> TorchSession:
         """A session that knows its first bad step."""
-        session = super().open(config)
+        session = super().open_rank(config)
         assert isinstance(session, _CapturedSession)
         session.onset = self.onset
         return session

@@ -32,7 +32,7 @@ WRONG = [
     ("--model.hidden 66", "command line: model.hidden: 4 heads do not divide hidden = 66"),
     ("--model.hidden 68", "a head dimension of 17 is odd"),
     ("--train.batch-size 3", "command line: train.batch_size: 3 sequences are not divided by ranks × micro_batch_size"),
-    ("--train.ranks 2", "this version trains in one process"),
+    ("--train.ranks 2", "train.ranks = 2: launch it with torchrun --nproc-per-node 2"),
     ("--optim.warmup-steps 12", "12 warm-up steps do not fit in 12 steps"),
     ("--train.sequence-length 10000000", "fewer than one sequence of 10000000 and its target"),
     ("--model.vocab-size 299", "model.vocab_size = 299 does not cover the tokenizer of"),
@@ -136,9 +136,8 @@ def test_every_recipe_that_can_be_asked_for_has_bounds(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "parity"])
-def test_a_launch_by_torchrun_is_refused(
+def test_a_launch_that_does_not_fit_is_refused(
     refused, run_file: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    if command == "train":
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        assert "2 launched: this version trains in one process" in refused(command, run_file)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "train.ranks = 1, but torchrun launched 2 processes" in refused(command, run_file)

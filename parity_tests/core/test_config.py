@@ -173,6 +173,28 @@ BROKEN = {
     ("model.heads", "model.kv_heads"): [{"model.kv_heads": "3"}],
     ("train.batch_size", "train.ranks", "train.micro_batch_size"): [{"train.batch_size": "24"}, {"train.ranks": "2"}],
     ("optim.warmup_steps", "train.steps"): [{"optim.warmup_steps": "200"}, {"train.steps": "20"}],
+    ("precision.loss_scale",): [{"precision.loss_scale": "1000"}, {"precision.loss_scale": "1e300"}],
+    ("recompute.parts", "recompute.keep_products", "recompute.every"): [
+        {"recompute.parts": "mpl"},
+        {"recompute.parts": "block, mlp"},
+        {"recompute.keep_products": "true"},
+        {"recompute.parts": "embedding", "recompute.every": "2"},
+    ],
+    ("recompute.memory_budget", "compile.enabled", "compile.backend"): [
+        {"recompute.memory_budget": "0.5", "compile.enabled": "false"},
+        {"recompute.memory_budget": "0.5", "compile.backend": "aot_eager"},
+    ],
+    ("compile.mode", "compile.enabled", "compile.backend"): [
+        {"compile.mode": "max-autotune", "compile.enabled": "false"},
+        {"compile.mode": "max-autotune", "compile.backend": "aot_eager"},
+    ],
+    ("compile.mode", "device"): [{"compile.mode": "reduce-overhead", "device": "cpu"}],
+    ("precision.fp8_layers", "precision.policy", "model.layers"): [
+        {"precision.policy": "fp8_tensorwise", "precision.fp8_layers": "blocks.99.*"},
+        {"precision.policy": "fp8_rowwise", "precision.fp8_layers": "*"},
+        {"precision.policy": "fp8_rowwise", "precision.fp8_layers": "lm_head"},
+        {"precision.policy": "fp8_rowwise", "precision.fp8_layers": ""},
+    ],
 }
 
 

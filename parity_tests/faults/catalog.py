@@ -8,7 +8,7 @@ taps does `compiler`. The first link in the chain is the origin: the update's li
 
 from __future__ import annotations
 
-from parity_tests.faults import attention, backward, compiled, data, forward, gradients, loss, optimizer, state
+from parity_tests.faults import attention, backward, compiled, data, forward, gradients, loss, optimizer, ranks, state
 from parity_tests.faults.fault import BF16, Fault
 
 TINY = 1e-3  # relative change of the loss that no curve shows
@@ -405,7 +405,36 @@ COMPILED = (
     ),
 )
 
-FAULTS = (*FORWARD, *DOCUMENTS, *BACKWARD, *BEYOND, *UPDATE, *STATE, *DATA, *LATER, *OPTIMIZERS, *COMPILED)
+TWO = {"train.ranks": "2"}
+RANKS = (
+    Fault(
+        ranks.EveryRankDividesByItsOwn,
+        "loss",
+        number=2,
+        note="the loss over ranks is a mean of means before any gradient is reduced",
+        settings=TWO,
+    ),
+    Fault(
+        ranks.EveryRankReadsTheFirstShare,
+        "loss",
+        note="the loss is no mean of the batch's NLL: half of it is there twice, under the other half's weights",
+        settings=TWO,
+    ),
+    Fault(ranks.ReducedInBf16, "reduction", backward_only=True, loss_moves_less_than=TINY, number=24, settings=TWO),
+    Fault(
+        ranks.OneParameterNotReduced,
+        "reduction",
+        layer=1,
+        backward_only=True,
+        loss_moves_less_than=TINY,
+        number=25,
+        settings=TWO,
+    ),
+    Fault(ranks.DdpBypassed, "reduction", backward_only=True, loss_moves_less_than=TINY, number=26, settings=TWO),
+    Fault(ranks.SchedulerStepsOnceARank, "learning_rate", loss_moves_less_than=TINY, number=31, settings=TWO),
+)
+
+FAULTS = (*FORWARD, *DOCUMENTS, *BACKWARD, *BEYOND, *UPDATE, *STATE, *DATA, *LATER, *OPTIMIZERS, *COMPILED, *RANKS)
 
 # Those that one eager check of the first step must find, by the backend alone.
 CATALOG = (*FORWARD, *DOCUMENTS, *BACKWARD, *UPDATE, *STATE)

@@ -30,7 +30,7 @@ class Fault:
     loss_moves_less_than: relative change of the loss in the first step in which it acts, or None if it may be large.
     number:         of FAULTS.md, or None for one of our own. cause: a part of the cause that must be named, or None.
     recipes:        precision policies and programs under which it can act. note: how the expected origin follows.
-    settings:       what the run must be set to for it to act, by dotted key, as on the command line.
+    settings:       of the run that it is planted in, as on the command line: dotted keys → text.
     """
 
     make: type[TorchBackend]

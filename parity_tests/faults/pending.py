@@ -16,7 +16,6 @@ class Pending:
 
 
 PENDING = (
-    Pending(2, "every rank divides by its own token count (transformers #34242)", "reduction", "several ranks"),
     Pending(
         10, "recompute in the backward differs from the forward (pytorch #190758)", "act", "activation checkpointing"
     ),
@@ -27,9 +26,5 @@ PENDING = (
     Pending(17, "fused cross-entropy returns a zero gradient (Megatron #1750)", "logits", "a fused cross-entropy"),
     Pending(18, "FP8 amax over the wrong group or stale (Megatron PR#442, TE #825)", "q", "FP8"),
     Pending(22, "clipped before unscaling (Lightning #9330)", "clip_coefficient", "FP16 with a loss scale"),
-    Pending(24, "gradients reduced in bf16 (pytorch #106395)", "reduction", "several ranks"),
-    Pending(25, "one parameter not reduced (Megatron #1446)", "reduction", "several ranks"),
-    Pending(26, "DDP bypassed by calling the inner module (pytorch #104336)", "reduction", "several ranks"),
-    Pending(31, "the scheduler steps once a rank (transformers #24088)", "learning_rate", "several ranks"),
     Pending(32, "FP8 filter matches nothing, or too much (torchtitan #4008)", "q", "FP8"),
 )

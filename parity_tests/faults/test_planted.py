@@ -31,6 +31,14 @@ def named(fault: Fault) -> str:
     return fault.name
 
 
+def with_settings(config: RunConfig, fault: Fault) -> RunConfig:
+    tree = config.model_dump()
+    for key, text in fault.settings.items():
+        section, _, name = key.rpartition(".")
+        (tree[section] if section else tree)[name] = text
+    return RunConfig.model_validate(tree)
+
+
 def batch_of(config: RunConfig, fault: Fault | None, step: int) -> Batch:
     def right(number: int) -> Batch:
         return text_batch(config, seed=number)

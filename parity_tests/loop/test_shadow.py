@@ -72,7 +72,7 @@ def test_every_check_of_an_honest_run_agrees_and_changes_nothing(reference: Shad
     ],
 )
 def test_a_fault_is_named(fault: type[TorchBackend], stage: str, reference: Shadow) -> None:
-    step(reference, fault().open(checked()), 0)
+    step(reference, fault().open_rank(checked()), 0)
     (check,) = reference.drain()
     assert isinstance(check, Check)
     assert check.verdict == "disagreed"

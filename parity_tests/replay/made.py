@@ -56,7 +56,7 @@ def evidence_of(session: TorchSession, number: int = 0) -> Evidence:
 
 def checked(made: TorchBackend, config: RunConfig = CONFIG) -> tuple[Evidence, Check]:
     """The evidence of a candidate's first step, and its verdict."""
-    evidence = evidence_of(made.open(config))
+    evidence = evidence_of(made.open_rank(config))
     return evidence, judge(evidence, reference(config))
 
 

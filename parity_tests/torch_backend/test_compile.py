@@ -51,13 +51,13 @@ def test_another_shape_is_another_graph(graphs):
 def test_a_graph_break_is_an_error(graphs, monkeypatch):
     """fullgraph: what cannot be traced is not silently left to eager."""
     session = TorchBackend().open(CONFIG)
-    nll = session.model.nll
+    trunk = session.model.trunk
 
-    def broken(logits, targets):
+    def broken(*inputs):
         torch._dynamo.graph_break()
-        return nll(logits, targets)
+        return trunk(*inputs)
 
-    monkeypatch.setattr(session.model, "nll", broken)
+    monkeypatch.setattr(session.model, "trunk", broken)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         session.gradients(text_batch(CONFIG))
 

@@ -1,0 +1,95 @@
+"""Trainers whose second rank gets into trouble, and one that counts what is compiled. Each rank opens them by name."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+
+from core.backend import Batch, StepRecord
+from torch_backend.session import TorchBackend, TorchSession
+
+
+class _RaisingSession(TorchSession):
+    def total_weight(self, batch: Batch) -> torch.Tensor:
+        if self.ranks is not None and self.ranks.rank == 1:
+            raise ArithmeticError("out of luck")
+        return super().total_weight(batch)
+
+
+class RaisesOnRankOne(TorchBackend):
+    session_class = _RaisingSession
+
+
+class _RaisingLeader(TorchSession):
+    def total_weight(self, batch: Batch) -> torch.Tensor:
+        if self.ranks is not None and self.ranks.rank == 0:
+            raise RuntimeError("rank 0 is out of luck")
+        return super().total_weight(batch)
+
+
+class RaisesOnRankZero(TorchBackend):
+    session_class = _RaisingLeader
+
+
+class _DyingSession(TorchSession):
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        if self.ranks is not None and self.ranks.rank == 1:
+            os._exit(3)
+        return super().step(batch, norms=norms)
+
+
+class DiesOnRankOne(TorchBackend):
+    session_class = _DyingSession
+
+
+class _SleepingSession(TorchSession):
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        if self.ranks is not None and self.ranks.rank == 1:
+            time.sleep(60)
+        return super().step(batch, norms=norms)
+
+
+class SleepsOnRankOne(TorchBackend):
+    session_class = _SleepingSession
+
+
+class _UnopenedSession(TorchSession):
+    def join_ranks(self) -> None:
+        if torch.distributed.get_rank() == 1:
+            raise MemoryError("no room")
+        super().join_ranks()
+
+
+class DoesNotOpenOnRankOne(TorchBackend):
+    session_class = _UnopenedSession
+
+
+class _RefusingSession(TorchSession):
+    def load(self, state: Any) -> None:
+        if self.ranks is not None and self.ranks.rank == 1:
+            raise ValueError("not mine")
+        super().load(state)
+
+
+class RefusesStatesOnRankOne(TorchBackend):
+    session_class = _RefusingSession
+
+
+class _CountingSession(TorchSession):
+    """Sees the graphs that the compiler is given, as many as DDP's buckets cut the program into."""
+
+    def compiled(self, program: Any) -> Any:
+        self.graphs: list[int] = []
+
+        def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            self.graphs.append(len(graph.graph.nodes))
+            return graph.forward
+
+        return torch.compile(program, fullgraph=True, dynamic=False, backend=keep)
+
+
+class CountsGraphs(TorchBackend):
+    session_class = _CountingSession

@@ -1,0 +1,96 @@
+"""The links between ranks: what is reduced against what each rank gave, and that all ranks hold the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.backend import RankReport, StepRecord
+from core.parity import local
+from core.parity.evidence import Accumulation, rank_shares
+from core.parity.verdict import Finding
+from parity_tests.tiny import tiny_config
+
+RECORD = StepRecord(1, 2.0, 4.0, 1e-3, 0.5, 1.0, "d", 8)
+SAME = RankReport(RECORD, {"params/a": "1", "params/b": "2"})
+
+
+def judged(reduced: Accumulation | None = None, ranks: tuple[RankReport, ...] = (), dtype: str = "fp32") -> Any:
+    config = tiny_config(train={"ranks": 2})
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"gradient_dtype": dtype})})
+    evidence: Any = SimpleNamespace(reduced=reduced, ranks=ranks)
+    reference: Any = SimpleNamespace(config=config, stream=np.float32)
+    return list(local.reduction(evidence, reference))
+
+
+def broken(findings: list[Finding]) -> list[tuple[str, str]]:
+    return [(f.stage, f.tap) for f in findings if not f.ok]
+
+
+@pytest.mark.parametrize("count", [2, 4, 6, 8, 16])
+def test_shares_are_powers_of_two_and_uneven(count: int) -> None:
+    shares = rank_shares(count)
+    assert len(shares) == count and sum(shares) == 1
+    assert all(np.log2(share).is_integer() for share in shares)
+    assert count == 2 or max(shares) > sum(shares) / count
+
+
+def reduced(change: Callable[[Any], Any] = lambda whole: whole) -> Accumulation:
+    rng = np.random.default_rng(0)
+    shares = rank_shares(4)
+    parts = tuple({"a": rng.standard_normal((40, 30)).astype(np.float32)} for _ in shares)
+    ranks = [sum(s * p["a"] for s, p in list(zip(shares, parts, strict=True))[r : r + 2]) for r in (0, 2)]
+    return Accumulation(parts, shares, {"a": change(ranks[0] + ranks[1])})
+
+
+def test_a_sum_in_another_order_is_the_same_sum() -> None:
+    assert broken(judged(reduced())) == []
+
+
+def rounded(array: np.ndarray) -> np.ndarray:
+    """To 8 significant bits, as bf16 has them."""
+    mantissa, exponent = np.frexp(array)
+    return np.ldexp(np.round(mantissa * 256) / 256, exponent).astype(np.float32)
+
+
+def test_bf16_is_allowed_where_it_is_declared() -> None:
+    assert broken(judged(reduced(rounded))) == [("reduction", "a")]
+    assert broken(judged(reduced(rounded), dtype="bf16")) == []
+    assert broken(judged(reduced(rounded), dtype="fp16")) == [("reduction", "a")]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_mean_is_no_sum(dtype: str) -> None:
+    assert broken(judged(reduced(lambda whole: whole / 2), dtype=dtype)) == [("reduction", "a")]
+
+
+def test_a_gradient_that_a_rank_lacks() -> None:
+    found = reduced()
+    assert broken(judged(replace(found, parts=({}, *found.parts[1:])))) == [("reduction", "a")]
+
+
+def test_ranks_must_hold_the_same_state() -> None:
+    assert broken(judged(ranks=(SAME, SAME))) == []
+    other = replace(SAME, state={"params/a": "1", "params/b": "3"})
+    (finding,) = [f for f in judged(ranks=(SAME, SAME, other)) if not f.ok]
+    assert (finding.stage, finding.tap, finding.note) == ("update", "state_of_ranks", "params/b on rank 2")
+
+
+@pytest.mark.parametrize(
+    ("key", "stage"),
+    [
+        ("lr", "learning_rate"),
+        ("grad_norm", "grad_norm"),
+        ("clip_coefficient", "clip_coefficient"),
+        ("step", "step_count"),
+    ],
+)
+def test_ranks_must_say_the_same(key: str, stage: str) -> None:
+    changed: dict[str, Any] = {key: 3}
+    other = replace(SAME, record=replace(RECORD, **changed))
+    assert broken(judged(ranks=(SAME, other))) == [(stage, f"{key}_of_ranks")]

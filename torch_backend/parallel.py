@@ -1,0 +1,544 @@
+"""Several ranks behind one session: rank 0 leads, the others run the same methods on sessions of their own.
+
+Launched by torchrun, its processes are the ranks. Otherwise rank 0 starts the others itself, on this machine. Each
+command is sent to every follower, which answers when it is done: what was raised, or what it gave. The default process
+group carries gradients (nccl on CUDA, gloo on the CPU), two gloo groups beside it commands and answers.
+
+A follower that raises in the midst of a step leaves the others waiting for its gradients. So it says why in the store
+and ends: whoever waits for it gets an error at once, and rank 0 raises a RankError with its words.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, State, StepRecord
+from core.config import RunConfig
+from core.errors import UserError
+from core.launch import launched, require_ranks
+from core.parity.load import module_from_file
+from core.parity.observations import Observation
+from core.parity.step import flat
+from torch_backend.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch_backend.session import TorchBackend, TorchSession
+
+T = TypeVar("T")
+
+# A rank that does not answer for so long is given up. Programs are compiled in that time.
+PATIENCE = timedelta(minutes=10)
+# How long a follower waits for its next command: rank 0 may judge a check or write a checkpoint meanwhile.
+IDLE = timedelta(days=7)
+# A follower that is told to end may take so long.
+END_SECONDS = 5.0
+# In these, ranks wait for each other; what is raised in one of them ends the ranks.
+TOGETHER = ("open", "step", "gradients", "step_and_gradients")
+
+
+class RankError(RuntimeError):
+    """A rank failed, or is gone: which one, and what it said."""
+
+
+# The ranks of this process and how they find each other
+
+
+def follow() -> int:
+    """A rank above 0 of torchrun: serve rank 0 until it is done. Returns the exit code."""
+    place = launched()
+    assert place is not None
+    rank, ranks = place
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 finishes its step, and says when it is over
+        signal.signal(number, signal.SIG_IGN)
+    device = _take_device(int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.is_available())
+    print(f"rank {rank} of {ranks}: pid {os.getpid()}, device {device}", flush=True)
+    dist.init_process_group(_backend(device), timeout=PATIENCE)
+    return _serve(_Links())
+
+
+def _spawned(rank: int, ranks: int, port: int, cuda: bool, threads: int) -> None:
+    """A rank that rank 0 has started."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    _join_group(rank, ranks, TCPStore("127.0.0.1", port, ranks, False), _take_device(rank, cuda))
+    sys.exit(_serve(_Links()))
+
+
+def _end_with_parent() -> None:
+    parent: Any = multiprocessing.parent_process()
+    parent.join()
+    os._exit(1)
+
+
+def _take_device(local: int, cuda: bool) -> torch.device:
+    if not cuda:
+        return torch.device("cpu")
+    if torch.cuda.device_count() <= local:
+        raise UserError(f"local rank {local} has no GPU: torch sees {torch.cuda.device_count()}")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _join_group(rank: int, ranks: int, store: Store, device: torch.device) -> None:
+    dist.init_process_group(_backend(device), store=store, rank=rank, world_size=ranks, timeout=PATIENCE)
+
+
+class _Links:
+    """Commands from rank 0, answers to it, and a place for last words."""
+
+    def __init__(self) -> None:
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self._commands = dist.new_group(backend="gloo", timeout=IDLE)
+        self._answers = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def command(self, rank: int, *said: Any) -> None:
+        dist.send_object_list([said], dst=rank, group=self._commands)
+
+    def commanded(self) -> tuple[Any, ...]:
+        heard: list[Any] = [None]
+        dist.recv_object_list(heard, src=0, group=self._commands)
+        return heard[0]
+
+    def answer(self, kind: str, value: Any) -> None:
+        dist.send_object_list([(kind, value)], dst=0, group=self._answers)
+
+    def answered(self, rank: int) -> tuple[str, Any]:
+        heard: list[Any] = [None]
+        dist.recv_object_list(heard, src=rank, group=self._answers)
+        return heard[0]
+
+    def silence(self, rank: int) -> str:
+        """Why nothing can be sent to a rank; nothing if it is there, though it may be busy."""
+        try:
+            work = dist.isend(torch.zeros(1), rank, group=self._commands)
+            if work is not None:
+                work.wait(timedelta(seconds=1))
+        except RuntimeError as error:
+            return "" if _timed_out(error) else str(error).splitlines()[0]
+        return ""
+
+    def leave_words(self, words: str) -> None:
+        self._store.set(f"lockstep/last words/{self.rank}", words)
+
+    def last_words(self, rank: int) -> str | None:
+        key = f"lockstep/last words/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+# The followers' end
+
+
+class _Member:
+    """One rank's session, the last record that it made, and what it does on command."""
+
+    def __init__(self, session: TorchSession) -> None:
+        self.session = session
+        self.record: StepRecord | None = None
+
+    def load(self, state: State) -> None:
+        self.session.load(state)
+
+    def step(self, batch: Batch, norms: bool = False) -> StepRecord:
+        self.record = self.session.step(batch, norms=norms)
+        return self.record
+
+    def gradients(self, batch: Batch) -> Gradients:
+        return self.session.gradients(batch)
+
+    def step_and_gradients(self, batch: Batch, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
+        self.record, found = self.session.step_and_gradients(batch, norms=norms)
+        return self.record, found
+
+    def own_gradients(self, batch: Batch) -> list[Arrays]:
+        assert self.session.ranks is not None
+        micros = batch.micro_batches(_micro_size(self.session.config, batch))
+        # Not as the session shares them, which may be what is wrong.
+        mine = Ranks.share(self.session.ranks, micros)
+        return [self.session.gradients(micro).grads for micro in mine]
+
+    def report(self) -> RankReport:
+        assert self.record is not None
+        state = flat(self.session.state())
+        digests = {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in state.items()}
+        return RankReport(self.record, digests)
+
+
+# What of a follower's result rank 0 wants to hear.
+HEARD = ("own_gradients", "report")
+
+
+def _serve(links: _Links) -> int:
+    """Do what rank 0 says until it says `end` or is gone; returns the exit code."""
+    members: dict[int, _Member] = {}
+    while True:
+        try:
+            what, number, arguments, dropped = links.commanded()
+        except RuntimeError:  # rank 0 is gone, and has said why
+            return 1
+        for old in dropped:
+            members.pop(old, None)
+        try:
+            if what == "end":
+                return 0
+            if what == "open":
+                if not members:
+                    torch._dynamo.reset()
+                members[number] = _Member(_opened(*arguments))
+                value = None
+            else:
+                value = getattr(members[number], what)(*arguments)
+            links.answer("done", value if what in HEARD else None)
+        except NotSupported as reason:
+            links.answer("not supported", str(reason))
+        except Exception as error:
+            words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            if what not in TOGETHER:
+                links.answer("raised", words)
+                continue
+            links.leave_words(words)
+            return 1  # sockets close with the process: whoever waits for this rank hears of it at once
+
+
+def _opened(pickled: bytes, file: str | None, config: RunConfig) -> TorchSession:
+    if file is not None:
+        module_from_file(file)
+    backend: TorchBackend = pickle.loads(pickled)
+    session = backend.open_rank(config)
+    session.join_ranks()
+    return session
+
+
+# The leader's end
+
+
+class _World:
+    """Rank 0's end: the followers of this process, however many sessions they hold."""
+
+    def __init__(self, ranks: int, cuda: bool) -> None:
+        self.ranks = ranks
+        self.lost: str | None = None
+        self.dropped: list[int] = []
+        self.open: weakref.WeakSet[RankedSession] = weakref.WeakSet()
+        self.processes: dict[int, BaseProcess] = {}
+        place = launched()
+        if place is not None:
+            _take_device(int(os.environ.get("LOCAL_RANK", 0)), cuda)
+            dist.init_process_group(_backend(torch.device("cuda" if cuda else "cpu")), timeout=PATIENCE)
+        else:
+            self._spawn(cuda)
+        self._links = _Links()
+
+    def _spawn(self, cuda: bool) -> None:
+        if dist.is_initialized():
+            raise UserError(f"train.ranks = {self.ranks}: this process is in another process group already")
+        if cuda and torch.cuda.device_count() < self.ranks:
+            raise UserError(
+                f"train.ranks = {self.ranks}: torch sees {torch.cuda.device_count()} GPUs, one a rank is needed"
+            )
+        # Threads that wait must not take the cores of those that work; read when a follower loads torch.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # The store, and the ranks, are of this machine: its outer name need not even lead back to it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        store = TCPStore("127.0.0.1", 0, self.ranks, True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        threads = max(1, torch.get_num_threads() // self.ranks)
+        with _uninterrupted():
+            for rank in range(1, self.ranks):
+                process = context.Process(
+                    target=_spawned,
+                    args=(rank, self.ranks, store.port, cuda, threads),
+                    daemon=True,
+                    name=f"lockstep-rank-{rank}",
+                )
+                process.start()
+                self.processes[rank] = process
+        _join_group(0, self.ranks, store, _take_device(0, cuda))
+
+    def do(self, what: str, session: int, arguments: Sequence[Any], own: Callable[[], T]) -> tuple[T, list[Any]]:
+        """`what` on every rank: `own` is rank 0's part. Returns its result and the other ranks' answers.
+
+        Raises what `own` raises, or RankError.
+        """
+        if self.lost is not None:
+            raise RankError(self.lost)
+        dropped, self.dropped = self.dropped, []
+        try:
+            for rank in range(1, self.ranks):
+                self._links.command(rank, what, session, arguments, dropped)
+            mine, raised = None, None
+            try:
+                mine = own()
+            except Exception as error:
+                if what in TOGETHER and not isinstance(error, NotSupported):
+                    raise
+                raised = error
+            answers = [self._links.answered(rank) for rank in range(1, self.ranks)]
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        if raised is not None:
+            raise raised
+        for rank, (kind, value) in enumerate(answers, 1):
+            if kind == "not supported":
+                raise NotSupported(f"rank {rank}: {value}")
+            if kind == "raised":
+                raise RankError(f"rank {rank}: {value}")
+        return mine, [value for _, value in answers]  # type: ignore[return-value]
+
+    def _give_up(self, error: BaseException) -> None:
+        """Find out which rank has failed and raise RankError; return if it was rank 0 itself."""
+        if _timed_out(error):
+            others = "rank 1" if self.ranks == 2 else f"one of ranks 1 to {self.ranks - 1}"
+            said = [f"{others}: no answer within {PATIENCE.total_seconds():g} s"]
+        else:
+            said = [f"rank {rank}: {words}" for rank, words in self._failed(isinstance(error, RuntimeError)).items()]
+        self.lost = "; ".join(said) or f"rank 0 failed in the midst of a step: {type(error).__name__}: {error}"
+        self.end(at_once=True)
+        if said:
+            raise RankError(self.lost) from error
+
+    def _failed(self, linked: bool) -> dict[int, str]:
+        """Why each rank failed that did. linked: whether an error may have come from a link to another rank."""
+        until = time.monotonic() + (1.0 if linked else 0.0)
+        while True:
+            words = {rank: self._links.last_words(rank) for rank in range(1, self.ranks)}
+            found = {rank: said for rank, said in words.items() if said is not None}
+            found |= {
+                rank: f"its process has died (exit code {process.exitcode})"
+                for rank, process in self.processes.items()
+                if rank not in found and not process.is_alive()
+            }
+            if found or time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        if found or not linked or self.processes:
+            return found
+        silent = {rank: self._links.silence(rank) for rank in range(1, self.ranks)}
+        return {rank: f"does not answer: {why}" for rank, why in silent.items() if why}
+
+    def end(self, at_once: bool = False) -> None:
+        """Let the followers go; `at_once` without a word."""
+        global _world
+        if self.lost is None:
+            self.lost = "the ranks were let go"
+            with contextlib.suppress(RuntimeError):
+                for rank in range(1, self.ranks):
+                    self._links.command(rank, "end", -1, (), ())
+        for process in self.processes.values():
+            process.join(timeout=0.0 if at_once else END_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        # Sockets close: a follower of torchrun that still waits for this rank hears of it.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if _world is self:
+            _world = None
+
+
+_world: _World | None = None
+_numbers = count()
+
+
+def _ranks(ranks: int, cuda: bool) -> _World:
+    """The followers of this process, started if there are none."""
+    global _world
+    if _world is not None and _world.ranks != ranks:
+        if len(_world.open):
+            raise UserError(f"train.ranks = {ranks}: a session of {_world.ranks} ranks is open in this process")
+        _world.end()
+    if _world is None:
+        _world = _World(ranks, cuda)
+    return _world
+
+
+@atexit.register
+def _let_go() -> None:
+    if _world is not None:
+        _world.end()
+
+
+def open_ranked(backend: TorchBackend, config: RunConfig) -> RankedSession:
+    """A session over `config.train.ranks` ranks, each of which opens `backend`.
+
+    Raises:
+        UserError: the backend cannot be opened in another process, or ranks do not fit what torchrun launched.
+        RankError: a rank could not open it.
+    """
+    from torch_backend.session import resolve_device
+
+    place = launched()
+    if place is not None:
+        require_ranks(config.train.ranks)
+        if place[0] > 0:
+            raise UserError("torchrun launches lockstep train and parity; other commands start their ranks themselves")
+    pickled, file = _portable(backend)
+    world = _ranks(config.train.ranks, resolve_device(config).type == "cuda")
+    return RankedSession(world, backend, config, pickled, file)
+
+
+def _portable(backend: TorchBackend) -> tuple[bytes, str | None]:
+    """The backend as bytes, and the file that must be imported before they are read, if it was one (FILE.py:NAME)."""
+    module = sys.modules.get(type(backend).__module__)
+    loaded = getattr(module, "__spec__", None)
+    file = loaded.origin if loaded is not None and loaded.name.startswith("lockstep_candidate_") else None
+    try:
+        return pickle.dumps(backend), file
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(f"{type(backend).__name__} cannot be opened on other ranks: {error}") from error
+
+
+class RankedSession:
+    """A session of core/backend.py over several ranks, held by rank 0.
+
+    A batch whose micro-batches cannot be shared evenly (a check's single one) is computed by rank 0 alone.
+    """
+
+    def __init__(
+        self, world: _World, backend: TorchBackend, config: RunConfig, pickled: bytes, file: str | None
+    ) -> None:
+        self.config = config
+        self._world, self._number = world, next(_numbers)
+
+        def own() -> _Member:
+            session = backend.open_rank(config)
+            session.join_ranks()
+            return _Member(session)
+
+        self._mine, _ = world.do("open", self._number, (pickled, file, config), own)
+        world.open.add(self)
+        # Whoever lets go of a session without closing it need not keep the other ranks' alive.
+        self._closed = weakref.finalize(self, world.dropped.append, self._number)
+
+    @property
+    def own(self) -> TorchSession:
+        """The session of rank 0."""
+        return self._mine.session
+
+    def state(self) -> State:
+        """A copy of rank 0's state."""
+        return self.own.state()
+
+    def load(self, state: State) -> None:
+        """Every rank takes the state over. Raises ValueError if names or shapes are not the model's."""
+        self._do("load", state)
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        """One optimizer step on every rank. Raises ValueError for a batch that ranks cannot share."""
+        self._require_shared(batch)
+        record: StepRecord = self._do("step", batch, own=(batch, norms))
+        return record
+
+    def gradients(self, batch: Batch) -> Gradients:
+        """Per-token NLL, loss and gradients of `batch`, reduced over ranks if they share it."""
+        if not self._shared(batch):
+            return self.own.gradients(batch)
+        found: Gradients = self._do("gradients", batch)
+        return found
+
+    def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
+        """`step`, and the gradients that it made before clipping."""
+        self._require_shared(batch)
+        found: tuple[StepRecord, Gradients | None] = self._do("step_and_gradients", batch, own=(batch, norms))
+        return found
+
+    def rank_gradients(self, batch: Batch) -> list[Arrays]:
+        """Gradients of each micro-batch of `batch` by itself, made by the rank whose share it is and not reduced."""
+        self._require_shared(batch)
+        mine, others = self._world.do("own_gradients", self._number, (batch,), lambda: self._mine.own_gradients(batch))
+        return [found for of_rank in (mine, *others) for found in of_rank]
+
+    def rank_reports(self) -> list[RankReport]:
+        """What each rank says of the last step, rank 0 first."""
+        mine, others = self._world.do("report", self._number, (), self._mine.report)
+        return [mine, *others]
+
+    def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
+        """As rank 0's session."""
+        return self.own.observe(batch, taps)
+
+    def sketch(self, batch: Batch) -> dict[str, Observation]:
+        """As rank 0's session."""
+        return self.own.sketch(batch)
+
+    def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
+        """As rank 0's session."""
+        return self.own.run_stage(stage, inputs)
+
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
+        """As rank 0's session."""
+        return self.own.evaluate(batch, policy)
+
+    def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
+        """As rank 0's session."""
+        return self.own.next_token_logits(tokens)
+
+    def close(self) -> None:
+        """Close rank 0's session; the others let theirs go with the next command, or with this process."""
+        self._closed()
+        self._world.open.discard(self)
+        self.own.close()
+
+    def _do(self, what: str, *arguments: Any, own: Sequence[Any] | None = None) -> Any:
+        """A member's method on every rank; `own`: other arguments for rank 0."""
+        mine = getattr(self._mine, what)
+        return self._world.do(what, self._number, arguments, lambda: mine(*(own or arguments)))[0]
+
+    def _shared(self, batch: Batch) -> bool:
+        assert self.own.ranks is not None
+        return self.own.ranks.shares(batch.micro_batches(_micro_size(self.config, batch)))
+
+    def _require_shared(self, batch: Batch) -> None:
+        if not self._shared(batch):
+            raise ValueError(
+                f"a batch of {len(batch.tokens)} sequences gives no equal number of micro-batches to each of "
+                f"{self._world.ranks} ranks"
+            )
+
+
+def _timed_out(error: BaseException) -> bool:
+    """Whether a collective gave up waiting: gloo and nccl have words for it, and no class."""
+    return isinstance(error, RuntimeError) and ("timed out" in str(error).lower() or "timeout" in str(error).lower())
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C reaches the whole group of processes: those that are started inherit that it is ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _micro_size(config: RunConfig, batch: Batch) -> int:
+    return min(config.train.micro_batch_size, len(batch.tokens))
