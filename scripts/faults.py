@@ -344,7 +344,7 @@ def place(origin: Origin | None) -> str:
 
 
 def run(
-    config_of: Callable[[str, Mapping[str, str]], RunConfig],
+    config_of: Callable[[str], RunConfig],
     data: Callable[[RunConfig], RunData],
     recipes: Sequence[str],
     names: Sequence[str] = (),

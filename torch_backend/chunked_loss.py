@@ -66,6 +66,23 @@ class _ChunkedLoss(torch.autograd.Function):
         return grad_x * scale, grad_weight * scale, None, None, None, None
 
 
+class _Link(torch.autograd.Function):
+    """The loss as it is; what flows back through it reaches logits and losses as if it had been made of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, logits: Tensor, losses: Tensor, grad_logits: Tensor, grad_losses: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(grad_logits, grad_losses)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logits, grad_losses = ctx.saved_tensors
+        scale = grads[0].to(grad_logits.dtype)
+        return grads[0], grad_logits * scale, grad_losses * scale, None, None
+
+
 def chunked_loss(
     x_BSD: Tensor,
     weight_VD: Tensor,
@@ -79,8 +96,7 @@ def chunked_loss(
 ) -> tuple[Tensor, Tensor]:
     """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), which carry no gradient.
 
-    tap: sees `logits` and `nll` and, as nothing flows back through them, their gradients under `grad/`; None shows
-    nothing and keeps nothing.
+    tap: sees `logits` and `nll`, and their gradients come back through it; None shows nothing and keeps nothing.
     """
     batch, settings = targets_BS.shape, (policy.operand, z_loss, chunk, tap is not None)
     arguments = x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), weights_BS.flatten(), total, settings
@@ -88,8 +104,7 @@ def chunked_loss(
     losses_BS = losses_N.unflatten(0, batch)
     if tap is not None:
         logits, grad = (tensor.unflatten(0, batch) for tensor in shown)
-        for name, value in (("logits", logits), ("nll", losses_BS)):
-            tap(name, value)
-        tap("grad/logits", grad)
-        tap("grad/nll", (weights_BS.double() / total.double()).to(losses_BS.dtype))
+        shares_BS = (weights_BS.double() / total.double()).to(losses_BS.dtype)
+        logits, losses_BS = tap("logits", logits), tap("nll", losses_BS)
+        loss = _Link.apply(loss, logits, losses_BS, grad, shares_BS)
     return loss, losses_BS

@@ -142,7 +142,7 @@ class TorchSession:
         norm = global_norm(grads)
         before = {n: p.detach().clone() for n, p in self.parameters.items()} if norms else {}
         group_norms = self._norms({n: p.grad for n, p in self.parameters.items()}) if norms else {}
-        coefficient = clip_coefficient(self.config.optim, norm).to(self.policy.stream)
+        coefficient = self.clip_coefficient(norm).to(self.policy.stream)
         torch._foreach_mul_(grads, coefficient)
         lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
         set_learning_rate(self.optimizer, lr)
@@ -150,7 +150,7 @@ class TorchSession:
         finite = not self.scalars or bool(torch.isfinite(norm))
         if finite:
             self.optimizer.step()
-        self.scalars = scale_after(self.scalars, finite, self.config.precision.loss_scale_interval)
+        self.scalars = self.scalars_after(finite)
         self.steps_done += 1
         metrics = dict(self.scalars)
         if norms:
@@ -167,6 +167,14 @@ class TorchSession:
             tokens=batch.targets.size,
             metrics=metrics,
         )
+
+    def clip_coefficient(self, norm: Tensor) -> Tensor:
+        """What the gradients are multiplied by, from their global norm; float64 scalars."""
+        return clip_coefficient(self.config.optim, norm)
+
+    def scalars_after(self, finite: bool) -> dict[str, float]:
+        """The loss scale and its counts after a step whose gradients were finite or not."""
+        return scale_after(self.scalars, finite, self.config.precision.loss_scale_interval)
 
     def gradients(self, batch: Batch) -> Gradients:
         """Per-token NLL, loss and accumulated gradients of `batch`, through the program that trains."""
@@ -203,7 +211,7 @@ class TorchSession:
     def _observe_tapped(self, batch: Batch, names: frozenset[str]) -> dict[str, np.ndarray]:
         program = self._tapped_programs.get(names)
         if program is None:
-            program = partial(self.tapped_micro_loss, names)
+            program = partial(self.tapped_micro_loss, frozenset(n for n in names if not n.startswith(GRADIENT)))
             program = self._tapped_programs[names] = self.compiled(program) if self.config.compile.enabled else program
         asked = [name.removeprefix(GRADIENT) for name in names if name.startswith(GRADIENT)]
         shapes = probe_shapes(self.config.model, *batch.tokens.shape)
@@ -229,10 +237,7 @@ class TorchSession:
         probes: Tensors,
         *documents: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`micro_loss`, and the taps that it passed; a zero is added to each probed one: its gradient is the tap's.
-
-        A gradient that nothing flows back through, the head hands over itself, as a tap called `grad/…`.
-        """
+        """`micro_loss`, and the taps that it passed; a zero is added to each probed one: its gradient is the tap's."""
         seen: dict[str, Tensor] = {}
 
         def tap(name: str, value: Tensor) -> Tensor:
@@ -280,13 +285,12 @@ class TorchSession:
         }
         inputs = *self.to_device(batch), self.total_weight(batch)
         documents = self.documents(batch)
-        loss, seen, handed = of_taps(*inputs, torch.tensor(rows, device=self.device), zeros, table, *documents)
+        loss, seen = of_taps(*inputs, torch.tensor(rows, device=self.device), zeros, table, *documents)
         by_tap = torch.autograd.grad(loss, list(zeros.values()), allow_unused=True)
         loss, _ = self._micro_loss(*inputs, *documents)
         by_parameter = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
         found = {name: whole_observation(kept, shapes[name]) for name, kept in seen.items()}
         for name, grad in zip(zeros, by_tap, strict=True):
-            grad = handed.get(GRADIENT + name, grad)
             if grad is not None:
                 found[GRADIENT + name] = sketch_alone(grad / self.scale, shapes[name])
         if "nll" in found:
@@ -305,24 +309,21 @@ class TorchSession:
         probes: Tensors,
         table: Tensor,
         *documents: Tensor,
-    ) -> tuple[Tensor, dict[str, Kept], dict[str, Tensor]]:
-        """`micro_loss`, sketch and statistics of each tap's `rows`, its first axis, and sketches of `grad/…` taps.
+    ) -> tuple[Tensor, dict[str, Kept]]:
+        """`micro_loss`, and sketch and statistics of each tap's `rows`, its first axis.
 
         Sᵀ·0 is added to them, so that the gradient of the probe, 0, is the sketch of the tap's gradient.
         """
         seen: dict[str, Kept] = {}
-        handed: dict[str, Tensor] = {}
 
         def tap(name: str, value: Tensor) -> Tensor:
             if name in probes:
                 part = value.detach()[rows]
                 value = value.index_add(0, rows, lift(probes[name], tuple(part.shape), table).to(value.dtype))
                 seen[name] = sketch(part, table=table), statistics(part)
-            elif name.startswith(GRADIENT):
-                handed[name] = sketch(value.detach()[rows], table=table)
             return value
 
-        return self._through(tap, tokens, targets, weights, total, *documents), seen, handed
+        return self._through(tap, tokens, targets, weights, total, *documents), seen
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
         """Execute one stage on the given inputs: see `JaxSession.run_stage`, whose torch twin this is."""

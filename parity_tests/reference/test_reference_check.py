@@ -79,22 +79,22 @@ def gain_on_one(x, weight, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1 + weight)
 
 
-def no_maximum_gradient(logits, targets):
+def no_maximum_gradient(logits, targets, z_loss):
     shifted = logits.double() - logits.double().logsumexp(-1, keepdim=True).detach()
     return -shifted.gather(-1, targets[..., None]).squeeze(-1).to(logits.dtype)
 
 
-def in_single(logits, targets):
+def in_single(logits, targets, z_loss):
     rounded = logits.float().logsumexp(-1) - logits.float().gather(-1, targets[..., None]).squeeze(-1)
     return rounded.to(logits.dtype)
 
 
-def twice_biased(x, weight, bias, policy):
+def twice_biased(x, weight, bias, policy, float8):
     y = F.linear(x.to(policy.operand), weight.to(policy.operand)).to(policy.stream)
     return y if bias is None else y + 2 * bias
 
 
-def transposed(x, weight, bias, policy):
+def transposed(x, weight, bias, policy, float8):
     square = weight.shape[0] == weight.shape[1]
     y = F.linear(x.to(policy.operand), (weight.T if square else weight).to(policy.operand)).to(policy.stream)
     return y if bias is None else y + bias
