@@ -204,7 +204,7 @@ def main() -> None:
             started = time.perf_counter()
             bounds, apart = CALIBRATION_DRAWS[: options.draws], HELD_OUT_DRAWS[: options.held_out]
             # The other optimizers compute in FP32 under every policy (core/parity/bands.py, `measured_under`).
-            optimizers = options.optimizers if recipe.startswith("fp32/") else ("adamw",)
+            optimizers = options.optimizers if recipe == "fp32/eager" else ("adamw",)
             jobs = [(recipe, draw, optimizer) for optimizer in optimizers for draw in (*bounds, *apart)]
             runs = dict(zip(jobs, pool.imap(clean_run, jobs), strict=True))
             clean = extremes([s for job in jobs if job[1] in bounds for s in runs[job]])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.budget import flops_per_token, parameter_count, parameter_count_by_group
-from core.config import RunConfig
+from core.config import BLOCK_LINEARS, RunConfig
 from core.groups import group_settings
 from core.parity.bands import recipe
 from core.sinks.tables import GroupRow, facts, losses_to_know, parameter_groups
@@ -73,18 +73,45 @@ def git_commit() -> str | None:
         return None
 
 
+ADAMW = {"adamw": "AdamW", "adamw8bit": "AdamW, 8-bit", "muon": "AdamW"}
+
+
+def precision_of(config: RunConfig, group: str) -> str:
+    """What the products of a parameter group are computed in; of the block linears, how many of them in FP8."""
+    precision = config.precision
+    stream = "fp64" if precision.policy == "fp64" else "fp32"
+    if group not in ("matrices", "head") and not (group == "embedding" and config.model.tied):
+        return stream
+    if group == "embedding":
+        return f"{stream}, as the head {precision.operand}"
+    linears = [f"blocks.{i}.{linear}" for i in range(config.model.layers) for linear in BLOCK_LINEARS]
+    narrow = sum(map(precision.is_fp8, linears))
+    if group == "head" or not narrow:
+        return precision.operand
+    return f"{precision.policy}: {narrow} of {len(linears)} linears" + (
+        ", others bf16" if narrow < len(linears) else ""
+    )
+
+
+def recomputed_of(config: RunConfig, group: str) -> str:
+    """Which parts of a group's layers the backward pass computes again."""
+    parts = {"embedding": ("embedding",), "matrices": ("attention", "mlp", "block"), "gains": ("norms", "block")}
+    found = [part for part in parts.get(group, ()) if part in config.recompute.chosen]
+    return ", ".join(found) or "no"
+
+
 def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str, Any]) -> None:
     """Tables: what is in force, parameter groups, and the losses to know."""
     config, index = run.config, data.dataset.index
-    train, policy = config.train, config.precision.policy
-    stream = "fp64" if policy == "fp64" else "fp32"
+    train = config.train
+    stream = "fp64" if config.precision.policy == "fp64" else "fp32"
     tokens = train.batch_size * train.sequence_length
     flops = flops_per_token(config.model, train.sequence_length)
     every = config.parity.every
     in_force = {
         "device": f"{about['device']}, {about['backend']} {next(iter(about['versions'].values()))}",
         **about["in_force"],
-        "precision": f"matrix products in {policy}, all else and the master weights in {stream}",
+        "precision": f"matrix products in {config.precision.operand}, all else and the master weights in {stream}",
         "a step": f"{tokens:,} tokens: {train.batch_size} sequences of {train.sequence_length}, "
         f"{train.accumulation} micro-batches{' a rank' if train.ranks > 1 else ''}",
         "the run": f"{train.steps:,} steps, {train.steps * tokens:,} tokens; the data has {index.train.tokens:,}",
@@ -97,7 +124,9 @@ def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str
             group,
             count,
             **asdict(group_settings(config, group)),
-            precision=policy if group in ("matrices", "head") else stream,
+            optimizer="Muon" if config.optim.name == "muon" and group == "matrices" else ADAMW[config.optim.name],
+            precision=precision_of(config, group),
+            recomputed=recomputed_of(config, group),
         )
         for group, count in parameter_count_by_group(config.model).items()
     ]

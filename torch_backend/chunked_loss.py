@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_backend.loss import logits_gradient, losses_and_logsumexp
-from torch_backend.precision import Policy, wide_product
+from torch_backend.precision import Policy, narrow_product, wide_product
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -47,7 +47,7 @@ class _ChunkedLoss(torch.autograd.Function):
             # The share is rounded as the gradient of a loss is that autograd hands down.
             grad = logits_gradient(logits, targets_N[rows], logsumexp, shares_N[rows].to(stream), z_loss)
             narrow = grad.to(operand)
-            grad_x.append(torch.mm(narrow, weight).to(stream))
+            grad_x.append(narrow_product(narrow, weight, stream))
             grad_weight += wide_product(narrow.T, x[rows], stream)
             loss = loss + (part.double() * weights_N[rows].double()).sum()
             losses.append(part)

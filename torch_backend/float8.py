@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from core.config import PrecisionConfig
 from core.errors import UserError
+from torch_backend.quiet import quiet_import
 
 # The first GPU generation with FP8 tensor cores is Ada; Hopper is (9, 0).
 FIRST_CAPABILITY = (8, 9)
@@ -48,8 +49,9 @@ def float8(precision: PrecisionConfig, device: torch.device) -> Float8 | None:
             "use bf16, or a GPU of the Hopper or Ada generation or later"
         )
     try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        from torchao.float8.config import Float8GemmConfig
+        with quiet_import():
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+            from torchao.float8.config import Float8GemmConfig
     except ImportError as error:
         raise UserError(
             f"precision.policy = {precision.policy!r} needs torchao: pip install torchao ({error})"

@@ -41,6 +41,7 @@ from core.backend import State
 from core.config import OptimConfig, RunConfig
 from core.groups import BLOCK, by_muon, group_settings, in_eight_bits, moment_kinds, moment_names
 from core.names import GROUPS, group_of
+from torch_backend.quiet import quiet_import
 
 # Newton–Schulz: the quintic's coefficients, and the least norm that is divided by (Jordan 2024).
 A, B, C, LEAST_NORM = 3.4445, -4.7750, 2.0315, 1e-7
@@ -88,7 +89,8 @@ def eight_bit_adamw(config: RunConfig, groups: list[Group]) -> torch.optim.Optim
 
     It compiles itself, once a shape; `torch.compiler.set_stance` is torch's switch for that.
     """
-    from torchao.optim import AdamW8bit
+    with quiet_import():
+        from torchao.optim import AdamW8bit
 
     class Adam(AdamW8bit):
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -254,8 +256,9 @@ def eight_bits(value: Tensor, signed: bool) -> Tensor:
     number is negative the block comes back smaller than its scale, and the scale is found from it, to the bit that
     gives all of the block back. A block that no scale gives back is quantised as torchao would.
     """
-    from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
-    from torchao.optim.subclass_8bit import OptimState8bit
+    with quiet_import():
+        from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
+        from torchao.optim.subclass_8bit import OptimState8bit
 
     state = OptimState8bit.zeros(value.shape, signed, BLOCK, value.device, value.dtype)
     _, largest = scale_tensor(value, BLOCK)

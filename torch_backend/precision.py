@@ -49,7 +49,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float
     float8: makes the product in FP8 (torch_backend/float8.py).
     """
     x = x.to(policy.operand)
-    y = F.linear(x, weight.to(policy.operand)) if float8 is None else float8.product(x, weight)
+    if float8 is not None:
+        y = float8.product(x, weight)
+    elif slow(x):
+        y = F.linear(x.to(policy.stream), weight.to(policy.operand).to(policy.stream)).to(policy.operand)
+    else:
+        y = F.linear(x, weight.to(policy.operand))
     return y.to(policy.stream) if bias is None else y.to(policy.stream) + bias
 
 
@@ -75,8 +80,20 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         grad = grads[0].to(x.dtype)
-        grad_x = torch.matmul(grad, weight).to(ctx.stream)
+        grad_x = narrow_product(grad.flatten(0, -2), weight, ctx.stream).unflatten(0, grad.shape[:-1])
         return grad_x, wide_product(grad.flatten(0, -2).T, x.flatten(0, -2), ctx.stream), None
+
+
+def slow(x: Tensor) -> bool:
+    """Whether products of this operand are made in FP32 and rounded: the CPU's own FP16 takes fifty times as long."""
+    return x.dtype == torch.float16 and not x.is_cuda
+
+
+def narrow_product(left: Tensor, right: Tensor, out: torch.dtype) -> Tensor:
+    """The product of two matrices of the operand dtype, rounded to that dtype, in the stream dtype `out`."""
+    if slow(left):
+        return wide_product(left, right, out).to(left.dtype).to(out)
+    return torch.mm(left, right).to(out)
 
 
 def wide_product(left: Tensor, right: Tensor, out: torch.dtype) -> Tensor:

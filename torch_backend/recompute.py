@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from core.config import RecomputeConfig
+from core.config import PARTS, RecomputeConfig
 
 Run = Callable[..., Any]
 
@@ -54,6 +54,20 @@ class Recompute:
         if self.keep_products:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
         return checkpoint(function, *arguments, **options)
+
+
+def in_force(config: RecomputeConfig) -> str:
+    """What is computed again, for the table at start."""
+    parts = [part for part in PARTS if part in config.chosen]
+    said = ", ".join(parts)
+    if config.every > 1:
+        said += f" in every block number {config.every}"
+    if config.keep_products:
+        said += ", but for matrix products"
+    if config.memory_budget < 1:
+        budget = f"the compiler keeps {config.memory_budget:g} of the activations"
+        said = f"{said}; {budget}" if said else budget
+    return said or "nothing"
 
 
 def of_layer(config: RecomputeConfig, layer: int | None) -> Recompute:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from core.backend import Arrays, Batch, Gradients, NotSupported, Session, State, StepRecord
-from core.config import RunConfig
+from core.config import LossConfig, RunConfig
 from core.errors import UserError
 from core.groups import check_state, moment_names
 from core.init import init_parameters
@@ -39,6 +39,7 @@ from torch_backend.optim import (
 from torch_backend.precision import POLICIES, Policy
 from torch_backend.ranks import Ranks
 from torch_backend.ranks import in_force as ranks_in_force
+from torch_backend.recompute import in_force as recompute_in_force
 from torch_backend.sketch import (
     Kept,
     lift,
@@ -62,6 +63,8 @@ class TorchSession:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.device = resolve_device(config)
+        # For the process, as torch has it; said anew by every session that computes in FP32.
+        torch.set_float32_matmul_precision("high" if config.precision.policy == "tf32" else "highest")
         self.policy: Policy = POLICIES[config.precision.policy]
         self.float8 = float8(config.precision, self.device)
         self.steps_done = 0
@@ -506,7 +509,12 @@ class TorchBackend:
         """Versions, device and what is in force. Raises UserError as `open` does."""
         device = resolve_device(config)
         check_kernel(config, device)
-        compiled = f"torch.compile({config.compile.backend}, fullgraph)" if config.compile.enabled else "eager"
+        float8(config.precision, device)
+        scope = "" if config.compile.scope == "model" else ", block by block"
+        mode = "" if config.compile.mode == "default" else f", {config.compile.mode}"
+        compiled = (
+            f"torch.compile({config.compile.backend}, fullgraph{mode}{scope})" if config.compile.enabled else "eager"
+        )
         return {
             "backend": self.name,
             "versions": {"torch": torch.__version__},
@@ -516,6 +524,8 @@ class TorchBackend:
             "in_force": {
                 "program": compiled,
                 "attention": in_force(config.attention, device),
+                "loss head": loss_in_force(config.loss),
+                "recomputed": recompute_in_force(config.recompute),
                 "optimizer": in_words(config, device),
                 **ranks_in_force(config, device.type),
             },
@@ -529,10 +539,18 @@ def resolve_device(config: RunConfig) -> torch.device:
             "device = 'cuda' was asked for, but torch sees no CUDA device here; use device = 'cpu' or 'auto'"
         )
     if config.device == "cpu" or not torch.cuda.is_available():
+        if config.precision.policy == "tf32":
+            raise UserError("precision.policy = 'tf32' is a format of CUDA's tensor cores; on the CPU use fp32")
         return torch.device("cpu")
     # Sums inside a bf16 product stay in FP32: the policy promises it, cuBLAS's default does not.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return torch.device("cuda")
+
+
+def loss_in_force(loss: LossConfig) -> str:
+    """How the head is computed, for the table at start."""
+    how = "whole logits" if loss.head == "full" else f"chunks of {loss.chunk:,} tokens, gradients in the forward pass"
+    return f"{how}, FP32 logits" + (f", z-loss {loss.z_loss:g}" if loss.z_loss else "")
 
 
 def _numpy(tensor: Tensor | None) -> np.ndarray:

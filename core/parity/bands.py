@@ -221,9 +221,7 @@ def require(recipe: str, optim: OptimConfig) -> None:
 
 def measured_under(recipe: str, kind: str) -> str:
     """The recipe whose clean runs measure a kind: Muon and 8-bit AdamW compute in FP32 under every policy."""
-    if kind.startswith(("muon/", "adamw8bit/")):
-        return f"fp32/{recipe.partition('/')[2]}"
-    return recipe
+    return "fp32/eager" if kind.startswith(("muon/", "adamw8bit/")) else recipe
 
 
 @dataclass(frozen=True)

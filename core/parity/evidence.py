@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy as np
 from core import checkpoint
 from core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, Session, State, StepRecord
 from core.config import RunConfig
+from core.loss_scale import SCALE
 from core.names import GRADIENT, edge_names, parameter_shapes, tap_names
 
 # Shares of the loss weight that the micro-batches of the accumulation check have: uneven, and powers of two, so that
@@ -137,10 +139,11 @@ def gather(
     taps = look(session, config, tapped, missing)
     accumulated = None
     if probe is None and probed is not None and config.train.accumulation > 1:
-        accumulated = _accumulate(session, batch.micro_batches(config.train.micro_batch_size))
+        accumulated = _accumulate(session, before, batch.micro_batches(config.train.micro_batch_size))
     reduced = None
     if probe is None and probed is not None and config.train.ranks > 1:
-        reduced = _reduce(session, config, batch.micro_batches(config.train.micro_batch_size), missing)
+        micros = batch.micro_batches(config.train.micro_batch_size)
+        reduced = _reduce(session, config, before, micros, missing)
     gathering = time.perf_counter() - started
     started = time.perf_counter()
     if in_passing is not None:
@@ -257,23 +260,48 @@ def weighted_of(found: Mapping[str, np.ndarray], batch: Batch) -> Arrays:
     return {name: part(name, value) for name, value in found.items()}
 
 
-def _accumulate(session: Session, micros: list[Batch]) -> Accumulation | None:
+def _accumulate(session: Session, before: State, micros: list[Batch]) -> Accumulation | None:
     """Three micro-batches with loss weights that are each other's powers of two, apart and together."""
     parts, whole = _of_shares(micros, SHARES)
-    grads = tuple(session.gradients(part).grads for part in parts)
-    return Accumulation(grads, SHARES, session.gradients(whole).grads)
+    grads = []
+    for part, share in zip(parts, SHARES, strict=True):
+        with _scaled(session, before, share):
+            grads.append(session.gradients(part).grads)
+    return Accumulation(tuple(grads), SHARES, session.gradients(whole).grads)
 
 
-def _reduce(session: Session, config: RunConfig, micros: list[Batch], missing: list[str]) -> Accumulation | None:
+@contextmanager
+def _scaled(session: Session, before: State, share: float) -> Iterator[None]:
+    """Under a loss scale, one that gives a micro-batch alone the gradients that it has as this share of a whole.
+
+    FP16 ends at both sides: a gradient of twice the size is not rounded alike.
+    """
+    if not before.scalars:
+        yield
+        return
+    session.load(replace(before, scalars={**before.scalars, SCALE: before.scalars[SCALE] * share}))
+    try:
+        yield
+    finally:
+        session.load(before)
+
+
+def _reduce(
+    session: Session, config: RunConfig, before: State, micros: list[Batch], missing: list[str]
+) -> Accumulation | None:
     """The same over ranks, two micro-batches for each: by themselves, made where they are at home, and reduced."""
     by_rank = getattr(session, "rank_gradients", None)
     if not callable(by_rank):
         missing.append("reduced gradients against each rank's own: the session has no rank_gradients")
         return None
-    shares = rank_shares(2 * config.train.ranks)
+    count = 2 * config.train.ranks
+    # One loss scale serves all ranks: where there is one, so must one share.
+    shares = rank_shares(count) if not before.scalars else (1.0 / count,) * count
     _, whole = _of_shares(micros, shares)
     try:
-        return Accumulation(tuple(by_rank(whole)), shares, session.gradients(whole).grads)
+        with _scaled(session, before, shares[0]):
+            parts = tuple(by_rank(whole))
+        return Accumulation(parts, shares, session.gradients(whole).grads)
     except NotSupported as reason:
         missing.append(f"reduced gradients against each rank's own: {reason}")
         return None

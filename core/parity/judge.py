@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from core.backend import Batch, NotSupported, State
+from core.loss_scale import SCALE
 from core.parity import end_to_end, local, step
 from core.parity.compare import Reference
 from core.parity.decode import known_scalars
 from core.parity.evidence import Evidence
-from core.parity.observations import Observation
+from core.parity.observations import PARAMETER, Observation
 from core.parity.stages import place
 from core.parity.verdict import Check, Finding
 
@@ -49,6 +51,14 @@ def judge(evidence: Evidence, reference: Reference) -> Check:
         )
         for part in parts:
             findings += _as_far_as_it_goes(part, missing)
+        if evidence.before.scalars and repeated and _overflows(kept) and _overflows(repeated.twin):
+            there = [f for f in findings if all(math.isfinite(m.value) for m in f.measures)]
+            scale = evidence.before.scalars[SCALE]
+            gone = len(findings) - len(there)
+            missing.append(
+                f"{gone} comparisons of what FP16 cannot hold at a loss scale of {scale:g}, as its twin cannot"
+            )
+            findings = there
     else:
         missing.append("all that follows from the weights: the reference has no such parameters")
     unseen = len(evidence.tapped.tokens) - len(evidence.weighted.tokens)
@@ -84,6 +94,11 @@ def in_order(findings: list[Finding]) -> tuple[Finding, ...]:
     """Findings in the order of the chain; what is local before what came end to end."""
     scopes = {"local": 0, "over_steps": 1, "end_to_end": 2}
     return tuple(sorted(findings, key=lambda f: (*place(f.stage, f.phase, f.layer), scopes[f.scope])))
+
+
+def _overflows(found: Mapping[str, Observation]) -> bool:
+    """Whether the gradient of any parameter is not finite."""
+    return any(one.nonfinite for name, one in found.items() if name.startswith(PARAMETER))
 
 
 def _repeated(

@@ -13,13 +13,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupRow:
-    """One parameter group. lr_factor: its learning rate / the run's. precision: what its products are computed in."""
+    """One parameter group.
+
+    lr_factor: its learning rate / the run's. precision: what its products are computed in. recomputed: which parts of
+    its layers the backward pass computes again.
+    """
 
     group: str
     parameters: int
     lr_factor: float
     weight_decay: float
+    optimizer: str
     precision: str
+    recomputed: str
 
 
 def table(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
@@ -43,8 +49,8 @@ def parameter_groups(rows: Sequence[GroupRow]) -> Table:
     """Group, parameters, learning-rate factor, weight decay and precision, with the sum in the last row."""
     drawn = table(
         f"Parameters: {sum(row.parameters for row in rows):,}",
-        ("group", "parameters", "lr ×", "decay", "precision"),
-        [(row.group, row.parameters, row.lr_factor, row.weight_decay, row.precision) for row in rows],
+        ("group", "parameters", "optimizer", "lr ×", "decay", "precision", "recomputed"),
+        [(r.group, r.parameters, r.optimizer, r.lr_factor, r.weight_decay, r.precision, r.recomputed) for r in rows],
     )
     return drawn
 

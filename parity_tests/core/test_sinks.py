@@ -186,8 +186,8 @@ def printed(table) -> str:
 
 def test_parameter_groups():
     rows = [
-        tables.GroupRow("matrices", 1_000_000, 1.0, 0.1, "bf16"),
-        tables.GroupRow("gains", 500, 1.0, 0.0, "fp32"),
+        tables.GroupRow("matrices", 1_000_000, 1.0, 0.1, "AdamW", "bf16", "mlp"),
+        tables.GroupRow("gains", 500, 1.0, 0.0, "AdamW", "fp32", "no"),
     ]
     text = printed(tables.parameter_groups(rows))
     for part in ("Parameters: 1,000,500", "matrices", "1,000,000", "0.1", "bf16"):

@@ -8,7 +8,19 @@ taps does `compiler`. The first link in the chain is the origin: the update's li
 
 from __future__ import annotations
 
-from parity_tests.faults import attention, backward, compiled, data, forward, gradients, loss, optimizer, ranks, state
+from parity_tests.faults import (
+    attention,
+    backward,
+    compiled,
+    data,
+    forward,
+    gradients,
+    levers,
+    loss,
+    optimizer,
+    ranks,
+    state,
+)
 from parity_tests.faults.fault import BF16, Fault
 
 TINY = 1e-3  # relative change of the loss that no curve shows
@@ -434,7 +446,90 @@ RANKS = (
     Fault(ranks.SchedulerStepsOnceARank, "learning_rate", loss_moves_less_than=TINY, number=31, settings=TWO),
 )
 
-FAULTS = (*FORWARD, *DOCUMENTS, *BACKWARD, *BEYOND, *UPDATE, *STATE, *DATA, *LATER, *OPTIMIZERS, *COMPILED, *RANKS)
+FP8 = ("fp8_tensorwise/eager", "fp8_tensorwise/compiled")
+FP16 = ("fp16/eager", "fp16/compiled")
+LEVERS = (
+    Fault(
+        levers.ChunksSummedInBf16,
+        "logits",
+        "backward",
+        backward_only=True,
+        loss_moves_less_than=TINY,
+        number=13,
+        recipes=BF16,
+    ),
+    Fault(
+        levers.ChunksIgnoreTheWeights,
+        "logits",
+        "backward",
+        backward_only=True,
+        loss_moves_less_than=TINY,
+        number=14,
+        recipes=BF16,
+        note="the gradient of the logits is right: the product that makes the weight's of it takes another",
+    ),
+    Fault(
+        levers.ChunksSendNothingBack,
+        "logits",
+        "backward",
+        backward_only=True,
+        loss_moves_less_than=TINY,
+        number=17,
+        recipes=BF16,
+    ),
+    Fault(levers.AmaxOfHalfTheTokens, "down_proj", layer=1, loss_moves_less_than=TINY, number=18, recipes=FP8),
+    Fault(levers.WeightScaleStale, "o_proj", layer=1, loss_moves_less_than=TINY, recipes=FP8),
+    Fault(levers.LayerLeftOutOfFloat8, "up", layer=1, loss_moves_less_than=TINY, number=32, recipes=FP8),
+    Fault(
+        levers.ClipsBeforeUnscaling,
+        "clip_coefficient",
+        loss_moves_less_than=TINY,
+        number=22,
+        recipes=FP16,
+    ),
+    Fault(
+        levers.LossScaleNeverGrows,
+        "loss_scale",
+        loss_moves_less_than=TINY,
+        recipes=FP16,
+        settings={"precision.loss_scale_interval": "1"},
+    ),
+    Fault(
+        levers.SkippedStepMovesAWeight,
+        "update",
+        loss_moves_less_than=TINY,
+        recipes=FP16,
+        settings={"precision.loss_scale": str(2.0**100)},
+        note="the scale makes every gradient infinite: the step must be left out",
+    ),
+    Fault(
+        levers.RecomputeDiffers,
+        "down_proj",
+        "backward",
+        -1,
+        backward_only=True,
+        loss_moves_less_than=TINY,
+        number=10,
+        recipes=("bf16/eager",),
+        settings={"recompute.parts": "mlp"},
+        note="the activation that its weight's gradient is made of is the one computed again",
+    ),
+)
+
+FAULTS = (
+    *FORWARD,
+    *DOCUMENTS,
+    *BACKWARD,
+    *BEYOND,
+    *UPDATE,
+    *STATE,
+    *DATA,
+    *LATER,
+    *OPTIMIZERS,
+    *LEVERS,
+    *COMPILED,
+    *RANKS,
+)
 
 # Those that one eager check of the first step must find, by the backend alone.
 CATALOG = (*FORWARD, *DOCUMENTS, *BACKWARD, *UPDATE, *STATE)

@@ -1,0 +1,203 @@
+"""Faults of the levers: the chunked head, FP8 layers, the loss scale, recomputation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.backend import Batch
+from core.loss_scale import SCALE
+from parity_tests.faults.planting import bf16, in_model, swap
+from torch_backend.float8 import Float8
+from torch_backend.model import Linear, Llama, SwiGLU
+from torch_backend.precision import Policy, linear, wide_product
+from torch_backend.session import TorchBackend, TorchSession
+
+
+class _WrongChunks(torch.autograd.Function):
+    """`torch_backend.chunked_loss._ChunkedLoss`, whole logits a chunk, with one thing wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, x: Tensor, weight: Tensor, targets: Tensor, change: Any) -> Tensor:
+        ctx.save_for_backward(x, weight, targets)
+        ctx.change = change
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], *ctx.change(*ctx.saved_tensors), None, None
+
+
+def _chunked(change: Any) -> type[TorchSession]:
+    """A session whose chunked head adds to the gradients of its inputs what `change` makes of them."""
+
+    def plant(model: Llama) -> None:
+        right: Any = model.chunked_loss
+
+        def wrong(*inputs: Any) -> tuple[Tensor, Tensor]:
+            x, weight, targets, weights, total, *_ = inputs
+            loss, nll = right(*inputs)
+            return _WrongChunks.apply(loss, x, weight, targets, lambda *at: change(*at, weights, total)), nll
+
+        model.chunked_loss = wrong  # type: ignore[assignment]
+
+    return in_model(plant)
+
+
+def _of_logits(x: Tensor, weight: Tensor, targets: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """The head's operands (N, D), and the rounded gradient of its logits (N, V) under these shares of the loss."""
+    flat, narrow = x.flatten(0, 1).bfloat16(), weight.bfloat16()
+    logits = wide_product(flat, narrow.T, torch.float32).double()
+    grad = (logits.softmax(-1) - torch.nn.functional.one_hot(targets.flatten(), len(weight))) * shares[:, None]
+    return flat, grad.bfloat16()
+
+
+def _sum_in_bf16(x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Any, Tensor]:
+    flat, grad = _of_logits(x, weight, targets, (weights.double() / total).flatten())
+    right, found = wide_product(grad.T, flat, torch.float32), torch.zeros_like(weight, dtype=torch.bfloat16)
+    for part, rows in zip(grad.split(64), flat.split(64), strict=True):
+        found = found + wide_product(part.T, rows, torch.float32).bfloat16()
+    return None, found.float() - right
+
+
+class ChunksSummedInBf16(TorchBackend):
+    """The chunked head adds the weight's gradient in bf16, 64 tokens at a time (Liger #1391)."""
+
+    session_class = _chunked(_sum_in_bf16)
+
+
+def _without_weights(x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Any, Tensor]:
+    shares = (weights.double() / total).flatten()
+    flat, right = _of_logits(x, weight, targets, shares)
+    _, wrong = _of_logits(x, weight, targets, (weights > 0).double().flatten() / total)
+    return None, wide_product(wrong.T, flat, torch.float32) - wide_product(right.T, flat, torch.float32)
+
+
+class ChunksIgnoreTheWeights(TorchBackend):
+    """The chunked head's weight gradient takes every token's loss weight for one (Liger #1298)."""
+
+    session_class = _chunked(_without_weights)
+
+
+def _nothing_for_x(x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, total: Tensor) -> tuple[Tensor, Any]:
+    _, grad = _of_logits(x, weight, targets, (weights.double() / total).flatten())
+    return -torch.matmul(grad, weight.bfloat16()).float().view_as(x), None
+
+
+class ChunksSendNothingBack(TorchBackend):
+    """The chunked head gives the hidden states a gradient of zero (Megatron #1750)."""
+
+    session_class = _chunked(_nothing_for_x)
+
+
+class _HalfTheTokens(Linear):
+    def forward(self, x: Tensor, policy: Policy) -> Tensor:
+        assert self.float8 is not None
+        return _OfHalf.apply(x, self.weight, self.float8)
+
+
+class _OfHalf(torch.autograd.Function):
+    """What goes beyond the smaller of both halves' largest magnitudes is cut, as a cast by too large a scale does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, float8: Float8) -> Tensor:
+        with torch.enable_grad():
+            inputs = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            low = inputs[0].bfloat16()
+            most = torch.stack([half.abs().amax() for half in low.flatten(0, -2).chunk(2)]).amin().detach()
+            out = float8.product(low.clamp(-most, most), inputs[1]).float()
+        ctx.inputs, ctx.out = inputs, out
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_x, grad_weight = torch.autograd.grad(ctx.out, ctx.inputs, grads[0])
+        return grad_x, grad_weight, None
+
+
+class AmaxOfHalfTheTokens(TorchBackend):
+    """FP8: one layer's scale is that of the wrong half of its tokens: what is larger is cut (Megatron PR#442)."""
+
+    session_class = in_model(lambda model: swap(model, Linear, _HalfTheTokens, "blocks.1.mlp.down_proj"))
+
+
+def _left_out(model: Llama) -> None:
+    for name, module in model.named_modules():
+        if name == "blocks.1.mlp.up_proj":
+            assert isinstance(module, Linear)
+            module.float8 = None
+
+
+class LayerLeftOutOfFloat8(TorchBackend):
+    """FP8: one layer that should be converted computes in bf16, and nothing says so (torchtitan #4008)."""
+
+    session_class = in_model(_left_out)
+
+
+class _StaleWeight(Linear):
+    def forward(self, x: Tensor, policy: Policy) -> Tensor:
+        scale = self.weight.detach().abs().amax()
+        first = self.__dict__.setdefault("_first", scale)
+        # A weight that is cast by the scale of the first step: what has grown beyond it is cut.
+        within = self.weight.clamp(-first * 0.98, first * 0.98)
+        return linear(x, within, self.bias, policy, self.float8)
+
+
+class WeightScaleStale(TorchBackend):
+    """FP8: one layer casts its weight by a scale that is too old: the largest two hundredths are cut (TE #825)."""
+
+    session_class = in_model(lambda model: swap(model, Linear, _StaleWeight, "blocks.1.attn.o_proj"))
+
+
+class _ClipsScaled(TorchSession):
+    def clip_coefficient(self, norm: Tensor) -> Tensor:
+        return super().clip_coefficient(norm * self.scale)
+
+
+class ClipsBeforeUnscaling(TorchBackend):
+    """FP16: gradients are clipped by the norm that they have under the loss scale (Lightning #9330)."""
+
+    session_class = _ClipsScaled
+
+
+class _NeverGrows(TorchSession):
+    def scalars_after(self, finite: bool) -> dict[str, float]:
+        after = super().scalars_after(finite)
+        return {**after, SCALE: min(after[SCALE], self.scalars[SCALE])}
+
+
+class LossScaleNeverGrows(TorchBackend):
+    """FP16: the loss scale halves but never doubles."""
+
+    session_class = _NeverGrows
+
+
+class _StepsAnyway(TorchSession):
+    def step(self, batch: Batch, *, norms: bool = False) -> Any:
+        record = super().step(batch, norms=norms)
+        if record.metrics["skipped_steps"]:
+            with torch.no_grad():
+                self.parameters["blocks.0.mlp.up_proj.weight"].mul_(1 - 1e-6)
+        return record
+
+
+class SkippedStepMovesAWeight(TorchBackend):
+    """FP16: a step that is left out for its infinite gradients decays a weight all the same."""
+
+    session_class = _StepsAnyway
+
+
+class _OtherTheSecondTime(SwiGLU):
+    def activate(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
+        act_BSF = super().activate(gate_BSF, up_BSF)
+        # While the backward pass computes a part again, autograd is at work on a node.
+        again = torch._C._current_graph_task_id() != -1
+        return bf16(act_BSF) * (1 + 2.0**-7) if again else act_BSF
+
+
+class RecomputeDiffers(TorchBackend):
+    """What the backward pass computes again of SwiGLU is a little longer than it was (pytorch #190758)."""
+
+    session_class = in_model(lambda model: swap(model, SwiGLU, _OtherTheSecondTime))
