@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -36,4 +37,8 @@ def init_parameter(model: ModelConfig, seed: int, name: str, shape: Shape) -> np
 
 def init_parameters(model: ModelConfig, seed: int) -> dict[str, np.ndarray]:
     """All parameters by canonical name, float32."""
-    return {name: init_parameter(model, seed, name, shape) for name, shape in parameter_shapes(model).items()}
+    shapes = parameter_shapes(model)
+    # numpy draws without Python's lock, and each parameter has a stream of its own: the bits do not know of threads.
+    with ThreadPoolExecutor() as pool:
+        made = pool.map(lambda name: init_parameter(model, seed, name, shapes[name]), shapes)
+        return dict(zip(shapes, made, strict=True))

@@ -1,6 +1,6 @@
 """What a check costs, in compiled training steps of the same micro-batch. Writes docs/bench_parity.json and .md.
 
-python -m scripts.bench_parity [--config configs/quickstart.toml]
+lockstep bench parity [--config configs/quickstart.toml]
 
 All rows are measured in one process, in turns, after compilation; medians. A training step here is forward and backward
 of one micro-batch and the optimizer's update, through the compiled program.
@@ -24,7 +24,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import jax
 import torch
-import tyro
 from torch import Tensor
 
 from core.config import ModelConfig, RunConfig
@@ -39,6 +38,7 @@ from core.parity.shadow import Shadow
 from core.parity.sketch import K
 from core.run_data import RunData
 from jax_backend.session import JaxBackend
+from scripts.arguments import parse
 from scripts.backends import REFERENCE
 from torch_backend.session import TorchBackend, TorchSession
 from torch_backend.sketch import sign_table, sketch, sketches_of
@@ -178,7 +178,7 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# What a check costs",
         "",
-        f"Made by `python -m scripts.bench_parity`: {found['config']}, one micro-batch a step, bf16, torch.compile; "
+        f"Made by `lockstep bench parity`: {found['config']}, one micro-batch a step, bf16, torch.compile; "
         f"torch {versions['torch'].split('+')[0]}, jax {versions['jax']}, {machine['processor']} CPU, "
         f"{machine['cores']} cores, {machine['threads']} threads; medians of interleaved repetitions, compilation "
         "aside ([every repetition](bench_parity.json)).",
@@ -204,13 +204,11 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     """Measure and write both files."""
-    found = measure(tyro.cli(BenchParity, description=__doc__))
+    options, _ = parse(BenchParity, "bench parity", argv, with_settings=False)
+    found = measure(options)
     JSON.write_text(json.dumps(found, indent=1) + "\n")
     PAGE.write_text(page(found))
     print(page(found))
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -25,9 +25,13 @@ COMMANDS = {
     "bisect": ("scripts.bisect", "find a run's first bad step, its origin stage and the cause"),
     "faults": ("scripts.faults", "plant the known faults and print the scoreboard"),
     "report": ("scripts.report", "write a run's report.html"),
+    "bench step": ("scripts.bench", "time whole steps, row by row, beside the published figures and the floor"),
+    "bench parity": ("scripts.bench_parity", "what a check costs, in training steps"),
 }
 
 HELP = ("-h", "--help", "help")
+# First words of commands of two.
+GROUPS = {name.split()[0] for name in COMMANDS if " " in name}
 
 USAGE = "\n".join(
     [
@@ -52,7 +56,7 @@ def run(argv: list[str]) -> int:
     """Run one command; returns its exit code. `--help` of a command raises SystemExit(0), as tyro does."""
     from core.errors import UserError
 
-    if not argv or argv[0] in HELP or (argv[0] == "data" and argv[1:2] and argv[1] in HELP):
+    if not argv or argv[0] in HELP or (argv[0] in GROUPS and argv[1:2] and argv[1] in HELP):
         print(USAGE)
         return 0 if argv else 2
     name = next((" ".join(argv[:n]) for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), None)
@@ -81,8 +85,13 @@ def run(argv: list[str]) -> int:
 def _no_command(argv: list[str]) -> str:
     import difflib
 
-    said = " ".join(argv[:2] if argv[0] == "data" else argv[:1])
-    near = ["data prepare"] if argv[0] == "data" else difflib.get_close_matches(argv[0], [*COMMANDS, "data"], n=1)
+    if argv[0] in GROUPS:
+        said = " ".join(argv[:2])
+        own = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
+        near = difflib.get_close_matches(said, own, n=1, cutoff=0.0)
+    else:
+        said = argv[0]
+        near = difflib.get_close_matches(said, [*COMMANDS, *GROUPS], n=1)
     return f"{said} is not a command" + (f"; did you mean {near[0]}?" if near else "; lockstep --help lists them")
 
 

@@ -1,0 +1,157 @@
+"""Row after row, each in a process of its own, the file written after each; and whether there is time for another."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from core.bench.results import Series, figures, put, result_of
+from core.bench.rows import Row
+from core.config import RunConfig
+from core.config_file import COMMAND_LINE
+from core.errors import UserError
+
+# No row takes longer than this, compilation included, or it hangs.
+ROW_LIMIT = 1800.0
+Job = Mapping[str, Any]
+# (job, seconds that it may take) → what the process answered, at least `status` and `reason`.
+Ask = Callable[[Job, float], dict[str, Any]]
+
+
+class Worker:
+    """Starts `command` for each job, which it reads as JSON from its input; its last argument says where to answer.
+
+    root: a folder whose modules it can import.
+
+    What the process prints goes to `log`. It gets a process group of its own, so that whatever it starts ends with it.
+    """
+
+    def __init__(self, command: Sequence[str], root: Path, log: IO[str]) -> None:
+        self._command, self._log = list(command), log
+        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+    def __call__(self, job: Job, limit: float) -> dict[str, Any]:
+        """The answer; a process that gives none is `failed` or, after `limit` seconds, `timed_out`."""
+        with tempfile.TemporaryDirectory() as folder:
+            answer = Path(folder, "answer.json")
+            self._log.write(f"── {job.get('row', job['job'])}\n")
+            self._log.flush()
+            process = subprocess.Popen(
+                [*self._command, str(answer)],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+            try:
+                process.communicate(json.dumps(job).encode(), timeout=limit)
+            except subprocess.TimeoutExpired:
+                return {"status": "timed_out", "reason": f"did not finish within {limit:.0f} s"}
+            finally:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if answer.exists():
+                return dict(json.loads(answer.read_text()))
+            return {"status": "failed", "reason": _end(process.returncode)}
+
+
+def _end(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "its process was killed, as the system does when memory runs out"
+    return f"its process ended by signal {-code}" if code < 0 else f"its process ended with {code} and no answer"
+
+
+def in_one_line(text: str) -> str:
+    """A message without line breaks and folders, cut to 200 characters: results name no machine's paths."""
+    flat = " ".join(re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text).split())
+    return flat if len(flat) <= 200 else f"{flat[:199]}…"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the rows are measured. warmup: steps left out. repeat: steps that count. seconds: for all; 0 = no limit."""
+
+    warmup: int = 3
+    repeat: int = 10
+    seconds: float = 0.0
+    resume: bool = False
+
+
+def to_do(rows: Sequence[Row], series: Series, resume: bool) -> list[Row]:
+    """The rows that are to be measured; when resuming, not those that are there, and last those that took too long."""
+    if not resume:
+        return list(rows)
+    status = {row.name: (result_of(series, row.name) or {}).get("status") for row in rows}
+    return [row for row in rows if status[row.name] is None] + [r for r in rows if status[r.name] == "timed_out"]
+
+
+def measure_rows(
+    rows: Sequence[Row],
+    series: Series,
+    configure: Callable[[Row], RunConfig],
+    ask: Ask,
+    plan: Plan,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[dict[str, Any]]:
+    """Measure rows and put each result into the series; yields it. Ends early when another row would not fit.
+
+    The longest row so far, of the series too, is what the next one is expected to take.
+    configure: the row's configuration; a UserError of it is the row's result.
+    """
+    started = clock()
+    for row in to_do(rows, series, plan.resume):
+        longest = max((r.get("wall_seconds", 0.0) for r in series["rows"]), default=0.0)
+        left = plan.seconds - (clock() - started) if plan.seconds else ROW_LIMIT
+        if left <= (longest if plan.seconds else 0.0):
+            return
+        began = clock()
+        result = measure_row(row, series, configure, ask, plan, min(left, ROW_LIMIT))
+        result["wall_seconds"] = round(clock() - began, 1)
+        put(series, result)
+        yield result
+
+
+def measure_row(
+    row: Row, series: Series, configure: Callable[[Row], RunConfig], ask: Ask, plan: Plan, limit: float
+) -> dict[str, Any]:
+    """One row's result but for its wall time (core/bench/results.py says what it holds)."""
+    result: dict[str, Any] = {
+        "row": row.name,
+        "status": "missing" if row.missing else "refused",
+        "reason": row.missing or None,
+        "settings": dict(row.settings),
+        "foreach": row.foreach,
+        "micro_batch": row.sequences,
+        "tokens": [row.sequences * row.accumulation, series["config"]["sequence_length"]],
+    }
+    if row.missing:
+        return result
+    try:
+        config = configure(row)
+    except UserError as error:
+        return result | {"reason": in_one_line(str(error).removeprefix(f"{COMMAND_LINE}: "))}
+    job = {
+        "job": "row",
+        "row": row.name,
+        "config": config.model_dump(mode="json"),
+        "foreach": row.foreach,
+        "warmup": plan.warmup,
+        "repeat": plan.repeat,
+    }
+    result |= {"reason": None} | ask(job, limit)
+    if result["status"] != "measured":
+        return result
+    return result | figures(config, result["seconds"], series["device"], series["floor"])

@@ -1,0 +1,65 @@
+"""FP8 on tensor cores is what its emulation on the CPU is, within the accumulator's rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from core.config import PrecisionConfig
+from parity_tests.tiny import text_batch, tiny_config
+from torch_backend.float8 import FIRST_CAPABILITY, float8
+from torch_backend.session import TorchBackend
+
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FIRST_CAPABILITY
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with FP8")]
+POLICIES = ["fp8_tensorwise", "fp8_rowwise"]
+
+
+def distance(found: torch.Tensor, due: torch.Tensor) -> float:
+    found, due = found.detach().double().cpu(), due.detach().double().cpu()
+    return ((found - due).norm() / due.norm()).item()
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["full", "fast"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_layer_is_its_emulation(policy, fast):
+    """Output and both gradients. The fast accumulator keeps about 14 bits."""
+    precision = PrecisionConfig(policy=policy, fp8_fast_accumulation=fast)
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(128, 256).bfloat16(), torch.randn(64, 256) / 16, torch.randn(128, 64).bfloat16()
+
+    def on(device):
+        leaves = [tensor.to(device).requires_grad_() for tensor in (x, weight)]
+        made = float8(precision, torch.device(device))
+        assert made is not None
+        out = made.product(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, grad.to(device))]
+
+    for found, due in zip(on("cuda"), on("cpu"), strict=True):
+        assert found.dtype == due.dtype and found.shape == due.shape
+        assert distance(found, due) < (2**-6 if fast else 2**-8)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_layer_really_rounds_to_fp8(policy):
+    """Three or two bits of mantissa: far from the product in bf16."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(128, 256, device="cuda").bfloat16(), torch.randn(64, 256, device="cuda") / 16
+    made = float8(PrecisionConfig(policy=policy), torch.device("cuda"))
+    assert made is not None
+    assert 0.005 < distance(made.product(x, weight), x.double() @ weight.double().T) < 0.1
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "inductor"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_is_that_of_the_cpu(policy, compiled):
+    """A rounding of bf16 that goes the other way moves some values to the next number of FP8."""
+    config = tiny_config(policy, hidden=256)
+    program = config.compile.model_copy(update={"enabled": compiled, "backend": "inductor"})
+    batch = text_batch(config)
+    on_cuda = TorchBackend().open(config.model_copy(update={"device": "cuda", "compile": program})).gradients(batch)
+    on_cpu = TorchBackend().open(config.model_copy(update={"device": "cpu"})).gradients(batch)
+    assert on_cuda.loss == pytest.approx(on_cpu.loss, rel=1e-3)
+    for name, due in on_cpu.grads.items():
+        assert np.linalg.norm(on_cuda.grads[name] - due) < 0.1 * np.linalg.norm(due), name

@@ -1,0 +1,27 @@
+"""Steps on CUDA against JAX, judged as on the CPU: on the same GPU where JAX is allowed on it (JAX_PLATFORMS)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from core.config import CompileConfig
+from core.parity.side_by_side import check_steps
+from jax_backend.session import JaxBackend
+from parity_tests.tiny import text_batch, tiny_config
+from torch_backend.session import TorchBackend
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "inductor"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_two_steps_agree(policy, compiled):
+    program = CompileConfig(enabled=compiled, backend="inductor")
+    config = tiny_config(policy).model_copy(update={"device": "cuda", "compile": program})
+    batches = [text_batch(config, step) for step in range(2)]
+    for check in check_steps(TorchBackend(), JaxBackend(), config, iter(batches)):
+        assert check.verdict == "agreed", check

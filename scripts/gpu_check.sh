@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one command: its tests, a parity check against JAX, and the bench of whole steps.
+#
+#   scripts/gpu_check.sh [--minutes N] [--only tests|parity|bench] [--from BENCH.json] [--tiny] [OUT] [-- BENCH ARGUMENTS]
+#
+#   --minutes N   for all of it (default 10); what the bench does not get done is left for the next call
+#   --only PART   one of the three parts
+#   --from FILE   a bench_step.json of an earlier call: its rows are not measured again
+#   --tiny        on the CPU, at the size of configs/bench-tiny.toml, to see that the command itself works
+#   OUT           where everything is written (default: $OUT, else gpu_check)
+#
+# PYTHON=… chooses the Python (default: .venv/bin/python if it is there, else python3); it needs torch, torchao, jax,
+# pydantic, tyro, rich, tokenizers, safetensors, numpy, pytest, and no wandb. Ends 0 only if all is good.
+set -uo pipefail
+
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+minutes=10 only= from= tiny= out=${OUT:-gpu_check}
+usage() {
+    sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit "$1"
+}
+value() { [ $# -ge 2 ] || { printf 'gpu_check: %s needs a value\n' "$1" >&2; exit 2; }; }
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --minutes) value "$@"; minutes=$2; shift 2 ;;
+        --only) value "$@"; only=$2; shift 2 ;;
+        --from) value "$@"; from=$2; shift 2 ;;
+        --tiny) tiny=yes; shift ;;
+        --help | -h) usage 0 ;;
+        --) shift; break ;;
+        -*) usage 2 >&2 ;;
+        *) out=$1; shift ;;
+    esac
+done
+case "$only" in "" | tests | parity | bench) ;; *) usage 2 >&2 ;; esac
+case "$minutes" in '' | *[!0-9]* | 0) printf 'gpu_check: --minutes %s: a whole number of minutes\n' "$minutes" >&2; exit 2 ;; esac
+if [ -n "$from" ] && [ ! -f "$from" ]; then printf 'gpu_check: no such file: %s\n' "$from" >&2; exit 2; fi
+
+mkdir -p "$out" || exit 2
+out=$(cd "$out" && pwd)
+[ -z "$from" ] || [ "$from" -ef "$out/bench_step.json" ] || cp "$from" "$out/bench_step.json" || exit 2
+cd "$repo" || exit 2
+. scripts/environment.sh
+export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
+python=${PYTHON:-}
+[ -n "$python" ] || { [ -x .venv/bin/python ] && python=.venv/bin/python; } || python=python3
+ends=$((SECONDS + 60 * minutes))
+bad=()
+
+left() { echo $((ends - SECONDS)); }
+part() { # name, command…: what it says goes to the screen and to OUT/name.log; ended when the time is up
+    local name=$1 seconds
+    shift
+    seconds=$(left)
+    printf '── %s (%s s left)\n' "$name" "$seconds"
+    if [ "$seconds" -le 0 ]; then
+        bad+=("$name: no time was left")
+        return
+    fi
+    local limit=()
+    ! command -v timeout >/dev/null 2>&1 || limit=(timeout --signal=INT --kill-after=30 "$seconds")
+    "${limit[@]}" "$@" 2>&1 | tee "$out/$name.log"
+    local code=${PIPESTATUS[0]}
+    [ "$code" -eq 0 ] || bad+=("$name: exit code $code")
+}
+wanted() { [ -z "$only" ] || [ "$only" = "$1" ]; }
+
+if [ -z "$tiny" ]; then
+    device=cuda config=configs/quickstart.toml
+    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
+        printf 'gpu_check: torch sees no CUDA device; --tiny runs the command on the CPU\n' >&2
+        exit 2
+    }
+    bench=()
+else
+    device=cpu config=configs/bench-tiny.toml
+    bench=(configs/bench-tiny.toml --rows fp32-eager attention-flash-eager attention-cudnn --repeat 2 --warmup 1)
+fi
+
+if wanted tests; then
+    part gpu_tests "$python" -m pytest -m gpu parity_tests/gpu -q -p no:cacheprovider --junitxml "$out/gpu_tests.xml"
+fi
+
+if wanted parity; then
+    # The reference on the same GPU if JAX sees it, its products under "highest" (jax_backend/__init__.py), beside torch.
+    export XLA_PYTHON_CLIENT_PREALLOCATE=false
+    platform=cpu
+    if [ -z "$tiny" ] && JAX_PLATFORMS=cuda,cpu "$python" -c 'import jax; jax.devices("cuda")' 2>/dev/null; then
+        platform=cuda,cpu
+    fi
+    printf 'the reference runs on %s\n' "$platform" | tee "$out/parity_reference.txt"
+    data=(--data.source "$repo/core" --data.path "$out/data")
+    part data "$python" -m scripts.cli data prepare "$config" --workers 1 "${data[@]}"
+    programs="eager compiled"
+    [ -z "$tiny" ] || programs=eager
+    for program in $programs; do
+        compiled=false
+        [ "$program" = eager ] || compiled=true
+        JAX_PLATFORMS=$platform part "parity_$program" "$python" -m scripts.cli parity "$config" "${data[@]}" \
+            --device "$device" --steps 2 --precision.policy bf16 --compile.enabled "$compiled" --train.batch-size 8 \
+            --train.micro-batch-size 4 --json "$out/parity_$program.json" --capsules "$out/capsules"
+    done
+fi
+
+if wanted bench; then
+    # Half a minute for the table and for what ends late.
+    seconds=$(($(left) - 30))
+    [ "$seconds" -gt 0 ] || seconds=1
+    part bench_step "$python" -m scripts.cli bench step "${bench[@]}" --resume --json "$out/bench_step.json" \
+        --minutes "$(awk "BEGIN { print $seconds / 60 }")" "$@"
+    [ ! -f "$out/bench_step.json" ] ||
+        "$python" -m scripts.cli bench step --json "$out/bench_step.json" --page "$out/bench_step.md" ||
+        bad+=("the page of the bench")
+fi
+
+if [ ${#bad[@]} -gt 0 ]; then
+    printf 'gpu_check: %s\n' "${bad[@]}" >&2
+    exit 1
+fi
+printf 'gpu_check: all is good; everything is in %s\n' "$out"
