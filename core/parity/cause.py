@@ -1,7 +1,7 @@
 """The cause finder: run the flagged step again with one thing changed at a time.
 
 A change under which the origin is gone, while it was examined, is where the fault lives: "disappears without
-torch.compile". `VARIATIONS` is the table; what cannot be varied yet stands in it with the reason.
+torch.compile". `VARIATIONS` is the table; where there is nothing to change, the reason is told.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from core.backend import Backend, NotSupported
-from core.config import PrecisionConfig, RunConfig
+from core.config import PrecisionConfig, RecomputeConfig, RunConfig
 from core.errors import UserError
 from core.parity.evidence import Evidence, gather
 from core.parity.judge import Reference, judge
 from core.parity.verdict import Check, Finding
-
-NOT_HERE = "not available in this version"
 
 
 @dataclass(frozen=True)
@@ -25,10 +23,13 @@ class Variation:
     """One change of the configuration.
 
     words: as they follow "disappears …". apply: the changed configuration, or why there is nothing to change.
+    touches: the stages that it computes otherwise, or none if it may be any. Another one, examined from its own inputs,
+    stays as it is.
     """
 
     words: str
     apply: Callable[[RunConfig], RunConfig | str]
+    touches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def _one_rank(config: RunConfig) -> RunConfig | str:
 
 
 def _fp32(config: RunConfig) -> RunConfig | str:
-    if config.precision.policy != "bf16":
+    if config.precision.policy in ("fp64", "fp32"):
         return "nothing is rounded to a narrow format already"
     return config.model_copy(update={"precision": PrecisionConfig(policy="fp32")})
 
@@ -72,8 +73,32 @@ def _compile(config: RunConfig, **changes: bool | str) -> RunConfig:
     return config.model_copy(update={"compile": config.compile.model_copy(update=changes)})
 
 
-def _later(config: RunConfig) -> RunConfig | str:
-    return NOT_HERE
+def _bf16(config: RunConfig) -> RunConfig | str:
+    if config.precision.fp8 is None:
+        return "there is no FP8 already"
+    return config.model_copy(update={"precision": PrecisionConfig(policy="bf16")})
+
+
+def _all_kept(config: RunConfig) -> RunConfig | str:
+    if config.recompute == RecomputeConfig():
+        return "nothing is recomputed already"
+    return config.model_copy(update={"recompute": RecomputeConfig()})
+
+
+def _full_loss(config: RunConfig) -> RunConfig | str:
+    if config.loss.head == "full":
+        return "the logits are there at once already"
+    return config.model_copy(update={"loss": config.loss.model_copy(update={"head": "full"})})
+
+
+def _fp32_logits(config: RunConfig) -> RunConfig | str:
+    return "every policy leaves the logits in FP32 already"
+
+
+def _math_attention(config: RunConfig) -> RunConfig | str:
+    if config.attention.kernel == "math":
+        return "attention is written out already"
+    return config.model_copy(update={"attention": config.attention.model_copy(update={"kernel": "math"})})
 
 
 VARIATIONS = (
@@ -81,11 +106,12 @@ VARIATIONS = (
     Variation("under torch.compile without generated code (aot_eager)", _aot_eager),
     Variation("with one micro-batch", _one_micro_batch),
     Variation("in FP32", _fp32),
-    Variation("without activation checkpointing", _later),
-    Variation("with FP32 logits", _later),
-    Variation("with the full loss instead of the chunked one", _later),
+    Variation("without FP8", _bf16),
+    Variation("without activation checkpointing", _all_kept),
+    Variation("with FP32 logits", _fp32_logits),
+    Variation("with the full loss instead of the chunked one", _full_loss, ("logits", "nll", "loss")),
     Variation("on one rank", _one_rank),
-    Variation("with another attention kernel", _later),
+    Variation("with another attention kernel (math)", _math_attention, ("attn",)),
 )
 
 
@@ -109,6 +135,9 @@ def find_cause(
     tried: list[tuple[str, str]] = []
     for variation in variations:
         changed = variation.apply(config)
+        local = check.origin.scope == "local" and check.origin.stage not in ("compiler", "gradients", "accumulation")
+        if local and variation.touches and check.origin.stage not in variation.touches:
+            changed = f"{check.origin.stage} is computed as before"
         outcome = changed if isinstance(changed, str) else _outcome(backend, reference, changed, evidence, check.origin)
         tried.append((variation.words, outcome))
     gone = [words for words, outcome in tried if outcome == "vanishes"]

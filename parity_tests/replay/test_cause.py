@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from core.config import CompileConfig
+import torch
+
+from core.config import CompileConfig, RecomputeConfig
 from core.errors import UserError
-from core.parity.cause import NOT_HERE, VARIATIONS, Variation, find_cause
+from core.parity.cause import VARIATIONS, Variation, find_cause
 from parity_tests.replay.made import CONFIG, Gelu, Judge, SumsInBf16, backend, checked
 from torch_backend.session import TorchBackend, TorchSession
 
@@ -41,12 +43,53 @@ def test_what_only_accumulation_does():
     assert cause.words == "disappears with one micro-batch"
 
 
+class ChunksDoubled(TorchSession):
+    """Wrong in the chunked head alone."""
+
+    def build_model(self):
+        model = super().build_model()
+        right = model.chunked_loss
+        model.chunked_loss = lambda *inputs: doubled(*right(*inputs))
+        return model
+
+
+def doubled(loss, nll):
+    return 2 * loss - loss.detach(), nll
+
+
+def test_what_only_the_chunked_head_does():
+    cause = cause_of(ChunksDoubled, CONFIG, "with the full loss instead of the chunked one", "in FP32")
+    assert cause.words.startswith("disappears with the full loss instead of the chunked one; present in FP32")
+
+
+class RecomputedOtherwise(TorchSession):
+    """What is recomputed of SwiGLU is another activation."""
+
+    def build_model(self):
+        model = super().build_model()
+        for block in model.blocks:
+            right = block.mlp.activate
+
+            def activate(gate, up, right=right):
+                again = torch._C._current_graph_task_id() != -1
+                return 1.5 * right(gate, up) if again else right(gate, up)
+
+            block.mlp.activate = activate
+        return model
+
+
+def test_what_only_recomputation_does():
+    recomputing = CONFIG.model_copy(update={"recompute": RecomputeConfig(parts="mlp")})
+    cause = cause_of(RecomputedOtherwise, recomputing, "without activation checkpointing", "with one micro-batch")
+    assert cause.words.startswith("disappears without activation checkpointing; present with one micro-batch")
+
+
 def test_what_is_always_there():
     cause = cause_of(Gelu, CONFIG)
     assert cause.words == "present in every variation tried: with one micro-batch, in FP32"
     outcomes = dict(cause.tried)
     assert outcomes["without torch.compile"] == "the program is eager already"
-    assert outcomes["with another attention kernel"] == NOT_HERE
+    assert outcomes["with another attention kernel (math)"] == "act is computed as before"
     assert list(outcomes) == [v.words for v in VARIATIONS]
 
 
