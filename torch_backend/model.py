@@ -256,6 +256,12 @@ class Llama(nn.Module):
         return tap("final_norm", self.recompute("norms", self.final_norm, x_BSD))
 
     @property
+    def has_own_head(self) -> bool:
+        """Whether `logits`, `nll` or `forward` were overridden: then the chunked head, which asks none, gives way."""
+        names = ("logits", "nll", "forward")
+        return any(getattr(type(self), n) is not getattr(Llama, n) or n in self.__dict__ for n in names)
+
+    @property
     def head_weight(self) -> Tensor:
         """The head's weight (V, D)."""
         weight: Tensor = (self.lm_head or self.embed).weight

@@ -70,6 +70,8 @@ class TorchSession:
         self.steps_done = 0
         self.scalars = first_scale(config.precision)
         self.model = self.build_model()
+        if self.model.has_own_head:
+            self.model.chunk = None
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = self.build_optimizer()
         self._micro_loss = self.build_program() if config.compile.enabled else self.micro_loss

@@ -212,7 +212,7 @@ def require(recipe: str, optim: OptimConfig) -> None:
         return
     kinds = all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), optim)
     if missing := sorted(kind for kind in kinds if kind not in table().get(measured_under(recipe, kind), {})):
-        what = recipe if recipe not in table() else f"{recipe} ({', '.join(missing)})"
+        what = f"{recipe} ({', '.join(missing)})" if kinds & table().get(recipe, {}).keys() else recipe
         raise UserError(
             f"no clean runs of {what} were measured, so a check has no bounds: "
             f"run python -m scripts.calibrate {recipe}, or leave the checks out"

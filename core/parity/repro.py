@@ -60,6 +60,9 @@ class _Parts:
     about: str = ""
 
 
+OPERANDS = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
 def repro(evidence: Evidence, check: Check, config: RunConfig, versions: Mapping[str, str]) -> Repro:
     """The script for the origin of `check`, or for its worst finding if nothing in it is broken."""
     origin = check.origin or check.worst
@@ -68,7 +71,7 @@ def repro(evidence: Evidence, check: Check, config: RunConfig, versions: Mapping
     where = "no origin" if origin is None else f"{origin.stage} ({origin.phase}) at {origin.tap}"
     facts = {
         "stream": "float64" if policy == "fp64" else "float32",
-        "operand": {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}[policy],
+        "operand": OPERANDS[config.precision.operand],
         "device": "cuda" if config.device == "cuda" else "cpu",
         "torch": versions.get("torch", "unknown"),
         "tap": origin.tap if origin else "",
@@ -89,6 +92,9 @@ def _template(name: str) -> str:
 def _parts(origin: Finding, evidence: Evidence, check: Check, config: RunConfig) -> _Parts:
     if [m.name for m in origin.measures] == ["mismatches"] and origin.stage not in ("tokens", "weights", "checkpoint"):
         return _nothing(check, "names, shapes or counts do not fit", _whatever(origin, evidence), off=not origin.ok)
+    if origin.stage in CALLS and _in_float8(origin, config):
+        why = "the casts of torchao's FP8 layers are not written out in a script"
+        return _nothing(check, why, _whatever(origin, evidence))
     if origin.stage in CALLS:
         return _of_stage(origin, evidence, check, config)
     if origin.stage == "loss" and origin.phase == "backward":
@@ -119,6 +125,12 @@ def _parts(origin: Finding, evidence: Evidence, check: Check, config: RunConfig)
         words = "after a checkpoint was written, read back and loaded", f"before: {name}"
         return _pair(now[name], then[name], *words, allowed=0.0)
     return _nothing(check, "this link has no tensors of its own", off=not origin.ok)
+
+
+def _in_float8(origin: Finding, config: RunConfig) -> bool:
+    stages = forward_stages(config.model, config.attention)
+    names = (s.params.get("weight", "") for s in stages if (s.id, s.layer) == (origin.stage, origin.layer))
+    return any(config.precision.is_fp8(name.removesuffix(".weight")) for name in names)
 
 
 def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConfig) -> _Parts:

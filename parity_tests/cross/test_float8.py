@@ -11,11 +11,14 @@ from torch import nn
 
 from core.config import PrecisionConfig
 from core.errors import UserError
-from core.parity.evidence import uneven_weights
+from core.parity.evidence import gather, uneven_weights
+from core.parity.judge import judge
+from core.parity.reference_check import sound_reference
 from jax_backend import float8 as in_jax
 from jax_backend.formats import BF16, E4M3, E5M2, FP16, TF32, rounded
 from jax_backend.precision import POLICIES
 from jax_backend.session import JaxBackend
+from parity_tests import faults
 from parity_tests.tiny import text_batch, tiny_config
 from torch_backend.float8 import float8
 from torch_backend.model import Linear
@@ -115,6 +118,20 @@ def test_a_step_follows_its_twin(recipe):
 
     name = "blocks.0.mlp.down_proj.weight"
     assert distance(ours, name) < 0.5 < 0.8 < distance(other, name)
+
+
+FAULTS = [
+    fault for fault in faults.FAULTS if "fp8_tensorwise/eager" in fault.recipes and "bf16/eager" not in fault.recipes
+]
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS], ids=lambda fault: fault.name if fault else "honest")
+def test_a_fault_is_named_and_an_honest_trainer_is_not(fault):
+    config = tiny_config("fp8_tensorwise", train={"sequence_length": 32})
+    backend = fault.make() if fault else TorchBackend()
+    evidence = gather(backend.open(config), config, uneven_weights(text_batch(config), 1))
+    origin = judge(evidence, sound_reference(JaxBackend(), config)).origin
+    assert (origin and (origin.stage, origin.layer)) == (fault and (fault.stage, fault.layer))
 
 
 def test_a_gpu_without_fp8_is_refused(monkeypatch):

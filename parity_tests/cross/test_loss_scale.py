@@ -15,6 +15,7 @@ from core.parity.evidence import gather, uneven_weights
 from core.parity.judge import judge
 from core.parity.reference_check import sound_reference
 from jax_backend.session import JaxBackend
+from parity_tests import faults
 from parity_tests.cross.variants import same_bits
 from parity_tests.tiny import text_batch, tiny_config
 from torch_backend.session import TorchBackend
@@ -102,6 +103,18 @@ def test_resume_keeps_the_scale(tmp_path):
         second.step(text_batch(config, step))
     assert same_bits(second.state(), whole.state())
     assert second.state().scalars == whole.state().scalars
+
+
+FAULTS = [fault for fault in faults.FAULTS if "fp16/eager" in fault.recipes and "bf16/eager" not in fault.recipes]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_named(fault):
+    config = fault.configured(fp16())
+    evidence = gather(fault.make().open(config), config, uneven_weights(text_batch(config), 1))
+    check = judge(evidence, sound_reference(JaxBackend(), config))
+    assert check.origin is not None
+    assert check.origin.stage == fault.stage
 
 
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**100])

@@ -22,8 +22,6 @@ def swap(model: Llama, right: type[nn.Module], wrong: type[nn.Module], where: st
         raise ValueError(f"no {right.__name__} is called {where}")
     for module in found:
         module.__class__ = wrong
-    if right is Llama:
-        model.chunk = None  # the chunked head asks neither `logits` nor `nll`; the whole one is the same function
     return model
 
 

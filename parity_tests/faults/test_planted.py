@@ -31,12 +31,10 @@ def named(fault: Fault) -> str:
     return fault.name
 
 
-def with_settings(config: RunConfig, fault: Fault) -> RunConfig:
-    tree = config.model_dump()
-    for key, text in fault.settings.items():
-        section, _, name = key.rpartition(".")
-        (tree[section] if section else tree)[name] = text
-    return RunConfig.model_validate(tree)
+def policy_of(fault: Fault) -> str:
+    """bf16 where the fault can act under it."""
+    policies = sorted({recipe.partition("/")[0] for recipe in fault.recipes})
+    return "bf16" if "bf16" in policies else policies[0]
 
 
 def batch_of(config: RunConfig, fault: Fault | None, step: int) -> Batch:
@@ -89,7 +87,7 @@ def differing(one: Seen, other: Seen) -> list[str]:
 
 @pytest.mark.parametrize("fault", EAGER, ids=named)
 def test_a_fault_acts_from_its_first_step_on(fault: Fault) -> None:
-    config = fault.configured(tiny_config("bf16"))
+    config = fault.configured(tiny_config(policy_of(fault)))
     found = list(steps(config, fault.make(), fault, fault.first_step))
     right = honest(config, RESUMED_AT)[: fault.first_step]
     for (values, rest), (right_values, right_rest) in list(zip(found, right, strict=True))[:-1]:
