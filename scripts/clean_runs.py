@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,7 @@ from core.config import (
     Section,
     TrainConfig,
 )
+from core.data.batches import documents_of
 from core.groups import moment_names
 from core.init import init_parameters
 from core.loss_scale import first_scale
@@ -127,11 +129,13 @@ def _by_group(rng: np.random.Generator) -> dict[str, float | int | bool | str]:
 
 
 def draw_batch(config: RunConfig, rng: np.random.Generator) -> Batch:
-    """Random windows with uneven loss weights."""
+    """Random windows with uneven loss weights; each line is a document where attention asks for them."""
     data, rows, length = text(), config.train.batch_size, config.train.sequence_length
     starts = rng.integers(0, len(data) - length - 1, rows)
     window = data[starts[:, None] + np.arange(length + 1)].astype(np.int32)
-    plain = Batch(window[:, :-1].copy(), window[:, 1:].copy(), np.ones((rows, length), np.float32))
+    tokens = window[:, :-1].copy()
+    documents = documents_of(tokens, ord("\n")) if config.attention.needs_documents else None
+    plain = Batch(tokens, window[:, 1:].copy(), np.ones((rows, length), np.float32), documents)
     return uneven_weights(plain, int(rng.integers(2**31)))
 
 
@@ -152,21 +156,21 @@ def clean_evidence(
     one during training is, on a single micro-batch.
     """
     torch._dynamo.reset()
-    session = TorchBackend().open(config)
-    for seed in seeds:
-        session.load(initial_state(config, seed))
-        seeded = config.model_copy(update={"seed": seed})
-        of_seed = replace(reference, config=seeded)
-        rng = np.random.default_rng([seed, 2])
-        for number in range(checks):
-            batch = draw_batch(config, rng)
-            probe = None
-            if number % 3 == 2:
-                micro = batch.micro_batches(config.train.micro_batch_size)[0]
-                probe = probe_of(micro, config, int(rng.integers(2**31)))
-            yield seed, gather(session, seeded, batch, probe), of_seed
-            for _ in range(between):
-                session.step(draw_batch(config, rng))
+    with closing(TorchBackend().open(config)) as session:
+        for seed in seeds:
+            session.load(initial_state(config, seed))
+            seeded = config.model_copy(update={"seed": seed})
+            of_seed = replace(reference, config=seeded)
+            rng = np.random.default_rng([seed, 2])
+            for number in range(checks):
+                batch = draw_batch(config, rng)
+                probe = None
+                if number % 3 == 2:
+                    micro = batch.micro_batches(config.train.micro_batch_size)[0]
+                    probe = probe_of(micro, config, int(rng.integers(2**31)))
+                yield seed, gather(session, seeded, batch, probe), of_seed
+                for _ in range(between):
+                    session.step(draw_batch(config, rng))
 
 
 def open_reference(config: RunConfig) -> Reference:
