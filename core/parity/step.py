@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from core.init import init_parameters
 from core.loss_scale import scale_after
 from core.names import Shape, parameter_shapes
 from core.parity import bands, scalars
-from core.parity.compare import Reference, compare, exact, finding
+from core.parity.compare import Reference, compare, exact, finding, perturbed
 from core.parity.evidence import Evidence
 from core.parity.verdict import Finding
 from core.schedule import learning_rate
@@ -101,17 +102,46 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         inputs |= {f"{prefix}/{name}": array for name, array in arrays.items()}
     outputs = [session.run_stage("update", inputs) for session in reference.sessions]
     w, t = outputs[0], outputs[-1]
-    optim = config.optim
+    optim, noise = config.optim, _NoiseOfUpdate(reference, inputs, w)
     for kind, names in moment_names(optim, before.params).items():
         for name in names:
             key, band = f"{kind}/{name}", bands.update_kind(optim, name, before.params[name].shape, kind)
-            yield compare(reference, "moments", band, key, "local", after.optimizer[kind][name], w[key], t[key])
+            of = noise.of(key, band)
+            c = after.optimizer[kind][name]
+            yield compare(reference, "moments", band, key, "local", c, w[key], t[key], noise=of)
     for name, old in before.params.items():
         c64, w64, t64 = (
             new.astype(np.float64) - old for new in (after.params[name], w[f"params/{name}"], t[f"params/{name}"])
         )
         band = bands.update_kind(optim, name, old.shape, "update")
-        yield compare(reference, "update", band, name, "local", c64, w64, t64)
+        of = noise.of(f"params/{name}", band)
+        yield compare(reference, "update", band, name, "local", c64, w64, t64, noise=of)
+
+
+class _NoiseOfUpdate:
+    """What an ulp more or less in gradients and moments makes of an update that rounds to a narrow format inside.
+
+    Newton–Schulz multiplies small singular values by up to 3.4⁵: in a matrix that is nearly of lower rank, each bf16
+    rounding that falls otherwise, as sums in another order make it, comes out as large as the honest error. The same
+    for a number on the border between two 8-bit codes.
+    """
+
+    def __init__(self, reference: Reference, inputs: Arrays, w: Arrays) -> None:
+        self._reference, self._inputs, self._w = reference, inputs, w
+        self._moved: Arrays | None = None
+
+    def of(self, key: str, band: str) -> Callable[[], float] | None:
+        """Gives the noise's L2 norm in one output; None for a kind that rounds nothing inside."""
+        return partial(self._norm, key) if band in bands.ROUNDED_UPDATES else None
+
+    def _norm(self, key: str) -> float:
+        if self._moved is None:
+            kept = ("params/", "step", "coefficient", "lr")
+            changing = {name: x for name, x in self._inputs.items() if not name.startswith(kept)}
+            changed = perturbed(changing, self._reference.stream)
+            self._moved = self._reference.twin.run_stage("update", {**self._inputs, **changed})
+        apart = self._moved[key].astype(np.float64) - self._w[key]
+        return bands.NOISE_MARGIN * float(np.linalg.norm(apart))
 
 
 def _left_out(before: State, after: State) -> Iterator[Finding]:
