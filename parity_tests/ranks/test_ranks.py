@@ -232,7 +232,7 @@ def test_what_a_rank_refuses_ends_nothing() -> None:
     session = ranked(config_of(), candidates.RefusesStatesOnRankOne())
     with pytest.raises(RankError, match="rank 1: ValueError: not mine"):
         session.load(session.state())
-    with pytest.raises(ValueError, match="names"):
+    with pytest.raises(ValueError, match="keeps exp_avg"):
         session.load(type(session.state())(0, {}, {}))
     session.step(BATCH)
 
