@@ -40,13 +40,13 @@ class ConsoleSink:
 
     def record(self, record: StepRecord) -> None:
         """Move the bar, or print a line if one is due; then what was measured besides."""
-        self._latest = record
+        before, self._latest = self._latest, record
         if self._first is None:
             self._first = record.step
         else:  # the first step compiles, which says nothing about the others
             self._pace.append(record.seconds)
         self._val_loss = record.metrics.get("val/loss", self._val_loss)
-        for line in phrases.metric_lines(record.step, record.metrics):
+        for line in phrases.metric_lines(record.step, record.metrics, before.metrics if before else {}):
             self._print(line)
         if record.sample is not None:
             self._print(f"step {record.step}: sample: {record.sample!r}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from core.backend import StepRecord
+from core.loss_scale import FINITE, SCALE, SKIPPED
 from core.parity.verdict import Check, Finding
 
 
@@ -79,8 +81,11 @@ def bounds(low: float | None, high: float | None) -> str:
     return f"{low:.3g} … {high:.3g}"
 
 
-def metric_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
-    """Lines for what was measured besides the step itself: validation, and the FP32 recomputation of the loss."""
+def metric_lines(step: int, metrics: Mapping[str, float], before: Mapping[str, float]) -> list[str]:
+    """Lines for what was measured besides the step itself: validation, the loss in FP32, a step that fp16 left out.
+
+    before: the metrics of the last step.
+    """
     lines = []
     if "val/loss" in metrics:
         top1 = f", top-1 {metrics['val/top1']:.1%}" if "val/top1" in metrics else ""
@@ -88,6 +93,11 @@ def metric_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
     if "fp32/loss" in metrics:
         difference = f", training precision {metrics['fp32/difference']:+.1e}" if "fp32/difference" in metrics else ""
         lines.append(f"step {step}: loss in FP32 {metrics['fp32/loss']:.4f}{difference}")
+    if metrics.get(SKIPPED, 0) > before.get(SKIPPED, 0) and metrics[FINITE] == 0:
+        skipped, scale = int(metrics[SKIPPED]), math.log2(metrics[SCALE])
+        lines.append(
+            f"step {step}: left out, gradients not finite; {skipped} so far, the loss scale is now 2^{scale:g}"
+        )
     return lines
 
 

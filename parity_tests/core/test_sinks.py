@@ -313,3 +313,12 @@ def test_wandb_is_not_loaded_by_the_sinks():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=Path(REPO), capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_step_that_fp16_left_out_is_said_once():
+    skipped = {"loss_scale": 2.0**15, "finite_steps": 0.0, "skipped_steps": 1.0}
+    (line,) = phrases.metric_lines(7, skipped, {"skipped_steps": 0.0})
+    assert line == "step 7: left out, gradients not finite; 1 so far, the loss scale is now 2^15"
+    assert phrases.metric_lines(8, skipped | {"finite_steps": 1.0}, skipped) == []
+    grown = {"loss_scale": 2.0**16, "finite_steps": 0.0, "skipped_steps": 1.0}
+    assert phrases.metric_lines(9, grown, skipped) == []
