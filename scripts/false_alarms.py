@@ -11,6 +11,7 @@ digest) are not counted.
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import os
 import platform
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import exp, factorial
 from pathlib import Path
 from typing import Any
@@ -32,13 +34,14 @@ import tyro
 
 from core.config import AttentionConfig, RecomputeConfig, RunConfig, Section
 from core.jsonl import JsonLines, read_lines
+from core.parity.bands import TABLE, measured_under
 from core.parity.judge import Reference, judge
 from core.sinks.phrases import check_line
 from scripts.clean_runs import Optimizer, clean_evidence, draw_config, open_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "docs/false_alarms.jsonl", ROOT / "docs/false_alarms.md"
-BOUNDS = (ROOT / "core/parity/bands.json", ROOT / "core/parity/bands.py")
+RULE = ROOT / "core/parity/bands.py"
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,13 @@ class FalseAlarms:
     """only write the page"""
 
 
-def digest() -> str:
-    """Of the bounds that are tried."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in BOUNDS)).hexdigest()[:16]
+@cache
+def digest(label: str) -> str:
+    """Of the bounds that this kind is tried against: the rule, and what was measured under its recipe."""
+    table = json.loads(TABLE.read_text())["recipes"]
+    recipe = RECIPES[label].recipe
+    used = {name: table[name] for name in (recipe, measured_under(recipe, "muon/update"))}
+    return hashlib.sha256(RULE.read_bytes() + json.dumps(used, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def run_draw(job: tuple[str, int, int]) -> dict[str, Any]:
@@ -144,7 +151,7 @@ def run_draw(job: tuple[str, int, int]) -> dict[str, Any]:
         if check.verdict != "agreed":
             accused.append(f"seed {seed}, {check_line(check)}")
     return {
-        "bounds": digest(),
+        "bounds": digest(label),
         "label": label,
         "draw": draw,
         "checks": made,
@@ -159,7 +166,8 @@ def run_draw(job: tuple[str, int, int]) -> dict[str, Any]:
 
 def lines() -> list[dict[str, Any]]:
     """Finished draws under the present bounds."""
-    return [line for line in read_lines(RESULTS) if line["bounds"] == digest()] if RESULTS.exists() else []
+    found = read_lines(RESULTS) if RESULTS.exists() else []
+    return [line for line in found if line["label"] in RECIPES and line["bounds"] == digest(line["label"])]
 
 
 def missing(options: FalseAlarms) -> Iterator[tuple[str, int, int]]:
@@ -192,7 +200,7 @@ def page() -> str:
         f"({platform.system()}), CPU. A check is one verdict on one step, made of some hundred comparisons; it is "
         "accused if a single one is out of bounds. Random models (1–4 layers, 16–256 hidden, one to all KV heads, tied "
         "or not, biases or not, 16–320 tokens a sequence), initial and trained weights, uneven loss weights, real "
-        f"text. Bounds: core/parity/bands.json and bands.py, digest {digest()}, measured on other draws "
+        "text. Bounds: core/parity/bands.json and bands.py, measured on other draws "
         "(docs/calibration.md).",
         "",
         "| recipe | shapes | checks | comparisons | accused | rate, 95 % upper bound |",
