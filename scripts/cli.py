@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import tempfile
 
@@ -12,10 +13,26 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The reference's programs take longer to compile than to run: the next command finds them, as Inductor's are found. Not
-# in the home directory, which machines with other processors may share.
-_USER = os.getuid() if hasattr(os, "getuid") else "user"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"lockstep_jax_{_USER}"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+# in the home directory, which machines with other processors may share; and as they are run as they are found, only in
+# a folder that is this user's and that no other may write to.
+_FOLDER = os.path.join(tempfile.gettempdir(), f"lockstep_jax_{os.getuid() if hasattr(os, 'getuid') else 'user'}")
+
+
+def owned(folder: str) -> bool:
+    """Whether `folder` is there, or could be made, as a folder of this user's that nobody else may write to."""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    if not stat.S_ISDIR(found.st_mode):
+        return False
+    return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
+
+
+if owned(_FOLDER):
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _FOLDER)
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 COMMANDS = {
     "data prepare": ("scripts.prepare", "text, JSON lines or parquet → token shards"),

@@ -1,0 +1,68 @@
+"""The compiled program that trains against the tapped one: what only the first does is found, and only that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.backend import Batch
+from core.parity.evidence import gather, uneven_weights
+from core.parity.judge import Reference, judge
+from core.parity.verdict import Check
+from jax_backend.session import JaxBackend
+from parity_tests.faults import compiled
+from parity_tests.tiny import text_batch, tiny_config
+from torch_backend.session import TorchBackend, TorchSession
+
+CONFIG = tiny_config("bf16", compiled=True)
+FAULTS = (compiled.UntappedRopeTurnsBack, compiled.UntappedGradientsDoubled, compiled.UntappedGradientLong)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference.open(JaxBackend(), CONFIG)
+
+
+def check_of(backend: TorchBackend, reference: Reference) -> Check:
+    torch._dynamo.reset()
+    evidence = gather(backend.open(CONFIG), CONFIG, uneven_weights(text_batch(CONFIG), 0))
+    return judge(evidence, reference)
+
+
+def test_an_honest_trainer_agrees(reference: Reference) -> None:
+    check = check_of(TorchBackend(), reference)
+    assert check.verdict == "agreed", check.origin
+    assert any(finding.stage == "compiler" for finding in check.findings)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_only_the_program_without_taps_does_is_the_compilers(
+    fault: type[TorchBackend], reference: Reference
+) -> None:
+    origin = check_of(fault(), reference).origin
+    assert origin is not None
+    assert (origin.stage, origin.phase) == ("compiler", "backward")
+
+
+def test_a_wrong_length_is_found_within_the_distance_that_is_allowed(reference: Reference) -> None:
+    """One and a half times what may lie along the truth is three quarters of the distance: only the first finds it."""
+    tap = "blocks.1.mlp.up_proj.weight"
+    honest = next(f for f in check_of(TorchBackend(), reference).findings if (f.stage, f.tap) == ("compiler", tap))
+    (reach,) = (measure.high or 0.0 for measure in honest.measures if measure.name == "gain_difference")
+    assert reach
+
+    class TooLong(TorchSession):
+        def accumulate(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+            found = super().accumulate(batch)
+            if self._program_gradients:
+                self._program_gradients[tap] *= 1 + 1.5 * reach
+            return found
+
+    class Backend(TorchBackend):
+        session_class = TooLong
+
+    check = check_of(Backend(), reference)
+    (broken,) = (finding for finding in check.findings if finding.stage == "compiler" and not finding.ok)
+    assert broken.tap == tap
+    assert {m.name: m.ok for m in broken.measures} == {"twin_distance": True, "gain_difference": False}
