@@ -166,16 +166,28 @@ class PrecisionConfig(Section):
         )
 
 
+# Whose loss head may stand in for Lockstep's own: torch.nn.functional.linear_cross_entropy, Liger-Kernel,
+# cut-cross-entropy.
+LIBRARIES = ("torch", "liger", "cce")
+
+
 class LossConfig(Section):
     """The head: from the final norm's output to the loss."""
 
-    head: Literal["full", "chunked"] = Field(
-        "chunked", description="whole logits at once, or so many tokens' at a time, gradients made in the forward pass"
+    head: Literal["full", "chunked", "torch", "liger", "cce"] = Field(
+        "chunked",
+        description="whole logits at once; so many tokens' at a time, gradients made in the forward pass; or the head "
+        "of torch (2.13), liger-kernel or cut-cross-entropy, without logits (docs/library_heads.md)",
     )
-    chunk: Positive = Field(4096, description="tokens of a chunk")
+    chunk: Positive = Field(4096, description="tokens of a chunk; liger and cce choose their own")
     z_loss: Annotated[float, Field(ge=0)] = Field(
         0.0, description="weight of logsumexp(logits)² in each token's loss (Chowdhery et al. 2022)"
     )
+
+    @property
+    def of_library(self) -> bool:
+        """Whether the head is a library's, which shows no logits."""
+        return self.head in LIBRARIES
 
 
 class AttentionConfig(Section):
@@ -398,7 +410,33 @@ def _scale_is_a_power_of_two(scale: float) -> str | None:
     return None
 
 
+def _head_has_z_loss(head: str, z_loss: float) -> str | None:
+    if z_loss and head in ("torch", "cce"):
+        return f"the head of {head} knows no z-loss; take loss.head = 'chunked'"
+    return None
+
+
+def _head_suits_policy(head: str, policy: str) -> str | None:
+    if head == "cce" and policy in ("fp64", "fp32", "tf32"):
+        return f"cut-cross-entropy has gradients in bf16 and FP16 alone, not under {policy}; take 'chunked'"
+    if head == "liger" and policy == "fp64":
+        return "Liger's kernel computes in FP32, and fp64 would not be what it says; take 'chunked'"
+    return None
+
+
+def _head_suits_program(head: str, enabled: bool, scope: str) -> str | None:
+    if head in ("liger", "cce") and enabled and scope == "model":
+        return (
+            f"the head of {head} cannot be part of one compiled program (it reads values on the host); "
+            "take compile.scope = 'blocks', which leaves the head out of it"
+        )
+    return None
+
+
 RULES = (
+    Rule(("loss.head", "loss.z_loss"), _head_has_z_loss),
+    Rule(("loss.head", "precision.policy"), _head_suits_policy),
+    Rule(("loss.head", "compile.enabled", "compile.scope"), _head_suits_program),
     Rule(("precision.loss_scale",), _scale_is_a_power_of_two),
     Rule(("recompute.parts", "recompute.keep_products", "recompute.every"), _parts_are_known),
     Rule(("recompute.memory_budget", "compile.enabled", "compile.backend"), _budget_needs_inductor),

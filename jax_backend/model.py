@@ -19,6 +19,7 @@ from core.config import ModelConfig, RunConfig
 from jax_backend.attention import attention, document_mask
 from jax_backend.float8 import Recipe
 from jax_backend.formats import BF16
+from jax_backend.library_heads import library_nll
 from jax_backend.loss import negative_log_likelihood
 from jax_backend.precision import Policy, head, linear
 
@@ -194,7 +195,7 @@ class Llama(nnx.Module):
 
     def __init__(self, run: RunConfig) -> None:
         config = run.model
-        self.head_dim, self.theta, self.z_loss = config.head_dim, config.rope_theta, run.loss.z_loss
+        self.head_dim, self.theta, self.loss = config.head_dim, config.rope_theta, run.loss
         self.document_mask, self.reset_positions = run.attention.document_mask, run.attention.reset_positions
         self.embed = Embedding(config.vocab_size, config.hidden)
         self.blocks = nnx.List([Block(config) for _ in range(config.layers)])
@@ -218,9 +219,15 @@ class Llama(nnx.Module):
             x_BSD = block(x_BSD, rope, policy, tap, f"blocks.{i}")
         return tap("final_norm", self.final_norm(x_BSD))
 
+    @property
+    def head_weight(self) -> Array:
+        """The head's weight (V, D)."""
+        weight: Array = (self.lm_head or self.embed).weight[...]
+        return weight
+
     def logits(self, x_BSD: Array, policy: Policy, tap: Tap = no_tap) -> Array:
         """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype."""
-        return head(x_BSD, tap("logits.weight", (self.lm_head or self.embed).weight[...]), policy)
+        return head(x_BSD, tap("logits.weight", self.head_weight), policy)
 
     def __call__(
         self,
@@ -231,5 +238,9 @@ class Llama(nnx.Module):
         documents_BS: Array | None = None,
     ) -> Array:
         """Per-token loss (B, S) in nats; `tap` sees every tensor of the chain on its way."""
-        logits_BSV = tap("logits", self.logits(self.trunk(tokens_BS, policy, tap, documents_BS), policy, tap))
-        return tap("nll", negative_log_likelihood(logits_BSV, targets_BS, self.z_loss))
+        x_BSD = self.trunk(tokens_BS, policy, tap, documents_BS)
+        if self.loss.of_library:
+            weight_VD = tap("logits.weight", self.head_weight)
+            return tap("nll", library_nll(x_BSD, weight_VD, targets_BS, policy, self.loss))
+        logits_BSV = tap("logits", self.logits(x_BSD, policy, tap))
+        return tap("nll", negative_log_likelihood(logits_BSV, targets_BS, self.loss.z_loss))

@@ -61,6 +61,7 @@ class JaxSession:
         programs = {f: jax.jit(with_gradients(f)) for f in set(functions.values())}
         self._stages = {name: programs[f] for name, f in functions.items()}
         self._scores = jax.jit(self.scores, static_argnames="policy")
+        self._logits = jax.jit(self.logits, static_argnames="policy")
 
     def state(self) -> State:
         """A copy of weights, moments and step count."""
@@ -174,7 +175,8 @@ class JaxSession:
         one_document = np.zeros_like(padded)
         padded[0, : len(tokens)] = tokens
         batch = Batch(padded, padded, np.ones(padded.shape, np.float32), one_document)
-        return np.array(self.observe(batch, ["logits"])["logits"][0, len(tokens) - 1])
+        documents = batch.documents_for(self.config.attention)
+        return np.array(self._logits(self.params, padded, documents, policy=self.policy.name)[0, len(tokens) - 1])
 
     def close(self) -> None:
         """Nothing is held beyond the object itself."""
@@ -288,15 +290,13 @@ class JaxSession:
         self, params: Tree, tokens: Array, targets: Array, documents: Array | None, policy: str
     ) -> tuple[Array, Array]:
         """Per-token nll (B, S) without z-loss, and whether the likeliest token is the target (B, S)."""
-        seen: Tree = {}
+        logits = self.logits(params, tokens, documents, policy)
+        return negative_log_likelihood(logits, targets), logits.argmax(-1) == targets
 
-        def record(name: str, value: Array) -> Array:
-            if name == "logits":
-                seen[name] = value
-            return value
-
-        self.model(params)(tokens, targets, POLICIES[policy], record, documents)
-        return negative_log_likelihood(seen["logits"], targets), seen["logits"].argmax(-1) == targets
+    def logits(self, params: Tree, tokens: Array, documents: Array | None, policy: str) -> Array:
+        """Logits (B, S, V) under a named policy."""
+        model = self.model(params)
+        return model.logits(model.trunk(tokens, POLICIES[policy], documents_BS=documents), POLICIES[policy])
 
     def _run_update(self, inputs: Arrays) -> Arrays:
         def under(prefix: str, names: Iterable[str]) -> Tree:

@@ -16,6 +16,7 @@ from jax import Array
 from core.config import RunConfig
 from jax_backend.attention import attention, document_mask
 from jax_backend.float8 import Recipe
+from jax_backend.library_heads import library_nll
 from jax_backend.loss import negative_log_likelihood
 from jax_backend.model import expand, positions, rms_norm, rope_at, rope_tables, rotate, swiglu
 from jax_backend.precision import Policy, head, linear
@@ -57,6 +58,9 @@ def stage_functions(run: RunConfig, policy: Policy) -> dict[str, StageFunction]:
     def add(inputs: Inputs) -> Array:
         return inputs["x"] + inputs["y"]
 
+    def library_head(inputs: Inputs) -> Array:
+        return library_nll(inputs["x"], inputs["weight"], inputs["targets"], policy, run.loss)
+
     return {
         "embed": lambda inputs: inputs["weight"][inputs["tokens"]],
         **dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), norm),
@@ -69,6 +73,7 @@ def stage_functions(run: RunConfig, policy: Policy) -> dict[str, StageFunction]:
         "act": lambda inputs: swiglu(inputs["gate"], inputs["up"]),
         "logits": lambda inputs: head(inputs["x"], inputs["weight"], policy),
         "nll": lambda inputs: negative_log_likelihood(inputs["logits"], inputs["targets"], run.loss.z_loss),
+        **({f"{run.loss.head}_head": library_head} if run.loss.of_library else {}),
     }
 
 

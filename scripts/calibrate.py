@@ -2,7 +2,7 @@
 
     python -m scripts.calibrate                     all recipes
     python -m scripts.calibrate bf16/eager --jobs 4 one recipe, in four processes; the others are kept
-    python -m scripts.calibrate --optimizers muon   what Muon alone is held to, into the recipes that are there
+    python -m scripts.calibrate --parts muon        what Muon alone is held to, into the recipes that are there
 
 Every draw is a clean torch session of a random shape (scripts/clean_runs.py) judged against the JAX twin and truth, at
 initial weights and after some training. Bounds come from the calibration draws; the held-out draws were never looked at
@@ -21,7 +21,7 @@ import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 # Twin and truth are the same programs for every recipe of a policy: compiled once, found again by the next process.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().parent.parent / ".cache/jax"))
@@ -31,17 +31,23 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import tyro
 
+from core.backend import Arrays
+from core.names import GRADIENT, HEAD_EDGE
 from core.parity import bands
 from core.parity.bands import Extremes
 from core.parity.excess import Distances
 from core.parity.judge import judge
+from core.parity.local import stages
 from core.parity.step import update
 from core.parity.verdict import Measure
-from scripts.clean_runs import Optimizer, clean_evidence, draw_config, open_reference
+from scripts.clean_runs import clean_evidence, draw_config, open_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "core/parity/bands.json"
-OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "adamw8bit", "muon")
+# What is measured apart: `step`, a whole step with AdamW; what another optimizer or a library's loss head does.
+Part = Literal["step", "adamw8bit", "muon", "torch_head", "liger_head", "cce_head"]
+PARTS: tuple[Part, ...] = get_args(Part)
+ON_CPU: tuple[Part, ...] = ("step", "adamw8bit", "muon", "torch_head")
 POLICIES = ("fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise")
 RECIPES = tuple(f"{policy}/{program}" for policy in POLICIES for program in ("eager", "compiled"))
 CALIBRATION_DRAWS, HELD_OUT_DRAWS = range(30), range(1000, 1008)
@@ -51,38 +57,55 @@ LARGE = 1 << 40  # numbers of a tensor whose size widens nothing
 Sample = tuple[str, Distances, int]
 
 
-def clean_run(job: tuple[str, int, Optimizer]) -> list[Sample]:
-    """(recipe, draw, optimizer) → distances of every comparison of `CHECKS` checked steps of `SEEDS` runs of a shape.
+def clean_run(job: tuple[str, int, Part, str]) -> list[Sample]:
+    """(recipe, draw, part, device) → distances of every comparison of `CHECKS` steps of `SEEDS` runs of a shape.
 
-    Of another optimizer than AdamW only the comparisons are kept that it has for itself.
+    Of another part than the step only the comparisons are kept that it has for itself.
     """
-    recipe, draw, optimizer = job
+    recipe, draw, part, device = job
     samples: list[Sample] = []
 
     def record(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, ...]:
         samples.append((kind, d, size))
         return (Measure("excess", d.excess, None, None, "calibration"),)
 
-    config = draw_config(draw, recipe, optimizer=optimizer)
+    config = draw_config(draw, recipe, optimizer=part if part in ("adamw8bit", "muon") else "adamw")
+    if part.endswith("_head"):
+        loss = config.loss.model_copy(update={"head": part.removesuffix("_head")})
+        config = config.model_copy(update={"loss": loss, "device": device})
     reference = replace(open_reference(config), bound=record)
     seeds = [draw * SEEDS + i for i in range(SEEDS)]
     for _, evidence, of_seed in clean_evidence(config, reference, seeds, CHECKS, BETWEEN):
-        if optimizer == "adamw":
+        if part == "step":
             judge(evidence, of_seed)
+        elif part.endswith("_head"):
+            list(stages(replace(evidence, taps=_of_head(evidence.taps)), of_seed, []))
         else:
             list(update(evidence, of_seed))
-    return samples if optimizer == "adamw" else [s for s in samples if s[0].startswith(f"{optimizer}/")]
+    return [sample for sample in samples if part_of(sample[0]) == part]
 
 
-def optimizer_of(kind: str) -> str:
+def _of_head(taps: Arrays) -> Arrays:
+    names = ("final_norm", "nll", HEAD_EDGE, "lm_head.weight")
+    return {name: value for name, value in taps.items() if name.removeprefix(GRADIENT) in names}
+
+
+def part_of(kind: str) -> Part:
     """Whose clean runs measure a kind of comparison."""
-    scope = kind.partition("/")[0]
-    return scope if scope in OPTIMIZERS else "adamw"
+    scope, _, stage = kind.partition("/")
+    named = stage.partition("/")[0] if scope in ("forward", "backward") else scope
+    return next((part for part in PARTS if part == named), "step")
 
 
-def keep(rows: dict[str, Any], recipe: str, optimizers: tuple[Optimizer, ...], measured: dict[str, Any]) -> None:
-    """Put what was measured of these optimizers in the place of what there was of them."""
-    others = {kind: row for kind, row in rows.get(recipe, {}).items() if optimizer_of(kind) not in optimizers}
+def measured_here(recipe: str) -> list[Part]:
+    """The parts whose clean runs are those of this recipe (core/parity/bands.py, `measured_under`)."""
+    kinds = {part: f"forward/{part}" if part.endswith("_head") else f"{part}/update" for part in PARTS}
+    return [part for part in PARTS if part == "step" or bands.measured_under(recipe, kinds[part]) == recipe]
+
+
+def keep(rows: dict[str, Any], recipe: str, parts: list[Part], measured: dict[str, Any]) -> None:
+    """Put what was measured of these parts in the place of what there was of them."""
+    others = {kind: row for kind, row in rows.get(recipe, {}).items() if part_of(kind) not in parts}
     rows[recipe] = others | measured
 
 
@@ -183,8 +206,10 @@ class Calibrate:
     """policy/eager or policy/compiled"""
     jobs: int = 2
     """processes; each computes on one thread"""
-    optimizers: tuple[Optimizer, ...] = OPTIMIZERS
+    parts: tuple[Part, ...] = ON_CPU
     """whose kinds of comparison are measured; those of the others stay as they are"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where the loss heads of libraries run; liger_head and cce_head need cuda"""
     table: Path = TABLE
     """the table to write; docs/calibration.md follows that of the package alone"""
     draws: int = len(CALIBRATION_DRAWS)
@@ -203,18 +228,17 @@ def main() -> None:
         for recipe in options.recipes:
             started = time.perf_counter()
             bounds, apart = CALIBRATION_DRAWS[: options.draws], HELD_OUT_DRAWS[: options.held_out]
-            # The other optimizers compute in FP32 under every policy (core/parity/bands.py, `measured_under`).
-            optimizers = options.optimizers if recipe == "fp32/eager" else ("adamw",)
-            jobs = [(recipe, draw, optimizer) for optimizer in optimizers for draw in (*bounds, *apart)]
+            parts = [part for part in measured_here(recipe) if part in options.parts]
+            jobs = [(recipe, draw, part, options.device) for part in parts for draw in (*bounds, *apart)]
             runs = dict(zip(jobs, pool.imap(clean_run, jobs), strict=True))
             clean = extremes([s for job in jobs if job[1] in bounds for s in runs[job]])
             held_out = [s for job in jobs if job[1] in apart for s in runs[job] if s[0] in clean]
             table = read_table(options.table)
-            keep(table["recipes"], recipe, optimizers, {kind: asdict(e) for kind, e in clean.items()})
+            keep(table["recipes"], recipe, parts, {kind: asdict(e) for kind, e in clean.items()})
             write_table(table, options.table)
             wrong = accused(recipe, held_out)
             measured = {k: asdict(e) | {"accused": wrong[k]} for k, e in extremes(held_out).items()}
-            keep(table["held_out"], recipe, optimizers, measured)
+            keep(table["held_out"], recipe, parts, measured)
             write_table(table, options.table)
             if options.table == TABLE:
                 (ROOT / "docs/calibration.md").write_text(page(table))

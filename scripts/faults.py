@@ -219,7 +219,7 @@ class Bench:
     def _recipe(self) -> str:
         from core.parity import bands
 
-        return bands.recipe(self.config)
+        return bands.recipe_of(self.config)
 
     def _judged(
         self, row: Row, backend: Backend, loader: Callable[[Any], Callable[[int], Any]], last: int, causes: str
@@ -477,11 +477,11 @@ def main(argv: list[str]) -> int:
     from core.parity import bands
 
     for config in configs:
-        recipe = bands.recipe(config)
-        bands.require(recipe, config.optim)
+        recipe = bands.recipe_of(config)
+        bands.require(config)
         for fault in chosen(options.names):
             if recipe in fault.recipes:
-                bands.require(recipe, fault.configured(config).optim)
+                bands.require(fault.configured(config))
     mark = stamp(configs[0].model_copy(update={"precision": None, "compile": None}))
     kept = read(options.json, mark) if options.resume and options.json else []
     console = Console(highlight=False)

@@ -79,9 +79,9 @@ def main(argv: list[str]) -> int:
     config = load_config(options.config, given)
     if place is not None:  # not launched by torchrun, a session of several ranks starts them itself
         require_ranks(config.train.ranks)
-    bands.require(bands.recipe(config), config.optim)
     data = open_data(config, options.config, given)
     candidate, reference = load_backend(spec(options.candidate)), load_backend(spec(options.reference))
+    bands.require(on_its_device(config, candidate))
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=140)
@@ -108,9 +108,9 @@ def main(argv: list[str]) -> int:
         stopped = UserError(f"the check could not run: {in_one_line(error)}")
     if stopped and not any(check.verdict == "disagreed" for check in checks):
         raise stopped
-    print_verdict(console, checks, bands.recipe(config))
+    print_verdict(console, checks, bands.recipe_of(config))
     if options.json:
-        context = {"recipe": bands.recipe(config), "candidate": options.candidate, "reference": options.reference}
+        context = {"recipe": bands.recipe_of(config), "candidate": options.candidate, "reference": options.reference}
         text = json.dumps(verdict_json(checks, **context), indent=1, allow_nan=False)
         try:
             options.json.write_text(text + "\n")

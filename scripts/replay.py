@@ -82,7 +82,7 @@ def _capsule(console: Console, options: Replay) -> int:
     capsule = read_capsule(options.path)
     if options.step not in (None, capsule.step):
         raise UserError(f"{options.path} holds step {capsule.step}, not step {options.step}")
-    bands.require(bands.recipe(capsule.config), capsule.config.optim)
+    bands.require(capsule.config)
     name = options.candidate or str(capsule.about["candidate"])
     packed = capsule.verdict
     console.print(f"step {capsule.step}, packed as: {_said(packed)}", markup=False, soft_wrap=True)
@@ -92,7 +92,7 @@ def _capsule(console: Console, options: Replay) -> int:
     config = attempt(lambda: on_device(capsule.config, options.device, candidate))
     found = attempt(lambda: replay_capsule(capsule, candidate, reference, config))
     context = {"candidate": name, "reference": options.reference, "packed": packed.get("origin")}
-    code = _report(console, [found], bands.recipe(config), options.json, context)
+    code = _report(console, [found], bands.recipe_of(config), options.json, context)
     same = found.check is not None and _said(found.check.to_json()) == _said(packed)
     words = "the verdict is the one that was packed" if same else f"the packed verdict was another: {_said(packed)}"
     console.print(words, markup=False, soft_wrap=True)
@@ -105,7 +105,7 @@ def _run(console: Console, options: Replay) -> int:
     from core.parity.replay import replay_run
 
     run, data = open_run(options.path, options.branch)
-    bands.require(bands.recipe(run.config), run.config.optim)
+    bands.require(run.config)
     name = options.candidate or str(run.info.get("backend", "torch"))
     reference = load_backend(spec(options.reference))
     found: list[Replayed] = []
@@ -125,7 +125,7 @@ def _run(console: Console, options: Replay) -> int:
     if stopped and not any(one.check and one.check.verdict == "disagreed" for one in found):
         raise stopped
     context = {"candidate": name, "reference": options.reference}
-    code = _report(console, found, bands.recipe(run.config), options.json, context, told=True)
+    code = _report(console, found, bands.recipe_of(run.config), options.json, context, told=True)
     if stopped:
         print(f"lockstep: {stopped}", file=sys.stderr)
     return code

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from core.budget import flops_per_token, parameter_count, parameter_count_by_group
 from core.config import BLOCK_LINEARS, RunConfig
 from core.groups import group_settings
-from core.parity.bands import recipe
+from core.parity.bands import recipe_of
 from core.sinks.tables import GroupRow, facts, losses_to_know, parameter_groups
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str
         f"{train.accumulation} micro-batches{' a rank' if train.ranks > 1 else ''}",
         "the run": f"{train.steps:,} steps, {train.steps * tokens:,} tokens; the data has {index.train.tokens:,}",
         "GFLOP a token": ", ".join(f"{kind} {value / 1e9:.4g}" for kind, value in flops.items()),
-        "parity checks": f"at step 1 and every {every} steps, bounds of {recipe(config)}" if every else "off",
+        "parity checks": f"at step 1 and every {every} steps, bounds of {recipe_of(config)}" if every else "off",
     }
     console.print(facts(f"{config.name}: in force", in_force))
     rows = [

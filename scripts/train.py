@@ -73,8 +73,6 @@ def main(argv: list[str]) -> int:
     config = resumed.config if resumed else load_config(options.config, given)
     name = resumed.info.get("backend", "torch") if resumed else options.backend
     require_ranks(config.train.ranks, " ".join(["train", *argv]))
-    if config.parity.every:
-        bands.require(bands.recipe(config), config.optim)
     path = resumed.path if resumed else options.out / config.name
     if not resumed:
         RunDir.check_free(path, options.overwrite)
@@ -84,6 +82,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"train.ranks = {config.train.ranks}: {name} trains in one process; set train.ranks = 1")
     config = on_its_device(config, backend)
     about = backend.describe(config)
+    if config.parity.every:
+        bands.require(config)
     with ExitStack() as stack:
         stack.enter_context(_terminated_as_interrupted())
         if resumed:

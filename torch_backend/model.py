@@ -19,6 +19,7 @@ from torch_backend.attention import Kernel, Mask
 from torch_backend.chunked_loss import chunked_loss
 from torch_backend.embedding import embedding
 from torch_backend.float8 import Float8
+from torch_backend.library_heads import library_loss
 from torch_backend.loss import negative_log_likelihood, weighted_mean
 from torch_backend.precision import Policy, head, linear
 from torch_backend.recompute import Recompute, of_layer
@@ -219,8 +220,8 @@ class Llama(nn.Module):
         config, max_length = run.model, run.train.sequence_length
         self.tap: Tap = no_tap
         self.recompute = of_layer(run.recompute, None)
-        self.chunk = run.loss.chunk if run.loss.head == "chunked" else None
-        self.chunked_loss = chunked_loss
+        self.head = run.loss
+        self.chunked_loss, self.library_loss = chunked_loss, library_loss
         self.z_loss = run.loss.z_loss
         self.kernel = Kernel(run.attention.kernel)
         self.document_mask, self.reset_positions = run.attention.document_mask, run.attention.reset_positions
@@ -257,7 +258,7 @@ class Llama(nn.Module):
 
     @property
     def has_own_head(self) -> bool:
-        """Whether `logits`, `nll` or `forward` were overridden: then the chunked head, which asks none, gives way."""
+        """Whether `logits`, `nll` or `forward` were overridden: then a head that asks none of them gives way."""
         names = ("logits", "nll", "forward")
         return any(getattr(type(self), n) is not getattr(Llama, n) or n in self.__dict__ for n in names)
 
@@ -293,13 +294,16 @@ class Llama(nn.Module):
         *documents_BS: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), through the head of the run."""
-        if self.chunk is None:
+        if self.head.head == "full":
             nll_BS = self(tokens_BS, targets_BS, policy, *documents_BS)
             return weighted_mean(nll_BS, weights_BS, total), nll_BS
         x_BSD = self.trunk(tokens_BS, policy, self.tap, *documents_BS)
         weight_VD = self.tap("logits.weight", self.head_weight)
+        arguments = x_BSD, weight_VD, targets_BS, weights_BS, total, policy
+        if self.head.of_library:
+            return self.library_loss(*arguments, self.head, self.tap)
         tap = None if self.tap is no_tap else self.tap
-        return self.chunked_loss(x_BSD, weight_VD, targets_BS, weights_BS, total, policy, self.z_loss, self.chunk, tap)
+        return self.chunked_loss(*arguments, self.z_loss, self.head.chunk, tap)
 
     def scores(
         self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy, *documents_BS: Tensor
@@ -307,10 +311,8 @@ class Llama(nn.Module):
         """Per-token NLL (B, S) without z-loss, and whether the likeliest token is the target (B, S)."""
         x_ND = self.trunk(tokens_BS, policy, no_tap, *documents_BS).flatten(0, 1)
         targets_N = targets_BS.flatten()
-        parts = []
-        for x, targets in zip(
-            x_ND.split(self.chunk or len(x_ND)), targets_N.split(self.chunk or len(x_ND)), strict=True
-        ):
+        parts, rows = [], len(x_ND) if self.head.head == "full" else self.head.chunk
+        for x, targets in zip(x_ND.split(rows), targets_N.split(rows), strict=True):
             logits = self.logits(x[None], policy)[0]
             parts.append((negative_log_likelihood(logits, targets), logits.argmax(-1) == targets))
         nll, top1 = (torch.cat(each).unflatten(0, targets_BS.shape) for each in zip(*parts, strict=True))

@@ -26,6 +26,7 @@ from core.parity.sketch import K
 from core.schedule import learning_rate
 from torch_backend.attention import check_kernel, in_force
 from torch_backend.float8 import float8
+from torch_backend.library_heads import check_head
 from torch_backend.model import Linear, Llama, Tap, no_tap
 from torch_backend.optim import (
     build_optimizer,
@@ -71,7 +72,7 @@ class TorchSession:
         self.scalars = first_scale(config.precision)
         self.model = self.build_model()
         if self.model.has_own_head:
-            self.model.chunk = None
+            self.model.head = config.loss.model_copy(update={"head": "full"})
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = self.build_optimizer()
         self._micro_loss = self.build_program() if config.compile.enabled else self.micro_loss
@@ -497,6 +498,7 @@ class TorchBackend:
         Raises UserError if the device is not there, or the attention kernel that was asked for cannot run on it.
         """
         check_kernel(config, resolve_device(config))
+        check_head(config.loss, resolve_device(config))
         if config.train.ranks == 1:
             return self.open_rank(config)
         from torch_backend.parallel import open_ranked
@@ -511,6 +513,7 @@ class TorchBackend:
         """Versions, device and what is in force. Raises UserError as `open` does."""
         device = resolve_device(config)
         check_kernel(config, device)
+        check_head(config.loss, device)
         float8(config.precision, device)
         scope = "" if config.compile.scope == "model" else ", block by block"
         mode = "" if config.compile.mode == "default" else f", {config.compile.mode}"
@@ -551,8 +554,15 @@ def resolve_device(config: RunConfig) -> torch.device:
 
 def loss_in_force(loss: LossConfig) -> str:
     """How the head is computed, for the table at start."""
-    how = "whole logits" if loss.head == "full" else f"chunks of {loss.chunk:,} tokens, gradients in the forward pass"
-    return f"{how}, FP32 logits" + (f", z-loss {loss.z_loss:g}" if loss.z_loss else "")
+    chunks = f"chunks of {loss.chunk:,} tokens"
+    how = {
+        "full": "whole logits, FP32 logits",
+        "chunked": f"{chunks}, gradients in the forward pass, FP32 logits",
+        "torch": f"torch's linear_cross_entropy, {chunks}",
+        "liger": "Liger-Kernel's fused linear cross-entropy, FP32 sums",
+        "cce": "cut-cross-entropy without its filter",
+    }[loss.head]
+    return how + (f", z-loss {loss.z_loss:g}" if loss.z_loss else "")
 
 
 def _numpy(tensor: Tensor | None) -> np.ndarray:

@@ -83,6 +83,10 @@ def _chunked(tokens: int) -> dict[str, str]:
     return {"loss.head": "chunked", "loss.chunk": str(tokens)}
 
 
+def _outside(library: str) -> dict[str, str]:
+    return {"loss.head": library, "compile.scope": "blocks"}
+
+
 def _kernel(name: str) -> dict[str, str]:
     return {"attention.kernel": name}
 
@@ -224,6 +228,22 @@ ROWS: tuple[Row, ...] = (
         64,
         settings=EVERY_LAYER | _chunked(4096),
         published=Published(2.36, 73.8, "whole logits"),
+    ),
+    Row("head-torch", "head of torch.nn.functional", 16, 4, EVERY_LAYER | {"loss.head": "torch"}),
+    Row(
+        "head-cce",
+        "head of cut-cross-entropy, compiled by blocks",
+        16,
+        4,
+        EVERY_LAYER | _outside("cce"),
+        Published(2.81, None, "Apple CCE, vanilla"),
+    ),
+    Row(
+        "head-liger-32",
+        "head of Liger-Kernel, compiled by blocks",
+        32,
+        settings=EVERY_LAYER | _outside("liger"),
+        published=Published(0.654, 66.2, "this model would run at 843 TFLOP/s (ours): another one"),
     ),
     Row(
         "attention-fa3-eager",

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from core.config import ModelConfig, OptimConfig, RunConfig
+from core.config import LossConfig, ModelConfig, OptimConfig, RunConfig
 from core.errors import UserError
 from core.groups import by_muon, in_eight_bits, moment_kinds
 from core.names import Shape, group_of, parameter_shapes
 from core.parity.excess import Distances
-from core.parity.stages import forward_stages
+from core.parity.stages import HEADS, forward_stages
 from core.parity.verdict import Measure
 
 # Bounds are the calibration's extremes times this (on log-excess, distance and gain). End to end, one early rounding
@@ -135,7 +135,7 @@ def least(recipe: str, kind: str) -> tuple[float, float]:
 
 
 # Stages whose operands are rounded, so that the twin's error is that rounding's.
-ROUNDED = {"q", "k", "v", "o_proj", "gate", "up", "down_proj", "attn", "logits"}
+ROUNDED = {"q", "k", "v", "o_proj", "gate", "up", "down_proj", "attn", "logits", *HEADS}
 
 # What the optimizer rounds to a narrower format than the stream's, whatever the policy.
 ROUNDED_UPDATES = {"adamw8bit/exp_avg", "adamw8bit/exp_avg_sq", "muon/update"}
@@ -146,7 +146,7 @@ def margin(kind: str) -> float:
     return MARGIN_END_TO_END if kind.startswith(("end_to_end/", "gradients/", "bridge/")) else MARGIN
 
 
-def recipe(config: RunConfig) -> str:
+def recipe_of(config: RunConfig) -> str:
     """The recipe whose clean runs set the bounds; compiled programs round elsewhere than eager ones and stand apart."""
     return f"{config.precision.policy}/{'compiled' if config.compile.enabled else 'eager'}"
 
@@ -165,8 +165,8 @@ def local_kind(stage: str, role: str | None = None) -> str:
 
 
 def tap_kind(stage: str, phase: str) -> str:
-    """A tap's value or gradient end to end."""
-    return f"end_to_end/{phase}/{stage}"
+    """A tap's value or gradient end to end; a library's head writes the NLL as Lockstep's own does."""
+    return f"end_to_end/{phase}/{'nll' if stage in HEADS else stage}"
 
 
 def bridge_kind(parameter: str) -> str:
@@ -181,13 +181,13 @@ def update_kind(optim: OptimConfig, parameter: str, shape: Shape, what: str) -> 
     return f"adamw8bit/{what}" if in_eight_bits(optim, shape) else what
 
 
-def all_kinds(model: ModelConfig, optim: OptimConfig) -> set[str]:
-    """Every kind of comparison that a check of this model under this optimizer makes against calibrated bounds."""
+def all_kinds(model: ModelConfig, optim: OptimConfig, loss: LossConfig | None = None) -> set[str]:
+    """Every kind of comparison that a check makes against calibrated bounds: of model, optimizer and loss head."""
     kinds = {"gradients/together"}
     for name, shape in parameter_shapes(model).items():
         kinds |= {gradient_kind(name), bridge_kind(name)}
         kinds |= {update_kind(optim, name, shape, what) for what in (*moment_kinds(optim, name), "update")}
-    for stage in forward_stages(model):
+    for stage in forward_stages(model, loss=loss):
         kinds |= {local_kind(stage.id), tap_kind(stage.id, "forward"), tap_kind(stage.id, "backward")}
         kinds |= {local_kind(stage.id, role) for role in (*stage.taps, *stage.params)}
     return kinds
@@ -203,25 +203,40 @@ def table() -> dict[str, dict[str, Extremes]]:
     return {recipe: {kind: Extremes(**row) for kind, row in kinds.items()} for recipe, kinds in raw["recipes"].items()}
 
 
-def require(recipe: str, optim: OptimConfig) -> None:
-    """Raise UserError unless clean runs of `recipe` were measured: before anything starts.
+def require(config: RunConfig) -> None:
+    """Raise UserError unless clean runs of its recipe were measured: before anything starts.
 
-    In every kind of comparison that this optimizer may need. FP64 needs none: its bound is absolute.
+    In every kind of comparison that its optimizer and its loss head may need. FP64 needs none: its bound is absolute.
     """
-    if recipe.startswith("fp64/"):
+    if (recipe := recipe_of(config)).startswith("fp64/"):
         return
-    kinds = all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), optim)
+    kinds = all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), config.optim, config.loss)
     if missing := sorted(kind for kind in kinds if kind not in table().get(measured_under(recipe, kind), {})):
         what = f"{recipe} ({', '.join(missing)})" if kinds & table().get(recipe, {}).keys() else recipe
+        how = recipe
+        if all(map(of_library, missing)):
+            how = f"{measured_under(recipe, missing[0])} --parts {config.loss.head}_head --device cuda"
         raise UserError(
             f"no clean runs of {what} were measured, so a check has no bounds: "
-            f"run python -m scripts.calibrate {recipe}, or leave the checks out"
+            f"run python -m scripts.calibrate {how}, or leave the checks out"
         )
 
 
 def measured_under(recipe: str, kind: str) -> str:
-    """The recipe whose clean runs measure a kind: Muon and 8-bit AdamW compute in FP32 under every policy."""
-    return "fp32/eager" if kind.startswith(("muon/", "adamw8bit/")) else recipe
+    """The recipe whose clean runs measure a kind.
+
+    Muon and 8-bit AdamW compute in FP32 under every policy. A library's head is no part of what a compiler makes, and
+    FP8 leaves it in bf16.
+    """
+    if kind.startswith(("muon/", "adamw8bit/")):
+        return "fp32/eager"
+    policy = recipe.partition("/")[0]
+    return f"{'bf16' if policy.startswith('fp8') else policy}/eager" if of_library(kind) else recipe
+
+
+def of_library(kind: str) -> bool:
+    """Whether a kind of comparison is that of a library's loss head."""
+    return kind.partition("/")[2].partition("/")[0] in HEADS
 
 
 @dataclass(frozen=True)

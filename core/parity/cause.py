@@ -15,6 +15,7 @@ from core.config import PrecisionConfig, RecomputeConfig, RunConfig
 from core.errors import UserError
 from core.parity.evidence import Evidence, gather
 from core.parity.judge import Reference, judge
+from core.parity.stages import HEADS
 from core.parity.verdict import Check, Finding
 
 
@@ -109,7 +110,7 @@ VARIATIONS = (
     Variation("without FP8", _bf16),
     Variation("without activation checkpointing", _all_kept),
     Variation("with FP32 logits", _fp32_logits),
-    Variation("with the full loss instead of the chunked one", _full_loss, ("logits", "nll", "loss")),
+    Variation("with the full loss instead of the chunked one", _full_loss, ("logits", "nll", *HEADS, "loss")),
     Variation("on one rank", _one_rank),
     Variation("with another attention kernel (math)", _math_attention, ("attn",)),
 )

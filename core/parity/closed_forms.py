@@ -16,7 +16,7 @@ from core.backend import Arrays, Session
 from core.config import RunConfig
 from core.groups import by_muon, group_settings, moment_names
 from core.names import group_of, parameter_shapes, probe_shapes
-from core.parity.stages import ForwardStage, forward_stages
+from core.parity.stages import HEADS, ForwardStage, stages_of
 
 Form = tuple[str, str, np.ndarray, np.ndarray]
 ROWS, LENGTH = 2, 8
@@ -39,7 +39,7 @@ class Subject:
     def stages(self) -> dict[str, ForwardStage]:
         """The first of every forward stage, by id."""
         found: dict[str, ForwardStage] = {}
-        for stage in forward_stages(self.config.model, self.config.attention):
+        for stage in stages_of(self.config):
             found.setdefault(stage.id, stage)
         return found
 
@@ -60,7 +60,7 @@ def tables(subject: Subject) -> Iterator[Form]:
     """An embedding is a row of its table; a projection of the unit vector i is column i of its matrix, plus bias."""
     for stage in subject.stages().values():
         shapes = subject.shapes(stage)
-        if "weight" not in stage.params or len(shapes["weight"]) != 2:
+        if "weight" not in stage.params or len(shapes["weight"]) != 2 or stage.id in HEADS:
             continue
         rows, columns = shapes["weight"]
         # Small integers: exact in every format, and in every sum of them.
@@ -153,16 +153,28 @@ def within_documents() -> np.ndarray:
 
 
 def loss_head(subject: Subject) -> Iterator[Form]:
-    """Uniform logits cost ln V; one logit `a` above the rest costs ln(1 + (V − 1)·e^(−a)) as the target."""
-    vocabulary = subject.config.model.vocab_size
-    targets = subject.integers(subject.stages()["nll"])["targets"]
+    """Uniform logits cost ln V; one logit `a` above the rest costs ln(1 + (V − 1)·e^(−a)) as the target.
+
+    A library's head gets them as products: row t of the weight is the unit vector of the token whose target is t.
+    """
+    vocabulary, last = subject.config.model.vocab_size, list(subject.stages().values())[-1]
+    targets, shapes = subject.integers(last)["targets"], subject.shapes(last)
+
+    def nll(logits: np.ndarray) -> np.ndarray:
+        if last.id not in HEADS:
+            return subject.run(last.id, logits=logits, targets=targets)
+        x = np.eye(shapes["x"][-1])[targets]
+        weight = np.zeros(shapes["weight"])
+        weight[:, : targets.size] = logits.reshape(-1, vocabulary).T
+        return subject.run(last.id, x=x, weight=weight, targets=targets)
+
     flat = np.full((ROWS, LENGTH, vocabulary), 3.0)
     due = np.full((ROWS, LENGTH), math.log(vocabulary))
-    yield "nll", "uniform logits cost ln V", subject.run("nll", logits=flat, targets=targets), due
+    yield last.id, "uniform logits cost ln V", nll(flat), due
     above = np.linspace(0.5, 12.0, LENGTH)
     peaked = above[:, None] * np.eye(vocabulary)[targets]
     due = np.broadcast_to(np.log1p((vocabulary - 1) * np.exp(-above)), (ROWS, LENGTH))
-    yield "nll", "one logit above the rest", subject.run("nll", logits=peaked, targets=targets), due
+    yield last.id, "one logit above the rest", nll(peaked), due
 
 
 def optimizer(subject: Subject) -> Iterator[Form]:

@@ -75,7 +75,7 @@ class Reference:
     @property
     def recipe(self) -> str:
         """The recipe whose clean runs set the bounds."""
-        return bands.recipe(self.config)
+        return bands.recipe_of(self.config)
 
     @property
     def stream(self) -> type[np.floating]:

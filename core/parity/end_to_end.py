@@ -21,7 +21,7 @@ from core.parity.evidence import Evidence, weighted_part, weighted_rows
 from core.parity.excess import Distances
 from core.parity.observations import PARAMETER, PROBE_NLL, Observation, observed
 from core.parity.sketch import K
-from core.parity.stages import forward_stages
+from core.parity.stages import stages_of
 from core.parity.verdict import Finding
 
 Observations = Mapping[str, Observation]
@@ -103,8 +103,8 @@ def errors_of_loss(nll: np.ndarray, batch: Batch) -> int:
 
 def compare_with(found: Observations, repeated: Repeated, reference: Reference) -> Iterator[Finding]:
     """Every observation of a candidate against twin and truth at its state and on its batches."""
-    model, twin, truth = reference.config.model, repeated.twin, repeated.truth
-    for stage in forward_stages(model):
+    twin, truth = repeated.twin, repeated.truth
+    for stage in stages_of(reference.config):
         for name, phase in ((stage.tap, "forward"), (GRADIENT + stage.tap, "backward")):
             if name in found and name in twin and not (name == "nll" and PROBE_NLL in found):
                 kind = bands.tap_kind(stage.id, phase)
@@ -112,8 +112,9 @@ def compare_with(found: Observations, repeated: Repeated, reference: Reference) 
                     reference, stage.id, kind, stage.tap, found[name], twin[name], truth[name], phase
                 )
     if PROBE_NLL in found:
-        kind = bands.tap_kind("nll", "forward")
-        yield compare_observed(reference, "nll", kind, "nll", found[PROBE_NLL], twin[PROBE_NLL], truth[PROBE_NLL])
+        last = stages_of(reference.config)[-1].id
+        kind = bands.tap_kind(last, "forward")
+        yield compare_observed(reference, last, kind, "nll", found[PROBE_NLL], twin[PROBE_NLL], truth[PROBE_NLL])
     yield from _parameter_gradients(found, repeated, reference)
 
 

@@ -30,7 +30,7 @@ from core.parity.compare import (
 from core.parity.end_to_end import Repeated
 from core.parity.evidence import Evidence
 from core.parity.excess import Distances, distances
-from core.parity.stages import ForwardStage, Shared, forward_stages, shared_tensors
+from core.parity.stages import ForwardStage, Shared, shared_tensors, stages_of
 from core.parity.verdict import Finding, Measure
 
 Contribution = tuple[np.ndarray, np.ndarray]  # of the twin, of the truth
@@ -41,14 +41,13 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
     if not evidence.taps:
         return
     evidence = _as_computed(evidence)
-    model, precision = reference.config.model, reference.config.precision
-    attention = reference.config.attention
+    precision = reference.config.precision
     has_gradients = any(name.startswith(GRADIENT) for name in evidence.taps)
-    sums = {shared.name: shared for shared in shared_tensors(model)}
+    sums = {shared.name: shared for shared in shared_tensors(reference.config)}
     sent: dict[tuple[str, str], Contribution] = {}
     if has_gradients:
         yield _loss_backward(evidence, reference)
-    for stage in forward_stages(model, attention):
+    for stage in stages_of(reference.config):
         if absent := [t for t in (*stage.taps.values(), stage.tap) if t not in evidence.taps]:
             basis = "every tap that was asked for is there"
             yield exact(stage.id, stage.tap, len(absent), len(absent), basis, ", ".join(absent))

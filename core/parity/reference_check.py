@@ -27,7 +27,7 @@ from core.parity import bands
 from core.parity.closed_forms import DOCUMENTS, FORMS, LENGTH, ROWS, Subject, drawn
 from core.parity.compare import Reference, relative_difference
 from core.parity.evidence import observed_names, uneven_weights
-from core.parity.stages import PHASES, forward_stages, shared_tensors
+from core.parity.stages import PHASES, shared_tensors, stages_of
 from core.parity.verdict import Finding, Measure
 
 # Central differences with h = 2⁻¹⁶: of h² = 2e-10 times a third derivative, and ε/h = 1e-11 of rounding.
@@ -207,12 +207,12 @@ def _batch(config: RunConfig, weights: np.ndarray) -> Batch:
 def _wiring(subjects: Subjects) -> Iterator[Finding]:
     """Every stage of every layer from the taps that it reads, and what it sends back from the gradient at its own."""
     truth = subjects.at("fp64")
-    model, params = truth.config.model, truth.session.state().params
+    params = truth.session.state().params
     batch = uneven_weights(_batch(truth.config, np.ones((ROWS, LENGTH), np.float32)), 0)
     taps = truth.session.observe(batch, observed_names(truth.config))
-    shared = {one.name for one in shared_tensors(model)}
+    shared = {one.name for one in shared_tensors(truth.config)}
     basis = "the model's own stage on the model's own taps, in FP64"
-    for stage in forward_stages(model, truth.config.attention):
+    for stage in stages_of(truth.config):
         inputs = {role: taps[tap] for role, tap in stage.taps.items()} | {"grad": taps[GRADIENT + stage.tap]}
         inputs |= {role: params[name] for role, name in stage.params.items()}
         made = truth.session.run_stage(stage.id, inputs | {role: batch.arrays[role] for role in stage.batch})

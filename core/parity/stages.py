@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from core.config import AttentionConfig, ModelConfig
+from core.config import LIBRARIES, AttentionConfig, LossConfig, ModelConfig, RunConfig
 from core.names import HEAD_EDGE, head_name
 
 
@@ -36,6 +37,9 @@ class ForwardStage:
         return self.edges.get(role) or self.taps.get(role) or self.params[role]
 
 
+# A library's head: logits and NLL in one.
+HEADS = tuple(f"{library}_head" for library in LIBRARIES)
+
 FORWARD = (
     "embed",
     "attn_norm",
@@ -56,6 +60,7 @@ FORWARD = (
     "final_norm",
     "logits",
     "nll",
+    *HEADS,
     "loss",
 )
 UPDATE = ("grad_norm", "clip_coefficient", "learning_rate", "moments", "update", "loss_scale", "step_count")
@@ -87,30 +92,32 @@ def place(stage: str, phase: str, layer: int | None) -> tuple[int, int, int]:
 LAST_BLOCK = 1 << 30
 
 
-def forward_stages(model: ModelConfig, attention: AttentionConfig | None = None) -> list[ForwardStage]:
+def stages_of(config: RunConfig) -> list[ForwardStage]:
+    """Every forward stage of a run."""
+    return forward_stages(config.model, config.attention, config.loss)
+
+
+def forward_stages(
+    model: ModelConfig, attention: AttentionConfig | None = None, loss: LossConfig | None = None
+) -> list[ForwardStage]:
     """Every forward stage of the model in the order of the chain, the per-token NLL last.
 
-    attention: of the run, for what its stages read from the batch; without it, nothing.
+    attention: of the run, for what its stages read from the batch; without it, nothing. loss: of the run; a library's
+    head, which shows no logits, is one stage from the final norm's output to the NLL.
     """
-    attention = attention or AttentionConfig()
+    attention, loss = attention or AttentionConfig(), loss or LossConfig()
     stages = [ForwardStage("embed", "embed", None, {}, {"weight": "embed.weight"}, ("tokens",))]
     stream = "embed"
     for layer in range(model.layers):
         stages += _block(model, attention, layer, stream)
         stream = f"blocks.{layer}.mlp_residual"
-    stages += [
-        ForwardStage("final_norm", "final_norm", None, {"x": stream}, {"weight": "final_norm.weight"}),
-        ForwardStage(
-            "logits",
-            "logits",
-            None,
-            {"x": "final_norm"},
-            {"weight": head_name(model)},
-            edges={"weight": HEAD_EDGE} if model.tied else {},
-        ),
-        ForwardStage("nll", "nll", None, {"logits": "logits"}, {}, ("targets",)),
-    ]
-    return stages
+    stages.append(ForwardStage("final_norm", "final_norm", None, {"x": stream}, {"weight": "final_norm.weight"}))
+    reads: dict[str, Any] = {"taps": {"x": "final_norm"}, "params": {"weight": head_name(model)}}
+    reads["edges"] = {"weight": HEAD_EDGE} if model.tied else {}
+    if loss.of_library:
+        return [*stages, ForwardStage(f"{loss.head}_head", "nll", None, **reads, batch=("targets",))]
+    nll = ForwardStage("nll", "nll", None, {"logits": "logits"}, {}, ("targets",))
+    return [*stages, ForwardStage("logits", "logits", None, **reads), nll]
 
 
 def _block(model: ModelConfig, attention: AttentionConfig, layer: int, stream: str) -> list[ForwardStage]:
@@ -166,16 +173,16 @@ class Shared:
     consumers: tuple[tuple[ForwardStage, str, str | None], ...]
 
 
-def shared_tensors(model: ModelConfig) -> list[Shared]:
+def shared_tensors(config: RunConfig) -> list[Shared]:
     """Every tensor with several consumers: the residual stream, the outputs of norms, a tied embedding."""
-    stages = forward_stages(model)
+    stages = stages_of(config)
     writers = {stage.tap: stage for stage in stages}
     readers: dict[str, list[tuple[ForwardStage, str, str | None]]] = {}
     for stage in stages:
         for role, tap in stage.taps.items():
             readers.setdefault(tap, []).append((stage, role, stage.sends(role)))
     found = [Shared(tap, writers[tap], tuple(group)) for tap, group in readers.items() if len(group) > 1]
-    if model.tied:
-        embed, logits = stages[0], stages[-2]
-        found.append(Shared("embed.weight", embed, ((logits, "weight", HEAD_EDGE), (embed, "weight", None))))
+    if config.model.tied:
+        embed, head = stages[0], next(stage for stage in stages if HEAD_EDGE in stage.edges.values())
+        found.append(Shared("embed.weight", embed, ((head, "weight", HEAD_EDGE), (embed, "weight", None))))
     return found

@@ -11,6 +11,7 @@ from core.backend import Batch
 from core.loss_scale import SCALE
 from parity_tests.faults.planting import bf16, in_model, swap
 from torch_backend.float8 import Float8
+from torch_backend.loss import weighted_mean
 from torch_backend.model import Linear, Llama, SwiGLU
 from torch_backend.precision import Policy, linear, wide_product
 from torch_backend.session import TorchBackend, TorchSession
@@ -90,6 +91,25 @@ class ChunksSendNothingBack(TorchBackend):
     """The chunked head gives the hidden states a gradient of zero (Megatron #1750)."""
 
     session_class = _chunked(_nothing_for_x)
+
+
+def _unscaled(model: Llama) -> None:
+    right: Any = model.library_loss
+
+    def wrong(*inputs: Any) -> tuple[Tensor, Tensor]:
+        x, weight, targets, weights, total, policy, loss, tap = inputs
+        # With the largest weight one the head gets what it should; with the share itself, what autograd would hand it.
+        _, nll = right(x, weight, targets, weights, weights.max(), policy, loss, lambda _, value: value)
+        nll = tap("nll", nll)
+        return weighted_mean(nll, weights, total), nll
+
+    model.library_loss = wrong  # type: ignore[assignment]
+
+
+class LibraryHeadGetsRoundedShares(TorchBackend):
+    """A library's loss head is handed the gradient 1 / tokens in bf16: all gradients are off by its rounding."""
+
+    session_class = in_model(_unscaled)
 
 
 class _HalfTheTokens(Linear):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from core.backend import Batch
-from core.config import ModelConfig, OptimConfig
+from core.config import LossConfig, ModelConfig, OptimConfig
 from core.errors import UserError
 from core.parity import bands
 from core.parity.end_to_end import errors_of_loss
@@ -25,7 +25,7 @@ def distances(excess: float = 1.0, gain: float = 0.0, distance: float = 0.0, rel
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_comparison_of_every_recipe_was_measured(recipe):
     model = tiny_config(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True).model
-    found, apart = set(bands.table()[recipe]), ("adamw8bit/", "muon/")
+    found, apart = set(bands.table()[recipe]), ("adamw8bit/", "muon/", "forward/torch_", "backward/torch_")
     assert bands.all_kinds(model, OptimConfig()) == {kind for kind in found if not kind.startswith(apart)}
 
 
@@ -43,9 +43,23 @@ def test_each_optimizer_needs_its_own_kinds():
 def test_an_optimizer_that_was_never_measured_is_refused(monkeypatch):
     known = bands.all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), OptimConfig())
     monkeypatch.setattr(bands, "table", lambda: {"bf16/eager": dict.fromkeys(known)})
-    bands.require("bf16/eager", OptimConfig())
+    config = tiny_config("bf16")
+    bands.require(config)
     with pytest.raises(UserError, match=r"muon/momentum_buffer, muon/update"):
-        bands.require("bf16/eager", OptimConfig(name="muon"))
+        bands.require(config.model_copy(update={"optim": OptimConfig(name="muon")}))
+
+
+@pytest.mark.parametrize("head", ["liger", "cce"])
+def test_a_library_s_head_that_was_never_measured_is_refused(head):
+    config = tiny_config("bf16").model_copy(update={"loss": LossConfig(head=head)})
+    with pytest.raises(UserError, match=rf"backward/{head}_head/weight, .* were measured"):
+        bands.require(config)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_head_of_torch_was_measured_under_every_policy(policy, compiled):
+    bands.require(tiny_config(policy, compiled=compiled).model_copy(update={"loss": LossConfig(head="torch")}))
 
 
 @pytest.mark.parametrize("kind, margin", [("gradients/matrices", 5.0), ("forward/attn", 2.0), ("backward/attn/k", 2.0)])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from core.config import LIBRARIES, LossConfig
 from core.names import parameter_shapes, tap_names
-from core.parity.stages import ORDER, PHASES, forward_stages
+from core.parity.stages import HEADS, ORDER, PHASES, forward_stages, stages_of
 from parity_tests.tiny import tiny_config
 
 BIASED = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
@@ -30,4 +31,14 @@ def test_every_parameter_is_read(options):
 def test_ids_stand_in_the_order_of_the_chain():
     ids = [stage.id for stage in forward_stages(tiny_config(layers=1).model)]
     assert ids == sorted(ids, key=ORDER.__getitem__)
-    assert set(ids) == {stage for stage, phase in PHASES.items() if phase == "forward"} - {"loss"}
+    assert set(ids) == {stage for stage, phase in PHASES.items() if phase == "forward"} - {"loss", *HEADS}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_library_s_head_is_one_stage_in_the_place_of_two(library, tied):
+    config = tiny_config(tied=tied)
+    own, other = stages_of(config), stages_of(config.model_copy(update={"loss": LossConfig(head=library)}))
+    assert other[:-1] == own[:-2]
+    assert (other[-1].id, other[-1].tap, other[-1].taps) == (f"{library}_head", "nll", {"x": "final_norm"})
+    assert (other[-1].params, other[-1].edges, other[-1].batch) == (own[-2].params, own[-2].edges, ("targets",))
