@@ -166,8 +166,8 @@ def muon_terms(
 def orthogonal(x: Array, steps: int, dtype: str | None) -> Array:
     """(rows, columns) → the same with singular values near 1, by Newton–Schulz.
 
-    dtype: `bf16` rounds the operands and results of every product, the sum that goes with it included, and of norm and
-    quotient, where torch has bf16 tensors; else they are of the dtype of `x`.
+    dtype: `bf16` rounds the operands and results of every product, the sum that goes with it included, and of the
+    quotient by the norm, where torch has bf16 tensors; else they are of the dtype of `x`.
     """
 
     def rounded(value: Array) -> Array:
@@ -175,7 +175,7 @@ def orthogonal(x: Array, steps: int, dtype: str | None) -> Array:
 
     tall = x.shape[0] > x.shape[1]
     x = rounded(x.T if tall else x)
-    x = rounded(x / jnp.maximum(rounded(jnp.linalg.norm(x)), jnp.asarray(LEAST_NORM, x.dtype)))
+    x = rounded(x / jnp.maximum(jnp.linalg.norm(x), jnp.asarray(LEAST_NORM, x.dtype)))
     for _ in range(steps):
         gram = rounded(x @ x.T)
         x = rounded(A * x + rounded(B * gram + C * (gram @ gram)) @ x)

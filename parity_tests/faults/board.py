@@ -25,7 +25,12 @@ from scripts.faults import Row, in_words, place, totals
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, PAGE = ROOT / ".cache/faults.json", ROOT / "docs/faults.md"
-RECIPES = ("bf16/eager", "bf16/compiled")
+# FP16 and FP8 for the faults that only they can have.
+RECIPES = (
+    "bf16/eager",
+    "bf16/compiled",
+    *(f"{policy}/{program}" for policy in ("fp16", "fp8_tensorwise") for program in ("eager", "compiled")),
+)
 
 
 def line(row: Row) -> str:

@@ -77,8 +77,6 @@ BACKWARD = (
         "backward",
         backward_only=True,
         loss_moves_less_than=TINY,
-        note="missed under compile: generated code keeps the sum of the eight parts in FP32, and what is left of the "
-        "fault is a twin distance of 0.55, where 0.62 is allowed",
     ),
     Fault(
         backward.HeadWithoutGradient,
