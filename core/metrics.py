@@ -1,4 +1,4 @@
-"""Norms by parameter group, from norms by parameter."""
+"""Metrics of a step: norms by parameter group, from norms by parameter; names of others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping
 
 from core.names import GROUPS, group_of
+
+# Programs that torch.compile has made for the training step so far: more than in the first step are recompilations.
+PROGRAMS = "compile/programs"
 
 
 def group_norms(norms: Mapping[str, float]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from core.errors import UserError
 from core.groups import check_state, moment_names
 from core.init import init_parameters
 from core.loss_scale import SCALE, first_scale, scale_after
-from core.metrics import norms_by_group
+from core.metrics import PROGRAMS, norms_by_group
 from core.names import GRADIENT, edge_names, probe_shapes, tap_names
 from core.parity.observations import PARAMETER, PROBE_NLL, Observation
 from core.parity.sketch import K
@@ -69,6 +69,7 @@ class TorchSession:
         self.policy: Policy = POLICIES[config.precision.policy]
         self.float8 = float8(config.precision, self.device)
         self.steps_done = 0
+        self.programs = 0
         self.scalars = first_scale(config.precision)
         self.model = self.build_model()
         if self.model.has_own_head:
@@ -158,7 +159,7 @@ class TorchSession:
             self.optimizer.step()
         self.scalars = self.scalars_after(finite)
         self.steps_done += 1
-        metrics = dict(self.scalars)
+        metrics = dict(self.scalars) | ({PROGRAMS: float(self.programs)} if self.config.compile.enabled else {})
         if norms:
             updates = {n: p.detach() - before[n] for n, p in self.parameters.items()}
             metrics |= norms_by_group(group_norms, self._norms(before), self._norms(updates))
@@ -414,7 +415,9 @@ class TorchSession:
             tokens, targets, weights = self.to_device(micro)
             if self.replays:
                 torch.compiler.cudagraph_mark_step_begin()
+            made = self._programs_made()
             micro_loss, micro_nll = program(tokens, targets, weights, total, *self.documents(micro))
+            self.programs += self._programs_made() - made
             micro_loss.backward()
             loss += micro_loss.detach()
             nll.append(micro_nll.detach().clone() if self.replays else micro_nll.detach())
@@ -427,6 +430,14 @@ class TorchSession:
         if self.scale != 1:
             torch._foreach_div_(list(grads.values()), self.scale)
         return loss / self.scale, nll
+
+    def _programs_made(self) -> int:
+        """Graphs that torch.compile has compiled in this process."""
+        if not self.config.compile.enabled:
+            return 0
+        from torch._dynamo.utils import counters
+
+        return counters["stats"]["unique_graphs"]
 
     def micro_loss(
         self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
