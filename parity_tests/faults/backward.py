@@ -85,6 +85,19 @@ class HeadGradientSummedInBf16(TorchBackend):
     session_class = swapped(Llama, _ChunkedHeadLlama)
 
 
+class _CachedWeight(Linear):
+    def forward(self, x: Tensor, policy: Policy) -> Tensor:
+        with torch.no_grad():
+            cached = self.weight.to(policy.operand)
+        return F.linear(x.to(policy.operand), cached).to(policy.stream)
+
+
+class WeightCastCachedWithoutGradient(TorchBackend):
+    """The cast weight of one layer was cached under no_grad, as autocast's cache once was (pytorch #112583)."""
+
+    session_class = swapped(Linear, _CachedWeight, "blocks.1.mlp.up_proj")
+
+
 class _HalfHead(Llama):
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
         weight = self.tap("logits.weight", (self.lm_head or self.embed).weight).detach()

@@ -79,6 +79,15 @@ BACKWARD = (
         loss_moves_less_than=TINY,
     ),
     Fault(
+        backward.WeightCastCachedWithoutGradient,
+        "up",
+        "backward",
+        1,
+        backward_only=True,
+        loss_moves_less_than=TINY,
+        number=11,
+    ),
+    Fault(
         backward.HeadWithoutGradient,
         "logits",
         "backward",
