@@ -6,8 +6,8 @@ python -m scripts.large_vocabulary            docs/large_vocabulary.md
 from __future__ import annotations
 
 import json
+import os
 import platform
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torch_backend.bench import peak_resident
 from torch_backend.chunked_loss import chunked_loss
 from torch_backend.loss import negative_log_likelihood, weighted_mean
 from torch_backend.precision import POLICIES, head
@@ -54,19 +55,20 @@ def run(how: str, tokens: int, policy: str, chunk: int) -> tuple[Tensor, Tensor,
 def peak(how: str, tokens: int, chunk: int) -> dict[str, float]:
     """Peak resident memory of forward and backward pass in a process of its own, above that of its inputs, in bytes."""
     code = f"from scripts.large_vocabulary import child; child({how!r}, {tokens}, {chunk})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    # Freed tensors go back to the system at once: what is measured is what is in use, not what glibc keeps for later.
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def child(how: str, tokens: int, chunk: int) -> None:
     """Print the memory of one run."""
-    unit = 1 if sys.platform == "darwin" else 1024
     kept = inputs(tokens)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    before = peak_resident()
     del kept
     run(how, tokens, "bf16", chunk)
-    print(json.dumps({"bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before}))
+    print(json.dumps({"bytes": peak_resident() - before}))
 
 
 def errors(tokens: int) -> dict[str, float]:

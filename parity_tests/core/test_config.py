@@ -169,6 +169,15 @@ def test_a_wrong_override_is_blamed_on_the_command_line(write, key, text):
 # Rules over several fields
 
 BROKEN = {
+    ("loss.head", "loss.z_loss"): [
+        {"loss.head": "torch", "loss.z_loss": "1e-4"},
+        {"loss.head": "cce", "compile.scope": "blocks", "loss.z_loss": "1e-4"},
+    ],
+    ("loss.head", "precision.policy"): [
+        {"loss.head": "cce", "compile.scope": "blocks", "precision.policy": "fp32"},
+        {"loss.head": "liger", "compile.scope": "blocks", "precision.policy": "fp64"},
+    ],
+    ("loss.head", "compile.enabled", "compile.scope"): [{"loss.head": "liger"}, {"loss.head": "cce"}],
     ("model.hidden", "model.heads"): [{"model.hidden": "250"}, {"model.hidden": "24", "model.heads": "8"}],
     ("model.heads", "model.kv_heads"): [{"model.kv_heads": "3"}],
     ("train.batch_size", "train.ranks", "train.micro_batch_size"): [{"train.batch_size": "24"}, {"train.ranks": "2"}],

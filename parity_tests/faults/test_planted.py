@@ -60,7 +60,7 @@ def steps(config: RunConfig, backend: TorchBackend, fault: Fault | None, count: 
         taps = session.observe(micro, [*forward, *grads])
         record = session.step(batch)
         values = {"nll": of_batch.nll, "loss": np.asarray(of_batch.loss), "micro nll": of_micro.nll}
-        values |= {name: taps[name] for name in forward}
+        values |= {name: taps[name] for name in forward if name in taps}
         rest = {f"batch/{name}": grad for name, grad in of_batch.grads.items()}
         rest |= {f"micro/{name}": grad for name, grad in of_micro.grads.items()}
         rest |= {name: value for name, value in taps.items() if name.startswith(GRADIENT)}

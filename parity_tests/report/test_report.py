@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
-from core.parity.stages import FORWARD
+from core.parity.stages import FORWARD, HEADS
 from core.parity.verdict import Measure
 from core.report import build_report, write_report
 from core.report.build import SCRIPTS
@@ -217,11 +217,12 @@ def test_lines_stand_in_the_order_of_the_chain(pages):
     groups = list(dict.fromkeys(group for group, _, _ in heat["lines"]))
     assert groups == ["data and weights", "forward", "backward", "gradients", "update"]
     by_group = {g: [stage for group, _, stage in heat["lines"] if group == g] for g in groups}
-    assert by_group["forward"] == list(FORWARD)
-    assert by_group["backward"] == [s for s in reversed(FORWARD) if s != "loss"]
+    chain = [stage for stage in FORWARD if stage not in HEADS]
+    assert by_group["forward"] == chain
+    assert by_group["backward"] == [s for s in reversed(chain) if s != "loss"]
     links = [(None, "embed")]
-    links += [(layer, stage) for layer in range(MODEL.layers) for stage in FORWARD[1:16]]
-    links += [(None, stage) for stage in FORWARD[16:]]
+    links += [(layer, stage) for layer in range(MODEL.layers) for stage in chain[1:16]]
+    links += [(None, stage) for stage in chain[16:]]
     assert [tuple(link) for link in heat["depths"]] == links
     for line, tap, layer, _, depth in heat["rows"]:
         group, _, stage = heat["lines"][line]
