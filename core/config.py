@@ -90,6 +90,7 @@ class OptimConfig(Section):
     name: Literal["adamw", "adamw8bit", "muon"] = Field(
         "adamw", description="AdamW; AdamW with 8-bit moments; Muon for the matrices and AdamW for the rest"
     )
+    eight_bit: Literal["torchao", "bitsandbytes"] = Field("torchao", description="adamw8bit: whose 8-bit optimizer")
     peak_lr: Annotated[float, Field(gt=0)] = Field(3e-3, description="learning rate at the end of the warm-up")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
     warmup_steps: Count = Field(20, description="steps of linear warm-up")

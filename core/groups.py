@@ -11,7 +11,7 @@ from core.config import OptimConfig, RunConfig
 from core.names import Shape, group_of, parameter_shapes
 
 # 8-bit moments are kept in blocks of so many numbers with a scale each (Dettmers et al. 2022, arXiv 2110.02861), and
-# small tensors, or those that blocks do not divide, are not (torchao/optim/adam.py, `_new_buffer`).
+# small tensors are not.
 BLOCK, LEAST_IN_EIGHT_BITS = 256, 4096
 
 
@@ -54,9 +54,14 @@ def by_muon(optim: OptimConfig, name: str) -> bool:
 
 
 def in_eight_bits(optim: OptimConfig, shape: Shape) -> bool:
-    """Whether a tensor of this shape has 8-bit moments, where the policy rounds anything at all (fp64 does not)."""
+    """Whether a tensor of this shape has 8-bit moments, where the policy rounds anything at all (fp64 does not).
+
+    Torchao leaves out what blocks do not divide (torchao/optim/adam.py, `_new_buffer`); in bitsandbytes the last block
+    is a shorter one (bitsandbytes/optim/optimizer.py, `Optimizer2State.init_state`).
+    """
     size = math.prod(shape)
-    return optim.name == "adamw8bit" and size >= LEAST_IN_EIGHT_BITS and size % BLOCK == 0
+    whole = size % BLOCK == 0 or optim.eight_bit == "bitsandbytes"
+    return optim.name == "adamw8bit" and size >= LEAST_IN_EIGHT_BITS and whole
 
 
 def moment_kinds(optim: OptimConfig, name: str) -> tuple[str, ...]:

@@ -20,24 +20,22 @@ the exact polynomial. The twin's error is then what 8-bit moments and `ns_dtype`
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array, lax
 
 from core.config import OptimConfig, RunConfig
-from core.groups import BLOCK, by_muon, group_settings, in_eight_bits
+from core.groups import by_muon, group_settings, in_eight_bits
 from core.names import group_of
+from jax_backend.bitsandbytes_adamw import next_of_bitsandbytes
+from jax_backend.codes import in_codes
 
 Tree = dict[str, Array]
 Terms = dict[str, tuple[Array, ...]]
 
 # Newton–Schulz: the quintic's coefficients, and the least norm that is divided by (Jordan 2024).
 A, B, C, LEAST_NORM = 3.4445, -4.7750, 2.0315, 1e-7
-# Least scale of a block of 8-bit moments (torchao/optim/quant_utils.py).
-LEAST_SCALE = 1e-12
 
 
 def next_state(
@@ -59,13 +57,16 @@ def next_state(
             after["momentum_buffer"][name] = buffer
             continue
         old = moments["exp_avg"][name], moments["exp_avg_sq"][name]
-        if optim.name == "adamw8bit" and p.dtype == jnp.float32:
-            terms[name], m, v = torchao_terms(optim, p, grads[name], *old, step, rate, decay)
-            if in_eight_bits(optim, p.shape):
-                m, v = in_codes(m, signed=True), in_codes(v, signed=False)
-        else:
+        narrow = in_eight_bits(optim, p.shape)
+        if optim.name != "adamw8bit" or p.dtype != jnp.float32:
             m, v = update_moments(optim, grads[name], *old)
             terms[name] = adamw_terms(optim, p, m, v, step, rate, decay)
+        elif optim.eight_bit == "bitsandbytes":
+            terms[name], m, v = next_of_bitsandbytes(optim, p, grads[name], old, step, rate, decay, narrow)
+        else:
+            terms[name], m, v = torchao_terms(optim, p, grads[name], *old, step, rate, decay)
+            if narrow:
+                m, v = in_codes(m, signed=True), in_codes(v, signed=False)
         after["exp_avg"][name], after["exp_avg_sq"][name] = m, v
     return terms, after
 
@@ -110,41 +111,6 @@ def torchao_terms(
     return (p, -(rate * jnp.asarray(decay, single) * p), -move), m, v
 
 
-@cache
-def quantisation_map(signed: bool) -> np.ndarray:
-    """The 256 numbers that a block's codes stand for, ascending, float32; the last is 1 (Dettmers et al. 2022, 1.3).
-
-    Seven decades, from 10⁻⁶ to 1, of which each has twice the numbers of the one below, in the middle of equal parts of
-    [0.1, 1]; and 0. With a sign, half of them are negative, and −1 is not among them. The parts are `torch.linspace`'s
-    to the bit: a multiple of the FP32 step from the nearer end, with a fused multiply-add.
-    """
-    single = np.float32
-    values = [single(0), single(1)]
-    for decade in range(7):
-        count = 2**decade * (1 if signed else 2)
-        at, step = np.arange(count + 1), float((single(1) - single(0.1)) / single(count))
-        exact = np.where(at < (count + 1) // 2, float(single(0.1)) + step * at, 1.0 - step * (count - at))
-        parts = exact.astype(single)
-        middles = (parts[:-1] + parts[1:]) / single(2) * single(10.0 ** (decade - 6))
-        values += [*middles, *(-middles if signed else ())]
-    return np.sort(np.asarray(values, single))
-
-
-def in_codes(x: Array, signed: bool) -> Array:
-    """X, float32, as 8-bit codes and a scale for each block of 256 numbers stand for it (torchao/optim/quant_utils.py).
-
-    A number becomes the nearer of its two neighbours on the map, the upper one at a tie.
-    """
-    levels = jnp.asarray(quantisation_map(signed))
-    blocks = x.reshape(-1, BLOCK)
-    scale = jnp.maximum(jnp.abs(blocks).max(1, keepdims=True), LEAST_SCALE)
-    scaled = blocks / scale
-    below = jnp.clip(jnp.searchsorted(levels, scaled, side="right") - 1, 0, 255)
-    above = jnp.minimum(below + 1, 255)
-    nearer = scaled - levels[below] >= (levels[above] - levels[below]) * 0.5
-    return (levels[jnp.where(nearer, above, below)] * scale).reshape(x.shape)
-
-
 def momentum_after(optim: OptimConfig, grad: Array, buffer: Array) -> Array:
     """Muon's momentum, an average of gradients, in the order of `torch.lerp`."""
     return buffer + (1 - optim.momentum) * (grad - buffer)
@@ -185,9 +151,10 @@ def orthogonal(x: Array, steps: int, dtype: str | None) -> Array:
 def in_words(config: RunConfig) -> str:
     """What `next_state` computes, for the table at start."""
     exact = config.precision.policy == "fp64"
+    in_codes_of = f"AdamW, moments through {config.optim.eight_bit}'s 8-bit codes"
     return {
         "adamw": "optax.scale_by_adam",
-        "adamw8bit": "optax.scale_by_adam" if exact else "AdamW, moments through torchao's 8-bit codes",
+        "adamw8bit": "optax.scale_by_adam" if exact else in_codes_of,
         "muon": f"Muon (Newton–Schulz in {'fp64' if exact else config.optim.ns_dtype}), optax.scale_by_adam",
     }[config.optim.name]
 

@@ -45,7 +45,7 @@ from scripts.clean_runs import clean_evidence, draw_config, open_reference
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "core/parity/bands.json"
 # What is measured apart: `step`, a whole step with AdamW; what another optimizer or a library's loss head does.
-Part = Literal["step", "adamw8bit", "muon", "torch_head", "liger_head", "cce_head"]
+Part = Literal["step", "adamw8bit", "adamw8bit_bnb", "muon", "torch_head", "liger_head", "cce_head"]
 PARTS: tuple[Part, ...] = get_args(Part)
 ON_CPU: tuple[Part, ...] = ("step", "adamw8bit", "muon", "torch_head")
 POLICIES = ("fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise")
@@ -69,7 +69,8 @@ def clean_run(job: tuple[str, int, Part, str]) -> list[Sample]:
         samples.append((kind, d, size))
         return (Measure("excess", d.excess, None, None, "calibration"),)
 
-    config = draw_config(draw, recipe, optimizer=part if part in ("adamw8bit", "muon") else "adamw")
+    optimizer = part if part in ("adamw8bit", "adamw8bit_bnb", "muon") else "adamw"
+    config = draw_config(draw, recipe, optimizer=optimizer)
     if part.endswith("_head"):
         loss = config.loss.model_copy(update={"head": part.removesuffix("_head")})
         config = config.model_copy(update={"loss": loss, "device": device})

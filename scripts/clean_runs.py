@@ -49,7 +49,8 @@ def text() -> np.ndarray:
     return np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
 
 
-Optimizer = Literal["adamw", "adamw8bit", "muon"]
+# `adamw8bit_bnb`: that of bitsandbytes, which must be installed.
+Optimizer = Literal["adamw", "adamw8bit", "adamw8bit_bnb", "muon"]
 
 
 def draw_config(seed: int, recipe: str, accumulate: bool | None = None, optimizer: Optimizer = "adamw") -> RunConfig:
@@ -87,7 +88,10 @@ def draw_config(seed: int, recipe: str, accumulate: bool | None = None, optimize
         clip_norm=float(rng.choice([0.0, 0.5, 1.0])),
     )
     if optimizer != "adamw":
-        optim = optim.model_copy(update={"name": optimizer, **_by_group(np.random.default_rng([seed, 3]))})
+        name = optimizer.removesuffix("_bnb")
+        library = "bitsandbytes" if name != optimizer else optim.eight_bit
+        by_group = _by_group(np.random.default_rng([seed, 3]))
+        optim = optim.model_copy(update={"name": name, "eight_bit": library, **by_group})
     length = int(rng.choice([16, 33, 64, 100, 128, 200, 320]))
     policy, program = recipe.split("/")
     return RunConfig(

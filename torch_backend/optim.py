@@ -17,6 +17,8 @@ are rounded to 8 bits after the weight was moved by them as they were::
     p ← p − lr·(m / (1 − β₁ᵗ)) / (√v / √(1 − β₂ᵗ) + ε)
     m, v ← in codes and scales
 
+Those of bitsandbytes round in another order (torch_backend/bitsandbytes_adamw.py).
+
 Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon; in torch.optim.Muon's order) moves the matrices, AdamW the
 rest; the momentum is an average, as torch has it, not Jordan's sum, which is the same direction::
 
@@ -41,6 +43,7 @@ from core.backend import State
 from core.config import OptimConfig, RunConfig
 from core.groups import BLOCK, by_muon, group_settings, in_eight_bits, moment_kinds, moment_names
 from core.names import GROUPS, group_of
+from torch_backend.bitsandbytes_adamw import bitsandbytes_adamw, by_bitsandbytes, read_moment, written_moment
 from torch_backend.quiet import quiet_import
 
 # Newton–Schulz: the quintic's coefficients, and the least norm that is divided by (Jordan 2024).
@@ -71,6 +74,8 @@ def build_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -
     if config.optim.name == "muon":
         return MuonAndAdamW(config.optim, groups, first.device)
     if config.optim.name == "adamw8bit" and first.dtype == torch.float32:
+        if by_bitsandbytes(config.optim):
+            return bitsandbytes_adamw(config.optim, groups)
         return eight_bit_adamw(config, groups)
     return adamw(config.optim, groups, first.device)
 
@@ -201,8 +206,10 @@ def in_words(config: RunConfig, device: torch.device) -> str:
             return f"{plain}: fp64 rounds no moments to 8 bits"
         from importlib.metadata import version
 
-        number = ".".join(version("torchao").split("+")[0].split(".")[:2])
-        return f"AdamW 8-bit (torchao {number}{', compiled' if step_is_compiled(config) else ''})"
+        library = config.optim.eight_bit
+        number = ".".join(version(library).split("+")[0].split(".")[:2])
+        compiled = library == "torchao" and step_is_compiled(config)
+        return f"AdamW 8-bit ({library} {number}{', compiled' if compiled else ''})"
     return plain
 
 
@@ -228,7 +235,10 @@ def read_moments(
     """Moments by kind and canonical name, 8-bit ones as float32; zeros for parameters without a step."""
 
     def read(p: nn.Parameter, kind: str) -> Tensor:
-        value: Tensor = optimizer.state[p].get(kind, torch.zeros_like(p)).detach()
+        entry = optimizer.state[p]
+        if "state1" in entry:  # bitsandbytes'
+            return read_moment(entry, kind)
+        value: Tensor = entry.get(kind, torch.zeros_like(p)).detach()
         return value.dequantize() if hasattr(value, "codes") else value
 
     return {
@@ -245,11 +255,17 @@ def write_moments(
     for name, p in parameters.items():
         # A fused step counts on the device.
         count = torch.tensor(float(state.updates), device=p.device if fused else "cpu")
-        entry = {} if by_muon(config, name) else {"step": count}
+        entry: dict[str, Any] = {} if by_muon(config, name) else {"step": count}
+        library = p.dtype == torch.float32 and by_bitsandbytes(config)
+        if library:
+            entry = {"step": int(state.updates)}
         quantised = p.dtype == torch.float32 and in_eight_bits(config, tuple(p.shape))
         for kind in moment_kinds(config, name):
             value = torch.tensor(state.optimizer[kind][name]).to(device=p.device, dtype=p.dtype)
-            entry[kind] = eight_bits(value, signed=kind == "exp_avg") if quantised else value
+            if library:
+                entry |= written_moment(optimizer, value, kind, quantised)
+            else:
+                entry[kind] = eight_bits(value, signed=kind == "exp_avg") if quantised else value
         optimizer.state[p] = entry
 
 

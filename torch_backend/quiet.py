@@ -1,4 +1,4 @@
-"""torchao without what it says of kernels that it could not load: they are for other machines."""
+"""torchao and bitsandbytes without what they say of kernels that they could not load: those are for other machines."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SPEAKERS = ("torchao", "torch.utils._pytree")
+SPEAKERS = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Warnings of torchao's import, and of torch about torchao, are left unsaid inside."""
+    """Warnings of the libraries' import, and of torch about torchao, are left unsaid inside."""
     before = {name: logging.getLogger(name).level for name in SPEAKERS}
     for name in SPEAKERS:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -25,6 +25,7 @@ from core.parity.observations import PARAMETER, PROBE_NLL, Observation
 from core.parity.sketch import K
 from core.schedule import learning_rate
 from torch_backend.attention import check_kernel, in_force
+from torch_backend.bitsandbytes_adamw import check_bitsandbytes
 from torch_backend.float8 import float8
 from torch_backend.library_heads import check_head
 from torch_backend.model import Linear, Llama, Tap, no_tap
@@ -510,6 +511,7 @@ class TorchBackend:
         """
         check_kernel(config, resolve_device(config))
         check_head(config.loss, resolve_device(config))
+        check_bitsandbytes(config.optim)
         if config.train.ranks == 1:
             return self.open_rank(config)
         from torch_backend.parallel import open_ranked
@@ -525,6 +527,7 @@ class TorchBackend:
         device = resolve_device(config)
         check_kernel(config, device)
         check_head(config.loss, device)
+        check_bitsandbytes(config.optim)
         float8(config.precision, device)
         scope = "" if config.compile.scope == "model" else ", block by block"
         mode = "" if config.compile.mode == "default" else f", {config.compile.mode}"

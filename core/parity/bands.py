@@ -138,7 +138,13 @@ def least(recipe: str, kind: str) -> tuple[float, float]:
 ROUNDED = {"q", "k", "v", "o_proj", "gate", "up", "down_proj", "attn", "logits", *HEADS}
 
 # What the optimizer rounds to a narrower format than the stream's, whatever the policy.
-ROUNDED_UPDATES = {"adamw8bit/exp_avg", "adamw8bit/exp_avg_sq", "muon/update"}
+ROUNDED_UPDATES = {
+    "adamw8bit/exp_avg",
+    "adamw8bit/exp_avg_sq",
+    "adamw8bit_bnb/exp_avg",
+    "adamw8bit_bnb/exp_avg_sq",
+    "muon/update",
+}
 
 
 def margin(kind: str) -> float:
@@ -175,10 +181,15 @@ def bridge_kind(parameter: str) -> str:
 
 
 def update_kind(optim: OptimConfig, parameter: str, shape: Shape, what: str) -> str:
-    """A kind of moment, or `update`: AdamW's where it does as AdamW; Muon's by the precision of Newton–Schulz."""
+    """A kind of moment, or `update`: AdamW's where it does as AdamW, else of its own by optimizer and library.
+
+    Muon's update by the precision of Newton–Schulz.
+    """
     if by_muon(optim, parameter):
         return f"muon/{what}" + ("_fp32" if what == "update" and optim.ns_dtype == "fp32" else "")
-    return f"adamw8bit/{what}" if in_eight_bits(optim, shape) else what
+    if not in_eight_bits(optim, shape):
+        return what
+    return f"{'adamw8bit_bnb' if optim.eight_bit == 'bitsandbytes' else 'adamw8bit'}/{what}"
 
 
 def all_kinds(model: ModelConfig, optim: OptimConfig, loss: LossConfig | None = None) -> set[str]:
@@ -228,7 +239,7 @@ def measured_under(recipe: str, kind: str) -> str:
     Muon and 8-bit AdamW compute in FP32 under every policy. A library's head is no part of what a compiler makes, and
     FP8 leaves it in bf16.
     """
-    if kind.startswith(("muon/", "adamw8bit/")):
+    if kind.startswith(("muon/", "adamw8bit/", "adamw8bit_bnb/")):
         return "fp32/eager"
     policy = recipe.partition("/")[0]
     return f"{'bf16' if policy.startswith('fp8') else policy}/eager" if of_library(kind) else recipe

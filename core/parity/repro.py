@@ -294,7 +294,7 @@ def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig
     if by_muon(optim, name):
         rule, needs = "muon", ["momentum", "nesterov", "ns_steps", "ns_dtype"]
     elif in_eight_bits(optim, before.params[name].shape):
-        rule = "adamw8bit"
+        rule = "adamw8bit_bnb" if optim.eight_bit == "bitsandbytes" else "adamw8bit"
     facts: dict[str, Any] = {key: getattr(optim, key) for key in needs}
     facts |= {
         "number": before.step + 1,

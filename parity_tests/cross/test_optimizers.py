@@ -18,7 +18,7 @@ from core.names import GROUPS, group_of
 from core.parity.evidence import uneven_weights
 from core.parity.reference_check import check_reference
 from core.schedule import learning_rate
-from jax_backend.optim import in_codes, quantisation_map
+from jax_backend.codes import in_codes, quantisation_map
 from jax_backend.optim import orthogonal as orthogonal_in_jax
 from jax_backend.session import JaxBackend
 from parity_tests.cross.variants import ALL_BIASES, relative, same_bits, shaken_state

@@ -25,7 +25,8 @@ def distances(excess: float = 1.0, gain: float = 0.0, distance: float = 0.0, rel
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_comparison_of_every_recipe_was_measured(recipe):
     model = tiny_config(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True).model
-    found, apart = set(bands.table()[recipe]), ("adamw8bit/", "muon/", "forward/torch_", "backward/torch_")
+    found = set(bands.table()[recipe])
+    apart = ("adamw8bit/", "adamw8bit_bnb/", "muon/", "forward/torch_", "backward/torch_")
     assert bands.all_kinds(model, OptimConfig()) == {kind for kind in found if not kind.startswith(apart)}
 
 
@@ -34,6 +35,8 @@ def test_each_optimizer_needs_its_own_kinds():
     needed = {name: bands.all_kinds(model, OptimConfig(name=name)) for name in ("adamw", "adamw8bit", "muon")}
     eight = {"adamw8bit/exp_avg", "adamw8bit/exp_avg_sq", "adamw8bit/update"}
     assert needed["adamw8bit"] - needed["adamw"] == eight
+    library = bands.all_kinds(model, OptimConfig(name="adamw8bit", eight_bit="bitsandbytes"))
+    assert library - needed["adamw"] == {kind.replace("8bit/", "8bit_bnb/") for kind in eight}
     assert needed["muon"] - needed["adamw"] == {"muon/momentum_buffer", "muon/update"}
     single = bands.all_kinds(model, OptimConfig(name="muon", ns_dtype="fp32"))
     assert single - needed["muon"] == {"muon/update_fp32"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -42,7 +43,10 @@ def bound(recipe, kind, d, size):
 
 
 def judged(name: str, backend: TorchBackend):
-    config = BASE.model_copy(update={"optim": BASE.optim.model_copy(update={"name": name, "gains_lr_scale": 2.0})})
+    """Config, evidence and findings of an optimizer's step; `adamw8bit_bnb` is that of bitsandbytes."""
+    library = "bitsandbytes" if name.endswith("_bnb") else "torchao"
+    changed = {"name": name.removesuffix("_bnb"), "eight_bit": library, "gains_lr_scale": 2.0}
+    config = BASE.model_copy(update={"optim": BASE.optim.model_copy(update=changed)})
     reference = replace(Reference.open(JaxBackend(), config), bound=bound)
     session = backend.open(config)
     session.step(text_batch(config, 1))
@@ -61,7 +65,10 @@ def run_script(folder, config, evidence, findings, tap):
     return stop.value.code
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
+NEEDS_LIBRARY = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", pytest.param("adamw8bit_bnb", marks=NEEDS_LIBRARY), "muon"])
 def test_an_honest_update_is_within_rounding(name, tmp_path):
     config, evidence, findings = judged(name, TorchBackend())
     assert all(f.ok for f in findings), [f for f in findings if not f.ok]
