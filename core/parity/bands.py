@@ -221,7 +221,13 @@ def require(config: RunConfig) -> None:
     """
     if (recipe := recipe_of(config)).startswith("fp64/"):
         return
-    kinds = all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), config.optim, config.loss)
+    optim = config.optim
+    if (optim.name, optim.eight_bit, config.device) == ("adamw8bit", "bitsandbytes", "cuda"):
+        raise UserError(
+            "the reference rounds as bitsandbytes' CPU kernel does, and CUDA's rounds otherwise: "
+            "leave the checks out, or take optim.eight_bit = 'torchao'"
+        )
+    kinds = all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), optim, config.loss)
     if missing := sorted(kind for kind in kinds if kind not in table().get(measured_under(recipe, kind), {})):
         what = f"{recipe} ({', '.join(missing)})" if kinds & table().get(recipe, {}).keys() else recipe
         how = recipe

@@ -59,6 +59,14 @@ def test_a_library_s_head_that_was_never_measured_is_refused(head):
         bands.require(config)
 
 
+def test_bitsandbytes_on_cuda_is_refused_and_on_the_cpu_measured():
+    optim = OptimConfig(name="adamw8bit", eight_bit="bitsandbytes")
+    config = tiny_config("bf16").model_copy(update={"optim": optim, "device": "cpu"})
+    bands.require(config)
+    with pytest.raises(UserError, match="CUDA's rounds otherwise"):
+        bands.require(config.model_copy(update={"device": "cuda"}))
+
+
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_head_of_torch_was_measured_under_every_policy(policy, compiled):
