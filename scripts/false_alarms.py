@@ -98,6 +98,7 @@ RECIPES = {
     "bf16, documents": Kind("bf16/eager", documents=True),
     "bf16, two ranks": Kind("bf16/eager", ranks=2),
     "bf16, 8-bit AdamW": Kind("bf16/eager", optimizer="adamw8bit"),
+    "bf16, 8-bit AdamW of bitsandbytes": Kind("bf16/eager", optimizer="adamw8bit_bnb"),
     "bf16, Muon": Kind("bf16/eager", optimizer="muon", first_draw=6000),
     "bf16, torch's loss head": Kind("bf16/eager", head="torch"),
 }
