@@ -100,10 +100,18 @@ def library_loss(
     tap: Callable[[str, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S). tap: sees `nll` alone."""
-    most = weights_BS.max().double()
-    scale = total.double() / torch.where(most > 0, most, 1.0)
+    share = (weights_BS.max().double() / total.double()).detach()
+    nll_BS = tap("nll", library_nll(x_BSD, weight_VD, targets_BS, share, policy, loss))
+    return weighted_mean(nll_BS, weights_BS, total), nll_BS
+
+
+def library_nll(
+    x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor, largest: Tensor, policy: Policy, loss: LossConfig
+) -> Tensor:
+    """Per-token losses (B, S) in the stream dtype. largest: the largest gradient that any of them will be given."""
+    scale = torch.where(largest > 0, 1 / largest, 1.0)
     x = _Scaled.apply(x_BSD.flatten(0, 1), 1 / scale).to(policy.operand)
     weight = _Scaled.apply(weight_VD, 1 / scale).to(policy.operand)
     losses = LIBRARY_HEADS[loss.head](x, weight, targets_BS.flatten(), loss).to(x_BSD.dtype)
-    nll_BS = tap("nll", _Scaled.apply(losses, scale).unflatten(0, targets_BS.shape))
-    return weighted_mean(nll_BS, weights_BS, total), nll_BS
+    nll_BS: Tensor = _Scaled.apply(losses, scale).unflatten(0, targets_BS.shape)
+    return nll_BS

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_backend.embedding import embedding
 from torch_backend.float8 import Float8
+from torch_backend.library_heads import library_nll
 from torch_backend.model import Block, Llama, positions, rms_norm, rope_at
 from torch_backend.precision import Policy, head, linear
 
@@ -52,6 +53,10 @@ def stage_functions(model: Llama, policy: Policy, float8: Float8 | None) -> dict
     def add(inputs: Inputs) -> Tensor:
         return inputs["x"] + inputs["y"]
 
+    def library_head(inputs: Inputs) -> Tensor:
+        largest = inputs["grad"].abs().max().double() if "grad" in inputs else torch.tensor(0.0).double()
+        return library_nll(inputs["x"], inputs["weight"], inputs["targets"], largest, policy, model.head)
+
     return {
         "embed": lambda inputs: embedding(inputs["tokens"], inputs["weight"]),
         **dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), norm),
@@ -64,6 +69,7 @@ def stage_functions(model: Llama, policy: Policy, float8: Float8 | None) -> dict
         "act": lambda inputs: mlp.activate(inputs["gate"], inputs["up"]),
         "logits": lambda inputs: head(inputs["x"], inputs["weight"], policy),
         "nll": lambda inputs: model.nll(inputs["logits"], inputs["targets"]),
+        **({f"{model.head.head}_head": library_head} if model.head.of_library else {}),
     }
 
 
@@ -73,8 +79,9 @@ def run_stage(function: StageFunction, inputs: Mapping[str, np.ndarray], policy:
     for role, array in inputs.items():
         tensor = torch.tensor(array)
         tensors[role] = tensor.to(policy.stream) if tensor.is_floating_point() else tensor.long()
-    grad = tensors.pop("grad", None)
-    leaves = {role: t.requires_grad_() for role, t in tensors.items() if grad is not None and t.is_floating_point()}
+    grad = tensors.get("grad")
+    roles = [role for role, t in tensors.items() if role != "grad" and t.is_floating_point() and grad is not None]
+    leaves = {role: tensors[role].requires_grad_() for role in roles}
     out = function(tensors)
     if grad is None:
         return {"out": out}

@@ -169,3 +169,13 @@ def test_an_older_torch_is_refused(monkeypatch):
     monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions")
     with pytest.raises(UserError, match=r"needs torch 2\.13"):
         check_head(LossConfig(head="torch"), torch.device("cpu"))
+
+
+def test_both_backends_run_it_as_a_stage():
+    config = with_head(tiny_config("bf16", vocab_size=VOCABULARY, hidden=WIDTH, heads=2, kv_heads=1), chunk=20)
+    x, weight, targets, weights = inputs()
+    arrays = {"x": x, "weight": weight, "targets": targets, "grad": weights / weights.sum(dtype=np.float32)}
+    ours, theirs = (b.open(config).run_stage("torch_head", arrays) for b in (TorchBackend(), JaxBackend()))
+    assert ours.keys() == theirs.keys() == {"out", "grad/x", "grad/weight"}
+    for name, value in ours.items():
+        assert apart(value, theirs[name]) < UNIT["bf16"] / 20
