@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from core.names import GROUPS, group_of
 
-# Programs that torch.compile has made for the training step so far: more than in the first step are recompilations.
-PROGRAMS = "compile/programs"
+# Programs that torch.compile made anew in this step, after a session's first: there is no such metric where none was.
+RECOMPILED = "compile/recompiled"
 
 
 def group_norms(norms: Mapping[str, float]) -> dict[str, float]:

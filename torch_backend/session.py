@@ -19,7 +19,7 @@ from core.errors import UserError
 from core.groups import check_state, moment_names
 from core.init import init_parameters
 from core.loss_scale import SCALE, first_scale, scale_after
-from core.metrics import PROGRAMS, norms_by_group
+from core.metrics import RECOMPILED, norms_by_group
 from core.names import GRADIENT, edge_names, probe_shapes, tap_names
 from core.parity.observations import PARAMETER, PROBE_NLL, Observation
 from core.parity.sketch import K
@@ -70,7 +70,8 @@ class TorchSession:
         self.policy: Policy = POLICIES[config.precision.policy]
         self.float8 = float8(config.precision, self.device)
         self.steps_done = 0
-        self.programs = 0
+        # What torch.compile has made for the step.
+        self.programs, self._stepped = 0, False
         self.scalars = first_scale(config.precision)
         self.model = self.build_model()
         if self.model.has_own_head:
@@ -143,7 +144,9 @@ class TorchSession:
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group."""
+        made, first = self.programs, not self._stepped
         loss, nll = self.accumulate(batch)
+        anew, self._stepped = 0 if first else self.programs - made, True
         if self._show_step:
             self._of_step = self._gradients(loss, nll)
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -160,7 +163,7 @@ class TorchSession:
             self.optimizer.step()
         self.scalars = self.scalars_after(finite)
         self.steps_done += 1
-        metrics = dict(self.scalars) | ({PROGRAMS: float(self.programs)} if self.config.compile.enabled else {})
+        metrics = dict(self.scalars) | ({RECOMPILED: float(anew)} if anew else {})
         if norms:
             updates = {n: p.detach() - before[n] for n, p in self.parameters.items()}
             metrics |= norms_by_group(group_norms, self._norms(before), self._norms(updates))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from core.backend import StepRecord
 from core.loss_scale import FINITE, SCALE, SKIPPED
-from core.metrics import PROGRAMS
+from core.metrics import RECOMPILED
 from core.parity.verdict import Check, Finding
 
 
@@ -99,8 +99,9 @@ def metric_lines(step: int, metrics: Mapping[str, float], before: Mapping[str, f
         lines.append(
             f"step {step}: left out, gradients not finite; {skipped} so far, the loss scale is now 2^{scale:g}"
         )
-    if 0 < before.get(PROGRAMS, 0) < (programs := int(metrics.get(PROGRAMS, 0))):
-        lines.append(f"step {step}: recompiled: torch.compile made another program for the step, {programs} so far")
+    if RECOMPILED in metrics:
+        count = int(metrics[RECOMPILED])
+        lines.append(f"step {step}: recompiled: torch.compile made the step's program anew ({count})")
     return lines
 
 

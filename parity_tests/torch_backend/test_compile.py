@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from core.backend import Batch
-from core.metrics import PROGRAMS
+from core.metrics import RECOMPILED
 from core.parity.evidence import uneven_weights
 from core.sinks.phrases import metric_lines
 from parity_tests.tiny import text_batch, tiny_config
@@ -42,20 +42,20 @@ def test_one_graph_and_no_second_compilation(graphs):
 
 
 @pytest.mark.parametrize("scope, programs", [("model", 1), ("blocks", 2)])
-def test_programs_of_the_step_are_counted_and_a_recompilation_is_seen(graphs, scope, programs):
+def test_a_recompilation_of_the_step_is_counted_and_said(graphs, scope, programs):
     config = CONFIG.model_copy(update={"compile": CONFIG.compile.model_copy(update={"scope": scope})})
     session = TorchBackend().open(config)
-    micro = text_batch(config).micro_batches(2)[0]
-    session.observe(micro, ["embed"])
-    assert session.step(text_batch(config)).metrics[PROGRAMS] == programs
-    assert session.step(text_batch(config, 1)).metrics[PROGRAMS] == programs
+    session.observe(text_batch(config).micro_batches(2)[0], ["embed"])
+    assert RECOMPILED not in session.step(text_batch(config)).metrics
+    assert session.programs == programs
+    assert RECOMPILED not in session.step(text_batch(config, 1)).metrics
     batch = text_batch(config)
     short = Batch(*(x[:, :16].copy() for x in (batch.tokens, batch.targets, batch.weights)))
-    before, after = {PROGRAMS: float(programs)}, session.step(short).metrics
-    assert after[PROGRAMS] == 2 * programs
-    (line,) = metric_lines(3, after, before)
-    assert line == f"step 3: recompiled: torch.compile made another program for the step, {2 * programs} so far"
-    assert not metric_lines(4, after, after) and not metric_lines(1, after, {})
+    metrics = session.step(short).metrics
+    assert metrics[RECOMPILED] == programs
+    said = f"step 3: recompiled: torch.compile made the step's program anew ({programs})"
+    assert metric_lines(3, metrics, {}) == [said]
+    assert metric_lines(4, session.step(short).metrics, metrics) == []
 
 
 def test_another_shape_is_another_graph(graphs):
