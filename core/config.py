@@ -91,6 +91,9 @@ class OptimConfig(Section):
         "adamw", description="AdamW; AdamW with 8-bit moments; Muon for the matrices and AdamW for the rest"
     )
     eight_bit: Literal["torchao", "bitsandbytes"] = Field("torchao", description="adamw8bit: whose 8-bit optimizer")
+    fused: bool | Literal["auto"] = Field(
+        "auto", description="AdamW in one kernel (CUDA), or a list operation at a time; auto: one kernel on CUDA"
+    )
     peak_lr: Annotated[float, Field(gt=0)] = Field(3e-3, description="learning rate at the end of the warm-up")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
     warmup_steps: Count = Field(20, description="steps of linear warm-up")
@@ -411,6 +414,22 @@ def _scale_is_a_power_of_two(scale: float) -> str | None:
     return None
 
 
+def _eight_bits_are_asked_for(library: str, name: str) -> str | None:
+    if library != "torchao" and name != "adamw8bit":
+        return f"the 8-bit AdamW of {library} was chosen, but optim.name = {name!r}; take optim.name = 'adamw8bit'"
+    return None
+
+
+def _fused_can_be(fused: bool | str, name: str, device: str) -> str | None:
+    if fused == "auto":
+        return None
+    if name == "adamw8bit":
+        return "8-bit AdamW has one implementation; leave optim.fused = 'auto'"
+    if fused and device == "cpu":
+        return "the fused AdamW is a CUDA kernel, and device = cpu; take optim.fused = 'auto'"
+    return None
+
+
 def _head_has_z_loss(head: str, z_loss: float) -> str | None:
     if z_loss and head in ("torch", "cce"):
         return f"the head of {head} knows no z-loss; take loss.head = 'chunked'"
@@ -438,6 +457,8 @@ RULES = (
     Rule(("loss.head", "loss.z_loss"), _head_has_z_loss),
     Rule(("loss.head", "precision.policy"), _head_suits_policy),
     Rule(("loss.head", "compile.enabled", "compile.scope"), _head_suits_program),
+    Rule(("optim.eight_bit", "optim.name"), _eight_bits_are_asked_for),
+    Rule(("optim.fused", "optim.name", "device"), _fused_can_be),
     Rule(("precision.loss_scale",), _scale_is_a_power_of_two),
     Rule(("recompute.parts", "recompute.keep_products", "recompute.every"), _parts_are_known),
     Rule(("recompute.memory_budget", "compile.enabled", "compile.backend"), _budget_needs_inductor),

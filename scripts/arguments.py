@@ -13,7 +13,8 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 from pydantic.fields import FieldInfo
@@ -79,22 +80,25 @@ def _with_settings(command: type[T], shown: Callable[[str], bool]) -> Any:
 
 
 def _flag(name: str, field: FieldInfo, shown: bool) -> Any:
-    kind = field.annotation
-    words = (
-        "|".join(map(str, get_args(kind)))
-        if get_origin(kind) is Literal
-        else getattr(kind, "__name__", "value").upper()
-    )
-    words = {"BOOL": "true|false", "STR": "TEXT"}.get(words, words)
     default = str(field.default).lower() if isinstance(field.default, bool) else field.default
     hint = f"(default: {default!r})" if isinstance(default, str) and default.strip() != default else ""
     about = tyro.conf.arg(
-        metavar=words,
+        metavar=_words(field.annotation),
         help=field.description or "",
         help_behavior_hint=hint or (f"(default: {default})" if default != "" else "(default: empty)"),
     )
     text: Any = Annotated[str | None, about] if shown else Annotated[str | None, about, tyro.conf.Suppress]
     return (name, text, dataclasses.field(default=None))
+
+
+def _words(kind: Any) -> str:
+    """A type as help writes it: INT, true|false, one|other."""
+    if get_origin(kind) in (Union, UnionType):
+        return "|".join(map(_words, get_args(kind)))
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    words = getattr(kind, "__name__", "value").upper()
+    return {"BOOL": "true|false", "STR": "TEXT"}.get(words, words)
 
 
 def _given(options: Any) -> dict[str, str]:

@@ -29,7 +29,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
             found = {"floor": measure_floor()}
         else:
             config = RunConfig.model_validate(job["config"])
-            found = measure_steps(config, job["foreach"], job["warmup"], job["repeat"])
+            found = measure_steps(config, job["warmup"], job["repeat"])
         return {"status": "measured", **found}
     except UserError as error:
         return {"status": "refused", "reason": in_one_line(str(error))}

@@ -146,23 +146,6 @@ def timed(run: Callable[[], Any], repeat: int, kind: str, warmup: int = 5) -> li
     return [begin.elapsed_time(end) / 1000 for begin, end in events]
 
 
-class ForeachSession(TorchSession):
-    """AdamW as torch runs it by default, a list operation at a time, where ours is one kernel."""
-
-    def build_optimizer(self) -> torch.optim.Optimizer:
-        """The run's optimizer, not fused."""
-        optimizer = super().build_optimizer()
-        for group in optimizer.param_groups:
-            group.update(fused=False, foreach=True)
-        return optimizer
-
-
-class ForeachBackend(TorchBackend):
-    """Opens sessions whose AdamW is not fused."""
-
-    session_class = ForeachSession
-
-
 def random_batches(config: RunConfig, count: int = BATCHES) -> list[Batch]:
     """Batches of random tokens from a fixed seed, all loss weights 1: what is in them decides no time."""
     shape = config.train.batch_size, config.train.sequence_length
@@ -174,14 +157,13 @@ def random_batches(config: RunConfig, count: int = BATCHES) -> list[Batch]:
     return batches
 
 
-def measure_steps(config: RunConfig, foreach: bool, warmup: int, repeat: int) -> dict[str, Any]:
+def measure_steps(config: RunConfig, warmup: int, repeat: int) -> dict[str, Any]:
     """Time `repeat` steps after `warmup` that do not count, each on a batch that is ready, the device waited for.
 
     Raises whatever the session raises: UserError if the row cannot run here, OutOfMemoryError, …
     """
-    backend: TorchBackend = ForeachBackend() if foreach else TorchBackend()
-    about = backend.describe(config)
-    in_force = {**about["in_force"], **({"optimizer": "AdamW (foreach)"} if foreach else {})}
+    backend = TorchBackend()
+    in_force = dict(backend.describe(config)["in_force"])
     session = backend.open_rank(config)
     cuda = session.device.type == "cuda"
     batches = itertools.cycle(random_batches(config))

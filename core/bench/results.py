@@ -3,7 +3,7 @@
 ```
 {"schema": 1, "suite": "step", "series": [
   {"device": {…}, "versions": {…}, "config": {…}, "floor": {"rates": {…}, "bandwidth": …, "repetitions": {…}} or null,
-   "rows": [{"row": NAME, "status": …, "reason": … or null, "settings": {…}, "foreach": …, "tokens": [B, S],
+   "rows": [{"row": NAME, "status": …, "reason": … or null, "settings": {…}, "tokens": [B, S],
              "micro_batch": …, "wall_seconds": …,
              if measured: "in_force": {…}, "first_step_seconds": …, "seconds": [every repetition], "median": …,
              "min": …, "spread": (max − min) / median, "tokens_per_second": …, "mfu": {…}, "hfu": {…},

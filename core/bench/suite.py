@@ -133,7 +133,6 @@ def measure_row(
         "status": "missing" if row.missing else "refused",
         "reason": row.missing or None,
         "settings": dict(row.settings),
-        "foreach": row.foreach,
         "micro_batch": row.sequences,
         "tokens": [row.sequences * row.accumulation, series["config"]["sequence_length"]],
     }
@@ -147,7 +146,6 @@ def measure_row(
         "job": "row",
         "row": row.name,
         "config": config.model_dump(mode="json"),
-        "foreach": row.foreach,
         "warmup": plan.warmup,
         "repeat": plan.repeat,
     }

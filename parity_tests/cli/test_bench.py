@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the 
 ROWS = ("fp32-eager", "attention-flash-eager")
 TINY = str(REPO / "configs/bench-tiny.toml")
 KEYS = {
-    *("row", "status", "reason", "settings", "foreach", "tokens", "micro_batch", "wall_seconds", "in_force"),
+    *("row", "status", "reason", "settings", "tokens", "micro_batch", "wall_seconds", "in_force"),
     *("first_step_seconds", "seconds", "median", "min", "spread", "tokens_per_second", "mfu", "hfu", "peak"),
     *("floor_seconds", "memory", "clocks", "loss", "allocator"),
 }
@@ -113,7 +113,7 @@ def test_what_a_worker_says_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     from scripts.bench_worker import answer
     from torch_backend import bench
 
-    job = {"job": "row", "config": tiny_config().model_dump(mode="json"), "foreach": False, "warmup": 1, "repeat": 1}
+    job = {"job": "row", "config": tiny_config().model_dump(mode="json"), "warmup": 1, "repeat": 1}
     text = "CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has a total capacity of 79.19 GiB"
     for error, status, reason in [
         (UserError("no such kernel"), "refused", "no such kernel"),

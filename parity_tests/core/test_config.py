@@ -197,6 +197,15 @@ BROKEN = {
         {"compile.mode": "max-autotune", "compile.enabled": "false"},
         {"compile.mode": "max-autotune", "compile.backend": "aot_eager"},
     ],
+    ("optim.eight_bit", "optim.name"): [
+        {"optim.eight_bit": "bitsandbytes"},
+        {"optim.eight_bit": "bitsandbytes", "optim.name": "muon"},
+    ],
+    ("optim.fused", "optim.name", "device"): [
+        {"optim.fused": "true", "device": "cpu"},
+        {"optim.fused": "true", "optim.name": "muon", "device": "cpu"},
+        {"optim.fused": "false", "optim.name": "adamw8bit"},
+    ],
     ("compile.mode", "device"): [{"compile.mode": "reduce-overhead", "device": "cpu"}],
     ("precision.fp8_layers", "precision.policy", "model.layers"): [
         {"precision.policy": "fp8_tensorwise", "precision.fp8_layers": "blocks.99.*"},

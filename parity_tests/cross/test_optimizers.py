@@ -13,6 +13,7 @@ import torch
 import torch_backend.optim
 from core.backend import State
 from core.config import CompileConfig, OptimConfig, RunConfig
+from core.errors import UserError
 from core.groups import BLOCK, by_muon, group_settings, in_eight_bits
 from core.names import GROUPS, group_of
 from core.parity.evidence import uneven_weights
@@ -295,6 +296,18 @@ def test_another_muon_is_no_reference(change):
             return super().open(config.model_copy(update={"optim": optim}))
 
     assert {f.stage for f in check_reference(Other(), run_of("muon")).wrong} & {"moments", "update"}
+
+
+def test_a_fused_adamw_is_refused_where_there_is_no_cuda():
+    """`device = auto` is known only where the session is opened."""
+    config = run_of("adamw")
+    config = config.model_copy(update={"device": "auto", "optim": config.optim.model_copy(update={"fused": True})})
+    if torch.cuda.is_available():
+        assert TorchBackend().describe(config)["in_force"]["optimizer"] == "AdamW (fused)"
+        return
+    for entry in (TorchBackend().describe, TorchBackend().open):
+        with pytest.raises(UserError, match=r"^optim\.fused = true: the fused AdamW is a CUDA kernel, and .* is cpu$"):
+            entry(config)
 
 
 def test_what_runs_is_said():

@@ -9,7 +9,7 @@ import torch
 from core.config import CompileConfig
 from core.parity.evidence import uneven_weights
 from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.bench import ForeachSession, device_facts, measure_floor, measure_steps, operands
+from torch_backend.bench import device_facts, measure_floor, measure_steps, operands
 from torch_backend.session import TorchBackend, TorchSession
 
 pytestmark = [
@@ -45,7 +45,9 @@ def test_tf32_is_in_force_under_its_policy_alone(compiled):
 
 def test_fused_adamw_is_the_foreach_one():
     """Three updates by the same gradients; each rounds its operations a little differently."""
-    sessions = TorchSession(on_cuda("fp32")), ForeachSession(on_cuda("fp32"))
+    config = on_cuda("fp32")
+    foreach = config.model_copy(update={"optim": config.optim.model_copy(update={"fused": False})})
+    sessions = TorchSession(config), TorchSession(foreach)
     assert [s.optimizer.param_groups[0]["fused"] for s in sessions] == [True, False]
     before = {name: p.detach().clone() for name, p in sessions[0].parameters.items()}
     for step in range(3):
@@ -67,7 +69,7 @@ def test_the_bench_measures_here():
     assert facts["kind"] == "cuda" and set(facts) > {"name", "driver", "power_limit_w"}
     floor = measure_floor(repeat=3)
     assert set(floor["rates"]) == set(operands("cuda")) and floor["bandwidth"] > 1e9
-    found = measure_steps(on_cuda("bf16"), foreach=True, warmup=1, repeat=2)
-    assert len(found["seconds"]) == 2 and found["in_force"]["optimizer"] == "AdamW (foreach)"
+    found = measure_steps(on_cuda("bf16"), warmup=1, repeat=2)
+    assert len(found["seconds"]) == 2 and found["in_force"]["optimizer"] == "AdamW (fused)"
     memory = found["memory"]
     assert 0 < memory["allocated"] < memory["peak_allocated"] <= memory["reserved"]
