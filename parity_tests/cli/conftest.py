@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,8 @@ def here(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("aside")))
     # Tables and messages are not cut at the width of whoever runs the tests.
     monkeypatch.setenv("COLUMNS", "120")
+    # Python's byte code beside a candidate is no file that a command has written.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path
 
 

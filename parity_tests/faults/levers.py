@@ -114,27 +114,11 @@ class LibraryHeadGetsRoundedShares(TorchBackend):
 
 class _HalfTheTokens(Linear):
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
+        """What goes beyond the smaller of both halves' largest magnitudes is cut, as a cast by too large a scale does."""
         assert self.float8 is not None
-        return _OfHalf.apply(x, self.weight, self.float8)
-
-
-class _OfHalf(torch.autograd.Function):
-    """What goes beyond the smaller of both halves' largest magnitudes is cut, as a cast by too large a scale does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, float8: Float8) -> Tensor:
-        with torch.enable_grad():
-            inputs = x.detach().requires_grad_(), weight.detach().requires_grad_()
-            low = inputs[0].bfloat16()
-            most = torch.stack([half.abs().amax() for half in low.flatten(0, -2).chunk(2)]).amin().detach()
-            out = float8.product(low.clamp(-most, most), inputs[1]).float()
-        ctx.inputs, ctx.out = inputs, out
-        return out.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad_x, grad_weight = torch.autograd.grad(ctx.out, ctx.inputs, grads[0])
-        return grad_x, grad_weight, None
+        low = x.bfloat16()
+        most = torch.stack([half.abs().amax() for half in low.detach().flatten(0, -2).chunk(2)]).amin()
+        return self.float8.product(low.clamp(-most, most), self.weight).float()
 
 
 class AmaxOfHalfTheTokens(TorchBackend):
