@@ -10,7 +10,6 @@ from torch import Tensor
 from core.backend import Batch
 from core.loss_scale import SCALE
 from parity_tests.faults.planting import bf16, in_model, swap
-from torch_backend.float8 import Float8
 from torch_backend.loss import weighted_mean
 from torch_backend.model import Linear, Llama, SwiGLU
 from torch_backend.precision import Policy, linear, wide_product
@@ -114,7 +113,7 @@ class LibraryHeadGetsRoundedShares(TorchBackend):
 
 class _HalfTheTokens(Linear):
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
-        """What goes beyond the smaller of both halves' largest magnitudes is cut, as a cast by too large a scale does."""
+        """What goes beyond the smaller of both halves' largest magnitudes is cut, as by too large a scale."""
         assert self.float8 is not None
         low = x.bfloat16()
         most = torch.stack([half.abs().amax() for half in low.detach().flatten(0, -2).chunk(2)]).amin()
