@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -223,6 +224,55 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Give back what the session holds."""
+        ...
+
+
+class Writing(Protocol):
+    """A state on its way into a folder.
+
+    step, scalars: of that state (`State`). format: `safetensors`, or that of a framework, which its session reads.
+    """
+
+    step: int
+    scalars: Mapping[str, float]
+    format: str
+
+    def wait(self) -> None:
+        """Until every file is written. Raises OSError if the disk refuses."""
+        ...
+
+
+@runtime_checkable
+class Writes(Protocol):
+    """A session that writes its state itself, while training goes on."""
+
+    def write(self, folder: Path) -> Writing:
+        """Begin to write a copy of the state into `folder`, which is empty; the session may go on at once.
+
+        `wait` may be called in another thread. Raises OSError if the disk refuses.
+        """
+        ...
+
+
+@runtime_checkable
+class Draws(Protocol):
+    """A session with random number generators of its own."""
+
+    def random_state(self) -> dict[str, np.ndarray]:
+        """Their states, by name."""
+        ...
+
+    def set_random_state(self, states: Arrays) -> None:
+        """Take over what `random_state` gave; what is not there stays as it is."""
+        ...
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """A session whose checkpoints are of a format of its own."""
+
+    def read(self, folder: Path) -> State:
+        """The state in a checkpoint's folder; step and scalars are not in it. Raises ValueError if it is not there."""
         ...
 
 

@@ -1,4 +1,7 @@
-"""Checkpoints as folders: safetensors, JSON, and a manifest of sizes and SHA-256. Whole or absent; no pickle."""
+"""Checkpoints as folders: safetensors, JSON, and a manifest of sizes and SHA-256. Whole or absent; no pickle.
+
+A session may write its own state (`Writes` in core/backend.py), in its framework's format, while it goes on training.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,31 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from core.backend import State
+from core.backend import Arrays, Session, State, Writes, Writing
 from core.errors import UserError
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
 EXTRA = "extra.json"
+RANDOM = "random.safetensors"
 PARAMS = "params"
+# The format of tensors that this module reads itself.
+SAFETENSORS = "safetensors"
 
 _FOLDER = re.compile(r"step_(\d{6,})")
 _KIND = re.compile(r"[A-Za-z0-9_]+")
+# Where torch.distributed.checkpoint says, in a file's metadata, which part of a tensor it holds.
+_SHARDS = "DCP_SHARDING_INFO"
+
+# Reads the tensors of a format of its own from a checkpoint's folder.
+Read = Callable[[Path], State]
 
 
 class CorruptCheckpoint(UserError):
@@ -48,63 +60,186 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def save_checkpoint(folder: Path, state: State, extra: Mapping[str, Any]) -> Path:
-    """Write `state` and `extra` to `folder`/step_NNNNNN and return that path; one of the same step is replaced.
+class Pending:
+    """A checkpoint that is being written beside its place; `commit` puts it there.
 
-    Files are written into a folder beside it, flushed to the disk, and the folder is renamed when all is there.
-    Raises UserError if the disk refuses (full, not writable); then nothing is left behind.
+    Made by `begin_checkpoint`. step: of its state.
     """
+
+    def __init__(self, final: Path, step: int, extra: Mapping[str, Any], random: Arrays) -> None:
+        self.step, self.final = step, final
+        self._aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+        self._extra, self._random = extra, random
+        self._writing: Writing | None = None
+
+    def begin(self, write: Callable[[Path], Writing]) -> None:
+        """Let `write` begin. Raises UserError if the disk refuses."""
+        try:
+            self._aside.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self._aside, ignore_errors=True)
+            self._aside.mkdir()
+            self._writing = write(self._aside)
+        except OSError as error:
+            raise self._refused(error) from error
+        finally:
+            if self._writing is None:
+                self.drop()
+
+    def commit(self) -> Path:
+        """Wait for the files, flush them to the disk, and rename the folder; one of the same step is replaced.
+
+        Raises UserError if the disk refuses (full, not writable); then nothing is left behind.
+        """
+        assert self._writing is not None
+        folder = self.final.parent
+        replaced = folder / f".{self.final.name}.{os.getpid()}.old"
+        try:
+            self._writing.wait()
+            if self._random:
+                _save(self._aside / RANDOM, self._random)
+            _seal_folder(self._aside, self._writing, self._extra)
+            if self.final.exists():
+                os.rename(self.final, replaced)
+            os.rename(self._aside, self.final)
+            _flush(folder)
+        except OSError as error:
+            raise self._refused(error) from error
+        finally:
+            if replaced.exists() and not self.final.exists():
+                os.rename(replaced, self.final)
+            shutil.rmtree(replaced, ignore_errors=True)
+            self.drop()
+        return self.final
+
+    def drop(self) -> None:
+        """Remove what was written beside the place."""
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def _refused(self, error: OSError) -> UserError:
+        return UserError(f"cannot write the checkpoint {self.final}: {error.strerror or error}")
+
+
+def begin_checkpoint(
+    final: Path, step: int, write: Callable[[Path], Writing], extra: Mapping[str, Any], random: Arrays | None = None
+) -> Pending:
+    """Begin the checkpoint `final`: when this returns, the state may change, and `commit` can run in another thread.
+
+    extra: what else belongs to it, as JSON. random: arrays by name, states of random number generators.
+    """
+    pending = Pending(final, step, extra, random or {})
+    pending.begin(write)
+    return pending
+
+
+def writer_of(session: Session) -> Callable[[Path], Writing]:
+    """What begins to write a session's state into a folder: the session itself where it can."""
+    if isinstance(session, Writes):
+        return session.write
+    return lambda folder: WritingState(session.state(), folder)
+
+
+class WritingState:
+    """A canonical state on its way into a folder: a file of safetensors for the weights and for each kind of moment."""
+
+    format = SAFETENSORS
+
+    def __init__(self, state: State, folder: Path) -> None:
+        for kind in state.optimizer:
+            if not _KIND.fullmatch(kind) or f"{kind}.safetensors" in (f"{PARAMS}.safetensors", RANDOM):
+                raise ValueError(
+                    f"{kind!r} cannot be the name of optimizer state: letters, digits and _, not {PARAMS!r}"
+                )
+        self.step, self.scalars = state.step, state.scalars
+        self._state, self._folder = state, folder
+
+    def wait(self) -> None:
+        """Write the files."""
+        for kind, arrays in {PARAMS: self._state.params, **self._state.optimizer}.items():
+            _save(self._folder / f"{kind}.safetensors", arrays)
+
+
+def save_checkpoint(folder: Path, state: State, extra: Mapping[str, Any]) -> Path:
+    """Write a state and `extra` to `folder`/step_NNNNNN and return that path, at once. Raises UserError."""
     final = folder / folder_name(state.step)
-    aside = folder / f".{final.name}.{os.getpid()}.tmp"
-    replaced = folder / f".{final.name}.{os.getpid()}.old"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        _write_files(aside, state, extra)
-        if final.exists():
-            os.rename(final, replaced)
-        os.rename(aside, final)
-        _flush(folder)
-    except OSError as error:
-        raise UserError(f"cannot write the checkpoint {final}: {error.strerror or error}") from error
-    finally:
-        if replaced.exists() and not final.exists():
-            os.rename(replaced, final)
-        for left_over in (aside, replaced):
-            shutil.rmtree(left_over, ignore_errors=True)
-    return final
+    return begin_checkpoint(final, state.step, lambda aside: WritingState(state, aside), extra).commit()
 
 
-def load_checkpoint(folder: Path) -> tuple[State, dict[str, Any]]:
-    """Verify every file against the manifest and return (state, extra). Raises CorruptCheckpoint."""
+def load_checkpoint(folder: Path, read: Read | None = None) -> tuple[State, dict[str, Any]]:
+    """Verify every file against the manifest and return (state, extra).
+
+    read: for tensors of another format than safetensors (`Session.read`). Raises CorruptCheckpoint, and UserError if
+    such a format has no `read`.
+    """
     from safetensors import SafetensorError
-    from safetensors.numpy import load_file
 
+    manifest = verify_checkpoint(folder)
+    try:
+        extra = json.loads((folder / EXTRA).read_text(encoding="utf-8"))
+        if manifest["format"] == SAFETENSORS:
+            return read_state(folder, manifest["step"], manifest.get("scalars", {})), extra
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CorruptCheckpoint(f"{folder}: {error}") from error
+    if read is None:
+        raise UserError(
+            f"{folder} holds tensors as {manifest['format']} writes them; make safetensors of it first: "
+            f"lockstep convert {folder} FOLDER --to safetensors"
+        )
+    return replace(read(folder), step=manifest["step"], scalars=manifest.get("scalars", {})), extra
+
+
+def verify_checkpoint(folder: Path) -> dict[str, Any]:
+    """Its manifest, once every file is found to be what was written. Raises CorruptCheckpoint."""
     manifest = _read_manifest(folder)
     for name, entry in manifest["files"].items():
         _verify(folder / name, entry)
-    try:
-        tensors = {
-            Path(name).stem: load_file(folder / name) for name in manifest["files"] if name.endswith(".safetensors")
-        }
-        extra = json.loads((folder / EXTRA).read_text(encoding="utf-8"))
-        params = tensors.pop(PARAMS)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CorruptCheckpoint(f"{folder}: {error}") from error
-    return State(manifest["step"], params, tensors, manifest.get("scalars", {})), extra
+    return manifest
 
 
-def prune_checkpoints(folder: Path, keep: int, spare: int | None = None) -> list[Path]:
+def read_state(folder: Path, step: int, scalars: Mapping[str, float]) -> State:
+    """The state in a folder's safetensors.
+
+    A file is `KIND.safetensors` with tensors by parameter, or has tensors named KIND/PARAMETER, whole or in parts, as
+    torch.distributed.checkpoint writes them. Raises ValueError if parts are missing, KeyError without weights.
+    """
+    found: dict[str, dict[str, np.ndarray]] = {}
+    parts: dict[str, list[tuple[list[int], np.ndarray]]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name == RANDOM:
+            continue
+        tensors, offsets = _load(path)
+        if offsets is None:
+            found[path.stem] = tensors
+        else:
+            for name, tensor in tensors.items():
+                parts.setdefault(name, []).append((offsets[name], tensor))
+    for name, of_tensor in parts.items():
+        kind, _, parameter = name.partition("/")
+        found.setdefault(kind, {})[parameter] = _joined(name, of_tensor)
+    return State(step, found.pop(PARAMS), found, dict(scalars))
+
+
+def read_random(folder: Path) -> dict[str, np.ndarray]:
+    """The states of random number generators in a checkpoint, by name; none if none were saved."""
+    path = folder / RANDOM
+    return _load(path)[0] if path.exists() else {}
+
+
+def prune_checkpoints(
+    folder: Path, keep: int, every: int = 0, best: int | None = None, spare: int | None = None
+) -> list[Path]:
     """Delete all but the last `keep` checkpoints; returns what was deleted.
 
-    spare: a step; the last checkpoint at or before it stays, and so does every later one, whatever their age.
+    every: those of its multiples stay (0: none). best: a step that stays. spare: a step; the last checkpoint at or
+    before it stays, and so does every later one.
     """
-    found = list_checkpoints(folder)
-    old = found[:-keep]
+    found = {checkpoint_step(path) or 0: path for path in list_checkpoints(folder)}
+    stays = {*list(found)[-keep:], best}
+    if every:
+        stays |= {step for step in found if step % every == 0}
     if spare is not None:
-        vouched = [checkpoint_step(path) or 0 for path in found if (checkpoint_step(path) or 0) <= spare]
-        old = [path for path in old if vouched and (checkpoint_step(path) or 0) < vouched[-1]]
+        vouched = max((step for step in found if step <= spare), default=0)
+        stays |= {step for step in found if step >= vouched}
+    old = [path for step, path in found.items() if step not in stays]
     for path in old:
         # Renamed first: a deletion that is cut short must not leave something that looks like a checkpoint.
         doomed = path.with_name(f".{path.name}.{os.getpid()}.old")
@@ -120,27 +255,56 @@ def remove_left_overs(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _write_files(folder: Path, state: State, extra: Mapping[str, Any]) -> None:
+def _save(path: Path, arrays: Arrays) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    for kind, arrays in {PARAMS: state.params, **state.optimizer}.items():
-        if not _KIND.fullmatch(kind) or (kind == PARAMS and arrays is not state.params):
-            raise ValueError(f"{kind!r} cannot be the name of optimizer state: letters, digits and _, not {PARAMS!r}")
-        contiguous = {name: np.ascontiguousarray(a).reshape(np.shape(a)) for name, a in arrays.items()}
-        try:
-            save_file(contiguous, folder / f"{kind}.safetensors")
-        except SafetensorError as error:  # what the disk says, in safetensors' words
-            raise OSError(str(error)) from error
+    contiguous = {name: np.ascontiguousarray(a).reshape(np.shape(a)) for name, a in arrays.items()}
+    try:
+        save_file(contiguous, path)
+    except SafetensorError as error:  # what the disk says, in safetensors' words
+        raise OSError(str(error)) from error
+
+
+def _load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, list[int]] | None]:
+    """Tensors by name, and where each begins in its whole, if the file says that it may hold parts."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="numpy") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        shards = (file.metadata() or {}).get(_SHARDS)
+    if shards is None:
+        return tensors, None
+    return tensors, {name: entry["saved_offsets"] for name, entry in json.loads(shards).items()}
+
+
+def _joined(name: str, parts: list[tuple[list[int], np.ndarray]]) -> np.ndarray:
+    if len(parts) == 1 and not any(parts[0][0]):
+        return parts[0][1]
+    ends = np.array([np.add(offset, part.shape) for offset, part in parts])
+    whole = np.empty(ends.max(axis=0), parts[0][1].dtype)
+    if sum(part.size for _, part in parts) != whole.size:
+        raise ValueError(f"parts of {name} are missing")
+    for offset, part in parts:
+        whole[tuple(slice(at, at + n) for at, n in zip(offset, part.shape, strict=True))] = part
+    return whole
+
+
+def _seal_folder(folder: Path, writing: Writing, extra: Mapping[str, Any]) -> None:
+    """Write extra and manifest, and flush everything to the disk."""
     (folder / EXTRA).write_text(json.dumps(extra, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    files = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
-    body = {"schema": SCHEMA, "step": state.step, "files": files}
-    if state.scalars:
-        body["scalars"] = dict(state.scalars)
+    there = sorted(folder.rglob("*"))
+    files = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for path in there
+        if path.is_file()
+    }
+    body = {"schema": SCHEMA, "step": writing.step, "format": writing.format, "files": files}
+    if writing.scalars:
+        body["scalars"] = dict(writing.scalars)
     (folder / MANIFEST).write_text(json.dumps({**body, "sha256": _seal(body)}, indent=2) + "\n", encoding="utf-8")
-    for path in folder.iterdir():
+    for path in (*there, folder / MANIFEST, folder):
         _flush(path)
-    _flush(folder)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

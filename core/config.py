@@ -255,10 +255,12 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints: always at the end and on Ctrl-C, and at this interval."""
+    """Checkpoints: always at the end, on Ctrl-C and SIGTERM, and at these intervals."""
 
     every: Interval = 0
     keep: Positive = Field(2, description="last checkpoints that are kept")
+    keep_every: Interval = Field(0, description="of these steps' multiples all are kept; 0 = none")
+    best: bool = Field(True, description="write and keep that of the lowest validation loss")
 
 
 class ParityConfig(Section):

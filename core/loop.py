@@ -9,9 +9,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from core.backend import Batch, NotSupported, Session, StepRecord
+from core.backend import Batch, Session, StepRecord
 from core.budget import mfu
 from core.checkpoint import checkpoint_step
+from core.checkpointer import Checkpointer, Reason, Saved
 from core.data.loader import Prefetcher
 from core.parity.verdict import Check
 from core.run import RunDir
@@ -141,25 +142,30 @@ def train(
     is written at its interval, at the end, and when interrupted; none of a state that a check has just accused, if the
     run is to stop there (`parity.on_alarm`).
     """
-    last = run.config.train.steps
+    last, kept = run.config.train.steps, run.config.checkpoint
     done = first - 1
     saved = done if done else None
     checks = Checks(sinks, alarm)
     stops = run.config.parity.on_alarm != "log"
-    for record in step_records(session, data, first, device, watch):
-        done = record.step
-        for sink in sinks:
-            sink.record(record)
-        if watch is not None:
-            checks.deliver(watch.collect())
-        if stops and checks.bad is not None:
-            break
-        if due(run.config.checkpoint.every, done, last) or done == last:
-            saved = save(session, data, run, checks.good)
-        if interrupted.is_set():
-            break
-    if saved != done and not (stops and checks.bad is not None):
-        save(session, data, run, checks.good)
+    with Checkpointer(session, data, run) as checkpoints:
+        for record in step_records(session, data, first, device, watch):
+            done = record.step
+            for sink in sinks:
+                sink.record(record)
+            if watch is not None:
+                checks.deliver(watch.collect())
+            if stops and checks.bad is not None:
+                break
+            best = checkpoints.improved(record) and kept.best
+            if due(kept.every, done, last) or done == last or best:
+                reason: Reason = "end" if done == last else "best" if best else "interval"
+                saved = done if checkpoints.save(done, reason, checks.good) else None
+            tell(sinks, checkpoints.collect())
+            if interrupted.is_set():
+                break
+        if saved != done and not (stops and checks.bad is not None):
+            checkpoints.save(done, "interrupted", checks.good)
+        tell(sinks, checkpoints.finish())
     if watch is not None:
         if watch.pending:
             for sink in sinks:
@@ -188,20 +194,11 @@ def _stop(run: RunDir, checks: Checks, sinks: Sequence[Sink]) -> Ending:
     return "alarmed"
 
 
-def save(session: Session, data: RunData, run: RunDir, good: int | None = None) -> int:
-    """Write a checkpoint; returns its step. A session that cannot give its state leaves none.
-
-    good: step of the last check that agreed. If an alarm is to roll the run back, the checkpoint that it vouches for
-    is not deleted, nor are those that no check has vouched for yet.
-    """
-    try:
-        state = session.state()
-    except NotSupported:
-        return -1
-    tokens = state.step * data.config.train.batch_size * data.config.train.sequence_length
-    spare = (good or 0) if run.config.parity.every and run.config.parity.on_alarm == "roll_back" else None
-    run.save_checkpoint(state, {"tokens_seen": tokens, "data_fingerprint": data.dataset.fingerprint}, spare)
-    return state.step
+def tell(sinks: Sequence[Sink], saved: Iterator[Saved]) -> None:
+    """Say to every sink which checkpoints were written."""
+    for checkpoint in saved:
+        for sink in sinks:
+            sink.saved(checkpoint)
 
 
 class Checks:

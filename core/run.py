@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from core import checkpoint
 from core.atomic import remove_temporaries, write_atomically
 from core.backend import State, StepRecord
@@ -26,7 +28,7 @@ from core.jsonl import JsonLines, cut_after, read_lines
 from core.lock import FolderLock
 
 CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records.jsonl", "parity.jsonl", "checkpoints"
-OBSERVATIONS, CAPSULES = "observations", "capsules"
+OBSERVATIONS, CAPSULES, SAVED = "observations", "capsules", "checkpoints.jsonl"
 
 
 class RunDir:
@@ -39,6 +41,7 @@ class RunDir:
         self._lock = lock
         self._records = JsonLines(path / RECORDS) if lock else None
         self._checks = JsonLines(path / CHECKS) if lock else None
+        self._saved = JsonLines(path / SAVED) if lock else None
 
     @staticmethod
     def check_free(path: Path, overwrite: bool) -> bool:
@@ -46,7 +49,7 @@ class RunDir:
         occupied = path.is_dir() and any(path.iterdir())
         if (path.exists() or path.is_symlink()) and not path.is_dir():
             raise UserError(f"{path} is a file, not a folder for a run")
-        if occupied and not _is_run(path):
+        if occupied and not is_run(path):
             raise UserError(f"{path} is not empty and not a run: choose another name")
         if occupied and not overwrite:
             raise UserError(f"{path} holds a run already: --overwrite replaces it, --resume {path} goes on with it")
@@ -104,7 +107,7 @@ class RunDir:
 
         Raises UserError if it is not a run, is damaged, or another process writes it.
         """
-        if not _is_run(path):
+        if not is_run(path):
             raise UserError(f"{path} is not a run directory: it has no {CONFIG} and {INFO}")
         config = load_config(path / CONFIG)
         lock = FolderLock(path) if write else None
@@ -159,6 +162,22 @@ class RunDir:
         assert self._checks is not None
         self._checks.append(line)
 
+    def append_saved(self, line: Mapping[str, Any]) -> None:
+        """Append a line to checkpoints.jsonl: `Saved` of core/checkpointer.py."""
+        self._writer()
+        assert self._saved is not None
+        self._saved.append(line)
+
+    def take_history(self, other: RunDir, step: int) -> None:
+        """Append another run's records, checks and checkpoints' lines up to a step."""
+        self._writer()
+        lines = {RECORDS: self._records, CHECKS: self._checks, SAVED: self._saved}
+        for name, file in lines.items():
+            assert file is not None
+            for line in read_lines(other.path / name):
+                if line.get("step", 0) <= step:
+                    file.append(line)
+
     def records(self) -> list[dict[str, Any]]:
         """The lines of records.jsonl; a torn last line is left out."""
         return read_lines(self.path / RECORDS)
@@ -174,15 +193,15 @@ class RunDir:
         branches/NNN/, where nothing prunes them, and run.json lists them under `branches`.
         """
         self._writer()
-        assert self._records is not None and self._checks is not None
-        self._records.close()
-        self._checks.close()
+        assert self._records is not None and self._checks is not None and self._saved is not None
+        for file in (self._records, self._checks, self._saved):
+            file.close()
         branches = list(self._info.get("branches", []))
         branch = self.path / "branches" / f"{len(branches) + 1:03d}"
         late = [p for p in checkpoint.list_checkpoints(self.path / CHECKPOINTS) if _step(p) > step]
         try:
             branch.mkdir(parents=True, exist_ok=True)
-            moved = [cut_after(self.path / name, step, branch / name) for name in (RECORDS, CHECKS)]
+            moved = [cut_after(self.path / name, step, branch / name) for name in (RECORDS, CHECKS, SAVED)]
             for folder in late:
                 os.rename(folder, branch / folder.name)
             if not any(branch.iterdir()):
@@ -192,7 +211,9 @@ class RunDir:
         except OSError as error:
             raise UserError(f"cannot set {self.path} back to step {step}: {error.strerror or error}") from error
         finally:
-            self._records, self._checks = JsonLines(self.path / RECORDS), JsonLines(self.path / CHECKS)
+            self._records, self._checks, self._saved = (
+                JsonLines(self.path / name) for name in (RECORDS, CHECKS, SAVED)
+            )
         if any(moved) or late:
             branches.append(
                 {
@@ -208,15 +229,30 @@ class RunDir:
 
     # Checkpoints
 
-    def save_checkpoint(self, state: State, extra: Mapping[str, Any], spare: int | None = None) -> Path:
-        """Write checkpoints/step_NNNNNN, then delete all but the last `checkpoint.keep` of the configuration.
+    def checkpoint_of(self, step: int) -> Path:
+        """Where the checkpoint of a step lies, or would."""
+        return self.path / CHECKPOINTS / checkpoint.folder_name(step)
 
-        spare: a step; the last checkpoint at or before it is kept besides, and all later ones.
+    def commit_checkpoint(self, pending: checkpoint.Pending, spare: int | None = None, best: int | None = None) -> Path:
+        """Put a checkpoint in its place, then delete those that the configuration does not keep.
+
+        best: step of the lowest validation loss, kept if `checkpoint.best` says so. spare: a step; the last checkpoint
+        at or before it is kept besides, and all later ones. Raises UserError if the disk refuses.
         """
         self._writer()
-        path = checkpoint.save_checkpoint(self.path / CHECKPOINTS, state, extra)
-        checkpoint.prune_checkpoints(self.path / CHECKPOINTS, self.config.checkpoint.keep, spare)
+        path, kept = pending.commit(), self.config.checkpoint
+        checkpoint.prune_checkpoints(
+            self.path / CHECKPOINTS, kept.keep, kept.keep_every, best if kept.best else None, spare
+        )
         return path
+
+    def save_checkpoint(self, state: State, extra: Mapping[str, Any], spare: int | None = None) -> Path:
+        """Write a state to checkpoints/step_NNNNNN at once, then delete as `commit_checkpoint` does."""
+        final = self.checkpoint_of(state.step)
+        pending = checkpoint.begin_checkpoint(
+            final, state.step, lambda folder: checkpoint.WritingState(state, folder), extra
+        )
+        return self.commit_checkpoint(pending, spare)
 
     def checkpoints(self) -> list[Path]:
         """Checkpoint folders, oldest first. Nothing is verified."""
@@ -226,19 +262,27 @@ class RunDir:
         """The last checkpoint, not verified; None if there is none."""
         return next(reversed(self.checkpoints()), None)
 
-    def load_checkpoint(self, path: Path) -> tuple[State, dict[str, Any]]:
-        """Verify and read one checkpoint. Raises checkpoint.CorruptCheckpoint (a UserError) that names the file."""
-        return checkpoint.load_checkpoint(path)
+    def load_latest(
+        self, warn: Callable[[str], None], read: checkpoint.Read | None = None
+    ) -> tuple[State, dict[str, Any], dict[str, np.ndarray]]:
+        """State, extra and random states of the last intact checkpoint; `warn` is told of each one passed over.
 
-    def load_latest(self, warn: Callable[[str], None]) -> tuple[State, dict[str, Any]]:
-        """The last checkpoint that is intact; `warn` is told of each one that was passed over.
+        read: as `load_checkpoint` takes it. Raises UserError if there is none.
+        """
+        path = self.last_intact(warn)
+        state, extra = checkpoint.load_checkpoint(path, read)
+        return state, extra, checkpoint.read_random(path)
+
+    def last_intact(self, warn: Callable[[str], None]) -> Path:
+        """The last checkpoint whose files are what was written; `warn` is told of each one passed over.
 
         Raises UserError if there is none.
         """
         found = self.checkpoints()
         for path in reversed(found):
             try:
-                return checkpoint.load_checkpoint(path)
+                checkpoint.verify_checkpoint(path)
+                return path
             except checkpoint.CorruptCheckpoint as error:
                 warn(f"checkpoint passed over: {error}")
         raise UserError(
@@ -249,10 +293,10 @@ class RunDir:
 
     def close(self) -> None:
         """Close the files and give the lock back; a second call does nothing."""
-        for file in (self._records, self._checks):
+        for file in (self._records, self._checks, self._saved):
             if file:
                 file.close()
-        self._records = self._checks = None
+        self._records = self._checks = self._saved = None
         if self._lock:
             self._lock.release()
             self._lock = None
@@ -270,7 +314,8 @@ class RunDir:
             raise RuntimeError(f"{self.path} was opened to read, or is closed")
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """Whether a folder calls itself a run."""
     return (path / CONFIG).is_file() and (path / INFO).is_file()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
 import flax
@@ -16,6 +17,7 @@ from flax import nnx
 from jax import Array
 
 from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
+from core.checkpoint import PARAMS
 from core.config import RunConfig
 from core.groups import check_state, moment_names
 from core.init import init_parameters
@@ -23,6 +25,8 @@ from core.loss_scale import SCALE, SKIPPED, first_scale, scale_after
 from core.metrics import norms_by_group
 from core.names import GRADIENT, edge_names, parameter_shapes, probe_shapes, tap_names
 from core.schedule import learning_rate
+from jax_backend import checkpoint
+from jax_backend.checkpoint import WritingJax
 from jax_backend.loss import negative_log_likelihood, weighted_mean
 from jax_backend.model import Llama
 from jax_backend.optim import Terms, Tree, clip_coefficient, global_norm, in_words, next_state
@@ -79,6 +83,14 @@ class JaxSession:
         self.moments = {kind: self._arrays(state.optimizer[kind]) for kind in self.moments}
         self.steps_done = state.step
         self.scalars = dict(state.scalars) if self.scalars else {}
+
+    def write(self, folder: Path) -> WritingJax:
+        """Begin to write the state by orbax."""
+        return WritingJax(self.steps_done, self.scalars, {PARAMS: self.params, **self.moments}, folder)
+
+    def read(self, folder: Path) -> State:
+        """The state in a checkpoint that `write` made."""
+        return checkpoint.read(folder, {PARAMS: self.params, **self.moments})
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group."""

@@ -41,6 +41,7 @@ COMMANDS = {
     "replay": ("scripts.replay", "check a recorded step or a capsule later, or on another machine"),
     "bisect": ("scripts.bisect", "find a run's first bad step, its origin stage and the cause"),
     "faults": ("scripts.faults", "plant the known faults and print the scoreboard"),
+    "convert": ("scripts.convert", "a checkpoint or a run between torch, JAX and plain safetensors, bit for bit"),
     "report": ("scripts.report", "write a run's report.html"),
     "bench step": ("scripts.bench", "time whole steps, row by row, beside the published figures and the floor"),
     "bench parity": ("scripts.bench_parity", "what a check costs, in training steps"),

@@ -170,7 +170,13 @@ def _alarm(
 
 def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int:
     """Bring session and run directory back to the last checkpoint; returns its step."""
-    state, extra = run.load_latest(lambda text: console.print(text, style="yellow", markup=False, soft_wrap=True))
+    from core.backend import Reads
+    from core.random_state import restore_random_state
+
+    read = session.read if isinstance(session, Reads) else None
+    state, extra, random = run.load_latest(
+        lambda text: console.print(text, style="yellow", markup=False, soft_wrap=True), read
+    )
     if extra.get("data_fingerprint") != data.dataset.fingerprint:
         raise UserError(
             f"{run.path}: its checkpoint was made with another data set than {data.config.data.path} holds now"
@@ -179,6 +185,7 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int
         session.load(state)
     except ValueError as error:
         raise UserError(f"{run.path}: its checkpoint does not fit its settings: {error}") from error
+    restore_random_state(session, random)
     run.resume_from(state.step)
     console.print(f"{run.path}: going on from step {state.step}", markup=False, soft_wrap=True)
     return state.step

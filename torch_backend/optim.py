@@ -245,18 +245,19 @@ def read_moments(
     config: OptimConfig, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
     """Moments by kind and canonical name, 8-bit ones as float32; zeros for parameters without a step."""
-
-    def read(p: nn.Parameter, kind: str) -> Tensor:
-        entry = optimizer.state[p]
-        if "state1" in entry:  # bitsandbytes'
-            return read_moment(entry, kind)
-        value: Tensor = entry.get(kind, torch.zeros_like(p)).detach()
-        return value.dequantize() if hasattr(value, "codes") else value
-
     return {
-        kind: {name: read(parameters[name], kind) for name in names}
+        kind: {name: moment_of(optimizer, parameters[name], kind) for name in names}
         for kind, names in moment_names(config, parameters).items()
     }
+
+
+def moment_of(optimizer: torch.optim.Optimizer, p: nn.Parameter, kind: str) -> Tensor:
+    """One moment of a parameter, as `read_moments` gives it."""
+    entry = optimizer.state[p]
+    if "state1" in entry:  # bitsandbytes'
+        return read_moment(entry, kind)
+    value: Tensor = entry.get(kind, torch.zeros_like(p)).detach()
+    return value.dequantize() if hasattr(value, "codes") else value
 
 
 def write_moments(

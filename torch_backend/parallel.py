@@ -24,8 +24,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -40,6 +42,7 @@ from core.launch import launched, require_ranks
 from core.parity.load import module_from_file
 from core.parity.observations import Observation
 from core.parity.step import flat
+from torch_backend.checkpoint import WritingTorch
 from torch_backend.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -168,6 +171,18 @@ class _Member:
         self.record = self.session.step(batch, norms=norms)
         return self.record
 
+    def write(self, folder: Path) -> WritingTorch:
+        return self.session.write(folder)
+
+    def write_beside(self, folder: Path) -> None:
+        self.session.write(folder).write_beside()
+
+    def random_state(self) -> dict[str, np.ndarray]:
+        return self.session.random_state()
+
+    def set_random_state(self, by_rank: Sequence[Arrays]) -> None:
+        self.session.set_random_state(by_rank[dist.get_rank()])
+
     def gradients(self, batch: Batch) -> Gradients:
         return self.session.gradients(batch)
 
@@ -190,7 +205,7 @@ class _Member:
 
 
 # What of a follower's result rank 0 wants to hear.
-HEARD = ("own_gradients", "report")
+HEARD = ("own_gradients", "report", "random_state")
 
 
 def _serve(links: _Links) -> int:
@@ -448,6 +463,25 @@ class RankedSession:
     def load(self, state: State) -> None:
         """Every rank takes the state over. Raises ValueError if names or shapes are not the model's."""
         self._do("load", state)
+
+    def write(self, folder: Path) -> WritingTorch:
+        """Begin to write the state, each rank its share; `wait` is for all of them."""
+        own = partial(self._mine.write, folder)
+        return self._world.do("write_beside", self._number, (folder,), own)[0]
+
+    def random_state(self) -> dict[str, np.ndarray]:
+        """States of torch's random number generators, by `RANK/NAME`."""
+        mine, others = self._world.do("random_state", self._number, (), self._mine.random_state)
+        return {f"{rank}/{name}": a for rank, found in enumerate((mine, *others)) for name, a in found.items()}
+
+    def set_random_state(self, states: Arrays) -> None:
+        """Take over what `random_state` gave. A rank that there was not then keeps its own."""
+        by_rank: list[dict[str, np.ndarray]] = [{} for _ in range(self._world.ranks)]
+        for key, state in states.items():
+            rank, _, name = key.rpartition("/")
+            if int(rank or 0) < len(by_rank):
+                by_rank[int(rank or 0)][name] = state
+        self._do("set_random_state", by_rank)
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """One optimizer step on every rank. Raises ValueError for a batch that ranks cannot share."""

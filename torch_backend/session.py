@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from core.parity.sketch import K
 from core.schedule import learning_rate
 from torch_backend.attention import check_kernel, in_force
 from torch_backend.bitsandbytes_adamw import check_bitsandbytes
+from torch_backend.checkpoint import Writer, WritingTorch
 from torch_backend.float8 import float8
 from torch_backend.library_heads import check_head
 from torch_backend.model import Linear, Llama, Tap, no_tap
@@ -86,6 +88,7 @@ class TorchSession:
         self._of_step: Gradients | None = None
         self._show_step = False
         self.ranks: Ranks | None = None
+        self._writer = Writer(self)
         self._load_parameters(init_parameters(config.model, config.seed))
 
     def build_model(self) -> Llama:
@@ -141,6 +144,24 @@ class TorchSession:
         write_moments(self.config.optim, self.optimizer, self.parameters, state)
         self.steps_done = state.step
         self.scalars = dict(state.scalars) or first_scale(self.config.precision)
+
+    def write(self, folder: Path) -> WritingTorch:
+        """Begin to write the state by torch.distributed.checkpoint; every rank of the session calls it."""
+        return self._writer.begin(folder)
+
+    def random_state(self) -> dict[str, np.ndarray]:
+        """States of torch's random number generators, uint8 by name. Nothing here draws; a subclass may."""
+        found = {"torch_cpu": torch.get_rng_state().numpy().copy()}
+        if self.device.type == "cuda":
+            found["torch_cuda"] = torch.cuda.get_rng_state(self.device).numpy().copy()
+        return found
+
+    def set_random_state(self, states: Arrays) -> None:
+        """Take over what `random_state` gave; what is not there, or of another device, stays as it is."""
+        if "torch_cpu" in states:
+            torch.set_rng_state(torch.from_numpy(states["torch_cpu"].copy()))
+        if "torch_cuda" in states and self.device.type == "cuda":
+            torch.cuda.set_rng_state(torch.from_numpy(states["torch_cuda"].copy()), self.device)
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from core import checkpoint
-from core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, Session, State, StepRecord
+from core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, Reads, Session, State, StepRecord
 from core.config import RunConfig
 from core.loss_scale import SCALE
 from core.names import GRADIENT, edge_names, parameter_shapes, tap_names
@@ -345,7 +345,9 @@ def _round_trip(session: Session, state: State, missing: list[str]) -> State | N
         missing.append("the checkpoint's round trip: the session has no load")
         return None
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        loaded, _ = checkpoint.load_checkpoint(checkpoint.save_checkpoint(Path(folder), state, {}))
+        write, read = checkpoint.writer_of(session), session.read if isinstance(session, Reads) else None
+        pending = checkpoint.begin_checkpoint(Path(folder) / "state", state.step, write, {})
+        loaded, _ = checkpoint.load_checkpoint(pending.commit(), read)
     try:
         load(loaded)
     except (NotSupported, ValueError, KeyError) as reason:  # what is wrong with its names, the check says itself

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from core import checkpoint
-from core.backend import Backend, Batch, Session, State, StepRecord
+from core.backend import Backend, Batch, Reads, Session, State, StepRecord
 from core.config import RunConfig
 from core.errors import UserError
 from core.groups import moment_names
@@ -39,10 +39,14 @@ class StoredStates:
         """Steps done in each stored state, 0 first."""
         return sorted({0, *self._paths})
 
-    def load(self, done: int) -> State:
-        """The state after `done` steps. Raises UserError if its checkpoint is damaged."""
+    def load(self, done: int, session: Session | None = None) -> State:
+        """The state after `done` steps. Raises UserError if its checkpoint is damaged.
+
+        session: reads checkpoints of a format of its own.
+        """
         if done in self._paths:
-            return checkpoint.load_checkpoint(self._paths[done])[0]
+            read = session.read if isinstance(session, Reads) else None
+            return checkpoint.load_checkpoint(self._paths[done], read)[0]
         return initial_state(self._config)
 
 
@@ -77,7 +81,7 @@ class Rerun:
         """Bring the session to the state after `done` steps."""
         nearest = max(step for step in self._states.steps if step <= done)
         if self._done is None or not nearest <= self._done <= done:
-            self._load(self._states.load(nearest))
+            self._load(self._states.load(nearest, self._session))
             self._done = self.loaded = nearest
         for step in range(self._done + 1, done + 1):
             self._compare(self._session.step(self._batch(step)))

@@ -6,6 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from core.backend import StepRecord
+from core.checkpointer import Saved
 from core.parity.verdict import Check
 from core.sinks import phrases
 
@@ -66,6 +67,11 @@ class ConsoleSink:
         """Count it and say why."""
         self._skipped += 1
         self._print(f"step {step}: parity check skipped: {reason}", "yellow")
+
+    def saved(self, saved: Saved) -> None:
+        """Nothing, unless training stood still for longer than a second."""
+        if saved.wait_seconds > 1:
+            self._print(f"step {saved.step}: training waited {saved.wait_seconds:.1f} s for the checkpoint")
 
     def note(self, text: str) -> None:
         """Print it."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from core.backend import StepRecord
+from core.checkpointer import Saved
 from core.parity.verdict import SCHEMA, Check
 from core.run import RunDir
 
@@ -24,6 +27,10 @@ class JsonlSink:
     def skipped(self, step: int, reason: str) -> None:
         """A line of parity.jsonl that says why there is no verdict."""
         self._run.append_check({"schema": SCHEMA, "step": step, "verdict": "skipped", "reason": reason})
+
+    def saved(self, saved: Saved) -> None:
+        """A line of checkpoints.jsonl."""
+        self._run.append_saved(asdict(saved))
 
     def note(self, text: str) -> None:
         """Nothing: notes are for people who watch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from core.backend import StepRecord
+from core.checkpointer import Saved
 from core.parity.verdict import Check
 
 
@@ -21,6 +22,10 @@ class Sink(Protocol):
 
     def skipped(self, step: int, reason: str) -> None:
         """A check that was due at `step` did not take place."""
+        ...
+
+    def saved(self, saved: Saved) -> None:
+        """A checkpoint is on the disk."""
         ...
 
     def note(self, text: str) -> None:

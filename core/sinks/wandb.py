@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from core.backend import StepRecord
+from core.checkpointer import Saved
 from core.errors import UserError
 from core.parity.verdict import Check
 from core.run import RunDir
@@ -81,6 +82,11 @@ class WandbSink:
     def skipped(self, step: int, reason: str) -> None:
         """Log that a check did not take place."""
         self._log({STEP: step, "parity/skipped": 1})
+
+    def saved(self, saved: Saved) -> None:
+        """Log what a checkpoint cost."""
+        seconds = {"checkpoint/wait_seconds": saved.wait_seconds, "checkpoint/write_seconds": saved.write_seconds}
+        self._log({STEP: saved.step, **seconds, "checkpoint/bytes": saved.bytes})
 
     def note(self, text: str) -> None:
         """Nothing: W&B keeps numbers."""

@@ -116,7 +116,7 @@ def test_a_run_that_was_damaged_cannot_go_on(lockstep: Lockstep, refused, run_fi
     damage(run, "run.json", "x")
     assert "cannot read" in refused("train", "--resume", run)
     damage(run, "run.json", information)
-    (weights,) = run.glob("checkpoints/*/params.safetensors")
+    (weights,) = run.glob("checkpoints/*/*model*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1])
     done = lockstep("train", "--resume", run)
     assert done.code == 2

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parity_tests.stored import weights_of
+
 REPO = Path(__file__).resolve().parents[2]
 
 RUN_FILE = """
@@ -94,7 +96,7 @@ def trained(run: Path) -> list[tuple[Any, ...]]:
 
 def last_weights(run: Path) -> bytes:
     """The bytes of the last checkpoint's parameters."""
-    return (max((run / "checkpoints").iterdir()) / "params.safetensors").read_bytes()
+    return weights_of(max((run / "checkpoints").iterdir()))
 
 
 class Started:

@@ -234,7 +234,7 @@ def test_checkpoint_gives_the_same_bits(run):
     extra = {"tokens": 12, "name": "é"}
     path = run.save_checkpoint(state(500), extra)
     assert path == run.path / "checkpoints" / "step_000500" == run.latest_checkpoint()
-    loaded, loaded_extra = run.load_checkpoint(path)
+    loaded, loaded_extra = checkpoint.load_checkpoint(path)
     assert_same_state(loaded, state(500))
     assert loaded_extra == extra
     manifest = json.loads((path / "manifest.json").read_text())
@@ -249,7 +249,7 @@ def test_odd_arrays_survive(run):
         "special": np.array([np.nan, -0.0, np.inf, 5e-324]),
         "steps": np.array([2**40]),
     }
-    loaded, _ = run.load_checkpoint(run.save_checkpoint(State(1, odd, {}), {}))
+    loaded, _ = checkpoint.load_checkpoint(run.save_checkpoint(State(1, odd, {}), {}))
     assert_same_state(loaded, State(1, {k: np.ascontiguousarray(v).reshape(v.shape) for k, v in odd.items()}, {}))
 
 
@@ -262,7 +262,7 @@ def test_only_the_last_are_kept(run):
 def test_saving_a_step_again_replaces_it(run):
     run.save_checkpoint(state(3, seed=0), {"n": 1})
     path = run.save_checkpoint(state(3, seed=1), {"n": 2})
-    loaded, extra = run.load_checkpoint(path)
+    loaded, extra = checkpoint.load_checkpoint(path)
     assert_same_state(loaded, state(3, seed=1))
     assert extra == {"n": 2}
     assert [p.name for p in path.parent.iterdir()] == ["step_000003"]
@@ -356,7 +356,7 @@ def test_any_changed_byte_is_noticed_or_without_effect(intact, file, where, flip
         content[int(where * len(content))] ^= flip
         victim.write_bytes(content)
         warnings: list[str] = []
-        loaded, extra = run.load_latest(warnings.append)
+        loaded, extra, _ = run.load_latest(warnings.append)
         if warnings:
             assert len(warnings) == 1 and str(victim) in warnings[0]
             assert_same_state(loaded, state(1))
@@ -377,13 +377,13 @@ def test_a_damaged_file_is_named_and_the_one_before_is_used(intact, tmp_path, fi
     if how != "missing":
         victim.write_bytes({"torn": content[: len(content) // 2], "empty": b"", "longer": content + b"}"}[how])
     warnings: list[str] = []
-    loaded, _ = run.load_latest(warnings.append)
+    loaded, _, _ = run.load_latest(warnings.append)
     assert loaded.step == 1
     assert len(warnings) == 1 and str(victim) in warnings[0]
     if file != "manifest.json":
         assert ("is missing" if how == "missing" else f"{len(content)} were written") in warnings[0]
     with pytest.raises(checkpoint.CorruptCheckpoint, match=file):
-        run.load_checkpoint(victim.parent)
+        checkpoint.load_checkpoint(victim.parent)
 
 
 def test_a_renamed_checkpoint_is_not_taken_for_another_step(intact, tmp_path):

@@ -16,6 +16,7 @@ from core.backend import Arrays
 from core.jsonl import read_lines
 from core.run import RunDir
 from parity_tests.conftest import REPO
+from parity_tests.stored import weights_of
 from scripts import cli
 
 STEPS = 12
@@ -110,10 +111,10 @@ class Folder:
         return [(r["step"], r["loss"]) for r in self.records(name)]
 
     def weights(self, name: str) -> bytes:
-        """The file of the last checkpoint's weights."""
+        """The last checkpoint's weights."""
         last = self.run(name).latest_checkpoint()
         assert last is not None
-        return (last / "params.safetensors").read_bytes()
+        return weights_of(last)
 
 
 def one_line(text: str) -> str:

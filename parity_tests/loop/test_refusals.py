@@ -64,7 +64,7 @@ def test_the_data_set_of_the_checkpoint_counts_too(
 ) -> None:
     shutil.copytree(trained.path / "done", tmp_path / "done")
     with RunDir.open(tmp_path / "done", write=True) as run:
-        state, extra = run.load_latest(lambda text: None)
+        state, extra, _ = run.load_latest(lambda text: None)
         run.save_checkpoint(state, extra | {"data_fingerprint": "another"})
     assert Folder(tmp_path, trained.data).resume("done") == 2
     assert "checkpoint was made with another data set" in one_line(capsys.readouterr().err)

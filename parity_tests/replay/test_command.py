@@ -98,8 +98,9 @@ def test_refusals_are_one_line(command, run, tmp_path):
     (tmp_path / "other/run.json").write_text(json.dumps(info))
     assert "was made with another data set" in refused(str(tmp_path / "other"))
     shutil.copy(run / "run.json", tmp_path / "other/run.json")
-    (tmp_path / "other/checkpoints/step_000004/params.safetensors").unlink()
-    assert "params.safetensors is missing" in refused(str(tmp_path / "other"))
+    (weights,) = (tmp_path / "other/checkpoints/step_000004").glob("*model*.safetensors")
+    weights.unlink()
+    assert "safetensors is missing" in refused(str(tmp_path / "other"))
 
 
 STEP = {replay.main: ("--step", "3"), bisect.main: ()}

@@ -1,0 +1,45 @@
+"""States of the random number generators of Python and numpy, and of those that a session draws from, as arrays.
+
+Nothing of Lockstep draws from them: batches, weights and samples are functions of seed and step. A candidate may, and
+its resumed run must draw what it would have drawn.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from core.backend import Arrays, Draws, Session
+
+PYTHON, NUMPY, SESSION = "python", "numpy", "session/"
+
+
+def random_state(session: Session) -> dict[str, np.ndarray]:
+    """By name: `python` and `numpy` (Mersenne Twister: key, position; then the Gaussian kept back), `session/…`."""
+    version, key, kept = random.getstate()
+    assert version == 3
+    of_numpy: Any = np.random.get_state(legacy=False)
+    twister = of_numpy["state"]
+    found: dict[str, Any] = {
+        PYTHON: np.array(key, np.uint32),
+        f"{PYTHON}/gauss": np.array([] if kept is None else [kept], np.float64),
+        NUMPY: np.array([*twister["key"], twister["pos"]], np.uint32),
+        f"{NUMPY}/gauss": np.array([of_numpy["gauss"]] if of_numpy["has_gauss"] else [], np.float64),
+    }
+    if isinstance(session, Draws):
+        found |= {SESSION + name: state for name, state in session.random_state().items()}
+    return found
+
+
+def restore_random_state(session: Session, states: Arrays) -> None:
+    """Take over what `random_state` gave; what is not there stays as it is."""
+    if PYTHON in states:
+        kept = states[f"{PYTHON}/gauss"]
+        random.setstate((3, tuple(int(n) for n in states[PYTHON]), float(kept[0]) if len(kept) else None))
+    if NUMPY in states:
+        kept, key = states[f"{NUMPY}/gauss"], states[NUMPY]
+        np.random.set_state(("MT19937", key[:-1], int(key[-1]), len(kept), float(kept[0]) if len(kept) else 0.0))
+    if isinstance(session, Draws):
+        session.set_random_state({k.removeprefix(SESSION): v for k, v in states.items() if k.startswith(SESSION)})

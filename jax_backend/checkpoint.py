@@ -1,0 +1,73 @@
+"""The reference's state into a checkpoint's folder and back by orbax. Twin: torch_backend/checkpoint.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from core.backend import State
+from core.checkpoint import PARAMS
+from core.config import RunConfig
+from core.groups import moment_names
+from core.names import parameter_shapes
+
+# Arrays by kind and parameter.
+Trees = Mapping[str, Mapping[str, Any]]
+# Where in a checkpoint's folder orbax writes: it makes folders itself.
+FOLDER = "orbax"
+
+
+class WritingJax:
+    """A state on its way into a folder. Arrays were copied to host memory when it was made."""
+
+    format = "orbax"
+
+    def __init__(self, step: int, scalars: Mapping[str, float], tree: Trees, folder: Path) -> None:
+        import orbax.checkpoint as ocp
+
+        self.step = step
+        self.scalars: Mapping[str, float] = dict(scalars)
+        self._checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+        self._checkpointer.save(folder.absolute() / FOLDER, args=ocp.args.StandardSave(dict(tree)))
+
+    def wait(self) -> None:
+        """Until orbax has written everything. Raises OSError if the disk refuses."""
+        try:
+            self._checkpointer.wait_until_finished()
+        except Exception as error:  # tensorstore's, which are ValueErrors, and what threads raise
+            raise OSError(next(iter(str(error).splitlines()), type(error).__name__)) from error
+        finally:
+            self._checkpointer.close()
+
+
+def writing(state: State, folder: Path) -> WritingJax:
+    """A canonical state on its way into a folder, as a session writes its own."""
+    return WritingJax(state.step, state.scalars, {PARAMS: state.params, **state.optimizer}, folder)
+
+
+def read_state(folder: Path, config: RunConfig) -> State:
+    """What `read` gives, for a run of this configuration."""
+    shapes = parameter_shapes(config.model)
+    dtype = np.float64 if config.precision.policy == "fp64" else np.float32
+    kinds = {PARAMS: list(shapes), **moment_names(config.optim, shapes)}
+    return read(folder, {kind: {n: np.empty(shapes[n], dtype) for n in names} for kind, names in kinds.items()})
+
+
+def read(folder: Path, like: Trees) -> State:
+    """The state that orbax wrote into a checkpoint's folder; step and scalars are not in it.
+
+    like: arrays by kind and parameter, for their shapes and dtypes. Raises ValueError if it is another tree.
+    """
+    import orbax.checkpoint as ocp
+
+    target = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), {kind: dict(tree) for kind, tree in like.items()})
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        try:
+            found = checkpointer.restore(folder.absolute() / FOLDER, args=ocp.args.StandardRestore(target))
+        except (OSError, KeyError) as error:
+            raise ValueError(f"{folder / FOLDER}: {next(iter(str(error).splitlines()), '')}") from error
+    return State(0, found.pop(PARAMS), found)

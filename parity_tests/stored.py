@@ -1,0 +1,20 @@
+"""What a checkpoint holds, whoever wrote it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from core.backend import State
+from core.checkpoint import load_checkpoint
+from scripts.convert import read_orbax
+
+
+def stored(folder: Path) -> State:
+    """The state in a checkpoint."""
+    return load_checkpoint(folder, read_orbax)[0]
+
+
+def weights_of(folder: Path) -> bytes:
+    """The bytes of its weights, by name."""
+    params = stored(folder).params
+    return b"".join(name.encode() + params[name].tobytes() for name in sorted(params))

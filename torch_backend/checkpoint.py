@@ -1,0 +1,132 @@
+"""A session's state into a checkpoint's folder by torch.distributed.checkpoint, while training goes on.
+
+Every rank copies its share of the tensors to host memory, which is what training waits for, and writes it to a file of
+safetensors of its own. Those files say which part of which tensor they hold (`HuggingFaceStorageWriter`; torch's other
+writer leaves a pickle), and core/checkpoint.py reads them without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core.backend import State
+from core.checkpoint import PARAMS, SAFETENSORS
+from core.groups import moment_names
+from torch_backend.optim import moment_of
+
+if TYPE_CHECKING:
+    from torch_backend.session import TorchSession
+
+# One process is what was meant.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+# A rank that writes for so long is given up.
+PATIENCE = timedelta(hours=1)
+
+
+class Writer:
+    """Writes a session's states. Its host memory is kept from one checkpoint to the next."""
+
+    def __init__(self, session: TorchSession) -> None:
+        self._session = session
+        self._staged: dict[str, Tensor] = {}
+        self._group: dist.ProcessGroup | None = None
+
+    def begin(self, folder: Path) -> WritingTorch:
+        """Copy this rank's share to host memory. Every rank of the session calls it, and `wait` of what it gives."""
+        session, ranks = self._session, self._session.ranks
+        tensors = named_tensors(session)
+        mine = list(tensors)
+        if ranks is not None:
+            # Of its own, so that its messages do not meet those of a step. Made by all ranks at once, as this is.
+            self._group = self._group or dist.new_group(backend="gloo", timeout=PATIENCE)
+            sizes = [session.parameters[name.partition("/")[2]].numel() for name in mine]
+            mine = [mine[number] for number in shares(sizes, ranks.count)[ranks.rank]]
+        for name in mine:
+            tensor = tensors[name]()
+            if name not in self._staged:
+                self._staged[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._staged[name].copy_(tensor, non_blocking=True)
+        if session.device.type == "cuda":
+            torch.cuda.synchronize(session.device)
+        return WritingTorch(session.steps_done, dict(session.scalars), dict(self._staged), folder, self._group)
+
+
+class WritingTorch:
+    """One rank's part of a state on its way into a folder."""
+
+    format = SAFETENSORS
+
+    def __init__(
+        self,
+        step: int,
+        scalars: Mapping[str, float],
+        tensors: dict[str, Tensor],
+        folder: Path,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.step, self.scalars = step, scalars
+        self._tensors, self._folder, self._group = tensors, folder, group
+
+    def wait(self) -> None:
+        """Write this rank's file, and wait for the other ranks. Raises OSError if any of them could not."""
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        writer = HuggingFaceStorageWriter(str(self._folder), save_distributed=True)
+        try:
+            save(self._tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+        except CheckpointException as error:
+            failed = sorted((rank, why[0]) for rank, why in error.failures.items())
+            words = (f"rank {rank}: {getattr(why, 'strerror', None) or why}" for rank, why in failed)
+            raise OSError("; ".join(words)) from error
+
+    def write_beside(self) -> None:
+        """`wait` in a thread. What is raised in it is raised on every rank, and rank 0 tells."""
+
+        def run() -> None:
+            with contextlib.suppress(OSError):
+                self.wait()
+
+        threading.Thread(target=run, name="lockstep-checkpoint", daemon=True).start()
+
+
+def writing(state: State, folder: Path) -> WritingTorch:
+    """A canonical state on its way into a folder, as a session of one rank writes its own."""
+    arrays = {PARAMS: state.params, **state.optimizer}
+    tensors = {
+        f"{kind}/{n}": torch.from_numpy(np.array(a)) for kind, by_name in arrays.items() for n, a in by_name.items()
+    }
+    return WritingTorch(state.step, state.scalars, tensors, folder, None)
+
+
+def named_tensors(session: TorchSession) -> dict[str, Callable[[], Tensor]]:
+    """What gives each tensor of the state, by KIND/PARAMETER, the same on every rank; 8-bit moments as float32."""
+    found: dict[str, Callable[[], Tensor]] = {f"{PARAMS}/{name}": p.detach for name, p in session.parameters.items()}
+    for kind, names in moment_names(session.config.optim, session.parameters).items():
+        for name in names:
+            found[f"{kind}/{name}"] = partial(moment_of, session.optimizer, session.parameters[name], kind)
+    return found
+
+
+def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which of the tensors each rank writes: the largest first, each to who has least so far."""
+    of_rank: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+        least = load.index(min(load))
+        of_rank[least].append(number)
+        load[least] += sizes[number]
+    return of_rank
