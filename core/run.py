@@ -28,14 +28,23 @@ from core.jsonl import JsonLines, cut_after, read_lines
 from core.lock import FolderLock
 
 CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records.jsonl", "parity.jsonl", "checkpoints"
+SETTINGS = "settings"
 OBSERVATIONS, CAPSULES, SAVED = "observations", "capsules", "checkpoints.jsonl"
 
 
 class RunDir:
     """A run directory. `create` and `open(…, write=True)` hold its lock until `close`; `open` alone only reads."""
 
-    def __init__(self, path: Path, config: RunConfig, info: Mapping[str, Any], lock: FolderLock | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: RunConfig,
+        info: Mapping[str, Any],
+        lock: FolderLock | None,
+        changed: Mapping[str, str] | None = None,
+    ) -> None:
         self.path = path
+        self._changed = dict(changed or {})
         self.config = config
         self._info = dict(info)
         self._lock = lock
@@ -102,21 +111,25 @@ class RunDir:
         return cls(path, config, described | dict(info), lock)
 
     @classmethod
-    def open(cls, path: Path, write: bool = False) -> Self:
+    def open(cls, path: Path, write: bool = False, settings: Mapping[str, str] | None = None) -> Self:
         """Open an existing run to read, or with `write` to go on with it (takes the lock, clears left-overs away).
+
+        settings: dotted key → text, by which it is to go on otherwise; `resume_from` notes them in run.json. Its
+        configuration is config.toml with all settings that were changed since it was made.
 
         Raises UserError if it is not a run, is damaged, or another process writes it.
         """
         if not is_run(path):
             raise UserError(f"{path} is not a run directory: it has no {CONFIG} and {INFO}")
-        config = load_config(path / CONFIG)
         lock = FolderLock(path) if write else None
         try:
             info = _read_json(path / INFO)
+            changed = dict(settings or {})
+            config = load_config(path / CONFIG, {**info.get(SETTINGS, {}), **changed})
             if write:
                 remove_temporaries(path)
                 checkpoint.remove_left_overs(path / CHECKPOINTS)
-            return cls(path, config, info, lock)
+            return cls(path, config, info, lock, changed)
         except BaseException:
             if lock:
                 lock.release()
@@ -224,8 +237,14 @@ class RunDir:
                     "checkpoints": [_step(p) for p in late],
                 }
             )
-        resumes = [*self._info.get("resumes", []), {"step": step, "time": _now()}]
-        self.update_info(branches=branches, resumes=resumes, finished=False)
+        told: dict[str, Any] = {}
+        resumed: dict[str, Any] = {"step": step, "time": _now()}
+        if self._changed:
+            resumed[SETTINGS] = self._changed
+            told[SETTINGS] = {**self._info.get(SETTINGS, {}), **self._changed}
+        self._changed = {}
+        resumes = [*self._info.get("resumes", []), resumed]
+        self.update_info(branches=branches, resumes=resumes, finished=False, **told)
 
     # Checkpoints
 

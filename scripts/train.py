@@ -43,7 +43,8 @@ class Train:
     ] = None
     """run file (TOML)"""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(default: a new run)")] = None
-    """run directory to go on with, from its last checkpoint, under its own settings"""
+    """run directory to go on with, from its last checkpoint, under its own settings; ranks, micro-batch, device and
+    what is only looked at (checkpoint, eval, log, parity) may be changed by flags"""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """folder of run directories"""
     overwrite: bool = False
@@ -67,10 +68,11 @@ def main(argv: list[str]) -> int:
     options, given = parse(Train, "train", argv, with_settings=True)
     if options.resume and options.overwrite:
         raise UserError("--overwrite and --resume exclude each other")
-    if (options.config is None) == (options.resume is None):
+    if options.config is None and options.resume is None:
         raise UserError("name a run file to train, or --resume RUN to go on with one")
-    resumed = _resumed(options.resume, given) if options.resume else None
-    config = resumed.config if resumed else load_config(options.config, given)
+    resumed = RunDir.open(options.resume) if options.resume else None
+    changed = _changed(resumed, options.config, given) if resumed else {}
+    config = load_config(*_settings(resumed, changed)) if resumed else load_config(options.config, given)
     name = resumed.info.get("backend", "torch") if resumed else options.backend
     require_ranks(config.train.ranks, " ".join(["train", *argv]))
     path = resumed.path if resumed else options.out / config.name
@@ -87,7 +89,7 @@ def main(argv: list[str]) -> int:
     with ExitStack() as stack:
         stack.enter_context(_terminated_as_interrupted())
         if resumed:
-            run = stack.enter_context(_reopen(path, data))
+            run = stack.enter_context(_reopen(path, data, changed))
         session = backend.open(config)
         stack.callback(session.close)
         if not resumed:
@@ -196,27 +198,38 @@ def _exit_code(run: RunDir) -> int:
     return int(any(line.get("verdict") == "disagreed" for line in run.checks()))
 
 
-def _resumed(path: Path, given: Mapping[str, str]) -> RunDir:
+def _changed(run: RunDir, file: Path | None, given: Mapping[str, str]) -> dict[str, str]:
+    """The settings by which a run is to go on otherwise. Raises UserError for those that a run keeps.
+
+    They are asked for on the command line alone, or with a run file beside, which then must be the run's but for them.
+    """
+    from core.config_file import load_config
+    from core.resume import changes
+
+    asked = load_config(file, given) if file else load_config(*_settings(run, given))
+    return changes(str(run.path), run.config, asked)
+
+
+def _settings(run: RunDir, more: Mapping[str, str]) -> tuple[Path, dict[str, str]]:
+    """A run's configuration file, and what was changed since it was made, with `more`."""
+    from core.run import CONFIG, SETTINGS
+
+    return run.path / CONFIG, {**run.info.get(SETTINGS, {}), **more}
+
+
+def _reopen(path: Path, data: RunData, changed: Mapping[str, str]) -> RunDir:
+    from core.resume import other_data
     from core.run import RunDir
+    from scripts.start import data_facts
 
-    if given:
-        raise UserError(f"a resumed run keeps its settings; take away: {', '.join(sorted(given))}")
-    return RunDir.open(path)
-
-
-def _reopen(path: Path, data: RunData) -> RunDir:
-    from core.run import RunDir
-
-    run = RunDir.open(path, write=True)
-    made_with = run.info.get("data", {})
-    for what, now in (("tokenizer", data.dataset.index.tokenizer_sha256), ("data set", data.dataset.fingerprint)):
-        key = "tokenizer_fingerprint" if what == "tokenizer" else "fingerprint"
-        if made_with.get(key) != now:
-            run.close()
-            raise UserError(
-                f"{path} was made with another {what}: {str(made_with.get(key))[:16]}, "
-                f"but {run.config.data.path} holds {now[:16]}"
-            )
+    run = RunDir.open(path, write=True, settings=changed)
+    made_with, now = run.info.get("data", {}), data_facts(data)
+    if made_with.get("fingerprint") != now["fingerprint"]:
+        run.close()
+        raise UserError(
+            f"{path} was made with another data set than {run.config.data.path} holds: "
+            + ("; ".join(other_data(made_with, now)) or "run.json does not say which")
+        )
     return run
 
 
