@@ -156,7 +156,7 @@ def gather(
     started = time.perf_counter()
     after = session.state()
     ranks = _reports(session, missing) if config.train.ranks > 1 else ()
-    reloaded = _round_trip(session, after, missing) if probe is None else None
+    reloaded = _round_trip(session, before, after, missing) if probe is None else None
     if probe is not None:
         missing.append("accumulation and the checkpoint's round trip: a check during training leaves the state alone")
         if config.train.ranks > 1:
@@ -338,17 +338,21 @@ def _of_shares(micros: list[Batch], shares: Sequence[float]) -> tuple[list[Batch
     return parts, Batch(**{key: np.concatenate([p.arrays[key] for p in parts]) for key in parts[0].arrays})
 
 
-def _round_trip(session: Session, state: State, missing: list[str]) -> State | None:
-    """The state through a checkpoint on disk and back into the session."""
+def _round_trip(session: Session, before: State, after: State, missing: list[str]) -> State | None:
+    """The state after the step through a checkpoint on disk and back into the session.
+
+    The session takes another state over while its checkpoint is being written: it must be written of a copy.
+    """
     load = getattr(session, "load", None)
     if not callable(load):
         missing.append("the checkpoint's round trip: the session has no load")
         return None
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        write, read = checkpoint.writer_of(session), session.read if isinstance(session, Reads) else None
-        pending = checkpoint.begin_checkpoint(Path(folder) / "state", state.step, write, {})
-        loaded, _ = checkpoint.load_checkpoint(pending.commit(), read)
     try:
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+            write, read = checkpoint.writer_of(session), session.read if isinstance(session, Reads) else None
+            pending = checkpoint.begin_checkpoint(Path(folder) / "state", after.step, write, {})
+            load(before)
+            loaded, _ = checkpoint.load_checkpoint(pending.commit(), read)
         load(loaded)
     except (NotSupported, ValueError, KeyError) as reason:  # what is wrong with its names, the check says itself
         missing.append(f"the checkpoint's round trip: the session does not take its state back: {reason}")
