@@ -37,12 +37,15 @@ class Convert:
 
 def main(argv: list[str]) -> int:
     """Convert, read what was written, and compare every bit."""
+    from core.checkpoint import MANIFEST
     from core.run import is_run
 
     options, _ = parse(Convert, "convert", argv, with_settings=False)
     source, target = options.source, options.target
     if target.exists():
         raise UserError(f"{target} is there already: name a folder to make")
+    if not is_run(source) and not (source / MANIFEST).exists():
+        raise UserError(f"{source} is neither a checkpoint nor a run directory")
     if not is_run(source):
         print(convert(source, target, options.to))
         return 0

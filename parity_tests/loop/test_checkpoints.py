@@ -221,7 +221,7 @@ def test_what_cannot_be_converted(folder: Folder, capsys: pytest.CaptureFixture[
         assert cli.run(["convert", *map(str, words)]) == 2
         return one_line(capsys.readouterr().err)
 
-    assert "manifest.json is missing" in refused(folder.path / "nowhere", folder.path / "to")
+    assert "neither a checkpoint nor a run" in refused(folder.path / "nowhere", folder.path / "to")
     assert "--to torch or --to jax" in refused(folder.path / "one", folder.path / "to")
     (weights,) = path.glob("*model*")
     weights.write_bytes(weights.read_bytes()[:-1])
