@@ -127,7 +127,8 @@ def _train(
     if config.log.wandb != "disabled":
         sinks.append(WandbSink(run, lambda text: console.print(text, style="yellow", markup=False)))
     kept = run.path / OBSERVATIONS
-    shadow = stack.enter_context(Shadow(config, REFERENCE, kept)) if config.parity.every else None
+    checked = any(map(config.parity.due, range(done + 1, config.train.steps + 1)))
+    shadow = stack.enter_context(Shadow(config, REFERENCE, kept)) if checked else None
     watch = Recorder(config, kept, shadow) if config.parity.record_every else shadow
     sinks.append(ConsoleSink(config.train.steps, done, console))
     for sink in sinks:
@@ -170,7 +171,11 @@ def _alarm(
 
 def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int:
     """Bring session and run directory back to the last checkpoint; returns its step."""
-    state, extra = run.load_latest(lambda text: console.print(text, style="yellow", markup=False, soft_wrap=True))
+
+    def warn(text: str) -> None:
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
+
+    state, extra = run.load_latest(warn)
     if extra.get("data_fingerprint") != data.dataset.fingerprint:
         raise UserError(
             f"{run.path}: its checkpoint was made with another data set than {data.config.data.path} holds now"
@@ -179,7 +184,7 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int
         session.load(state)
     except ValueError as error:
         raise UserError(f"{run.path}: its checkpoint does not fit its settings: {error}") from error
-    run.resume_from(state.step)
+    run.resume_from(state.step, warn)
     console.print(f"{run.path}: going on from step {state.step}", markup=False, soft_wrap=True)
     return state.step
 
