@@ -228,10 +228,10 @@ class RunDir:
                 yield f"{damage(self.path / name, list(cut.damaged))}; set aside in {aside / name} and not used"
         made = range(1, step + 1)
         if lost := [n for n in made if n not in cuts[RECORDS].steps]:
-            yield f"{self.path / RECORDS}: no record is left of steps {in_ranges(lost)}, which were made"
+            yield f"{self.path / RECORDS}: no record is left of {_steps(lost)}, made before"
         if lost := [n for n in made if self.config.parity.due(n) and n not in cuts[CHECKS].steps]:
             yield (
-                f"{self.path / CHECKS}: nothing is left of the checks that were due at steps {in_ranges(lost)}: "
+                f"{self.path / CHECKS}: nothing is left of the checks that were due at {_steps(lost)}: "
                 "lost, or under way when the run stopped"
             )
 
@@ -322,6 +322,10 @@ def _make_parents(folder: Path) -> list[Path]:
             parent.rmdir()
         raise
     return made
+
+
+def _steps(numbers: list[int]) -> str:
+    return f"step{'' if len(numbers) == 1 else 's'} {in_ranges(numbers)}"
 
 
 def _free(folder: Path) -> Path:

@@ -88,8 +88,7 @@ OUTCOMES = {
     FELL_BACK: "said that a checkpoint was passed over, went on from the one before, ended with the same bits",
     TOLD: "said which lines or steps are lost, used none of it, ended with the same bits",
     NO_EFFECT: "said nothing, and weights, records, checks, run.json and settings are those of the undamaged run: "
-    "white space, the older checkpoint, which is not read, or records later than the checkpoint cut short, which a "
-    "resume drops in any case",
+    "white space, or records later than the checkpoint cut short, which a resume drops in any case",
     WRONG: "anything else",
 }
 
@@ -97,6 +96,8 @@ OUTCOMES = {
 def kind_of(path: Path) -> str | None:
     """What is counted apart; None for a file that is not damaged. path: relative to the trial's folder."""
     if path.is_relative_to(RUN / "checkpoints"):
+        if not _of_step(path.relative_to(RUN / "checkpoints").parts[0], KEPT[-1]):
+            return None  # the one before is read only if this one is damaged
         if "manifest" in path.name:
             return "checkpoint: manifest"
         return "checkpoint: extra.json" if path.suffix == ".json" else "checkpoint: tensors"
@@ -104,6 +105,10 @@ def kind_of(path: Path) -> str | None:
         named = {"index.json": "data: index.json", "tokenizer.json": "data: tokenizer.json"}
         return "data: shard" if path.suffix == ".bin" else named.get(path.name)
     return path.name if path.parent == RUN and path.name in (RECORDS, CHECKS, INFO, CONFIG) else None
+
+
+def _of_step(folder: str, step: int) -> bool:
+    return folder.rpartition("_")[2].lstrip("0") == str(step)
 
 
 @dataclass(frozen=True)
@@ -269,7 +274,7 @@ def make_run(folder: Path) -> None:
     with RunDir.open(made / RUN, write=True) as run:
         run.update_info(finished=False)
         for path in run.checkpoints():
-            if int(path.name.rpartition("_")[2]) not in KEPT:
+            if not any(_of_step(path.name, step) for step in KEPT):
                 shutil.rmtree(path)
     made.rename(folder / "base")
 
@@ -367,8 +372,9 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
         f"Python {platform.python_version()} on {platform.machine()} ({platform.system()}), CPU.",
         "",
         f"A small run stands after step {STEPS} of {STEPS}, its last checkpoints are of steps {KEPT[0]} and {KEPT[1]}. "
-        "Each trial flips one bit, overwrites one byte, or cuts the file at a random place, then resumes the run "
-        "with `lockstep train --resume` and compares what is left with the resume of the undamaged run.",
+        "Each trial damages one file, of checkpoints the last one's: it flips one bit, overwrites one byte, or cuts "
+        "the file at a random place. Then it resumes the run with `lockstep train --resume`, and compares what is left "
+        "with a run that was not interrupted.",
         "",
         *(f"- **{outcome}**: {meaning}" for outcome, meaning in OUTCOMES.items()),
         "",

@@ -6,7 +6,8 @@ import pytest
 from core.errors import UserError
 from core.npz import read_npz
 
-ARRAYS = {"names": np.asarray([b"a", b"bcd"]), "x": np.arange(12, dtype=np.float64).reshape(3, 4)}
+# x is larger than what zipfile reads at once: a header that says less leaves its checksum unread.
+ARRAYS = {"names": np.asarray([b"a", b"bcd"]), "x": np.random.default_rng(0).normal(size=(1021, 5))}
 
 
 @pytest.fixture(params=["stored", "deflated"])
@@ -26,20 +27,21 @@ def same(found: dict[str, np.ndarray]) -> bool:
 def test_every_flipped_bit_is_noticed_or_without_effect(path):
     whole = path.read_bytes()
     noticed = 0
-    for at in range(len(whole)):
-        for bit in range(8):
+    places = {*range(600), *range(0, len(whole), 199), *range(len(whole) - 250, len(whole))}
+    for at in places:
+        for bit in {1, at % 8}:
             path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
             try:
                 assert same(read_npz(path)), (at, bit)
             except UserError as error:
                 assert "a.npz is damaged: " in str(error) and "\n" not in str(error)
                 noticed += 1
-    assert noticed > len(whole)
+    assert noticed > len(places)
 
 
 def test_every_place_to_cut_it_short_is_noticed(path):
     whole = path.read_bytes()
-    for size in range(len(whole)):
+    for size in {*range(0, len(whole), 199), *range(len(whole) - 250, len(whole))}:
         path.write_bytes(whole[:size])
         with pytest.raises(UserError, match="is damaged"):
             read_npz(path)

@@ -275,8 +275,8 @@ def test_damage_before_the_checkpoint_is_told_and_set_aside(tmp_path):
         f"set aside in {aside}/records.jsonl and not used",
         f"{path}/parity.jsonl, line 2: damaged after it was written (its crc32 does not match); "
         f"set aside in {aside}/parity.jsonl and not used",
-        f"{path}/records.jsonl: no record is left of steps 2 to 3, which were made",
-        f"{path}/parity.jsonl: nothing is left of the checks that were due at steps 3: "
+        f"{path}/records.jsonl: no record is left of steps 2 to 3, made before",
+        f"{path}/parity.jsonl: nothing is left of the checks that were due at step 3: "
         "lost, or under way when the run stopped",
     ]
     assert [line["step"] for line in run.records()] == [1, 4, 5]
@@ -306,7 +306,7 @@ def test_files_cut_short_before_the_checkpoint_are_told(tmp_path):
         (path / name).write_bytes(b"".join(lines[:kept]) + b'{"torn')
     _, warned = resumed(path)
     assert len(warned) == 2
-    assert "no record is left of steps 4 to 5" in warned[0] and "due at steps 3" in warned[1]
+    assert "no record is left of steps 4 to 5" in warned[0] and "due at step 3" in warned[1]
 
 
 def test_a_resume_that_nobody_listens_to_warns(tmp_path):
