@@ -275,6 +275,10 @@ class ParityConfig(Section):
         "log", description="after a check that disagreed: go on, stop, or stop at the last checkpoint before it"
     )
 
+    def due(self, step: int) -> bool:
+        """Whether step `step` is checked: every `every` steps, and step 1."""
+        return self.every > 0 and (step % self.every == 0 or step == 1)
+
 
 class LogConfig(Section):
     """Values that cost something, each at its own interval, and where records go."""

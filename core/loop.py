@@ -180,17 +180,21 @@ def train(
 
 def _stop(run: RunDir, checks: Checks, sinks: Sequence[Sink]) -> Ending:
     """End a run that a check has accused; under `roll_back`, as it was at the last checkpoint that is not suspect."""
+
+    def note(text: str) -> None:
+        for sink in sinks:
+            sink.note(text)
+
     said = f"stopped: the check of step {checks.bad} disagreed"
     if run.config.parity.on_alarm == "roll_back":
         good = [p for p in run.checkpoints() if (checkpoint_step(p) or 0) <= (checks.good or 0)]
         if good:
             step = checkpoint_step(good[-1]) or 0
-            run.resume_from(step)
+            run.resume_from(step, note)
             said += f"; rolled back to step {step}, which is not later than the last check that agreed ({checks.good})"
         else:
             said += "; there is no checkpoint from before the last check that agreed, so nothing was rolled back"
-    for sink in sinks:
-        sink.note(said)
+    note(said)
     return "alarmed"
 
 

@@ -129,7 +129,8 @@ def _train(
     if config.log.wandb != "disabled":
         sinks.append(WandbSink(run, lambda text: console.print(text, style="yellow", markup=False)))
     kept = run.path / OBSERVATIONS
-    shadow = stack.enter_context(Shadow(config, REFERENCE, kept)) if config.parity.every else None
+    checked = any(map(config.parity.due, range(done + 1, config.train.steps + 1)))
+    shadow = stack.enter_context(Shadow(config, REFERENCE, kept)) if checked else None
     watch = Recorder(config, kept, shadow) if config.parity.record_every else shadow
     sinks.append(ConsoleSink(config.train.steps, done, console))
     for sink in sinks:
@@ -175,10 +176,11 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int
     from core.backend import Reads
     from core.random_state import restore_random_state
 
+    def warn(text: str) -> None:
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
+
     read = session.read if isinstance(session, Reads) else None
-    state, extra, random = run.load_latest(
-        lambda text: console.print(text, style="yellow", markup=False, soft_wrap=True), read
-    )
+    state, extra, random = run.load_latest(warn, read)
     if extra.get("data_fingerprint") != data.dataset.fingerprint:
         raise UserError(
             f"{run.path}: its checkpoint was made with another data set than {data.config.data.path} holds now"
@@ -188,7 +190,7 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int
     except ValueError as error:
         raise UserError(f"{run.path}: its checkpoint does not fit its settings: {error}") from error
     restore_random_state(session, random)
-    run.resume_from(state.step)
+    run.resume_from(state.step, warn)
     console.print(f"{run.path}: going on from step {state.step}", markup=False, soft_wrap=True)
     return state.step
 
@@ -212,9 +214,10 @@ def _changed(run: RunDir, file: Path | None, given: Mapping[str, str]) -> dict[s
 
 def _settings(run: RunDir, more: Mapping[str, str]) -> tuple[Path, dict[str, str]]:
     """A run's configuration file, and what was changed since it was made, with `more`."""
-    from core.run import CONFIG, SETTINGS
+    from core.run import CONFIG
+    from core.run_info import CHANGED
 
-    return run.path / CONFIG, {**run.info.get(SETTINGS, {}), **more}
+    return run.path / CONFIG, {**run.info.get(CHANGED, {}), **more}
 
 
 def _reopen(path: Path, data: RunData, changed: Mapping[str, str]) -> RunDir:

@@ -59,7 +59,6 @@ class Shadow:
     def __init__(self, config: RunConfig, reference: str, observations: Path | None = None) -> None:
         """`observations`: the folder that keeps the sketches of each checked step, or None to keep none."""
         self._config = config
-        self._every = config.parity.every
         self._waiting: set[int] = set()
         # Of checks that are out, and of the last that came back: an alarm runs the step again.
         self._gathered: dict[int, Evidence] = {}
@@ -103,7 +102,7 @@ class Shadow:
 
     def due(self, step: int) -> bool:
         """Every `parity.every` steps, and at step 1."""
-        return step % self._every == 0 or step == 1
+        return self._config.parity.due(step)
 
     def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
         """Run the step; hand its evidence over if the worker can take it. `due`: digest of the batch that is due."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from core import checkpoint
 from core.backend import State, StepRecord
-from core.config import CheckpointConfig, RunConfig
+from core.config import CheckpointConfig, ParityConfig, RunConfig
 from core.config_file import load_config
 from core.errors import UserError
 from core.jsonl import read_lines
@@ -189,7 +189,7 @@ def test_torn_last_line_is_left_out_and_another_is_an_error(run):
         path.write_bytes(whole[:cut])
         assert [line["step"] for line in run.records()] in ([1], [1, 2])
     path.write_bytes(b"{broken\n" + whole)
-    with pytest.raises(UserError, match=r"records.jsonl, line 1: not a JSON object"):
+    with pytest.raises(UserError, match=r"records.jsonl, line 1: damaged after it was written .*--resume"):
         run.records()
 
 
@@ -225,6 +225,156 @@ def test_resume_at_the_end_makes_no_branch(run):
     assert run.info["branches"] == [] and not (run.path / "branches").exists()
     run.append_record(record(2))
     assert [line["step"] for line in run.records()] == [1, 2]
+
+
+CHECKED = CONFIG.model_copy(update={"parity": ParityConfig(every=3)})
+
+
+def checked_run(path: Path, steps: int = 7) -> RunDir:
+    """A run with records of steps 1 to 7, checks of 1, 3 and 6, and a checkpoint of step 5."""
+    run = RunDir.create(path, CHECKED, {})
+    for step in range(1, steps + 1):
+        run.append_record(record(step))
+        if CHECKED.parity.due(step):
+            run.append_check({"schema": 2, "step": step, "verdict": "agreed"})
+    run.save_checkpoint(state(5), {})
+    run.close()
+    return run
+
+
+def resumed(path: Path, step: int = 5) -> tuple[RunDir, list[str]]:
+    warned: list[str] = []
+    run = RunDir.open(path, write=True)
+    run.resume_from(step, warned.append)
+    run.close()
+    return run, warned
+
+
+def spoil(path: Path, *numbers: int) -> list[bytes]:
+    """Another loss or verdict in these lines; returns them."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number in numbers:
+        lines[number - 1] = lines[number - 1].replace(b"e", b"E", 1)
+    path.write_bytes(b"".join(lines))
+    return [lines[number - 1] for number in numbers]
+
+
+def test_an_intact_run_resumes_without_a_warning(tmp_path):
+    checked_run(tmp_path / "r")
+    run, warned = resumed(tmp_path / "r")
+    assert warned == [] and "damaged" not in run.info and not (run.path / "damaged").exists()
+
+
+def test_damage_before_the_checkpoint_is_told_and_set_aside(tmp_path):
+    path = checked_run(tmp_path / "r").path
+    records, checks = spoil(path / "records.jsonl", 2, 3), spoil(path / "parity.jsonl", 2)
+    run, warned = resumed(path)
+    aside = path / "damaged/001"
+    assert warned == [
+        f"{path}/records.jsonl, lines 2 to 3: damaged after they were written (their crc32 does not match); "
+        f"set aside in {aside}/records.jsonl and not used",
+        f"{path}/parity.jsonl, line 2: damaged after it was written (its crc32 does not match); "
+        f"set aside in {aside}/parity.jsonl and not used",
+        f"{path}/records.jsonl: no record is left of steps 2 to 3, made before",
+        f"{path}/parity.jsonl: nothing is left of the checks that were due at step 3: "
+        "lost, or under way when the run stopped",
+    ]
+    assert [line["step"] for line in run.records()] == [1, 4, 5]
+    assert [line["step"] for line in run.checks()] == [1]
+    assert (aside / "records.jsonl").read_bytes() == b"".join(records)
+    assert (aside / "parity.jsonl").read_bytes() == b"".join(checks)
+    assert RunDir.open(path).info["damaged"] == [{"path": "damaged/001", "records": [2, 3], "checks": [2]}]
+    spoil(path / "records.jsonl", 1)
+    assert [entry["path"] for entry in resumed(path)[0].info["damaged"]] == ["damaged/001", "damaged/002"]
+    assert (aside / "records.jsonl").read_bytes() == b"".join(records)
+
+
+def test_damage_after_the_checkpoint_costs_nothing(tmp_path):
+    path = checked_run(tmp_path / "r").path
+    spoil(path / "records.jsonl", 6, 7)
+    spoil(path / "parity.jsonl", 3)
+    run, warned = resumed(path)
+    assert len(warned) == 2 and all("set aside" in text for text in warned)
+    assert [line["step"] for line in run.records()] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in run.checks()] == [1, 3]
+
+
+def test_files_cut_short_before_the_checkpoint_are_told(tmp_path):
+    path = checked_run(tmp_path / "r").path
+    for name, kept in (("records.jsonl", 3), ("parity.jsonl", 1)):
+        lines = (path / name).read_bytes().splitlines(keepends=True)
+        (path / name).write_bytes(b"".join(lines[:kept]) + b'{"torn')
+    _, warned = resumed(path)
+    assert len(warned) == 2
+    assert "no record is left of steps 4 to 5" in warned[0] and "due at step 3" in warned[1]
+
+
+def test_a_resume_that_nobody_listens_to_warns(tmp_path):
+    path = checked_run(tmp_path / "r").path
+    spoil(path / "records.jsonl", 6)
+    with RunDir.open(path, write=True) as run, pytest.warns(UserWarning, match="line 6: damaged"):
+        run.resume_from(5)
+
+
+def test_a_second_resume_does_not_write_over_what_the_first_set_aside(tmp_path, monkeypatch):
+    """A resume that is killed between its cut and its note in run.json leaves its folder behind."""
+    path = checked_run(tmp_path / "r").path
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDir, "update_info", lambda *_, **__: None)
+        resumed(path)
+    with RunDir.open(path, write=True) as run:
+        run.append_record(record(6, loss=0.5))
+    run, _ = resumed(path)
+    assert [branch["path"] for branch in run.info["branches"]] == ["branches/002"]
+    assert [line["step"] for line in read_lines(path / "branches/001/records.jsonl")] == [6, 7]
+
+
+# What the run says of itself
+
+
+def test_every_changed_byte_of_run_json_is_noticed(tmp_path):
+    path = checked_run(tmp_path / "r").path / "run.json"
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        with pytest.raises(UserError, match=r"run.json is damaged or was edited .*; put it back as it was written"):
+            RunDir.open(path.parent)
+    path.write_bytes(whole)
+    assert path.read_text().startswith('{\n  "branches": []')
+    RunDir.open(path.parent)
+
+
+def test_every_changed_byte_of_config_toml_is_noticed_or_without_effect(tmp_path):
+    path = checked_run(tmp_path / "r").path / "config.toml"
+    whole, refused = path.read_bytes(), 0
+    for at in range(len(whole)):
+        for byte in (whole[at] ^ (1 << at % 8), ord("7")):
+            path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+            try:
+                assert RunDir.open(path.parent).config == CHECKED
+            except UserError as error:
+                assert "config.toml was changed after the run was made: " in str(error) and "\n" not in str(error)
+                refused += 1
+    assert refused > len(whole)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("keep = 3", "keep = 2", "checkpoint.keep was 3 and is 2; put it back: run.json holds what it said"),
+        ("keep = 3", "", "checkpoint.keep was 3 and is absent; put"),
+        ("keep = 3", "keep = 3\nnew = 1", "checkpoint.new was absent and is 1; put"),
+        ("[", "[[", "not TOML: "),
+    ],
+)
+def test_config_toml_that_says_something_else_is_named(tmp_path, old, new, said):
+    path = checked_run(tmp_path / "r").path
+    text = (path / "config.toml").read_text()
+    (path / "config.toml").write_text("# a comment\n" + text.replace(old, new))
+    with pytest.raises(UserError, match=said):
+        RunDir.open(path)
+    (path / "config.toml").write_text("# a comment\n" + text)
+    assert RunDir.open(path).config == CHECKED
 
 
 # Checkpoints
