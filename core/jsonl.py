@@ -36,21 +36,22 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [value for _, value in _parse(path)]
 
 
-def cut_after(path: Path, step: int, removed_to: Path) -> int:
-    """Keep the lines whose `step` is at most `step`; write the others to `removed_to`. Returns how many were moved.
+def cut_after(path: Path, step: int, removed_to: Path) -> None:
+    """Keep the lines whose `step` is at most `step`; the others go to `removed_to`, before those that it holds already.
 
-    Both files are written whole or not at all, the removed lines first. A torn last line is dropped.
+    Both files are written whole or not at all, the removed lines first: cut short, it is done by doing it again. A torn
+    last line is dropped.
     """
     if not path.exists():
-        return 0
+        return
     keep: list[bytes] = []
     move: list[bytes] = []
     for raw, value in _parse(path):
         (keep if value.get("step", 0) <= step else move).append(raw + b"\n")
+    there = dict.fromkeys(raw + b"\n" for raw, _ in _parse(removed_to))
     if move:
-        write_atomically(removed_to, move)
+        write_atomically(removed_to, [*(line for line in move if line not in there), *there])
     write_atomically(path, keep)
-    return len(move)
 
 
 def _parse(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

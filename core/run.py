@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -69,11 +70,13 @@ class RunDir:
         """Make a new run directory with config.toml and run.json, and hold its lock.
 
         It is put together beside `path` and renamed, so a start that fails leaves nothing, not even new parents.
-        `overwrite` replaces an earlier run, and never a folder that is not a run.
+        `overwrite` replaces an earlier run, and never a folder that is not a run. What a killed process left beside
+        `path` is cleared away.
 
         Raises:
             UserError: `path` is in use, or cannot be written.
         """
+        _clear_beside(path)
         occupied = cls.check_free(path, overwrite)
         beside = path.with_name(f".{path.name}.{os.getpid()}.new")
         replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
@@ -210,14 +213,19 @@ class RunDir:
         for file in (self._records, self._checks, self._saved):
             file.close()
         branches = list(self._info.get("branches", []))
+        # Made by a setting back that was cut short, it is there already; no step was trained since.
         branch = self.path / "branches" / f"{len(branches) + 1:03d}"
         late = [p for p in checkpoint.list_checkpoints(self.path / CHECKPOINTS) if _step(p) > step]
         try:
             branch.mkdir(parents=True, exist_ok=True)
-            moved = [cut_after(self.path / name, step, branch / name) for name in (RECORDS, CHECKS, SAVED)]
+            remove_temporaries(branch)
+            for name in (RECORDS, CHECKS, SAVED):
+                cut_after(self.path / name, step, branch / name)
             for folder in late:
                 os.rename(folder, branch / folder.name)
-            if not any(branch.iterdir()):
+            if any(branch.iterdir()):
+                branches.append({"from_step": step, **_contents(branch, self.path)})
+            else:
                 branch.rmdir()
                 with contextlib.suppress(OSError):
                     branch.parent.rmdir()
@@ -226,16 +234,6 @@ class RunDir:
         finally:
             self._records, self._checks, self._saved = (
                 JsonLines(self.path / name) for name in (RECORDS, CHECKS, SAVED)
-            )
-        if any(moved) or late:
-            branches.append(
-                {
-                    "from_step": step,
-                    "path": str(branch.relative_to(self.path)),
-                    "records": moved[0],
-                    "checks": moved[1],
-                    "checkpoints": [_step(p) for p in late],
-                }
             )
         told: dict[str, Any] = {}
         resumed: dict[str, Any] = {"step": step, "time": _now()}
@@ -338,10 +336,39 @@ def is_run(path: Path) -> bool:
     return (path / CONFIG).is_file() and (path / INFO).is_file()
 
 
+def _contents(branch: Path, run: Path) -> dict[str, Any]:
+    """What run.json says of a branch."""
+    return {
+        "path": str(branch.relative_to(run)),
+        "records": len(read_lines(branch / RECORDS)),
+        "checks": len(read_lines(branch / CHECKS)),
+        "checkpoints": [_step(path) for path in checkpoint.list_checkpoints(branch)],
+    }
+
+
 def _step(path: Path) -> int:
     step = checkpoint.checkpoint_step(path)
     assert step is not None
     return step
+
+
+def _clear_beside(path: Path) -> None:
+    """Delete what a killed `create` left beside `path`; a run whose place was to be taken and was not is put back."""
+    left_over = re.compile(rf"\.{re.escape(path.name)}\.\d+\.(new|old)")
+    try:
+        found = [entry for entry in path.parent.iterdir() if left_over.fullmatch(entry.name)]
+    except OSError:
+        return  # nothing can be made there, which `create` will say
+    for folder in found:
+        try:
+            lock = FolderLock(folder)
+        except UserError:
+            continue  # its process is at work
+        if folder.suffix == ".old" and is_run(folder) and not path.exists():
+            os.rename(folder, path)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
 
 
 def _make_parents(folder: Path) -> list[Path]:
