@@ -151,9 +151,10 @@ class Cut:
 
 
 def cut_after(path: Path, step: int, removed_to: Path, damaged_to: Path) -> Cut:
-    """Keep the lines whose `step` is at most `step`; write the others to `removed_to`, damaged ones to `damaged_to`.
+    """Keep the lines whose `step` is at most `step`; the others go to `removed_to`, damaged ones to `damaged_to`.
 
-    Each file is written whole or not at all, this one last. A torn last line is dropped.
+    There they stand before the lines that those files hold already. Each file is written whole or not at all, this one
+    last: cut short, it is done by doing it again. A torn last line is dropped.
     """
     keep: list[bytes] = []
     move: list[bytes] = []
@@ -169,7 +170,8 @@ def cut_after(path: Path, step: int, removed_to: Path, damaged_to: Path) -> Cut:
     for aside, lines in ((removed_to, move), (damaged_to, [line.raw + b"\n" for line in bad])):
         if lines:
             aside.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(aside, lines)
+            there = dict.fromkeys(line.raw + b"\n" for line in scan_lines(aside))
+            write_atomically(aside, [*(line for line in lines if line not in there), *there])
     if path.exists():
         write_atomically(path, keep)
     return Cut(frozenset(steps), len(move), tuple(line.number for line in bad))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -70,11 +71,13 @@ class RunDir:
         """Make a new run directory with config.toml and run.json, and hold its lock.
 
         It is put together beside `path` and renamed, so a start that fails leaves nothing, not even new parents.
-        `overwrite` replaces an earlier run, and never a folder that is not a run.
+        `overwrite` replaces an earlier run, and never a folder that is not a run. What a killed process left beside
+        `path` is cleared away.
 
         Raises:
             UserError: `path` is in use, or cannot be written.
         """
+        _clear_beside(path)
         occupied = cls.check_free(path, overwrite)
         beside = path.with_name(f".{path.name}.{os.getpid()}.new")
         replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
@@ -220,9 +223,13 @@ class RunDir:
         assert self._records is not None and self._checks is not None and self._saved is not None
         for file in (self._records, self._checks, self._saved):
             file.close()
-        branch, aside = _free(self.path / "branches"), _free(self.path / "damaged")
+        # Made by a setting back that was cut short, they are there already; no step was trained since.
+        branch, aside = (self._next(kind) for kind in ("branches", "damaged"))
         late = [p for p in checkpoint.list_checkpoints(self.path / CHECKPOINTS) if _step(p) > step]
         try:
+            for folder in (branch, aside):
+                if folder.exists():
+                    remove_temporaries(folder)
             cuts = {name: cut_after(self.path / name, step, branch / name, aside / name) for name in LINES}
             if late:
                 branch.mkdir(parents=True, exist_ok=True)
@@ -242,13 +249,7 @@ class RunDir:
         self._changed = {}
         changes["resumes"] = [*self._info.get("resumes", []), resumed]
         if branch.exists():
-            left = {
-                "from_step": step,
-                "path": str(branch.relative_to(self.path)),
-                "records": cuts[RECORDS].moved,
-                "checks": cuts[CHECKS].moved,
-                "checkpoints": [_step(p) for p in late],
-            }
+            left = {"from_step": step, **_contents(branch, self.path)}
             changes["branches"] = [*self._info.get("branches", []), left]
         if aside.exists():
             lost = {
@@ -258,6 +259,9 @@ class RunDir:
             }
             changes["damaged"] = [*self._info.get("damaged", []), lost]
         self.update_info(**changes, finished=False)
+
+    def _next(self, kind: str) -> Path:
+        return self.path / kind / f"{len(self._info.get(kind, [])) + 1:03d}"
 
     def _losses(self, step: int, cuts: Mapping[str, Cut], aside: Path) -> Iterator[str]:
         """What a resume from `step` goes on without, in words."""
@@ -365,10 +369,39 @@ def is_run(path: Path) -> bool:
     return (path / CONFIG).is_file() and (path / INFO).is_file()
 
 
+def _contents(branch: Path, run: Path) -> dict[str, Any]:
+    """What run.json says of a branch."""
+    return {
+        "path": str(branch.relative_to(run)),
+        "records": len(read_lines(branch / RECORDS)),
+        "checks": len(read_lines(branch / CHECKS)),
+        "checkpoints": [_step(path) for path in checkpoint.list_checkpoints(branch)],
+    }
+
+
 def _step(path: Path) -> int:
     step = checkpoint.checkpoint_step(path)
     assert step is not None
     return step
+
+
+def _clear_beside(path: Path) -> None:
+    """Delete what a killed `create` left beside `path`; a run whose place was to be taken and was not is put back."""
+    left_over = re.compile(rf"\.{re.escape(path.name)}\.\d+\.(new|old)")
+    try:
+        found = [entry for entry in path.parent.iterdir() if left_over.fullmatch(entry.name)]
+    except OSError:
+        return  # nothing can be made there, which `create` will say
+    for folder in found:
+        try:
+            lock = FolderLock(folder)
+        except UserError:
+            continue  # its process is at work
+        if folder.suffix == ".old" and is_run(folder) and not path.exists():
+            os.rename(folder, path)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
 
 
 def _make_parents(folder: Path) -> list[Path]:
@@ -388,14 +421,6 @@ def _make_parents(folder: Path) -> list[Path]:
 
 def _steps(numbers: list[int]) -> str:
     return f"step{'' if len(numbers) == 1 else 's'} {in_ranges(numbers)}"
-
-
-def _free(folder: Path) -> Path:
-    """`folder`/NNN, counted from 001, where nothing is yet."""
-    number = 1
-    while (folder / f"{number:03d}").exists():
-        number += 1
-    return folder / f"{number:03d}"
 
 
 def _now() -> str:

@@ -1,5 +1,6 @@
 """The run directory: all or nothing when it is made, line by line while it lives, bit by bit when it is read back."""
 
+import contextlib
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from core.config import CheckpointConfig, ParityConfig, RunConfig
 from core.config_file import load_config
 from core.errors import UserError
 from core.jsonl import read_lines
+from core.lock import FolderLock
 from core.run import RunDir
 
 CONFIG = RunConfig(name="r", checkpoint=CheckpointConfig(keep=3))
@@ -129,6 +131,26 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, failing,
     if occupied:
         with RunDir.open(path, write=True) as run:
             assert run.info["mark"] == "first"
+
+
+def test_what_a_killed_start_left_beside_is_cleared(run):
+    run.close()
+    runs = run.path.parent
+    for name in (".r.7.new", ".r.8.old", ".other.9.old", ".r.x.9.old"):
+        (runs / name).mkdir()
+    with FolderLock(runs / ".r.8.old"):  # its process is at work
+        RunDir.create(run.path, CONFIG, {}, overwrite=True).close()
+    assert sorted(p.name for p in runs.iterdir()) == [".other.9.old", ".r.8.old", ".r.x.9.old", "r"]
+
+
+def test_a_run_that_a_killed_start_had_not_replaced_yet_is_put_back(run):
+    run.append_record(record(1))
+    run.close()
+    os.rename(run.path, run.path.with_name(".r.7.old"))
+    with pytest.raises(UserError, match="holds a run already"):
+        RunDir.create(run.path, CONFIG, {})
+    assert [p.name for p in run.path.parent.iterdir()] == ["r"]
+    assert len(RunDir.open(run.path).records()) == 1
 
 
 def test_open_says_what_is_not_a_run(tmp_path):
@@ -316,19 +338,6 @@ def test_a_resume_that_nobody_listens_to_warns(tmp_path):
         run.resume_from(5)
 
 
-def test_a_second_resume_does_not_write_over_what_the_first_set_aside(tmp_path, monkeypatch):
-    """A resume that is killed between its cut and its note in run.json leaves its folder behind."""
-    path = checked_run(tmp_path / "r").path
-    with monkeypatch.context() as patch:
-        patch.setattr(RunDir, "update_info", lambda *_, **__: None)
-        resumed(path)
-    with RunDir.open(path, write=True) as run:
-        run.append_record(record(6, loss=0.5))
-    run, _ = resumed(path)
-    assert [branch["path"] for branch in run.info["branches"]] == ["branches/002"]
-    assert [line["step"] for line in read_lines(path / "branches/001/records.jsonl")] == [6, 7]
-
-
 # What the run says of itself
 
 
@@ -375,6 +384,53 @@ def test_config_toml_that_says_something_else_is_named(tmp_path, old, new, said)
         RunDir.open(path)
     (path / "config.toml").write_text("# a comment\n" + text)
     assert RunDir.open(path).config == CHECKED
+
+
+class Killed(BaseException):
+    """SIGKILL, as far as the disk is concerned."""
+
+
+@pytest.mark.parametrize("after", range(9))
+def test_a_setting_back_that_is_cut_short_is_done_by_the_next(run, monkeypatch, after):
+    """It is killed after so many renames; then it trains on, and is set back once more."""
+    for step in range(1, 6):
+        run.append_record(record(step))
+        run.append_check({"schema": 1, "step": step, "verdict": "agreed"})
+    for step in (2, 4):
+        run.save_checkpoint(state(step), {})
+    run.close()
+    first = (run.path / "records.jsonl").read_bytes().splitlines()
+    done = 0
+
+    def counted(function):
+        def rename(*paths):
+            nonlocal done
+            if done == after:
+                raise Killed
+            done += 1
+            function(*paths)
+
+        return rename
+
+    with monkeypatch.context() as patch, contextlib.suppress(Killed), RunDir.open(run.path, write=True) as again:
+        for name in ("rename", "replace"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        again.resume_from(2)
+    with RunDir.open(run.path, write=True) as again:
+        again.resume_from(2)
+        again.append_record(record(3, loss=1.0))
+    second = (run.path / "records.jsonl").read_bytes().splitlines()
+    with RunDir.open(run.path, write=True) as again:
+        again.resume_from(2)
+        branches = {branch["path"]: branch for branch in again.info["branches"]}
+    folders = {str(path.relative_to(run.path)): path for path in (run.path / "branches").iterdir()}
+    assert branches.keys() == folders.keys() and len(branches) == 2
+    told = {path: [line["step"] for line in read_lines(folder / "records.jsonl")] for path, folder in folders.items()}
+    assert {path: len(steps) for path, steps in told.items()} == {p: b["records"] for p, b in branches.items()}
+    assert (branches["branches/001"]["checks"], branches["branches/001"]["checkpoints"]) == (3, [4])
+    kept = [line for path in run.path.rglob("records.jsonl") for line in path.read_bytes().splitlines()]
+    assert sorted(kept) == sorted({*first, *second})
+    assert not list(run.path.rglob("*.lockstep-tmp"))
 
 
 # Checkpoints
