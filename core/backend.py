@@ -268,6 +268,18 @@ class Draws(Protocol):
 
 
 @runtime_checkable
+class MeasuresDeterminism(Protocol):
+    """A session that can leave out what makes it deterministic, to see what that costs."""
+
+    def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
+        """Time of forward and backward pass of `batch` / time without it, several times; the state stays as it was.
+
+        batch: a micro-batch a rank. Raises NotSupported with the reason why it cannot be measured.
+        """
+        ...
+
+
+@runtime_checkable
 class Reads(Protocol):
     """A session whose checkpoints are of a format of its own."""
 

@@ -301,6 +301,7 @@ class RunConfig(Section):
     )
     seed: Count = Field(0, description="seed of the initial weights")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the torch backend runs")
+    deterministic: bool = Field(False, description="the same bits every time: what cannot promise them ends the run")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -400,6 +401,12 @@ def _mode_suits_device(mode: str, device: str) -> str | None:
     return None
 
 
+def _mode_is_deterministic(mode: str, deterministic: bool) -> str | None:
+    if mode == "max-autotune" and deterministic:
+        return "max-autotune chooses kernels by time, which is never the same; with deterministic = true use default"
+    return None
+
+
 def _fp8_layers_are_there(policy: str, patterns: str, layers: int) -> str | None:
     if not policy.startswith("fp8"):
         return None
@@ -470,6 +477,7 @@ RULES = (
     Rule(("recompute.memory_budget", "compile.enabled", "compile.backend"), _budget_needs_inductor),
     Rule(("compile.mode", "compile.enabled", "compile.backend"), _mode_needs_inductor),
     Rule(("compile.mode", "device"), _mode_suits_device),
+    Rule(("compile.mode", "deterministic"), _mode_is_deterministic),
     Rule(("precision.fp8_layers", "precision.policy", "model.layers"), lambda f, p, n: _fp8_layers_are_there(p, f, n)),
     Rule(("model.hidden", "model.heads"), _heads_divide_hidden),
     Rule(("model.heads", "model.kv_heads"), _kv_heads_divide_heads),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -19,6 +20,7 @@ from jax import Array
 from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
 from core.checkpoint import PARAMS
 from core.config import RunConfig
+from core.errors import UserError
 from core.groups import check_state, moment_names
 from core.init import init_parameters
 from core.loss_scale import SCALE, SKIPPED, first_scale, scale_after
@@ -35,6 +37,8 @@ from jax_backend.stages import in_stream, stage_functions, with_gradients
 
 Names = frozenset[str]
 NARROW = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+# On a GPU; what has no deterministic kernel then raises.
+XLA_FLAG = "--xla_gpu_deterministic_ops=true"
 
 
 class JaxSession:
@@ -341,7 +345,9 @@ class JaxBackend:
         return JaxSession(config)
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Versions, device and what is in force."""
+        """Versions, device and what is in force. Raises UserError if XLA must be told to be deterministic."""
+        if config.deterministic and jax.default_backend() == "gpu" and XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
+            raise UserError(f"deterministic = true needs XLA_FLAGS={XLA_FLAG} in the environment before JAX starts")
         return {
             "backend": self.name,
             "versions": {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__},

@@ -108,6 +108,7 @@ def _train(
 ) -> int:
     from rich.console import Console
 
+    from core.deterministic import prove_run
     from core.loop import train
     from core.parity.recorder import Recorder
     from core.parity.shadow import Shadow
@@ -115,7 +116,7 @@ def _train(
     from core.sinks.console import ConsoleSink
     from core.sinks.jsonl import JsonlSink
     from core.sinks.wandb import WandbSink
-    from scripts.start import print_start
+    from scripts.start import print_start, versions
 
     config = run.config
     console = Console(highlight=False)
@@ -124,6 +125,8 @@ def _train(
         run.finish()
         console.print("all steps are done", markup=False)
         return _exit_code(run)
+    if config.deterministic:
+        about = prove_run(run, session, data.batch(done + 1), done + 1, about, versions())
     print_start(console, run, data, about)
     sinks: list[Any] = [JsonlSink(run)]
     if config.log.wandb != "disabled":

@@ -60,6 +60,7 @@ class Kernel:
     """Attention by the kernel of one name (AttentionConfig.kernel)."""
 
     name: str = "auto"
+    deterministic: bool = False
 
     def mask(self, documents_BS: Tensor) -> Mask:
         """What keeps documents apart, in the form that the kernel takes."""
@@ -82,7 +83,9 @@ class Kernel:
         """The kernels of torch's call that may run, best first; none: its own choice."""
         if self.name in BACKENDS and (device == "cpu" or dtype in DTYPES.get(self.name, (dtype,))):
             return [BACKENDS[self.name]]
-        return [] if device == "cpu" else list(BACKENDS.values())
+        # torch would pass over cuDNN's without a word.
+        ordered = [backend for name, backend in BACKENDS.items() if not (self.deterministic and name == "cudnn")]
+        return [] if device == "cpu" else ordered
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -229,11 +232,12 @@ def _refusal_of_width(name: str, head_dim: int, dtype: torch.dtype, machine: Mac
     )
 
 
-def in_force(attention: AttentionConfig, device: torch.device) -> str:
+def in_force(attention: AttentionConfig, device: torch.device, deterministic: bool = False) -> str:
     """The kernel, and what is done about documents, in words."""
     name = attention.kernel
+    first = ", flash kernel where it can run" if deterministic else ", cuDNN's kernel where it can run"
     call = {
-        "auto": "scaled_dot_product_attention" + ("" if device.type == "cpu" else ", cuDNN's kernel where it can run"),
+        "auto": "scaled_dot_product_attention" + ("" if device.type == "cpu" else first),
         "flex": "flex_attention",
         "fa3": f"{FA3} (FlashAttention-3)",
     }.get(name, f"scaled_dot_product_attention, {name} kernel")

@@ -1,8 +1,8 @@
 """Embedding look-up whose gradient is the same every time.
 
 Inductor turns the gradient of `F.embedding` into an atomic scatter-add, whose order, and so whose last bit, changes
-from run to run where a token occurs twice (seen on CPU with torch 2.13). ATen's own kernel adds in a fixed order on
-CPU and CUDA; as a custom operator it stays as it is inside a compiled graph. Resuming bit for bit depends on it.
+from run to run where a token occurs twice (seen on CPU with torch 2.13). ATen's own kernels add in a fixed order; as a
+custom operator they stay as they are inside a compiled graph. Resuming bit for bit depends on it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# ATen has another kernel on CUDA for so many tokens or fewer, and there is a race in it (pytorch#187687, #199569).
+RACE = 3072
+
 
 @torch.library.custom_op("lockstep::embedding_gradient", mutates_args=())
 def embedding_gradient(grad_BSD: Tensor, tokens_BS: Tensor, rows: int) -> Tensor:
     """Σ over the places where token v stands of the gradient there: (B, S, D), (B, S) → (rows, D)."""
+    if grad_BSD.is_cuda and tokens_BS.numel() <= RACE:
+        # It sorts by token, as the kernel for more tokens does.
+        zeros = grad_BSD.new_zeros((rows, grad_BSD.shape[-1]))
+        return zeros.index_put_((tokens_BS,), grad_BSD, accumulate=True)
     return torch.ops.aten.embedding_dense_backward(grad_BSD.contiguous(), tokens_BS, rows, -1, False)
 
 

@@ -223,7 +223,7 @@ class Llama(nn.Module):
         self.head = run.loss
         self.chunked_loss, self.library_loss = chunked_loss, library_loss
         self.z_loss = run.loss.z_loss
-        self.kernel = Kernel(run.attention.kernel)
+        self.kernel = Kernel(run.attention.kernel, run.deterministic)
         self.document_mask, self.reset_positions = run.attention.document_mask, run.attention.reset_positions
         self.rope = max_length, config.head_dim, config.rope_theta
         self.place_rope(torch.get_default_device())

@@ -57,7 +57,7 @@ IDLE = timedelta(days=7)
 # A follower that is told to end may take so long.
 END_SECONDS = 5.0
 # In these, ranks wait for each other; what is raised in one of them ends the ranks.
-TOGETHER = ("open", "step", "gradients", "step_and_gradients")
+TOGETHER = ("open", "step", "gradients", "step_and_gradients", "costs_of_determinism")
 
 
 class RankError(RuntimeError):
@@ -189,6 +189,9 @@ class _Member:
     def step_and_gradients(self, batch: Batch, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
         self.record, found = self.session.step_and_gradients(batch, norms=norms)
         return self.record, found
+
+    def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
+        return self.session.costs_of_determinism(batch)
 
     def own_gradients(self, batch: Batch) -> list[Arrays]:
         assert self.session.ranks is not None
@@ -500,6 +503,12 @@ class RankedSession:
         """`step`, and the gradients that it made before clipping."""
         self._require_shared(batch)
         found: tuple[StepRecord, Gradients | None] = self._do("step_and_gradients", batch, own=(batch, norms))
+        return found
+
+    def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
+        """Time of forward and backward pass on every rank / time without `deterministic = true`, as rank 0 sees it."""
+        self._require_shared(batch)
+        found: Sequence[float] = self._do("costs_of_determinism", batch)
         return found
 
     def rank_gradients(self, batch: Batch) -> list[Arrays]:

@@ -28,6 +28,7 @@ from core.schedule import learning_rate
 from torch_backend.attention import check_kernel, in_force
 from torch_backend.bitsandbytes_adamw import check_bitsandbytes
 from torch_backend.checkpoint import Writer, WritingTorch
+from torch_backend.deterministic import check_deterministic, costs, guarded, switch
 from torch_backend.float8 import float8
 from torch_backend.library_heads import check_head
 from torch_backend.model import Linear, Llama, Tap, no_tap
@@ -67,6 +68,7 @@ class TorchSession:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.device = resolve_device(config)
+        switch(config, self.device)
         # For the process, as torch has it; said anew by every session that computes in FP32.
         torch.set_float32_matmul_precision("high" if config.precision.policy == "tf32" else "highest")
         self.policy: Policy = POLICIES[config.precision.policy]
@@ -384,6 +386,10 @@ class TorchSession:
         after: dict[str, Mapping[str, Tensor]] = {"params": parameters, **read_moments(optim, optimizer, parameters)}
         return {f"{kind}/{name}": _numpy(value) for kind, tree in after.items() for name, value in tree.items()}
 
+    def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
+        """Time of forward and backward pass / time without `deterministic = true`, several times."""
+        return costs(self, batch)
+
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """Per-token `nll` and `top1` of `batch` in eager, under the run's policy or a named one."""
         tokens, targets, _ = self.to_device(batch)
@@ -441,9 +447,10 @@ class TorchSession:
             if self.replays:
                 torch.compiler.cudagraph_mark_step_begin()
             made = self._programs_made()
-            micro_loss, micro_nll = program(tokens, targets, weights, total, *self.documents(micro))
-            self.programs += self._programs_made() - made
-            micro_loss.backward()
+            with guarded(self, micro):
+                micro_loss, micro_nll = program(tokens, targets, weights, total, *self.documents(micro))
+                self.programs += self._programs_made() - made
+                micro_loss.backward()
             loss += micro_loss.detach()
             nll.append(micro_nll.detach().clone() if self.replays else micro_nll.detach())
         if self.ranks and self.ranks.shares(micros):
@@ -536,6 +543,7 @@ class TorchBackend:
         check_kernel(config, resolve_device(config))
         check_head(config.loss, resolve_device(config))
         check_bitsandbytes(config.optim)
+        check_deterministic(config, resolve_device(config))
         if config.train.ranks == 1:
             return self.open_rank(config)
         from torch_backend.parallel import open_ranked
@@ -552,6 +560,7 @@ class TorchBackend:
         check_kernel(config, device)
         check_head(config.loss, device)
         check_bitsandbytes(config.optim)
+        check_deterministic(config, device)
         float8(config.precision, device)
         scope = "" if config.compile.scope == "model" else ", block by block"
         mode = "" if config.compile.mode == "default" else f", {config.compile.mode}"
@@ -566,7 +575,7 @@ class TorchBackend:
             "threads": torch.get_num_threads(),
             "in_force": {
                 "program": compiled,
-                "attention": in_force(config.attention, device),
+                "attention": in_force(config.attention, device, config.deterministic),
                 "loss head": loss_in_force(config.loss),
                 "recomputed": recompute_in_force(config.recompute),
                 "optimizer": in_words(config, device),

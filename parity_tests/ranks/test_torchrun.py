@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from core.errors import UserError
 from core.jsonl import read_lines
 from core.launch import launched, require_ranks
-from parity_tests.cli.workspace import REPO, Done, write_workspace
+from parity_tests.cli.workspace import REPO, Done, last_weights, trained, write_workspace
 from scripts import cli
 
 RANKS = ("--train.ranks", "2", "--train.steps", "3", "--train.batch-size", "8", "--optim.warmup-steps", "1")
@@ -58,6 +59,32 @@ def test_two_ranks_train_as_one(run_file: Path, tmp_path: Path) -> None:
     assert len([line for line in said if line.startswith("step 3/3")]) == 1
     written: list[Any] = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert written == ["tiny"]
+
+
+def test_deterministic_ranks_stopped_in_the_midst_of_the_warm_up_end_with_the_same_bits(
+    run_file: Path, tmp_path: Path
+) -> None:
+    settings = (
+        "--deterministic",
+        "true",
+        "--optim.warmup-steps",
+        "2",
+        "--checkpoint.every",
+        "1",
+        "--checkpoint.keep",
+        "3",
+    )
+    done = torchrun(tmp_path, "train", str(run_file), *RANKS, *settings)
+    assert done.code == 0, done.err
+    assert "× the time of a step (measured: " in done.out
+    run = tmp_path / "runs/tiny"
+    weights, steps = last_weights(run), trained(run)
+    for checkpoint in sorted((run / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(checkpoint)
+    done = torchrun(tmp_path, "train", "--resume", str(run))
+    assert done.code == 0, done.err
+    assert "going on from step 1" in done.out
+    assert (last_weights(run), trained(run)) == (weights, steps)
 
 
 def test_a_launch_must_fit_the_settings(run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

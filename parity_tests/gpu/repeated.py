@@ -1,0 +1,99 @@
+"""Deterministic steps on CUDA, each twice, in a process of its own: cuBLAS reads its workspaces once, at its start.
+
+Prints a JSON line a program: its name, and what was not the same bits, or why it was left out.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from core.backend import State
+from core.config import AttentionConfig, CompileConfig, LossConfig, RunConfig
+from core.deterministic import prove
+from core.errors import UserError
+from parity_tests.tiny import text_batch, tiny_config
+from torch_backend.attention import Machine, refusal
+from torch_backend.float8 import FIRST_CAPABILITY
+from torch_backend.library_heads import PACKAGES
+from torch_backend.session import TorchBackend
+
+COMPILED = {"compile": {"enabled": True, "backend": "inductor"}}
+PROGRAMS: dict[str, dict[str, Any]] = {
+    **{f"attention {kernel}": {"attention": {"kernel": kernel}} for kernel in ("auto", "flash", "efficient", "math")},
+    "attention flex": {"attention": {"kernel": "flex"}},
+    "attention flex, compiled": {"attention": {"kernel": "flex"}, **COMPILED},
+    "documents": {"attention": {"kernel": "efficient", "document_mask": True}},
+    **{f"head {head}": {"loss": {"head": head}} for head in ("full", "torch", "liger")},
+    **{f"policy {policy}": {"policy": policy} for policy in ("fp32", "tf32", "fp16", "fp8_tensorwise", "fp8_rowwise")},
+    "compiled": COMPILED,
+    "compiled, fp8": {"policy": "fp8_tensorwise", **COMPILED},
+    "graphs": {"compile": {**COMPILED["compile"], "mode": "reduce-overhead"}},
+    "muon": {"optim": {"name": "muon"}},
+    "adamw8bit torchao": {"optim": {"name": "adamw8bit"}},
+    "adamw8bit bitsandbytes": {"optim": {"name": "adamw8bit", "eight_bit": "bitsandbytes"}},
+    # Between 1,024 and 3,072 tokens a micro-batch the kernel of the embedding's gradient would race.
+    "embedding": {"train": {"micro_batch_size": 32, "batch_size": 32}},
+}
+STEPS = 3
+
+
+def config_of(changes: dict[str, Any]) -> RunConfig:
+    """The tiny model on CUDA, deterministic, with these settings."""
+    changes = dict(changes)
+    config = tiny_config(changes.pop("policy", "bf16"), hidden=256, train=changes.pop("train", None))
+    classes = {"attention": AttentionConfig, "loss": LossConfig, "compile": CompileConfig}
+    made = {key: classes[key](**value) for key, value in changes.items() if key in classes}
+    if "optim" in changes:
+        made["optim"] = config.optim.model_copy(update=changes["optim"])
+    return config.model_copy(update={"device": "cuda", "deterministic": True, **made})
+
+
+def left_out(config: RunConfig) -> str | None:
+    """Why this machine cannot run it; None if it can."""
+    if config.precision.fp8 and torch.cuda.get_device_capability() < FIRST_CAPABILITY:
+        return "no FP8 tensor cores"
+    if config.loss.head == "torch" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        return "the head of torch is not there"
+    if config.loss.head in PACKAGES and find_spec(PACKAGES[config.loss.head][0]) is None:
+        return f"{config.loss.head} is not installed"
+    if config.optim.eight_bit == "bitsandbytes" and find_spec("bitsandbytes") is None:
+        return "bitsandbytes is not installed"
+    operand = torch.float32 if config.precision.operand in ("fp32", "tf32") else torch.bfloat16
+    return refusal(config.attention, config.model.head_dim, operand, Machine.of(torch.device("cuda")))
+
+
+def trained(config: RunConfig) -> tuple[list[Any], State]:
+    """Records and state after some steps, from the initial weights; the first step is proven before."""
+    session = TorchBackend().open(config)
+    prove(config, session, text_batch(config, 0), 1)
+    return [session.step(text_batch(config, step)) for step in range(STEPS)], session.state()
+
+
+def same(one: State, other: State) -> bool:
+    """Whether weights and moments are the same bits."""
+    trees = [(one.params, other.params), *((one.optimizer[k], other.optimizer[k]) for k in one.optimizer)]
+    return all(a[name].tobytes() == b[name].tobytes() for a, b in trees for name in a)
+
+
+def found(changes: dict[str, Any]) -> dict[str, str]:
+    """`skipped`, `wrong` or nothing."""
+    config = config_of(changes)
+    if why := left_out(config):
+        return {"skipped": why}
+    try:
+        (records, state), (again, other) = trained(config), trained(config)
+    except UserError as error:
+        return {"wrong": str(error)}
+    except Exception:
+        return {"wrong": traceback.format_exc()}
+    return {} if records == again and same(state, other) else {"wrong": f"other bits after {STEPS} steps"}
+
+
+if __name__ == "__main__":
+    for name, changes in PROGRAMS.items():
+        print(json.dumps({"name": name, **found(changes)}), flush=True)

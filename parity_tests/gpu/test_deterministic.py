@@ -1,0 +1,51 @@
+"""Under `deterministic = true` steps on CUDA give the same bits twice, by every kernel, head and optimizer offered."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from core.config import AttentionConfig
+from core.errors import UserError
+from parity_tests.conftest import REPO
+from parity_tests.gpu.repeated import PROGRAMS
+from parity_tests.tiny import tiny_config
+from torch_backend.deterministic import CUBLAS
+from torch_backend.session import TorchBackend
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, Any]]:
+    """By program; the process sets the environment itself."""
+    environment = {key: value for key, value in os.environ.items() if key != CUBLAS}
+    command = [sys.executable, "-m", "parity_tests.gpu.repeated"]
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=540)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0, done.stderr
+    return {line["name"]: line for line in lines}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_steps_repeat_bit_for_bit(name: str, results: dict[str, dict[str, Any]]) -> None:
+    if why := results[name].get("skipped"):
+        pytest.skip(why)
+    assert "wrong" not in results[name], results[name]["wrong"]
+
+
+def test_cudnn_s_attention_is_refused_before_anything_starts() -> None:
+    config = tiny_config("bf16", hidden=256).model_copy(
+        update={"device": "cuda", "deterministic": True, "attention": AttentionConfig(kernel="cudnn")}
+    )
+    with pytest.raises(UserError, match="its backward pass is not deterministic"):
+        TorchBackend().describe(config)

@@ -1,0 +1,51 @@
+"""Deterministic ranks: when a step repeats, and who says what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from core.config import RunConfig
+from core.deterministic import differences, prove
+from core.errors import UserError
+from parity_tests.loop.candidates import Puts
+from parity_tests.tiny import text_batch, tiny_config
+from torch_backend import parallel
+from torch_backend.deterministic import switch
+from torch_backend.session import TorchBackend
+
+
+@pytest.fixture(autouse=True)
+def _processes() -> Iterator[None]:
+    yield
+    parallel._let_go()
+    switch(tiny_config(), torch.device("cpu"))
+
+
+def strict(ranks: int, **model: Any) -> RunConfig:
+    train = {"ranks": ranks, "batch_size": 2 * ranks, "sequence_length": 32}
+    config = tiny_config("fp32", train=train, **model)
+    parallel = config.parallel.model_copy(update={"bucket_mb": 1})
+    return config.model_copy(update={"deterministic": True, "parallel": parallel})
+
+
+def test_four_ranks_repeat_a_step_once_their_buckets_are_arranged() -> None:
+    """DDP orders them anew after the first backward pass, and a sum of four then begins with another rank."""
+    config = strict(4, layers=1, hidden=128, ffn_hidden=512, vocab_size=2048)
+    batch = text_batch(config)
+    session = TorchBackend().open(config)
+    assert differences(session.gradients(batch), session.gradients(batch)) != ""
+    proof = prove(config, session, batch, 1)
+    assert proof.gradients == len(session.gradients(batch).grads) and len(proof.costs) > 0
+    session.close()
+
+
+def test_what_torch_refuses_rank_0_says() -> None:
+    config = strict(2, layers=1)
+    session = Puts().open(config)
+    with pytest.raises(UserError, match=r"^deterministic = true: put_ has no deterministic kernel on cpu"):
+        prove(config, session, text_batch(config), 1)
+    session.close()
