@@ -245,6 +245,9 @@ class ParallelConfig(Section):
         "fp32", description="in which gradients are summed over ranks"
     )
     bucket_mb: Positive = Field(25, description="gradients that are reduced together, in MB")
+    timeout_seconds: Positive = Field(
+        600, description="a rank that keeps the others waiting for so long is given up; programs are compiled in it"
+    )
 
 
 class EvalConfig(Section):

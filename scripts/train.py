@@ -139,7 +139,7 @@ def _train(
     for sink in sinks:
         stack.callback(sink.close)
     alarm = _alarm(run, session, shadow, about)
-    with _interrupts() as interrupted:
+    with _interrupts() as interrupted, _told_how_to_go_on(run):
         ending = train(session, data, run, sinks, interrupted, done + 1, str(about["device"]), watch, alarm)
     stack.close()
     if ending == "interrupted":
@@ -255,6 +255,17 @@ class _Unbegun(contextlib.AbstractContextManager[None]):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is not None and not self._run.records():
             self._run.discard()
+
+
+@contextmanager
+def _told_how_to_go_on(run: RunDir) -> Iterator[None]:
+    """What ends a run that has a checkpoint says how to go on from it."""
+    try:
+        yield
+    except UserError as error:
+        if run.latest_checkpoint() is None:
+            raise
+        raise UserError(f"{error}; go on with: lockstep train --resume {run.path}") from error
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import numpy as np
 from core import checkpoint
 from core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, Reads, Session, State, StepRecord
 from core.config import RunConfig
+from core.finite import NotFinite
 from core.loss_scale import SCALE
 from core.names import GRADIENT, edge_names, parameter_shapes, tap_names
 
@@ -56,6 +57,7 @@ class Evidence:
     says of the step, rank 0 first.
     closer: whether `tapped` was chosen by a closer look (core/parity/closer.py).
     not_covered: what the candidate could not do, in words. seconds: what gathering cost, without the step itself.
+    not_finite: where the session says that its step was not finite, and so left out; empty if it was made.
     """
 
     before: State
@@ -76,6 +78,7 @@ class Evidence:
     reduced: Accumulation | None = None
     ranks: tuple[RankReport, ...] = ()
     closer: bool = False
+    not_finite: str = ""
 
     @property
     def given_probe(self) -> Batch | None:
@@ -110,7 +113,8 @@ def gather(
     tapped: for a thorough check, the micro-batch whose stages are shown, made by `probe_batch`; by default the first
     one, with other sequences every step.
 
-    Raises whatever the session raises, except NotSupported, which is listed as not covered.
+    Raises whatever the session raises, except NotSupported, which is listed as not covered, and NotFinite: such a step
+    is judged like any other.
     """
     started = time.perf_counter()
     missing: list[str] = []
@@ -146,12 +150,17 @@ def gather(
         reduced = _reduce(session, config, before, micros, missing)
     gathering = time.perf_counter() - started
     started = time.perf_counter()
-    if in_passing is not None:
-        record, stepped = in_passing(batch, norms=norms)
-        if stepped is None:
-            missing.append("moments and update: the session's step did not show its gradients")
-    else:
-        record = session.step(batch, norms=True) if norms else session.step(batch)
+    not_finite = ""
+    try:
+        if in_passing is not None:
+            record, stepped = in_passing(batch, norms=norms)
+            if stepped is None:
+                missing.append("moments and update: the session's step did not show its gradients")
+        else:
+            record = session.step(batch, norms=True) if norms else session.step(batch)
+    except NotFinite as found:
+        record, not_finite = found.record, found.where
+        stepped = stepped if in_passing is None else _gradients(session, batch)
     record = replace(record, seconds=time.perf_counter() - started)
     started = time.perf_counter()
     after = session.state()
@@ -180,6 +189,7 @@ def gather(
         reloaded=reloaded,
         reduced=reduced,
         ranks=ranks,
+        not_finite=not_finite,
     )
 
 

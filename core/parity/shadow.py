@@ -31,6 +31,7 @@ from core.atomic import write_atomically
 from core.backend import Batch, Session, StepRecord
 from core.config import RunConfig
 from core.errors import UserError
+from core.finite import NotFinite
 from core.parity.end_to_end import observations_of
 from core.parity.evidence import Evidence, gather
 from core.parity.judge import Reference, judge
@@ -105,7 +106,10 @@ class Shadow:
         return self._config.parity.due(step)
 
     def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
-        """Run the step; hand its evidence over if the worker can take it. `due`: digest of the batch that is due."""
+        """Run the step; hand its evidence over if the worker can take it. `due`: digest of the batch that is due.
+
+        Raises NotFinite after its evidence was handed over.
+        """
         if not self._ready():
             started = time.perf_counter()
             record = session.step(batch, norms=norms)
@@ -117,6 +121,8 @@ class Shadow:
         self._waiting.add(evidence.record.step)
         self._gathered[evidence.record.step] = evidence
         self._outbox.put(evidence)
+        if evidence.not_finite:
+            raise NotFinite(evidence.record, evidence.not_finite)
         return evidence.record
 
     def collect(self) -> Iterator[Result]:
