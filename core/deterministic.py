@@ -57,22 +57,22 @@ def prove_run(
 ) -> Mapping[str, Any]:
     """Prove step `step` of a deterministic run, note it in run.json, and return `about` with a line for the table.
 
-    Raises UserError as `require_same_place` and `prove` do.
+    Raises UserError as `prove` does, or if the run began on another device, with other threads or other versions.
     """
-    require_same_place(run, about, versions)
+    where = {"device": about.get("device"), "threads": about.get("threads")}
+    where |= {name: version for name, version in versions.items() if name not in NO_MATTER}
+    if moved := moves(run.info.get("deterministic", {}).get("where", where), where):
+        raise UserError(f"{run.path}: a deterministic run goes on only where it began: {moved}")
     proof = prove(run.config, session, batch, step)
     in_force = {**about["in_force"], "deterministic": str(proof)}
-    run.update_info(in_force=in_force, deterministic=asdict(proof))
+    run.update_info(in_force=in_force, deterministic={"where": where, **asdict(proof)})
     return {**about, "in_force": in_force}
 
 
-def require_same_place(run: RunDir, about: Mapping[str, Any], versions: Mapping[str, str]) -> None:
-    """Raise UserError if the run began on another device, with other threads or under other versions."""
-    hardware, libraries = run.info.get("hardware", {}), run.info.get("versions", {})
-    facts = {key: (hardware.get(key), about.get(key)) for key in ("device", "threads")}
-    facts |= {name: (libraries[name], versions.get(name)) for name in libraries if name not in NO_MATTER}
-    if other := [f"{what} was {then}, is {now}" for what, (then, now) in facts.items() if then != now]:
-        raise UserError(f"{run.path}: a deterministic run goes on only where it began: {'; '.join(other)}")
+def moves(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What is not as it was where the run began, in words; empty if all is."""
+    keys = {**then, **now}
+    return "; ".join(f"{k} was {then.get(k)}, is {now.get(k)}" for k in keys if then.get(k) != now.get(k))
 
 
 def prove(config: RunConfig, session: Session, batch: Batch, step: int) -> Proof:

@@ -64,7 +64,11 @@ def convert_run(source: Path, target: Path, to: str) -> Path:
     run = RunDir.open(source)
     last = run.last_intact(print)
     step = checkpoint_step(last) or 0
-    kept = {key: value for key, value in run.info.items() if key not in ("resumes", "branches", "finished", "in_force")}
+    kept = {
+        key: value
+        for key, value in run.info.items()
+        if key not in ("resumes", "branches", "finished", "in_force", "deterministic")
+    }
     info = {**kept, "backend": to, "wandb_id": None, "converted_from": {"run": str(source), "step": step}}
     with RunDir.create(target, run.config, info) as made:
         made.take_history(run, step)
