@@ -58,11 +58,13 @@ def write_sealed_json(path: Path, value: dict[str, Any], *, indent: int | None) 
     write_atomically(path, [_render_sealed(value, indent)])
 
 
-def read_sealed_json(path: Path, *, indent: int | None) -> dict[str, Any]:
+def read_sealed_json(
+    path: Path, *, indent: int | None, remedy: str = "prepare the data again with --force"
+) -> dict[str, Any]:
     """Read what `write_sealed_json` wrote with the same `indent`.
 
     The bytes must be exactly those that would be written again, so any changed byte is noticed, even one
-    that JSON does not care about.
+    that JSON does not care about. remedy: what to do about it, for the error.
 
     Raises:
         UserError: the file cannot be read, is not JSON, or was changed after it was written.
@@ -78,9 +80,7 @@ def read_sealed_json(path: Path, *, indent: int | None) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         intact = False
     if not intact:
-        raise UserError(
-            f"{path} is damaged or was edited (its checksum does not match); prepare the data again with --force"
-        )
+        raise UserError(f"{path} is damaged or was edited (its checksum does not match); {remedy}")
     return dict(value)
 
 

@@ -196,7 +196,10 @@ class Session(Protocol):
         ...
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        """One optimizer step on `batch`; `norms` adds norms by group to the record (a check never asks for them)."""
+        """One optimizer step on `batch`; `norms` adds norms by group to the record (a check never asks for them).
+
+        Raises core.finite.NotFinite, with nothing changed, if loss or gradients are not finite (fp16 skips such steps).
+        """
         ...
 
     def gradients(self, batch: Batch) -> Gradients:

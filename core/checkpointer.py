@@ -17,6 +17,8 @@ from core.run_data import RunData
 
 Reason = Literal["interval", "best", "end", "interrupted"]
 BEST = "val/loss"
+# A second Ctrl-C waits so long for a checkpoint that is being written.
+AT_ONCE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,9 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """What is being written when training fails is of an earlier step, and good."""
-        if self._thread is not None and kind is not None and issubclass(kind, Exception):
-            self._thread.join()
+        """What is being written when training fails is of an earlier step, and good; who stops at once waits little."""
+        if self._thread is not None and kind is not None:
+            self._thread.join(None if issubclass(kind, Exception) else AT_ONCE_SECONDS)
 
     def _write(self, pending: Pending, reason: Reason, waited: float, spare: int | None, best: int | None) -> None:
         started = time.perf_counter()

@@ -245,6 +245,9 @@ class ParallelConfig(Section):
         "fp32", description="in which gradients are summed over ranks"
     )
     bucket_mb: Positive = Field(25, description="gradients that are reduced together, in MB")
+    timeout_seconds: Positive = Field(
+        600, description="a rank that keeps the others waiting for so long is given up; programs are compiled in it"
+    )
 
 
 class EvalConfig(Section):
@@ -274,6 +277,10 @@ class ParityConfig(Section):
     on_alarm: Literal["log", "stop", "roll_back"] = Field(
         "log", description="after a check that disagreed: go on, stop, or stop at the last checkpoint before it"
     )
+
+    def due(self, step: int) -> bool:
+        """Whether step `step` is checked: every `every` steps, and step 1."""
+        return self.every > 0 and (step % self.every == 0 or step == 1)
 
 
 class LogConfig(Section):

@@ -13,7 +13,8 @@ from core.backend import Batch, Session, StepRecord
 from core.budget import mfu
 from core.checkpoint import checkpoint_step
 from core.checkpointer import Checkpointer, Reason, Saved
-from core.data.loader import Prefetcher
+from core.data.loader import LoaderError, Prefetcher
+from core.finite import NotFinite, is_finite
 from core.parity.verdict import Check
 from core.run import RunDir
 from core.run_data import RunData
@@ -67,7 +68,10 @@ def due(every: int, step: int, last: int) -> bool:
 def step_records(
     session: Session, data: RunData, first: int, device: str, watch: Watch | None = None
 ) -> Iterator[StepRecord]:
-    """Steps `first`… of the run, each as its record with timing and the metrics that are due."""
+    """Steps `first`… of the run, each as its record with timing and the metrics that are due.
+
+    Raises NotFinite at a step whose loss or gradients are not finite, also where the session lets it pass.
+    """
     config = data.config
     last = config.train.steps
     with Prefetcher(data.batch, first, last + 1, config.data.prefetch) as batches:
@@ -80,7 +84,10 @@ def step_records(
             else:
                 record = session.step(batch, norms=norms)
                 record = replace(record, seconds=time.perf_counter() - started)
-            rate = record.tokens / record.seconds
+            if not is_finite(record):
+                raise NotFinite(record, "the session does not say where, and its weights may have it")
+            # A clock too coarse to see a step is no reason to divide by zero.
+            rate = record.tokens / record.seconds if record.seconds > 0 else 0.0
             yield replace(
                 record,
                 tokens_per_second=rate,
@@ -140,7 +147,10 @@ def train(
 
     Every record and check goes to the sinks as it comes, and what `alarm` says of a check that disagreed. A checkpoint
     is written at its interval, at the end, and when interrupted; none of a state that a check has just accused, if the
-    run is to stop there (`parity.on_alarm`).
+    run is to stop there (`parity.on_alarm`). docs/guards.md says what becomes of a run that meets with a fault.
+
+    Raises NotFinite after all checks that are out have come back, LoaderError after a checkpoint, and what the session,
+    a sink or a checkpoint raises.
     """
     last, kept = run.config.train.steps, run.config.checkpoint
     done = first - 1
@@ -148,29 +158,35 @@ def train(
     checks = Checks(sinks, alarm)
     stops = run.config.parity.on_alarm != "log"
     with Checkpointer(session, data, run) as checkpoints:
-        for record in step_records(session, data, first, device, watch):
-            done = record.step
-            for sink in sinks:
-                sink.record(record)
-            if watch is not None:
-                checks.deliver(watch.collect())
-            if stops and checks.bad is not None:
-                break
-            best = checkpoints.improved(record) and kept.best
-            if due(kept.every, done, last) or done == last or best:
-                reason: Reason = "end" if done == last else "best" if best else "interval"
-                saved = done if checkpoints.save(done, reason, checks.good) else None
-            tell(sinks, checkpoints.collect())
-            if interrupted.is_set():
-                break
+        try:
+            for record in step_records(session, data, first, device, watch):
+                done = record.step
+                for sink in sinks:
+                    sink.record(record)
+                if watch is not None:
+                    checks.deliver(watch.collect())
+                if stops and checks.bad is not None:
+                    break
+                best = checkpoints.improved(record) and kept.best
+                if due(kept.every, done, last) or done == last or best:
+                    reason: Reason = "end" if done == last else "best" if best else "interval"
+                    saved = done if checkpoints.save(done, reason, checks.good) else None
+                tell(sinks, checkpoints.collect())
+                if interrupted.is_set():
+                    break
+        except NotFinite:
+            if watch is not None:  # the step may be among what is out, or one before it that says why
+                _wait_for(watch, checks, sinks)
+            raise
+        except LoaderError:
+            if done and saved != done:
+                checkpoints.save(done, "interrupted", checks.good)
+            raise
         if saved != done and not (stops and checks.bad is not None):
             checkpoints.save(done, "interrupted", checks.good)
         tell(sinks, checkpoints.finish())
     if watch is not None:
-        if watch.pending:
-            for sink in sinks:
-                sink.note(f"waiting for the reference: checks under way: {watch.pending}")
-        checks.deliver(watch.drain())
+        _wait_for(watch, checks, sinks)
     if stops and checks.bad is not None:
         return _stop(run, checks, sinks)
     if done == last:
@@ -178,19 +194,31 @@ def train(
     return "finished" if done == last else "interrupted"
 
 
+def _wait_for(watch: Watch, checks: Checks, sinks: Sequence[Sink]) -> None:
+    """Wait for every check that is still out."""
+    if watch.pending:
+        for sink in sinks:
+            sink.note(f"waiting for the reference: checks under way: {watch.pending}")
+    checks.deliver(watch.drain())
+
+
 def _stop(run: RunDir, checks: Checks, sinks: Sequence[Sink]) -> Ending:
     """End a run that a check has accused; under `roll_back`, as it was at the last checkpoint that is not suspect."""
+
+    def note(text: str) -> None:
+        for sink in sinks:
+            sink.note(text)
+
     said = f"stopped: the check of step {checks.bad} disagreed"
     if run.config.parity.on_alarm == "roll_back":
         good = [p for p in run.checkpoints() if (checkpoint_step(p) or 0) <= (checks.good or 0)]
         if good:
             step = checkpoint_step(good[-1]) or 0
-            run.resume_from(step)
+            run.resume_from(step, note)
             said += f"; rolled back to step {step}, which is not later than the last check that agreed ({checks.good})"
         else:
             said += "; there is no checkpoint from before the last check that agreed, so nothing was rolled back"
-    for sink in sinks:
-        sink.note(said)
+    note(said)
     return "alarmed"
 
 

@@ -6,10 +6,11 @@ Everything in it can be read without Lockstep (TOML, JSON, safetensors). One pro
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,23 +20,33 @@ from typing import Any, Self
 import numpy as np
 
 from core import checkpoint
-from core.atomic import remove_temporaries, write_atomically
+from core.atomic import remove_temporaries
 from core.backend import State, StepRecord
 from core.config import RunConfig
 from core.config_file import dump_config, load_config
 from core.errors import UserError
-from core.jsonl import JsonLines, cut_after, read_lines
+from core.jsonl import Cut, DamagedLine, JsonLines, cut_after, damage, in_ranges, read_lines
 from core.lock import FolderLock
+from core.run_info import CHANGED, SETTINGS, read_info, require_unchanged, settings_of, write_info
 
 CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records.jsonl", "parity.jsonl", "checkpoints"
 OBSERVATIONS, CAPSULES, SAVED = "observations", "capsules", "checkpoints.jsonl"
+LINES = RECORDS, CHECKS, SAVED
 
 
 class RunDir:
     """A run directory. `create` and `open(…, write=True)` hold its lock until `close`; `open` alone only reads."""
 
-    def __init__(self, path: Path, config: RunConfig, info: Mapping[str, Any], lock: FolderLock | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: RunConfig,
+        info: Mapping[str, Any],
+        lock: FolderLock | None,
+        changed: Mapping[str, str] | None = None,
+    ) -> None:
         self.path = path
+        self._changed = dict(changed or {})
         self.config = config
         self._info = dict(info)
         self._lock = lock
@@ -60,15 +71,18 @@ class RunDir:
         """Make a new run directory with config.toml and run.json, and hold its lock.
 
         It is put together beside `path` and renamed, so a start that fails leaves nothing, not even new parents.
-        `overwrite` replaces an earlier run, and never a folder that is not a run.
+        `overwrite` replaces an earlier run, and never a folder that is not a run. What a killed process left beside
+        `path` is cleared away.
 
         Raises:
             UserError: `path` is in use, or cannot be written.
         """
+        _clear_beside(path)
         occupied = cls.check_free(path, overwrite)
         beside = path.with_name(f".{path.name}.{os.getpid()}.new")
         replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
         described = {"name": config.name, "created": _now(), "finished": False, "resumes": [], "branches": []}
+        described |= {SETTINGS: settings_of(config), **info}
         old_lock = lock = None
         new_parents: list[Path] = []
         done = False
@@ -78,7 +92,7 @@ class RunDir:
             beside.mkdir()
             lock = FolderLock(beside)
             (beside / CONFIG).write_text(dump_config(config), encoding="utf-8")
-            _write_json(beside / INFO, described | dict(info))
+            write_info(beside / INFO, described)
             (beside / CHECKPOINTS).mkdir()
             if occupied:
                 os.rename(path, replaced)
@@ -99,24 +113,30 @@ class RunDir:
                     with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
                         parent.rmdir()
             shutil.rmtree(replaced, ignore_errors=True)
-        return cls(path, config, described | dict(info), lock)
+        return cls(path, config, described, lock)
 
     @classmethod
-    def open(cls, path: Path, write: bool = False) -> Self:
+    def open(cls, path: Path, write: bool = False, settings: Mapping[str, str] | None = None) -> Self:
         """Open an existing run to read, or with `write` to go on with it (takes the lock, clears left-overs away).
 
-        Raises UserError if it is not a run, is damaged, or another process writes it.
+        settings: dotted key → text, by which it is to go on otherwise; `resume_from` notes them in run.json. Its
+        configuration is config.toml with all settings that were changed since it was made.
+
+        Raises UserError if it is not a run, config.toml or run.json is not what was written, or another process writes
+        it.
         """
         if not is_run(path):
             raise UserError(f"{path} is not a run directory: it has no {CONFIG} and {INFO}")
-        config = load_config(path / CONFIG)
         lock = FolderLock(path) if write else None
         try:
-            info = _read_json(path / INFO)
+            info = read_info(path / INFO)
+            require_unchanged(path / CONFIG, info)
+            changed = dict(settings or {})
+            config = load_config(path / CONFIG, {**info.get(CHANGED, {}), **changed})
             if write:
                 remove_temporaries(path)
                 checkpoint.remove_left_overs(path / CHECKPOINTS)
-            return cls(path, config, info, lock)
+            return cls(path, config, info, lock, changed)
         except BaseException:
             if lock:
                 lock.release()
@@ -133,7 +153,7 @@ class RunDir:
         """Change keys of run.json, atomically."""
         self._writer()
         changed = self._info | changes
-        _write_json(self.path / INFO, changed)
+        write_info(self.path / INFO, changed)
         self._info = changed
 
     def finish(self) -> None:
@@ -179,53 +199,83 @@ class RunDir:
                     file.append(line)
 
     def records(self) -> list[dict[str, Any]]:
-        """The lines of records.jsonl; a torn last line is left out."""
-        return read_lines(self.path / RECORDS)
+        """The lines of records.jsonl; a torn last line is left out. Raises UserError if another is damaged."""
+        return self._read(RECORDS)
 
     def checks(self) -> list[dict[str, Any]]:
-        """The lines of parity.jsonl; a torn last line is left out."""
-        return read_lines(self.path / CHECKS)
+        """The lines of parity.jsonl; a torn last line is left out. Raises UserError if another is damaged."""
+        return self._read(CHECKS)
 
-    def resume_from(self, step: int) -> None:
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        try:
+            return read_lines(self.path / name)
+        except DamagedLine as error:
+            raise UserError(f"{error}; lockstep train --resume {self.path} sets it aside") from error
+
+    def resume_from(self, step: int, warn: Callable[[str], None] = warnings.warn) -> None:
         """Make the directory what it was after `step`, before going on from there, and note the resume in run.json.
 
         Records, checks and checkpoints of later steps belong to another future. They are moved to
-        branches/NNN/, where nothing prunes them, and run.json lists them under `branches`.
+        branches/NNN/, where nothing prunes them, and run.json lists them under `branches`. Damaged lines are moved to
+        damaged/NNN/ and listed under `damaged`; `warn` is told of them, and of steps whose lines are missing.
         """
         self._writer()
         assert self._records is not None and self._checks is not None and self._saved is not None
         for file in (self._records, self._checks, self._saved):
             file.close()
-        branches = list(self._info.get("branches", []))
-        branch = self.path / "branches" / f"{len(branches) + 1:03d}"
+        # Made by a setting back that was cut short, they are there already; no step was trained since.
+        branch, aside = (self._next(kind) for kind in ("branches", "damaged"))
         late = [p for p in checkpoint.list_checkpoints(self.path / CHECKPOINTS) if _step(p) > step]
         try:
-            branch.mkdir(parents=True, exist_ok=True)
-            moved = [cut_after(self.path / name, step, branch / name) for name in (RECORDS, CHECKS, SAVED)]
+            for folder in (branch, aside):
+                if folder.exists():
+                    remove_temporaries(folder)
+            cuts = {name: cut_after(self.path / name, step, branch / name, aside / name) for name in LINES}
+            if late:
+                branch.mkdir(parents=True, exist_ok=True)
             for folder in late:
                 os.rename(folder, branch / folder.name)
-            if not any(branch.iterdir()):
-                branch.rmdir()
-                with contextlib.suppress(OSError):
-                    branch.parent.rmdir()
         except OSError as error:
             raise UserError(f"cannot set {self.path} back to step {step}: {error.strerror or error}") from error
         finally:
-            self._records, self._checks, self._saved = (
-                JsonLines(self.path / name) for name in (RECORDS, CHECKS, SAVED)
+            self._records, self._checks, self._saved = (JsonLines(self.path / name) for name in LINES)
+        for said in self._losses(step, cuts, aside):
+            warn(said)
+        resumed: dict[str, Any] = {"step": step, "time": _now()}
+        changes: dict[str, Any] = {}
+        if self._changed:
+            resumed[CHANGED] = self._changed
+            changes[CHANGED] = {**self._info.get(CHANGED, {}), **self._changed}
+        self._changed = {}
+        changes["resumes"] = [*self._info.get("resumes", []), resumed]
+        if branch.exists():
+            left = {"from_step": step, **_contents(branch, self.path)}
+            changes["branches"] = [*self._info.get("branches", []), left]
+        if aside.exists():
+            lost = {
+                "path": str(aside.relative_to(self.path)),
+                "records": list(cuts[RECORDS].damaged),
+                "checks": list(cuts[CHECKS].damaged),
+            }
+            changes["damaged"] = [*self._info.get("damaged", []), lost]
+        self.update_info(**changes, finished=False)
+
+    def _next(self, kind: str) -> Path:
+        return self.path / kind / f"{len(self._info.get(kind, [])) + 1:03d}"
+
+    def _losses(self, step: int, cuts: Mapping[str, Cut], aside: Path) -> Iterator[str]:
+        """What a resume from `step` goes on without, in words."""
+        for name, cut in cuts.items():
+            if cut.damaged:
+                yield f"{damage(self.path / name, list(cut.damaged))}; set aside in {aside / name} and not used"
+        made = range(1, step + 1)
+        if lost := [n for n in made if n not in cuts[RECORDS].steps]:
+            yield f"{self.path / RECORDS}: no record is left of {_steps(lost)}, made before"
+        if lost := [n for n in made if self.config.parity.due(n) and n not in cuts[CHECKS].steps]:
+            yield (
+                f"{self.path / CHECKS}: nothing is left of the checks that were due at {_steps(lost)}: "
+                "lost, or under way when the run stopped"
             )
-        if any(moved) or late:
-            branches.append(
-                {
-                    "from_step": step,
-                    "path": str(branch.relative_to(self.path)),
-                    "records": moved[0],
-                    "checks": moved[1],
-                    "checkpoints": [_step(p) for p in late],
-                }
-            )
-        resumes = [*self._info.get("resumes", []), {"step": step, "time": _now()}]
-        self.update_info(branches=branches, resumes=resumes, finished=False)
 
     # Checkpoints
 
@@ -319,10 +369,39 @@ def is_run(path: Path) -> bool:
     return (path / CONFIG).is_file() and (path / INFO).is_file()
 
 
+def _contents(branch: Path, run: Path) -> dict[str, Any]:
+    """What run.json says of a branch."""
+    return {
+        "path": str(branch.relative_to(run)),
+        "records": len(read_lines(branch / RECORDS)),
+        "checks": len(read_lines(branch / CHECKS)),
+        "checkpoints": [_step(path) for path in checkpoint.list_checkpoints(branch)],
+    }
+
+
 def _step(path: Path) -> int:
     step = checkpoint.checkpoint_step(path)
     assert step is not None
     return step
+
+
+def _clear_beside(path: Path) -> None:
+    """Delete what a killed `create` left beside `path`; a run whose place was to be taken and was not is put back."""
+    left_over = re.compile(rf"\.{re.escape(path.name)}\.\d+\.(new|old)")
+    try:
+        found = [entry for entry in path.parent.iterdir() if left_over.fullmatch(entry.name)]
+    except OSError:
+        return  # nothing can be made there, which `create` will say
+    for folder in found:
+        try:
+            lock = FolderLock(folder)
+        except UserError:
+            continue  # its process is at work
+        if folder.suffix == ".old" and is_run(folder) and not path.exists():
+            os.rename(folder, path)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
 
 
 def _make_parents(folder: Path) -> list[Path]:
@@ -340,18 +419,8 @@ def _make_parents(folder: Path) -> list[Path]:
     return made
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    write_atomically(path, [(json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()])
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"cannot read {path}: not a JSON object")
-    return value
+def _steps(numbers: list[int]) -> str:
+    return f"step{'' if len(numbers) == 1 else 's'} {in_ranges(numbers)}"
 
 
 def _now() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepReco
 from core.checkpoint import PARAMS
 from core.config import RunConfig
 from core.errors import UserError
+from core.finite import NotFinite, first_place
 from core.groups import check_state, moment_names
 from core.init import init_parameters
 from core.loss_scale import SCALE, SKIPPED, first_scale, scale_after
@@ -97,13 +99,29 @@ class JaxSession:
         return checkpoint.read(folder, {PARAMS: self.params, **self.moments})
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group."""
+        """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group.
+
+        Raises NotFinite, with nothing changed, if the loss or a gradient is not finite (fp16 leaves the update out).
+        """
         loss, _, grads = self.accumulate(batch)
         norm = self._norm(grads)
         coefficient = clip_coefficient(self.config.optim, norm).astype(self.policy.stream)
         lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
+        record = StepRecord(
+            step=self.steps_done + 1,
+            loss=float(loss),
+            loss_weight=float(batch.weights.sum(dtype=np.float64)),
+            lr=lr,
+            grad_norm=float(norm),
+            clip_coefficient=float(coefficient),
+            digest=batch.digest(),
+            tokens=batch.targets.size,
+        )
         params, moments = self.params, self.moments
-        finite = not self.scalars or bool(jnp.isfinite(norm))
+        finite = math.isfinite(record.grad_norm)
+        if not self.scalars and not (finite and math.isfinite(record.loss)):
+            found = [name for name in self.params if not np.isfinite(grads[name]).all()]
+            raise NotFinite(record, first_place(record.loss, found, len(self.params)))
         if finite:
             done = self.steps_done - int(self.scalars.get(SKIPPED, 0))
             params, moments = self.update(params, moments, grads, coefficient, done, lr)
@@ -116,17 +134,7 @@ class JaxSession:
             )
         self.params, self.moments = params, moments
         self.steps_done += 1
-        return StepRecord(
-            step=self.steps_done,
-            loss=float(loss),
-            loss_weight=float(batch.weights.sum(dtype=np.float64)),
-            lr=lr,
-            grad_norm=float(norm),
-            clip_coefficient=float(coefficient),
-            digest=batch.digest(),
-            tokens=batch.targets.size,
-            metrics=metrics,
-        )
+        return replace(record, metrics=metrics)
 
     def gradients(self, batch: Batch) -> Gradients:
         """Per-token NLL, loss and accumulated gradients of `batch`; the state is left as it was."""

@@ -1,5 +1,6 @@
 """What must stand in the environment before torch and jax are loaded. pytest reads this file first."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -28,3 +29,6 @@ for _name, _value in _DEFAULTS.items():
 _late = sorted({"torch", "jax"} & set(sys.modules))
 if _late:
     raise RuntimeError(f"{' and '.join(_late)} loaded before parity_tests/conftest.py could set the environment")
+
+# torch.distributed.checkpoint notes every tensor, which would bury what a failing test has to say.
+logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False

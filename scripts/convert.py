@@ -37,12 +37,15 @@ class Convert:
 
 def main(argv: list[str]) -> int:
     """Convert, read what was written, and compare every bit."""
+    from core.checkpoint import MANIFEST
     from core.run import is_run
 
     options, _ = parse(Convert, "convert", argv, with_settings=False)
     source, target = options.source, options.target
     if target.exists():
         raise UserError(f"{target} is there already: name a folder to make")
+    if not is_run(source) and not (source / MANIFEST).exists():
+        raise UserError(f"{source} is neither a checkpoint nor a run directory")
     if not is_run(source):
         print(convert(source, target, options.to))
         return 0
@@ -64,11 +67,9 @@ def convert_run(source: Path, target: Path, to: str) -> Path:
     run = RunDir.open(source)
     last = run.last_intact(print)
     step = checkpoint_step(last) or 0
-    kept = {
-        key: value
-        for key, value in run.info.items()
-        if key not in ("resumes", "branches", "finished", "in_force", "deterministic")
-    }
+    # Its settings are those of now, and its history begins anew.
+    own = ("config", "settings", "resumes", "branches", "damaged", "finished", "in_force", "deterministic")
+    kept = {key: value for key, value in run.info.items() if key not in own}
     info = {**kept, "backend": to, "wandb_id": None, "converted_from": {"run": str(source), "step": step}}
     with RunDir.create(target, run.config, info) as made:
         made.take_history(run, step)

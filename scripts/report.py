@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -26,5 +27,5 @@ def main(argv: list[str]) -> int:
     from core.report import write_report
 
     options, _ = parse(Report, "report", argv, with_settings=False)
-    print(write_report(options.run, options.out))
+    print(write_report(options.run, options.out, lambda note: print(f"lockstep: {note}", file=sys.stderr)))
     return 0

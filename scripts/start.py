@@ -28,7 +28,6 @@ LIBRARIES = ("torch", "jax", "jaxlib", "flax", "optax", "numpy", "tokenizers", "
 
 def run_info(config: RunConfig, backend: str, about: Mapping[str, Any], data: RunData) -> dict[str, Any]:
     """The contents of run.json at the start."""
-    index = data.dataset.index
     return {
         "backend": backend,
         "versions": versions(),
@@ -41,15 +40,25 @@ def run_info(config: RunConfig, backend: str, about: Mapping[str, Any], data: Ru
         "in_force": dict(about["in_force"]),
         "git_commit": git_commit(),
         "parameters": parameter_count(config.model),
-        "data": {
-            "path": config.data.path,
-            "fingerprint": data.dataset.fingerprint,
-            "tokenizer_fingerprint": index.tokenizer_sha256,
-            "val_unigram_entropy": index.val.unigram_entropy,
-            "val_bigram_entropy": index.val.bigram_entropy,
-            "val_bytes_per_token": index.val.bytes_per_token,
-        },
+        "data": data_facts(data),
         "wandb_id": None,
+    }
+
+
+def data_facts(data: RunData) -> dict[str, Any]:
+    """What run.json says of the data: fingerprints, which decide, and sizes and entropies, which people understand."""
+    index = data.dataset.index
+    return {
+        "path": data.config.data.path,
+        "vocabulary": index.vocab_size,
+        "train_tokens": index.train.tokens,
+        "train_documents": index.train.documents,
+        "val_tokens": index.val.tokens,
+        "val_unigram_entropy": index.val.unigram_entropy,
+        "val_bigram_entropy": index.val.bigram_entropy,
+        "val_bytes_per_token": index.val.bytes_per_token,
+        "tokenizer_fingerprint": index.tokenizer_sha256,
+        "fingerprint": data.dataset.fingerprint,
     }
 
 

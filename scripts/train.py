@@ -43,7 +43,8 @@ class Train:
     ] = None
     """run file (TOML)"""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(default: a new run)")] = None
-    """run directory to go on with, from its last checkpoint, under its own settings"""
+    """run directory to go on with, from its last checkpoint, under its own settings; ranks, micro-batch, device and
+    what is only looked at (checkpoint, eval, log, parity) may be changed by flags"""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """folder of run directories"""
     overwrite: bool = False
@@ -55,11 +56,13 @@ class Train:
 def main(argv: list[str]) -> int:
     """Open everything that can fail, then make the run directory, then train."""
     from core.config_file import load_config
+    from core.deterministic import place, require_same_place
     from core.parity import bands
     from core.parity.load import load_backend
     from core.run import CONFIG, RunDir
+    from scripts.start import versions
 
-    if (place := launched()) is not None and place[0] > 0:
+    if (rank := launched()) is not None and rank[0] > 0:
         from torch_backend.parallel import follow
 
         # Rank 0 checks the command line, and says what to open.
@@ -67,10 +70,11 @@ def main(argv: list[str]) -> int:
     options, given = parse(Train, "train", argv, with_settings=True)
     if options.resume and options.overwrite:
         raise UserError("--overwrite and --resume exclude each other")
-    if (options.config is None) == (options.resume is None):
+    if options.config is None and options.resume is None:
         raise UserError("name a run file to train, or --resume RUN to go on with one")
-    resumed = _resumed(options.resume, given) if options.resume else None
-    config = resumed.config if resumed else load_config(options.config, given)
+    resumed = RunDir.open(options.resume) if options.resume else None
+    changed = _changed(resumed, options.config, given) if resumed else {}
+    config = load_config(*_settings(resumed, changed)) if resumed else load_config(options.config, given)
     name = resumed.info.get("backend", "torch") if resumed else options.backend
     require_ranks(config.train.ranks, " ".join(["train", *argv]))
     path = resumed.path if resumed else options.out / config.name
@@ -82,12 +86,14 @@ def main(argv: list[str]) -> int:
         raise UserError(f"train.ranks = {config.train.ranks}: {name} trains in one process; set train.ranks = 1")
     config = on_its_device(config, backend)
     about = backend.describe(config)
+    if resumed and config.deterministic:
+        require_same_place(resumed, place(config, about, versions()))
     if config.parity.every:
         bands.require(config)
     with ExitStack() as stack:
         stack.enter_context(_terminated_as_interrupted())
         if resumed:
-            run = stack.enter_context(_reopen(path, data))
+            run = stack.enter_context(_reopen(path, data, changed))
         session = backend.open(config)
         stack.callback(session.close)
         if not resumed:
@@ -130,13 +136,14 @@ def _train(
     if config.log.wandb != "disabled":
         sinks.append(WandbSink(run, lambda text: console.print(text, style="yellow", markup=False)))
     kept = run.path / OBSERVATIONS
-    shadow = stack.enter_context(Shadow(config, REFERENCE, kept)) if config.parity.every else None
+    checked = any(map(config.parity.due, range(done + 1, config.train.steps + 1)))
+    shadow = stack.enter_context(Shadow(config, REFERENCE, kept)) if checked else None
     watch = Recorder(config, kept, shadow) if config.parity.record_every else shadow
     sinks.append(ConsoleSink(config.train.steps, done, console))
     for sink in sinks:
         stack.callback(sink.close)
     alarm = _alarm(run, session, shadow, about)
-    with _interrupts() as interrupted:
+    with _interrupts() as interrupted, _told_how_to_go_on(run):
         ending = train(session, data, run, sinks, interrupted, done + 1, str(about["device"]), watch, alarm)
     stack.close()
     if ending == "interrupted":
@@ -176,10 +183,11 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int
     from core.backend import Reads
     from core.random_state import restore_random_state
 
+    def warn(text: str) -> None:
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
+
     read = session.read if isinstance(session, Reads) else None
-    state, extra, random = run.load_latest(
-        lambda text: console.print(text, style="yellow", markup=False, soft_wrap=True), read
-    )
+    state, extra, random = run.load_latest(warn, read)
     if extra.get("data_fingerprint") != data.dataset.fingerprint:
         raise UserError(
             f"{run.path}: its checkpoint was made with another data set than {data.config.data.path} holds now"
@@ -189,7 +197,7 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int
     except ValueError as error:
         raise UserError(f"{run.path}: its checkpoint does not fit its settings: {error}") from error
     restore_random_state(session, random)
-    run.resume_from(state.step)
+    run.resume_from(state.step, warn)
     console.print(f"{run.path}: going on from step {state.step}", markup=False, soft_wrap=True)
     return state.step
 
@@ -199,27 +207,39 @@ def _exit_code(run: RunDir) -> int:
     return int(any(line.get("verdict") == "disagreed" for line in run.checks()))
 
 
-def _resumed(path: Path, given: Mapping[str, str]) -> RunDir:
+def _changed(run: RunDir, file: Path | None, given: Mapping[str, str]) -> dict[str, str]:
+    """The settings by which a run is to go on otherwise. Raises UserError for those that a run keeps.
+
+    They are asked for on the command line alone, or with a run file beside, which then must be the run's but for them.
+    """
+    from core.config_file import load_config
+    from core.resume import changes
+
+    asked = load_config(file, given) if file else load_config(*_settings(run, given))
+    return changes(str(run.path), run.config, asked)
+
+
+def _settings(run: RunDir, more: Mapping[str, str]) -> tuple[Path, dict[str, str]]:
+    """A run's configuration file, and what was changed since it was made, with `more`."""
+    from core.run import CONFIG
+    from core.run_info import CHANGED
+
+    return run.path / CONFIG, {**run.info.get(CHANGED, {}), **more}
+
+
+def _reopen(path: Path, data: RunData, changed: Mapping[str, str]) -> RunDir:
+    from core.resume import other_data
     from core.run import RunDir
+    from scripts.start import data_facts
 
-    if given:
-        raise UserError(f"a resumed run keeps its settings; take away: {', '.join(sorted(given))}")
-    return RunDir.open(path)
-
-
-def _reopen(path: Path, data: RunData) -> RunDir:
-    from core.run import RunDir
-
-    run = RunDir.open(path, write=True)
-    made_with = run.info.get("data", {})
-    for what, now in (("tokenizer", data.dataset.index.tokenizer_sha256), ("data set", data.dataset.fingerprint)):
-        key = "tokenizer_fingerprint" if what == "tokenizer" else "fingerprint"
-        if made_with.get(key) != now:
-            run.close()
-            raise UserError(
-                f"{path} was made with another {what}: {str(made_with.get(key))[:16]}, "
-                f"but {run.config.data.path} holds {now[:16]}"
-            )
+    run = RunDir.open(path, write=True, settings=changed)
+    made_with, now = run.info.get("data", {}), data_facts(data)
+    if made_with.get("fingerprint") != now["fingerprint"]:
+        run.close()
+        raise UserError(
+            f"{path} was made with another data set than {run.config.data.path} holds: "
+            + ("; ".join(other_data(made_with, now)) or "run.json does not say which")
+        )
     return run
 
 
@@ -239,6 +259,17 @@ class _Unbegun(contextlib.AbstractContextManager[None]):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is not None and not self._run.records():
             self._run.discard()
+
+
+@contextmanager
+def _told_how_to_go_on(run: RunDir) -> Iterator[None]:
+    """What ends a run that has a checkpoint says how to go on from it."""
+    try:
+        yield
+    except UserError as error:
+        if run.latest_checkpoint() is None:
+            raise
+        raise UserError(f"{error}; go on with: lockstep train --resume {run.path}") from error
 
 
 @contextmanager

@@ -5,7 +5,8 @@ command is sent to every follower, which answers when it is done: what was raise
 group carries gradients (nccl on CUDA, gloo on the CPU), two gloo groups beside it commands and answers.
 
 A follower that raises in the midst of a step leaves the others waiting for its gradients. So it says why in the store
-and ends: whoever waits for it gets an error at once, and rank 0 raises a RankError with its words.
+and ends: whoever waits for it gets an error at once, and rank 0 raises a RankError with its words. One that hangs says
+nothing: every rank marks in the store how far it is, and when the wait is over the one farthest behind is named.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, State, StepRecord
 from core.config import RunConfig
 from core.errors import UserError
+from core.finite import NotFinite, of_ranks
 from core.launch import launched, require_ranks
 from core.parity.load import module_from_file
 from core.parity.observations import Observation
@@ -50,8 +52,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A rank that does not answer for so long is given up. Programs are compiled in that time.
+# Until a run says how long a rank may keep the others waiting (`parallel.timeout_seconds`).
 PATIENCE = timedelta(minutes=10)
+# Those that wait notice at about the same time; who went first may have left words already, or leaves them soon.
+WORDS_SECONDS = 2.0
 # How long a follower waits for its next command: rank 0 may judge a check or write a checkpoint meanwhile.
 IDLE = timedelta(days=7)
 # A follower that is told to end may take so long.
@@ -60,8 +64,8 @@ END_SECONDS = 5.0
 TOGETHER = ("open", "step", "gradients", "step_and_gradients", "costs_of_determinism")
 
 
-class RankError(RuntimeError):
-    """A rank failed, or is gone: which one, and what it said."""
+class RankError(UserError):
+    """A rank failed, hangs, or is gone: which one, and what it said."""
 
 
 # The ranks of this process and how they find each other
@@ -72,7 +76,7 @@ def follow() -> int:
     place = launched()
     assert place is not None
     rank, ranks = place
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 finishes its step, and says when it is over
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 finishes its step, and says when it is over
         signal.signal(number, signal.SIG_IGN)
     device = _take_device(int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.is_available())
     print(f"rank {rank} of {ranks}: pid {os.getpid()}, device {device}", flush=True)
@@ -112,29 +116,33 @@ def _join_group(rank: int, ranks: int, store: Store, device: torch.device) -> No
 
 
 class _Links:
-    """Commands from rank 0, answers to it, and a place for last words."""
+    """Commands from rank 0, answers to it, and places for marks and last words."""
 
     def __init__(self) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self._commands = dist.new_group(backend="gloo", timeout=IDLE)
         self._answers = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._patience = PATIENCE
         self._store = dist.distributed_c10d._get_default_store()
 
+    def be_patient_for(self, seconds: float) -> None:
+        """How long this rank waits for another one, but for its next command."""
+        self._patience = timedelta(seconds=seconds)
+        dist.distributed_c10d._set_pg_timeout(self._patience)
+
     def command(self, rank: int, *said: Any) -> None:
-        dist.send_object_list([said], dst=rank, group=self._commands)
+        _send(said, rank, self._commands, self._patience)
 
     def commanded(self) -> tuple[Any, ...]:
-        heard: list[Any] = [None]
-        dist.recv_object_list(heard, src=0, group=self._commands)
-        return heard[0]
+        heard: tuple[Any, ...] = _receive(0, self._commands, IDLE)
+        return heard
 
     def answer(self, kind: str, value: Any) -> None:
-        dist.send_object_list([(kind, value)], dst=0, group=self._answers)
+        _send((kind, value), 0, self._answers, self._patience)
 
     def answered(self, rank: int) -> tuple[str, Any]:
-        heard: list[Any] = [None]
-        dist.recv_object_list(heard, src=rank, group=self._answers)
-        return heard[0]
+        heard: tuple[str, Any] = _receive(rank, self._answers, self._patience)
+        return heard
 
     def silence(self, rank: int) -> str:
         """Why nothing can be sent to a rank; nothing if it is there, though it may be busy."""
@@ -146,12 +154,50 @@ class _Links:
             return "" if _timed_out(error) else str(error).splitlines()[0]
         return ""
 
-    def leave_words(self, words: str) -> None:
-        self._store.set(f"lockstep/last words/{self.rank}", words)
+    def mark(self, command: int, phase: int) -> None:
+        """Note how far this rank is: in which command, and in it 0 begun, n after it sent n parts, or DONE."""
+        self._store.set(f"lockstep/mark/{self.rank}", f"{command} {phase}")
 
-    def last_words(self, rank: int) -> str | None:
-        key = f"lockstep/last words/{rank}"
+    def marks(self) -> dict[int, tuple[int, int]]:
+        """(command, phase) of each rank; (0, 0) of one that has marked nothing."""
+        found = {}
+        for rank in range(self.count):
+            said = self._said(f"lockstep/mark/{rank}")
+            command, phase = (said or "0 0").split()
+            found[rank] = int(command), int(phase)
+        return found
+
+    def leave_words(self, kind: str, words: str) -> None:
+        """kind: `own` trouble, or that of a `link` to another rank."""
+        self._store.set(f"lockstep/last words/{self.rank}", f"{kind} {words}")
+
+    def last_words(self, rank: int) -> tuple[str, str] | None:
+        """(kind, words)."""
+        said = self._said(f"lockstep/last words/{rank}")
+        return None if said is None else (said.partition(" ")[0], said.partition(" ")[2])
+
+    def _said(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def _send(value: Any, rank: int, group: Any, patience: timedelta) -> None:
+    """`dist.send_object_list` waits as long as its group was once made to; this as long as it is told."""
+    raw = bytearray(pickle.dumps(value))
+    for tensor in (torch.tensor([len(raw)]), torch.frombuffer(raw, dtype=torch.uint8)):
+        _wait(dist.isend(tensor, rank, group=group), patience)
+
+
+def _receive(rank: int, group: Any, patience: timedelta) -> Any:
+    size = torch.zeros(1, dtype=torch.int64)
+    _wait(dist.irecv(size, rank, group=group), patience)
+    raw = torch.empty(int(size), dtype=torch.uint8)
+    _wait(dist.irecv(raw, rank, group=group), patience)
+    return pickle.loads(raw.numpy().data)
+
+
+def _wait(work: dist.Work | None, patience: timedelta) -> None:
+    assert work is not None
+    work.wait(patience)
 
 
 # The followers' end
@@ -168,8 +214,9 @@ class _Member:
         self.session.load(state)
 
     def step(self, batch: Batch, norms: bool = False) -> StepRecord:
-        self.record = self.session.step(batch, norms=norms)
-        return self.record
+        with self._recorded():
+            self.record = self.session.step(batch, norms=norms)
+            return self.record
 
     def write(self, folder: Path) -> WritingTorch:
         return self.session.write(folder)
@@ -187,8 +234,18 @@ class _Member:
         return self.session.gradients(batch)
 
     def step_and_gradients(self, batch: Batch, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
-        self.record, found = self.session.step_and_gradients(batch, norms=norms)
-        return self.record, found
+        with self._recorded():
+            self.record, found = self.session.step_and_gradients(batch, norms=norms)
+            return self.record, found
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """A step that is left out has a record all the same."""
+        try:
+            yield
+        except NotFinite as found:
+            self.record = found.record
+            raise
 
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
         return self.session.costs_of_determinism(batch)
@@ -207,6 +264,10 @@ class _Member:
         return RankReport(self.record, digests)
 
 
+# The mark of a command that is done: more than any number of buckets.
+DONE = 1 << 30
+# Words that gloo and nccl have for a wait that was too long.
+TIMED_OUT = ("timed out", "timeout")
 # What of a follower's result rank 0 wants to hear.
 HEARD = ("own_gradients", "report", "random_state")
 
@@ -216,7 +277,7 @@ def _serve(links: _Links) -> int:
     members: dict[int, _Member] = {}
     while True:
         try:
-            what, number, arguments, dropped = links.commanded()
+            command, what, number, arguments, dropped = links.commanded()
         except RuntimeError:  # rank 0 is gone, and has said why
             return 1
         for old in dropped:
@@ -224,31 +285,47 @@ def _serve(links: _Links) -> int:
         try:
             if what == "end":
                 return 0
-            if what == "open":
-                if not members:
-                    torch._dynamo.reset()
-                members[number] = _Member(_opened(*arguments))
-                value = None
-            else:
-                value = getattr(members[number], what)(*arguments)
+            with _marked(links, command, members.get(number)):
+                if what == "open":
+                    if not members:
+                        torch._dynamo.reset()
+                    members[number] = _Member(_opened(links, *arguments))
+                    value = None
+                else:
+                    value = getattr(members[number], what)(*arguments)
             links.answer("done", value if what in HEARD else None)
         except NotSupported as reason:
             links.answer("not supported", str(reason))
+        except NotFinite as found:
+            links.answer("not finite", found.where)
         except Exception as error:
             words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             if what not in TOGETHER:
                 links.answer("raised", words)
                 continue
-            links.leave_words(words)
+            links.leave_words("link" if _of_link(error) else "own", words)
             return 1  # sockets close with the process: whoever waits for this rank hears of it at once
 
 
-def _opened(pickled: bytes, file: str | None, config: RunConfig) -> TorchSession:
+@contextmanager
+def _marked(links: _Links, command: int, member: _Member | None) -> Iterator[None]:
+    """Mark that a command is begun, what it has sent so far, and that it is done."""
+    ranks = member.session.ranks if member else None
+    links.mark(command, 0)
+    if ranks is not None:
+        sent = count(1)
+        ranks.on_sent = lambda: links.mark(command, next(sent))
+    yield
+    links.mark(command, DONE)
+
+
+def _opened(links: _Links, pickled: bytes, file: str | None, config: RunConfig) -> TorchSession:
     if file is not None:
         module_from_file(file)
     backend: TorchBackend = pickle.loads(pickled)
     session = backend.open_rank(config)
     session.join_ranks()
+    links.be_patient_for(config.parallel.timeout_seconds)
     return session
 
 
@@ -261,6 +338,7 @@ class _World:
     def __init__(self, ranks: int, cuda: bool) -> None:
         self.ranks = ranks
         self.lost: str | None = None
+        self.patience = PATIENCE.total_seconds()
         self.dropped: list[int] = []
         self.open: weakref.WeakSet[RankedSession] = weakref.WeakSet()
         self.processes: dict[int, BaseProcess] = {}
@@ -271,6 +349,8 @@ class _World:
         else:
             self._spawn(cuda)
         self._links = _Links()
+        self._numbered = count(1)
+        self._calling: int | None = None
 
     def _spawn(self, cuda: bool) -> None:
         if dist.is_initialized():
@@ -298,28 +378,47 @@ class _World:
                 self.processes[rank] = process
         _join_group(0, self.ranks, store, _take_device(0, cuda))
 
-    def do(self, what: str, session: int, arguments: Sequence[Any], own: Callable[[], T]) -> tuple[T, list[Any]]:
+    def be_patient_for(self, seconds: float) -> None:
+        """How long rank 0 waits for the others."""
+        self.patience = seconds
+        self._links.be_patient_for(seconds)
+
+    def do(
+        self,
+        what: str,
+        session: int,
+        arguments: Sequence[Any],
+        own: Callable[[], T],
+        member: _Member | None = None,
+        asked: str = "",
+    ) -> tuple[T, list[Any]]:
         """`what` on every rank: `own` is rank 0's part. Returns its result and the other ranks' answers.
 
-        Raises what `own` raises, or RankError.
+        member: whose method `own` is. asked: what the ranks are to do, in words. Raises what `own` raises, RankError,
+        or NotFinite with what every rank says of it.
         """
         if self.lost is not None:
             raise RankError(self.lost)
         dropped, self.dropped = self.dropped, []
+        command = next(self._numbered)
         try:
             for rank in range(1, self.ranks):
-                self._links.command(rank, what, session, arguments, dropped)
+                self._calling = rank
+                self._links.command(rank, command, what, session, arguments, dropped)
+            self._calling = None
             mine, raised = None, None
             try:
-                mine = own()
+                with _marked(self._links, command, member):
+                    mine = own()
             except Exception as error:
-                if what in TOGETHER and not isinstance(error, NotSupported):
+                if what in TOGETHER and not isinstance(error, (NotSupported, NotFinite)):
                     raise
                 raised = error
             answers = [self._links.answered(rank) for rank in range(1, self.ranks)]
         except BaseException as error:
-            self._give_up(error)
+            self._give_up(error, command, asked or what)
             raise
+        self._require_finite(raised, answers)
         if raised is not None:
             raise raised
         for rank, (kind, value) in enumerate(answers, 1):
@@ -329,36 +428,72 @@ class _World:
                 raise RankError(f"rank {rank}: {value}")
         return mine, [value for _, value in answers]  # type: ignore[return-value]
 
-    def _give_up(self, error: BaseException) -> None:
+    def _require_finite(self, raised: Exception | None, answers: Sequence[tuple[str, Any]]) -> None:
+        """Raise NotFinite with every rank's words if the step was that, or RankError if only some say so."""
+        places = {rank: words for rank, (kind, words) in enumerate(answers, 1) if kind == "not finite"}
+        if isinstance(raised, NotFinite):
+            places[0] = raised.where
+        if not places:
+            return
+        if len(places) == self.ranks and isinstance(raised, NotFinite):
+            raise NotFinite(raised.record, of_ranks(places)) from raised
+        which = ", ".join(map(str, sorted(places)))
+        self.lost = f"rank {which}: loss or gradients not finite after the sum over ranks, and finite on the others"
+        raise RankError(self.lost) from raised
+
+    def _give_up(self, error: BaseException, command: int, asked: str) -> None:
         """Find out which rank has failed and raise RankError; return if it was rank 0 itself."""
-        if _timed_out(error):
-            others = "rank 1" if self.ranks == 2 else f"one of ranks 1 to {self.ranks - 1}"
-            said = [f"{others}: no answer within {PATIENCE.total_seconds():g} s"]
-        else:
-            said = [f"rank {rank}: {words}" for rank, words in self._failed(isinstance(error, RuntimeError)).items()]
+        linked = isinstance(error, RuntimeError)
+        own, of_links = self._failed(linked)
+        said = [f"rank {rank}: {words}" for rank, words in own.items()]
+        if not said and (_timed_out(error) or any(map(_timed_out, of_links))):
+            said = [self._late(command, asked)]
+        elif not said and linked and not self.processes:
+            silent = {rank: self._links.silence(rank) for rank in range(1, self.ranks)}
+            said = [f"rank {rank}: does not answer: {why}" for rank, why in silent.items() if why]
         self.lost = "; ".join(said) or f"rank 0 failed in the midst of a step: {type(error).__name__}: {error}"
         self.end(at_once=True)
         if said:
             raise RankError(self.lost) from error
 
-    def _failed(self, linked: bool) -> dict[int, str]:
-        """Why each rank failed that did. linked: whether an error may have come from a link to another rank."""
-        until = time.monotonic() + (1.0 if linked else 0.0)
+    def _failed(self, linked: bool) -> tuple[dict[int, str], list[RuntimeError]]:
+        """What ranks say of trouble of their own, by rank, and what they met with in their links to others.
+
+        linked: whether an error may have come from a link to another rank.
+        """
+        until = time.monotonic() + (WORDS_SECONDS if linked else 0.0)
         while True:
             words = {rank: self._links.last_words(rank) for rank in range(1, self.ranks)}
             found = {rank: said for rank, said in words.items() if said is not None}
-            found |= {
+            own = {rank: text for rank, (kind, text) in found.items() if kind == "own"}
+            own |= {
                 rank: f"its process has died (exit code {process.exitcode})"
                 for rank, process in self.processes.items()
                 if rank not in found and not process.is_alive()
             }
-            if found or time.monotonic() > until:
-                break
+            if own or time.monotonic() > until:
+                return dict(sorted(own.items())), [RuntimeError(t) for kind, t in found.values() if kind == "link"]
             time.sleep(0.05)
-        if found or not linked or self.processes:
-            return found
-        silent = {rank: self._links.silence(rank) for rank in range(1, self.ranks)}
-        return {rank: f"does not answer: {why}" for rank, why in silent.items() if why}
+
+    def _late(self, command: int, asked: str) -> str:
+        """Which rank keeps the others waiting: the one whose marks end first."""
+        waited = f"no answer within {self.patience:g} s"
+        if self._calling is not None:
+            return f"rank {self._calling}: {waited} to {asked}: it does not take the command"
+        marks = self._links.marks()
+        behind = [rank for rank, mark in marks.items() if mark == min(marks.values())]
+        if len(behind) == self.ranks:
+            return f"{waited} to {asked}, and no rank is behind the others: what lies between them carries nothing"
+        begun, sent = marks[behind[0]]
+        how_far = (
+            "it has not begun"
+            if begun < command
+            else f"it has begun, and sent {sent or 'none'} of its gradients' parts"
+        )
+        if sent == DONE and begun == command:
+            how_far = "it has done it, and not said so"
+        which = "rank" if len(behind) == 1 else "ranks"
+        return f"{which} {', '.join(map(str, behind))}: {waited} to {asked}: {how_far}"
 
     def end(self, at_once: bool = False) -> None:
         """Let the followers go; `at_once` without a word."""
@@ -367,7 +502,7 @@ class _World:
             self.lost = "the ranks were let go"
             with contextlib.suppress(RuntimeError):
                 for rank in range(1, self.ranks):
-                    self._links.command(rank, "end", -1, (), ())
+                    self._links.command(rank, 0, "end", -1, (), ())
         for process in self.processes.values():
             process.join(timeout=0.0 if at_once else END_SECONDS)
             if process.is_alive():
@@ -449,7 +584,8 @@ class RankedSession:
             session.join_ranks()
             return _Member(session)
 
-        self._mine, _ = world.do("open", self._number, (pickled, file, config), own)
+        self._mine, _ = world.do("open", self._number, (pickled, file, config), own, asked="open the run")
+        world.be_patient_for(config.parallel.timeout_seconds)
         world.open.add(self)
         # Whoever lets go of a session without closing it need not keep the other ranks' alive.
         self._closed = weakref.finalize(self, world.dropped.append, self._number)
@@ -551,7 +687,10 @@ class RankedSession:
     def _do(self, what: str, *arguments: Any, own: Sequence[Any] | None = None) -> Any:
         """A member's method on every rank; `own`: other arguments for rank 0."""
         mine = getattr(self._mine, what)
-        return self._world.do(what, self._number, arguments, lambda: mine(*(own or arguments)))[0]
+        asked = f"{what.replace('_', ' ')} {self.own.steps_done + 1}" if what.startswith("step") else what
+        return self._world.do(
+            what, self._number, arguments, lambda: mine(*(own or arguments)), self._mine, f"`{asked}`"
+        )[0]
 
     def _shared(self, batch: Batch) -> bool:
         assert self.own.ranks is not None
@@ -565,9 +704,17 @@ class RankedSession:
             )
 
 
+def _of_link(error: BaseException) -> bool:
+    """Whether it is a link to another rank that failed. Of most of gloo's failures only the words tell."""
+    said = str(error).lower()
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(words in said for words in ("gloo/", "pair closure", *TIMED_OUT))
+    )
+
+
 def _timed_out(error: BaseException) -> bool:
     """Whether a collective gave up waiting: gloo and nccl have words for it, and no class."""
-    return isinstance(error, RuntimeError) and ("timed out" in str(error).lower() or "timeout" in str(error).lower())
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in TIMED_OUT)
 
 
 @contextmanager

@@ -37,6 +37,11 @@ class Ranks:
     def __init__(self, session: TorchSession) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.calls = 0
+        # Of the last step, before anything was summed over ranks: this rank's loss, and each bucket's extremes.
+        self._own_loss: Tensor | None = None
+        # Called before each part of a step that goes to the other ranks: a bucket, the loss.
+        self.on_sent: Callable[[], None] = lambda: None
+        self._extremes: list[tuple[list[Tensor], Tensor, Tensor]] = []
         self._narrow = NARROW.get(session.config.parallel.gradient_dtype)
         module = _MicroLoss(session.model, session.micro_loss)
         compile = session.config.compile
@@ -48,7 +53,7 @@ class Ranks:
             program, bucket_cap_mb=session.config.parallel.bucket_mb, gradient_as_bucket_view=True
         )
         # Not `self.sum` itself: DDP compares annotations, which are text here, with its own classes.
-        self.ddp.register_comm_hook(None, lambda _, bucket: self.sum(bucket))
+        self.ddp.register_comm_hook(None, lambda _, bucket: self._noted_and_summed(bucket))
 
     def left_out(self, program: nn.Module) -> list[str]:
         """Names of what DDP leaves alone: buffers are tables, the same on every rank."""
@@ -71,6 +76,7 @@ class Ranks:
         if not self.shares(micros):
             yield from ((micro, self.alone) for micro in micros)
             return
+        self._extremes.clear()
         mine = self.share(micros)
         for number, micro in enumerate(mine, 1):
             yield micro, self.ddp if number == len(mine) else self.unreduced
@@ -86,6 +92,18 @@ class Ranks:
         with self.ddp._inside_ddp_forward():
             return self.ddp.module(*inputs)
 
+    def _noted_and_summed(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        # After the sum nobody knows whose it was. One pass over the gradients, read only if something is not finite.
+        self.on_sent()
+        self._extremes.append((bucket.parameters(), *torch.aminmax(bucket.buffer())))
+        return self.sum(bucket)
+
+    def not_finite(self) -> tuple[float, set[int]]:
+        """Of the last step, this rank's own loss, and the ids of parameters in buckets of its that were not finite."""
+        assert self._own_loss is not None
+        odd = [params for params, *ends in self._extremes if not all(bool(end.isfinite()) for end in ends)]
+        return self._own_loss.item(), {id(p) for params in odd for p in params}
+
     def sum(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The bucket's sum over ranks (no mean: the loss is divided by the weight of all ranks' tokens already).
 
@@ -100,6 +118,8 @@ class Ranks:
 
     def together(self, loss: Tensor, nll: list[Tensor], shown: bool) -> tuple[Tensor, list[Tensor]]:
         """The loss over all ranks; where it is `shown`, the per-token NLL of all ranks in the batch's order."""
+        self.on_sent()
+        self._own_loss = loss.clone()
         dist.all_reduce(loss)
         if shown:
             mine = torch.cat(nll)

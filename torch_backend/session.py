@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from core.backend import Arrays, Batch, Gradients, NotSupported, Session, State, StepRecord
 from core.config import LossConfig, RunConfig
 from core.errors import UserError
+from core.finite import NotFinite, first_place
 from core.groups import check_state, moment_names
 from core.init import init_parameters
 from core.loss_scale import SCALE, first_scale, scale_after
@@ -166,7 +167,10 @@ class TorchSession:
             torch.cuda.set_rng_state(torch.from_numpy(states["torch_cuda"].copy()), self.device)
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group."""
+        """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group.
+
+        Raises NotFinite, with nothing changed, if the loss or a gradient is not finite (fp16 leaves the update out).
+        """
         made, first = self.programs, not self._stepped
         loss, nll = self.accumulate(batch)
         anew, self._stepped = 0 if first else self.programs - made, True
@@ -177,11 +181,24 @@ class TorchSession:
         before = {n: p.detach().clone() for n, p in self.parameters.items()} if norms else {}
         group_norms = self._norms({n: p.grad for n, p in self.parameters.items()}) if norms else {}
         coefficient = self.clip_coefficient(norm).to(self.policy.stream)
-        torch._foreach_mul_(grads, coefficient)
         lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
+        # The one wait for the device in a step: what is not finite must be known before it reaches the weights.
+        told_loss, told_norm, told_coefficient = torch.stack([x.double() for x in (loss, norm, coefficient)]).tolist()
+        record = StepRecord(
+            step=self.steps_done + 1,
+            loss=told_loss,
+            loss_weight=float(batch.weights.sum(dtype=np.float64)),
+            lr=lr,
+            grad_norm=told_norm,
+            clip_coefficient=told_coefficient,
+            digest=batch.digest(),
+            tokens=batch.targets.size,
+        )
+        finite = math.isfinite(told_norm)
+        if not self.scalars and not (finite and math.isfinite(told_loss)):
+            raise NotFinite(record, self._first_not_finite(told_loss))
+        torch._foreach_mul_(grads, coefficient)
         set_learning_rate(self.optimizer, lr)
-        # Only fp16 waits for the device to say so: it leaves out what overflowed.
-        finite = not self.scalars or bool(torch.isfinite(norm))
         if finite:
             self.optimizer.step()
         self.scalars = self.scalars_after(finite)
@@ -190,17 +207,15 @@ class TorchSession:
         if norms:
             updates = {n: p.detach() - before[n] for n, p in self.parameters.items()}
             metrics |= norms_by_group(group_norms, self._norms(before), self._norms(updates))
-        return StepRecord(
-            step=self.steps_done,
-            loss=loss.item(),
-            loss_weight=float(batch.weights.sum(dtype=np.float64)),
-            lr=lr,
-            grad_norm=norm.item(),
-            clip_coefficient=coefficient.item(),
-            digest=batch.digest(),
-            tokens=batch.targets.size,
-            metrics=metrics,
-        )
+        return replace(record, metrics=metrics)
+
+    def _first_not_finite(self, loss: float) -> str:
+        """Where this rank, by itself, first had what is not finite; nothing if it had not."""
+        found = [n for n, p in self.parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        if self.ranks is not None:
+            loss, own = self.ranks.not_finite()
+            found = [name for name in found if id(self.parameters[name]) in own]
+        return first_place(loss, found, len(self.parameters))
 
     def clip_coefficient(self, norm: Tensor) -> Tensor:
         """What the gradients are multiplied by, from their global norm; float64 scalars."""

@@ -8,9 +8,17 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from core.errors import UserError
+
 T = TypeVar("T")
 
 _JOIN_SECONDS = 5.0
+# How often a consumer that waits looks whether there still is somebody to wait for.
+_LOOK_SECONDS = 1.0
+
+
+class LoaderError(UserError):
+    """The batch of a step could not be made: which step, and why. What was made before it has been handed out."""
 
 
 class Prefetcher(Generic[T]):
@@ -40,6 +48,7 @@ class Prefetcher(Generic[T]):
         self._ready: deque[T] = deque()
         self._failure: BaseException | None = None
         self._done = False
+        self._step = start  # whose batch is being made
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._produce, name="lockstep-prefetch", daemon=True)
@@ -55,19 +64,24 @@ class Prefetcher(Generic[T]):
         Raises:
             StopIteration: after the last step, or after a failure was raised.
             RuntimeError: after `close`.
-            BaseException: what `make` raised, at the step for which it raised it.
+            LoaderError: `make` raised, at the step for which it did; or the thread ended without a word.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._done or self._closed)
+            while not (self._ready or self._done or self._closed) and self._thread.is_alive():
+                self._changed.wait(_LOOK_SECONDS)
             if self._closed:
                 raise RuntimeError("this Prefetcher is closed")
             if self._ready:
                 item = self._ready.popleft()
                 self._changed.notify_all()
                 return item
+            if not self._done:
+                self._done = True
+                raise LoaderError(f"step {self._step}: its batch was not made: the loader's thread has ended")
             failure, self._failure = self._failure, None
         if failure is not None:
-            raise failure
+            said = str(failure) if isinstance(failure, UserError) else f"{type(failure).__name__}: {failure}"
+            raise LoaderError(f"step {self._step}: its batch could not be made: {said}") from failure
         raise StopIteration
 
     def __enter__(self) -> Prefetcher[T]:
@@ -95,6 +109,7 @@ class Prefetcher(Generic[T]):
     def _produce(self) -> None:
         try:
             for step in self._steps:
+                self._step = step
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
                     if self._closed:

@@ -18,6 +18,7 @@ import numpy as np
 from core import checkpoint
 from core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, Reads, Session, State, StepRecord
 from core.config import RunConfig
+from core.finite import NotFinite
 from core.loss_scale import SCALE
 from core.names import GRADIENT, edge_names, parameter_shapes, tap_names
 
@@ -56,6 +57,7 @@ class Evidence:
     says of the step, rank 0 first.
     closer: whether `tapped` was chosen by a closer look (core/parity/closer.py).
     not_covered: what the candidate could not do, in words. seconds: what gathering cost, without the step itself.
+    not_finite: where the session says that its step was not finite, and so left out; empty if it was made.
     """
 
     before: State
@@ -76,6 +78,7 @@ class Evidence:
     reduced: Accumulation | None = None
     ranks: tuple[RankReport, ...] = ()
     closer: bool = False
+    not_finite: str = ""
 
     @property
     def given_probe(self) -> Batch | None:
@@ -110,7 +113,8 @@ def gather(
     tapped: for a thorough check, the micro-batch whose stages are shown, made by `probe_batch`; by default the first
     one, with other sequences every step.
 
-    Raises whatever the session raises, except NotSupported, which is listed as not covered.
+    Raises whatever the session raises, except NotSupported, which is listed as not covered, and NotFinite: such a step
+    is judged like any other.
     """
     started = time.perf_counter()
     missing: list[str] = []
@@ -146,17 +150,22 @@ def gather(
         reduced = _reduce(session, config, before, micros, missing)
     gathering = time.perf_counter() - started
     started = time.perf_counter()
-    if in_passing is not None:
-        record, stepped = in_passing(batch, norms=norms)
-        if stepped is None:
-            missing.append("moments and update: the session's step did not show its gradients")
-    else:
-        record = session.step(batch, norms=True) if norms else session.step(batch)
+    not_finite = ""
+    try:
+        if in_passing is not None:
+            record, stepped = in_passing(batch, norms=norms)
+            if stepped is None:
+                missing.append("moments and update: the session's step did not show its gradients")
+        else:
+            record = session.step(batch, norms=True) if norms else session.step(batch)
+    except NotFinite as found:
+        record, not_finite = found.record, found.where
+        stepped = stepped if in_passing is None else _gradients(session, batch)
     record = replace(record, seconds=time.perf_counter() - started)
     started = time.perf_counter()
     after = session.state()
     ranks = _reports(session, missing) if config.train.ranks > 1 else ()
-    reloaded = _round_trip(session, after, missing) if probe is None else None
+    reloaded = _round_trip(session, before, after, missing) if probe is None else None
     if probe is not None:
         missing.append("accumulation and the checkpoint's round trip: a check during training leaves the state alone")
         if config.train.ranks > 1:
@@ -180,6 +189,7 @@ def gather(
         reloaded=reloaded,
         reduced=reduced,
         ranks=ranks,
+        not_finite=not_finite,
     )
 
 
@@ -338,17 +348,21 @@ def _of_shares(micros: list[Batch], shares: Sequence[float]) -> tuple[list[Batch
     return parts, Batch(**{key: np.concatenate([p.arrays[key] for p in parts]) for key in parts[0].arrays})
 
 
-def _round_trip(session: Session, state: State, missing: list[str]) -> State | None:
-    """The state through a checkpoint on disk and back into the session."""
+def _round_trip(session: Session, before: State, after: State, missing: list[str]) -> State | None:
+    """The state after the step through a checkpoint on disk and back into the session.
+
+    The session takes another state over while its checkpoint is being written: it must be written of a copy.
+    """
     load = getattr(session, "load", None)
     if not callable(load):
         missing.append("the checkpoint's round trip: the session has no load")
         return None
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        write, read = checkpoint.writer_of(session), session.read if isinstance(session, Reads) else None
-        pending = checkpoint.begin_checkpoint(Path(folder) / "state", state.step, write, {})
-        loaded, _ = checkpoint.load_checkpoint(pending.commit(), read)
     try:
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+            write, read = checkpoint.writer_of(session), session.read if isinstance(session, Reads) else None
+            pending = checkpoint.begin_checkpoint(Path(folder) / "state", after.step, write, {})
+            load(before)
+            loaded, _ = checkpoint.load_checkpoint(pending.commit(), read)
         load(loaded)
     except (NotSupported, ValueError, KeyError) as reason:  # what is wrong with its names, the check says itself
         missing.append(f"the checkpoint's round trip: the session does not take its state back: {reason}")

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import numpy as np
 
 from core.atomic import write_atomically
 from core.errors import UserError
+from core.npz import read_npz
 from core.parity.bands import carriers
 from core.parity.excess import Distances, ratios
 from core.parity.sketch import K, sketch
@@ -98,16 +97,13 @@ def save(path: Path, observations: Mapping[str, Observation], about: Mapping[str
 
 def load(path: Path) -> tuple[dict[str, Observation], dict[str, Any]]:
     """Read (observations, about). Raises UserError if the file is missing, damaged or of another schema."""
+    arrays = read_npz(path)
     try:
-        # Read whole first: numpy leaves a file open that it finds to be damaged.
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
-            arrays = {key: file[key] for key in ("names", "sketch", *STATISTICS, *COUNTS, "about")}
+        arrays = {key: arrays[key] for key in ("names", "sketch", *STATISTICS, *COUNTS, "about")}
         about = json.loads(str(arrays["about"]))
         schema = about["schema"]
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is damaged or no file of observations: {type(error).__name__}: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no file of observations: {type(error).__name__}: {error}") from error
     if schema != SCHEMA:
         raise UserError(f"{path} has schema {schema}; this Lockstep reads {SCHEMA}")
     count = len(arrays["names"])

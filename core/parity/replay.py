@@ -137,6 +137,8 @@ def _from_sketches(
     run: RunDir, step: int, state: State, batch: Batch, recorded: Mapping[int, Mapping[str, Any]], reference: Reference
 ) -> Replayed:
     """The step as the run made it, from its sketches and the state before it."""
+    if step not in recorded:
+        return Replayed(step, "not covered", None, ("its record is lost: its sketches may be of another branch",))
     found, about = observations.load(observation_file(run.path / OBSERVATIONS, step))
     if about["batch"] != recorded[step]["digest"]:
         return Replayed(step, "not covered", None, ("its sketches are of another branch of the run",))

@@ -31,6 +31,7 @@ from core.atomic import write_atomically
 from core.backend import Batch, Session, StepRecord
 from core.config import RunConfig
 from core.errors import UserError
+from core.finite import NotFinite
 from core.parity.end_to_end import observations_of
 from core.parity.evidence import Evidence, gather
 from core.parity.judge import Reference, judge
@@ -59,7 +60,6 @@ class Shadow:
     def __init__(self, config: RunConfig, reference: str, observations: Path | None = None) -> None:
         """`observations`: the folder that keeps the sketches of each checked step, or None to keep none."""
         self._config = config
-        self._every = config.parity.every
         self._waiting: set[int] = set()
         # Of checks that are out, and of the last that came back: an alarm runs the step again.
         self._gathered: dict[int, Evidence] = {}
@@ -103,10 +103,13 @@ class Shadow:
 
     def due(self, step: int) -> bool:
         """Every `parity.every` steps, and at step 1."""
-        return step % self._every == 0 or step == 1
+        return self._config.parity.due(step)
 
     def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
-        """Run the step; hand its evidence over if the worker can take it. `due`: digest of the batch that is due."""
+        """Run the step; hand its evidence over if the worker can take it. `due`: digest of the batch that is due.
+
+        Raises NotFinite after its evidence was handed over.
+        """
         if not self._ready():
             started = time.perf_counter()
             record = session.step(batch, norms=norms)
@@ -118,6 +121,8 @@ class Shadow:
         self._waiting.add(evidence.record.step)
         self._gathered[evidence.record.step] = evidence
         self._outbox.put(evidence)
+        if evidence.not_finite:
+            raise NotFinite(evidence.record, evidence.not_finite)
         return evidence.record
 
     def collect(self) -> Iterator[Result]:

@@ -85,6 +85,10 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     """Moments and update from the candidate's own gradients, state and coefficient, relative to the update."""
     config, before, after = reference.config, evidence.before, evidence.after
     steps = before.step + 1
+    if evidence.not_finite:
+        yield exact("step_count", "step", int(after.step != before.step), 1, "a step that is left out is none")
+        yield from _left_out(before, after)
+        return
     counted = 0 if after.step == evidence.record.step == steps else 1
     yield exact("step_count", "step", counted, 1, "one step is one step")
     grads = evidence.stepped.grads if evidence.stepped else {}
@@ -145,8 +149,8 @@ class _NoiseOfUpdate:
 
 
 def _left_out(before: State, after: State) -> Iterator[Finding]:
-    """Gradients that are not finite, under a loss scale: nothing moves."""
-    basis = "fp16 leaves out a step whose gradients are not finite: equal bits"
+    """Gradients that are not finite: nothing moves."""
+    basis = "a step whose gradients are not finite is left out: equal bits"
     for stage, old, new in (
         ("moments", before.optimizer, after.optimizer),
         ("update", {"": before.params}, {"": after.params}),

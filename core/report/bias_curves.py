@@ -8,8 +8,6 @@ D with them, so that G and n are solved for. Without the file, the lines' own va
 from __future__ import annotations
 
 import math
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.errors import UserError
+from core.npz import read_npz
 from core.parity import bias
 from core.parity.sketch import K
 from core.report.checks import Checks, RowKey
@@ -25,8 +24,6 @@ from core.report.curves import wire
 KEYS = 12  # curves that the page carries
 POINTS = 160  # points of a curve
 NAMES = ("bias", "gain_bias", "bias_recent", "gain_bias_recent")  # the columns of `Bias.curve`, after T
-
-TORN = (zipfile.BadZipFile, zlib.error)
 
 Json = dict[str, Any]
 Floats = NDArray[np.float64]
@@ -89,9 +86,8 @@ def _read(path: Path, notes: list[str]) -> bias.Bias | None:
     if not path.is_file():
         return None
     try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            return bias.Bias.from_arrays(dict(file))
-    except (UserError, OSError, EOFError, ValueError, TypeError, AttributeError, *TORN) as error:
+        return bias.Bias.from_arrays(read_npz(path))
+    except (UserError, TypeError, AttributeError) as error:
         notes.append(f"{path.name} could not be read ({error}); bias is drawn from the checks themselves.")
         return None
 

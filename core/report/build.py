@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,22 @@ SCRIPTS = ("page.js", "cells.js", "map.js", "depth.js", "bias.js", "links.js")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
 
 
-def build_report(run_dir: Path) -> str:
+def build_report(run_dir: Path, warn: Callable[[str], None] = lambda note: None) -> str:
     """The report on a run directory as HTML.
 
+    What is damaged or torn is left out, noted on the page, and told to `warn`.
+
     Raises:
-        UserError: there is no complete record, or a line of records.jsonl or parity.jsonl cannot be
-            understood. A torn last line is left out and noted on the page.
+        UserError: there is no complete record, or an intact line of records.jsonl or parity.jsonl cannot be
+            understood.
     """
     run = read_run(run_dir)
     notes: list[str] = []
-    checks = read_checks(run_dir / "parity.jsonl", notes)
+    checks = read_checks(run_dir / "parity.jsonl", run.about, notes)
     heat = encode(checks)
     curves = bias_curves(run_dir / "observations" / "bias.npz", checks, notes)
+    for note in [*run.notes, *notes]:
+        warn(note)
     if heat and heat["left_out"]:
         shown = f"{len(heat['steps'])} of {len(checks.steps)}"
         notes.append(f"The heatmap shows {shown} checked steps, broken ones first.")
@@ -73,14 +78,16 @@ def build_report(run_dir: Path) -> str:
     )
 
 
-def write_report(run_dir: Path, out: Path | None = None) -> Path:
+def write_report(run_dir: Path, out: Path | None = None, warn: Callable[[str], None] = lambda note: None) -> Path:
     """Write the report to `out`, or to `report.html` in the run directory, whole or not at all; return where.
+
+    `warn` is told what is damaged.
 
     Raises:
         UserError: as `build_report`, or the file cannot be written.
     """
     path = out or run_dir / "report.html"
-    write_atomically(path, [build_report(run_dir).encode("utf-8")])
+    write_atomically(path, [build_report(run_dir, warn).encode("utf-8")])
     return path
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,7 @@ class Checks:
     reasons: Counter[str] = field(default_factory=Counter)
     not_covered: Counter[str] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)  # schema → lines that this page cannot read
+    damaged: int = 0  # lines that are not what was written, here or set aside by a resume: nobody knows their verdicts
     first_bad: BadStep | None = None
     compared: Counter[str] = field(default_factory=Counter)  # scope → comparisons over all checks
     worst: dict[str, Worst] = field(default_factory=dict)  # by scope
@@ -135,7 +136,7 @@ class Checks:
         """As `core.parity.verdict.overall` has it; `not_checked` if no check was ever due."""
         if self.counts["disagreed"]:
             return "disagreed"
-        if self.unread:
+        if self.unread or self.damaged:
             return "could_not"
         if not self.lines:
             return "not_checked"
@@ -218,15 +219,20 @@ class Checks:
         return self.bases.setdefault(basis, len(self.bases))
 
 
-def read_checks(path: Path, notes: list[str]) -> Checks:
-    """All checks in `path`; none without a file. Raises UserError that names a line that is no check."""
+def read_checks(path: Path, about: Json, notes: list[str]) -> Checks:
+    """All checks in `path`; none without a file. about: run.json.
+
+    Raises UserError that names a line that is intact and no check.
+    """
     checks = Checks()
-    for number, check in json_lines(path, notes) if path.is_file() else _none():
+    damaged: list[int] = []
+    for number, check in json_lines(path, notes, damaged):
         try:
             checks.add(check)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"{path}, line {number}: not a check ({reason})") from error
+    checks.damaged = len(damaged) + sum(len(lost["checks"]) for lost in about.get("damaged", []))
     for schema, lines in checks.unread.items():
         notes.append(f"{lines} lines of {path.name} are of schema {schema}, which this page cannot read.")
     return checks
@@ -238,10 +244,6 @@ def strain_code(strain: float, ok: bool) -> int:
         return BEYOND
     place = AT_BOUND + round(PER_DECADE * math.log10(strain)) if strain > 0 else 1
     return min(max(place, 1), AT_BOUND) if ok else min(max(place, AT_BOUND + 1), BEYOND - 1)
-
-
-def _none() -> Iterator[tuple[int, dict[str, Any]]]:
-    return iter(())
 
 
 def _key(finding: Json) -> RowKey:

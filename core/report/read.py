@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import UserError
+from core.jsonl import damage, in_ranges, scan_lines
+from core.run_info import read_info, require_unchanged
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Run:
     """What the report needs of a run directory besides its checks, which are streamed (`check_lines`).
 
     records:     one mapping a step, by step; the last line counts where a resumed run wrote a step twice.
-    about:       `run.json`, empty if there is none.
+    about:       `run.json`, empty if there is none or it is damaged.
     config_text: `config.toml` as it stands. config: the same, parsed; empty if it does not parse.
     notes:       what a reader of the page should know about the files.
     """
@@ -31,7 +32,7 @@ class Run:
 
 
 def read_run(run_dir: Path) -> Run:
-    """Read all but the checks. Raises UserError if there is no record, or one is broken in the middle."""
+    """Read all but the checks. Raises UserError if there is no record, or one that is intact is none of a run."""
     if not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a run directory")
     notes: list[str] = []
@@ -40,7 +41,7 @@ def read_run(run_dir: Path) -> Run:
         raise UserError(f"{run_dir} has no records.jsonl: there is no run to report on")
     by_step: dict[int, Mapping[str, Any]] = {}
     lines = 0
-    for number, record in json_lines(path, notes):
+    for number, record in json_lines(path, notes, []):
         if not isinstance(record.get("step"), int) or not _is_number(record.get("loss")):
             raise UserError(f"{path}, line {number}: a record has a whole number `step` and a number `loss`")
         by_step[record["step"]] = record
@@ -54,32 +55,27 @@ def read_run(run_dir: Path) -> Run:
     return Run(
         path=run_dir,
         records=tuple(by_step[step] for step in sorted(by_step)),
-        about=_about(run_dir / "run.json", notes),
+        about=_about(run_dir, notes),
         config_text=config_text,
         config=_toml(config_text, notes),
         notes=tuple(notes),
     )
 
 
-def json_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of each line. A torn last line is left out and noted; another is a UserError."""
-    torn: tuple[int, str] | None = None
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if not raw.strip():
-                continue
-            if torn:
-                raise UserError(f"{path}, line {torn[0]}: not JSON ({torn[1]})")
-            try:
-                value = json.loads(raw.decode("utf-8"))
-            except ValueError as error:
-                torn = (number, str(error))
-                continue
-            if not isinstance(value, dict):
-                raise UserError(f"{path}, line {number}: not a JSON object")
-            yield number, value
-    if torn:
-        notes.append(f"The last line of {path.name} (line {torn[0]}) is torn and was left out.")
+def json_lines(path: Path, notes: list[str], damaged: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of each line that is what was written.
+
+    `notes` is told of the others, and `damaged` is given their numbers; a torn last line is none of these.
+    """
+    for line in scan_lines(path):
+        if line.value is not None:
+            yield line.number, line.value
+        elif line.torn:
+            notes.append(f"The last line of {path.name} (line {line.number}) is torn and was left out.")
+        else:
+            damaged.append(line.number)
+    if damaged:
+        notes.append(f"{damage(Path(path.name), damaged)}; left out.")
 
 
 def section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -100,16 +96,18 @@ def _text(path: Path, notes: list[str]) -> str:
         return ""
 
 
-def _about(path: Path, notes: list[str]) -> Mapping[str, Any]:
-    text = _text(path, notes)
-    if not text:
-        return {}
+def _about(run_dir: Path, notes: list[str]) -> Mapping[str, Any]:
+    """The contents of run.json, nothing of one that is damaged; `notes` is told if config.toml is not the run's."""
+    about: Mapping[str, Any] = {}
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        notes.append(f"{path.name} is not JSON ({error}).")
-        return {}
-    return value if isinstance(value, dict) else {}
+        about = read_info(run_dir / "run.json")
+        require_unchanged(run_dir / "config.toml", about)
+    except UserError as error:
+        notes.append(f"{error}.")
+    for lost in about.get("damaged", []):
+        numbers = "; ".join(f"{name} {in_ranges(lost[name])}" for name in ("records", "checks") if lost[name])
+        notes.append(f"Damaged lines were set aside in {lost['path']} when the run was resumed: {numbers}.")
+    return about
 
 
 def _toml(text: str, notes: list[str]) -> Mapping[str, Any]:

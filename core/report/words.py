@@ -137,6 +137,7 @@ def _tally(checks: Checks) -> str:
     if not checks.lines:
         return ""
     shares = [f"{checks.counts[v]:,} {DISPLAY.get(v, v)}" for v in VERDICTS if checks.counts[v]]
+    shares += [f"besides {checks.damaged:,} damaged, whose verdicts are not known"] if checks.damaged else []
     return f"{plural(len(checks.lines), 'check')}: {', '.join(shares)}."
 
 

@@ -107,14 +107,14 @@ def test_a_run_that_was_damaged_cannot_go_on(lockstep: Lockstep, refused, run_fi
     run = here / "runs" / "tiny"
     settings = (run / "config.toml").read_text()
     damage(run, "config.toml", settings.replace("hidden = 64", "hidden = 128"))
-    said = lockstep("train", "--resume", run)
-    assert said.code == 2 and "its checkpoint does not fit its settings" in said.lines[-1] and len(said.lines) == 1
+    said = refused("train", "--resume", run)
+    assert "config.toml was changed after the run was made: model.hidden was 64 and is 128; put it back" in said
     damage(run, "config.toml", "x")
-    assert "config.toml: not TOML" in refused("train", "--resume", run)
+    assert "config.toml was changed after the run was made: not TOML" in refused("train", "--resume", run)
     damage(run, "config.toml", settings)
     information = (run / "run.json").read_text()
     damage(run, "run.json", "x")
-    assert "cannot read" in refused("train", "--resume", run)
+    assert "run.json is damaged or was edited" in refused("train", "--resume", run)
     damage(run, "run.json", information)
     (weights,) = run.glob("checkpoints/*/*model*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.jsonl import read_lines
 from parity_tests.stored import weights_of
 
 REPO = Path(__file__).resolve().parents[2]
@@ -83,10 +83,6 @@ def records(run: Path) -> list[dict[str, Any]]:
 def checks(run: Path) -> list[dict[str, Any]]:
     """The lines of parity.jsonl."""
     return read_lines(run / "parity.jsonl")
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def trained(run: Path) -> list[tuple[Any, ...]]:

@@ -1,5 +1,6 @@
 """The run directory: all or nothing when it is made, line by line while it lives, bit by bit when it is read back."""
 
+import contextlib
 import json
 import os
 import random
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 
 from core import checkpoint
 from core.backend import State, StepRecord
-from core.config import CheckpointConfig, RunConfig
+from core.config import CheckpointConfig, ParityConfig, RunConfig
 from core.config_file import load_config
 from core.errors import UserError
 from core.jsonl import read_lines
+from core.lock import FolderLock
 from core.run import RunDir
 
 CONFIG = RunConfig(name="r", checkpoint=CheckpointConfig(keep=3))
@@ -131,6 +133,26 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, failing,
             assert run.info["mark"] == "first"
 
 
+def test_what_a_killed_start_left_beside_is_cleared(run):
+    run.close()
+    runs = run.path.parent
+    for name in (".r.7.new", ".r.8.old", ".other.9.old", ".r.x.9.old"):
+        (runs / name).mkdir()
+    with FolderLock(runs / ".r.8.old"):  # its process is at work
+        RunDir.create(run.path, CONFIG, {}, overwrite=True).close()
+    assert sorted(p.name for p in runs.iterdir()) == [".other.9.old", ".r.8.old", ".r.x.9.old", "r"]
+
+
+def test_a_run_that_a_killed_start_had_not_replaced_yet_is_put_back(run):
+    run.append_record(record(1))
+    run.close()
+    os.rename(run.path, run.path.with_name(".r.7.old"))
+    with pytest.raises(UserError, match="holds a run already"):
+        RunDir.create(run.path, CONFIG, {})
+    assert [p.name for p in run.path.parent.iterdir()] == ["r"]
+    assert len(RunDir.open(run.path).records()) == 1
+
+
 def test_open_says_what_is_not_a_run(tmp_path):
     with pytest.raises(UserError, match="is not a run directory"):
         RunDir.open(tmp_path)
@@ -189,7 +211,7 @@ def test_torn_last_line_is_left_out_and_another_is_an_error(run):
         path.write_bytes(whole[:cut])
         assert [line["step"] for line in run.records()] in ([1], [1, 2])
     path.write_bytes(b"{broken\n" + whole)
-    with pytest.raises(UserError, match=r"records.jsonl, line 1: not a JSON object"):
+    with pytest.raises(UserError, match=r"records.jsonl, line 1: damaged after it was written .*--resume"):
         run.records()
 
 
@@ -225,6 +247,190 @@ def test_resume_at_the_end_makes_no_branch(run):
     assert run.info["branches"] == [] and not (run.path / "branches").exists()
     run.append_record(record(2))
     assert [line["step"] for line in run.records()] == [1, 2]
+
+
+CHECKED = CONFIG.model_copy(update={"parity": ParityConfig(every=3)})
+
+
+def checked_run(path: Path, steps: int = 7) -> RunDir:
+    """A run with records of steps 1 to 7, checks of 1, 3 and 6, and a checkpoint of step 5."""
+    run = RunDir.create(path, CHECKED, {})
+    for step in range(1, steps + 1):
+        run.append_record(record(step))
+        if CHECKED.parity.due(step):
+            run.append_check({"schema": 2, "step": step, "verdict": "agreed"})
+    run.save_checkpoint(state(5), {})
+    run.close()
+    return run
+
+
+def resumed(path: Path, step: int = 5) -> tuple[RunDir, list[str]]:
+    warned: list[str] = []
+    run = RunDir.open(path, write=True)
+    run.resume_from(step, warned.append)
+    run.close()
+    return run, warned
+
+
+def spoil(path: Path, *numbers: int) -> list[bytes]:
+    """Another loss or verdict in these lines; returns them."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number in numbers:
+        lines[number - 1] = lines[number - 1].replace(b"e", b"E", 1)
+    path.write_bytes(b"".join(lines))
+    return [lines[number - 1] for number in numbers]
+
+
+def test_an_intact_run_resumes_without_a_warning(tmp_path):
+    checked_run(tmp_path / "r")
+    run, warned = resumed(tmp_path / "r")
+    assert warned == [] and "damaged" not in run.info and not (run.path / "damaged").exists()
+
+
+def test_damage_before_the_checkpoint_is_told_and_set_aside(tmp_path):
+    path = checked_run(tmp_path / "r").path
+    records, checks = spoil(path / "records.jsonl", 2, 3), spoil(path / "parity.jsonl", 2)
+    run, warned = resumed(path)
+    aside = path / "damaged/001"
+    assert warned == [
+        f"{path}/records.jsonl, lines 2 to 3: damaged after they were written (their crc32 does not match); "
+        f"set aside in {aside}/records.jsonl and not used",
+        f"{path}/parity.jsonl, line 2: damaged after it was written (its crc32 does not match); "
+        f"set aside in {aside}/parity.jsonl and not used",
+        f"{path}/records.jsonl: no record is left of steps 2 to 3, made before",
+        f"{path}/parity.jsonl: nothing is left of the checks that were due at step 3: "
+        "lost, or under way when the run stopped",
+    ]
+    assert [line["step"] for line in run.records()] == [1, 4, 5]
+    assert [line["step"] for line in run.checks()] == [1]
+    assert (aside / "records.jsonl").read_bytes() == b"".join(records)
+    assert (aside / "parity.jsonl").read_bytes() == b"".join(checks)
+    assert RunDir.open(path).info["damaged"] == [{"path": "damaged/001", "records": [2, 3], "checks": [2]}]
+    spoil(path / "records.jsonl", 1)
+    assert [entry["path"] for entry in resumed(path)[0].info["damaged"]] == ["damaged/001", "damaged/002"]
+    assert (aside / "records.jsonl").read_bytes() == b"".join(records)
+
+
+def test_damage_after_the_checkpoint_costs_nothing(tmp_path):
+    path = checked_run(tmp_path / "r").path
+    spoil(path / "records.jsonl", 6, 7)
+    spoil(path / "parity.jsonl", 3)
+    run, warned = resumed(path)
+    assert len(warned) == 2 and all("set aside" in text for text in warned)
+    assert [line["step"] for line in run.records()] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in run.checks()] == [1, 3]
+
+
+def test_files_cut_short_before_the_checkpoint_are_told(tmp_path):
+    path = checked_run(tmp_path / "r").path
+    for name, kept in (("records.jsonl", 3), ("parity.jsonl", 1)):
+        lines = (path / name).read_bytes().splitlines(keepends=True)
+        (path / name).write_bytes(b"".join(lines[:kept]) + b'{"torn')
+    _, warned = resumed(path)
+    assert len(warned) == 2
+    assert "no record is left of steps 4 to 5" in warned[0] and "due at step 3" in warned[1]
+
+
+def test_a_resume_that_nobody_listens_to_warns(tmp_path):
+    path = checked_run(tmp_path / "r").path
+    spoil(path / "records.jsonl", 6)
+    with RunDir.open(path, write=True) as run, pytest.warns(UserWarning, match="line 6: damaged"):
+        run.resume_from(5)
+
+
+# What the run says of itself
+
+
+def test_every_changed_byte_of_run_json_is_noticed(tmp_path):
+    path = checked_run(tmp_path / "r").path / "run.json"
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        with pytest.raises(UserError, match=r"run.json is damaged or was edited .*; put it back as it was written"):
+            RunDir.open(path.parent)
+    path.write_bytes(whole)
+    assert path.read_text().startswith('{\n  "branches": []')
+    RunDir.open(path.parent)
+
+
+def test_every_changed_byte_of_config_toml_is_noticed_or_without_effect(tmp_path):
+    path = checked_run(tmp_path / "r").path / "config.toml"
+    whole, refused = path.read_bytes(), 0
+    for at in range(len(whole)):
+        for byte in (whole[at] ^ (1 << at % 8), ord("7")):
+            path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+            try:
+                assert RunDir.open(path.parent).config == CHECKED
+            except UserError as error:
+                assert "config.toml was changed after the run was made: " in str(error) and "\n" not in str(error)
+                refused += 1
+    assert refused > len(whole)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("keep = 3", "keep = 2", "checkpoint.keep was 3 and is 2; put it back: run.json holds what it said"),
+        ("keep = 3", "", "checkpoint.keep was 3 and is absent; put"),
+        ("keep = 3", "keep = 3\nnew = 1", "checkpoint.new was absent and is 1; put"),
+        ("[", "[[", "not TOML: "),
+    ],
+)
+def test_config_toml_that_says_something_else_is_named(tmp_path, old, new, said):
+    path = checked_run(tmp_path / "r").path
+    text = (path / "config.toml").read_text()
+    (path / "config.toml").write_text("# a comment\n" + text.replace(old, new))
+    with pytest.raises(UserError, match=said):
+        RunDir.open(path)
+    (path / "config.toml").write_text("# a comment\n" + text)
+    assert RunDir.open(path).config == CHECKED
+
+
+class Killed(BaseException):
+    """SIGKILL, as far as the disk is concerned."""
+
+
+@pytest.mark.parametrize("after", range(9))
+def test_a_setting_back_that_is_cut_short_is_done_by_the_next(run, monkeypatch, after):
+    """It is killed after so many renames; then it trains on, and is set back once more."""
+    for step in range(1, 6):
+        run.append_record(record(step))
+        run.append_check({"schema": 1, "step": step, "verdict": "agreed"})
+    for step in (2, 4):
+        run.save_checkpoint(state(step), {})
+    run.close()
+    first = (run.path / "records.jsonl").read_bytes().splitlines()
+    done = 0
+
+    def counted(function):
+        def rename(*paths):
+            nonlocal done
+            if done == after:
+                raise Killed
+            done += 1
+            function(*paths)
+
+        return rename
+
+    with monkeypatch.context() as patch, contextlib.suppress(Killed), RunDir.open(run.path, write=True) as again:
+        for name in ("rename", "replace"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        again.resume_from(2)
+    with RunDir.open(run.path, write=True) as again:
+        again.resume_from(2)
+        again.append_record(record(3, loss=1.0))
+    second = (run.path / "records.jsonl").read_bytes().splitlines()
+    with RunDir.open(run.path, write=True) as again:
+        again.resume_from(2)
+        branches = {branch["path"]: branch for branch in again.info["branches"]}
+    folders = {str(path.relative_to(run.path)): path for path in (run.path / "branches").iterdir()}
+    assert branches.keys() == folders.keys() and len(branches) == 2
+    told = {path: [line["step"] for line in read_lines(folder / "records.jsonl")] for path, folder in folders.items()}
+    assert {path: len(steps) for path, steps in told.items()} == {p: b["records"] for p, b in branches.items()}
+    assert (branches["branches/001"]["checks"], branches["branches/001"]["checkpoints"]) == (3, [4])
+    kept = [line for path in run.path.rglob("records.jsonl") for line in path.read_bytes().splitlines()]
+    assert sorted(kept) == sorted({*first, *second})
+    assert not list(run.path.rglob("*.lockstep-tmp"))
 
 
 # Checkpoints

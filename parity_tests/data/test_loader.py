@@ -8,7 +8,8 @@ import time
 import pytest
 
 from core.data import loader
-from core.data.loader import Prefetcher
+from core.data.loader import LoaderError, Prefetcher
+from core.errors import UserError
 
 
 def wait_until(condition, seconds=5.0):
@@ -45,16 +46,34 @@ def test_it_looks_ahead_as_far_as_depth_and_no_further():
         assert wait_until(lambda: len(made) == 4)
 
 
-@pytest.mark.parametrize("kind", [KeyError, SystemExit])
-def test_a_failure_is_raised_at_its_step(kind):
+@pytest.mark.parametrize(
+    ("kind", "said"), [(OSError, "OSError: no luck"), (SystemExit, "SystemExit: no luck"), (UserError, "no luck")]
+)
+def test_a_failure_is_raised_at_its_step(kind, said):
     def make(step):
         if step == 4:
-            raise kind("step 4")
+            raise kind("no luck")
         return step
 
     with Prefetcher(make, 0, 10, 3) as batches:
         assert [next(batches) for _ in range(4)] == [0, 1, 2, 3]
-        with pytest.raises(kind, match="step 4"):
+        with pytest.raises(LoaderError, match=f"^step 4: its batch could not be made: {said}$"):
+            next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
+def test_a_thread_that_ends_without_a_word_is_not_waited_for(monkeypatch):
+    class Ending(Prefetcher):
+        def _produce(self):
+            for step in (7, 8):
+                self._step = step
+                self._ready.append(step) if step == 7 else None
+
+    monkeypatch.setattr(loader, "_LOOK_SECONDS", 0.01)
+    with Ending(lambda step: step, 7, 100) as batches:
+        assert next(batches) == 7
+        with pytest.raises(LoaderError, match=r"^step 8: its batch was not made: the loader's thread has ended$"):
             next(batches)
         with pytest.raises(StopIteration):
             next(batches)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from core.backend import Batch, State, StepRecord
 from core.config import RunConfig
+from torch_backend.checkpoint import Writer, WritingTorch, named_tensors
 from torch_backend.session import TorchBackend, TorchSession
 
 
@@ -87,3 +89,45 @@ class StepLostOnLoad(TorchBackend):
     """Resuming counts steps from zero: bias corrections and warm-up begin again."""
 
     session_class = _ForgetfulSession
+
+
+class _SharingWriter(Writer):
+    def begin(self, folder: Path) -> WritingTorch:
+        made = super().begin(folder)
+        # As if what is on the CPU already need not be copied.
+        made._tensors = {name: tensor() for name, tensor in named_tensors(self._session).items()}
+        return made
+
+
+class _SharingSession(TorchSession):
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._writer = _SharingWriter(self)
+
+
+class CheckpointOfALaterStep(TorchBackend):
+    """A checkpoint is written of the weights themselves, not of a copy, while training changes them."""
+
+    session_class = _SharingSession
+
+
+class _NarrowWriter(Writer):
+    def begin(self, folder: Path) -> WritingTorch:
+        made = super().begin(folder)
+        made._tensors = {
+            name: tensor.bfloat16().float() if name.startswith("exp_avg/") else tensor
+            for name, tensor in made._tensors.items()
+        }
+        return made
+
+
+class _NarrowSession(TorchSession):
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._writer = _NarrowWriter(self)
+
+
+class FirstMomentsWrittenInBf16(TorchBackend):
+    """First moments are rounded to bf16 on their way to the disk."""
+
+    session_class = _NarrowSession

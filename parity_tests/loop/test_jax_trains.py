@@ -12,7 +12,13 @@ def test_the_loss_falls_and_a_resumed_run_ends_with_the_same_bits(
 ) -> None:
     from jax_backend.session import JaxSession
 
-    settings = {"optim.peak_lr": 1e-2, "checkpoint.every": 5, "eval.every": 6, "log.norms_every": 6}
+    settings = {
+        "optim.peak_lr": 1e-2,
+        "checkpoint.every": 5,
+        "checkpoint.best": False,
+        "eval.every": 6,
+        "log.norms_every": 6,
+    }
     assert folder.train("straight", settings, "--backend", "jax") == 0
     losses = [loss for _, loss in folder.losses("straight")]
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.3

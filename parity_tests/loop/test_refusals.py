@@ -11,6 +11,7 @@ import pytest
 from core.run import RunDir
 from parity_tests.loop.conftest import prepare
 from parity_tests.loop.runs import STEPS, Folder, one_line
+from scripts import cli
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,10 @@ def test_another_tokenizer_is_named(with_other_data: Folder, text: Path, capsys:
     prepare(text, folder.data, "--model.vocab-size", "290", "--force")
     capsys.readouterr()
     assert folder.resume("done") == 2
-    assert "made with another tokenizer" in one_line(capsys.readouterr().err)
+    said = one_line(capsys.readouterr().err)
+    assert (
+        "made with another data set" in said and "vocabulary 300, now 290" in said and "tokenizer fingerprint" in said
+    )
 
 
 def test_the_data_set_of_the_checkpoint_counts_too(
@@ -85,14 +89,30 @@ def test_a_folder_that_is_no_run(trained: Folder, capsys: pytest.CaptureFixture[
 
 
 def test_a_resumed_run_keeps_its_settings(trained: Folder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert trained.resume("done", "--train.steps", "9", "--optim.peak-lr", "1e-3") == 2
-    said = one_line(capsys.readouterr().err)
-    assert "keeps its settings" in said and "optim.peak_lr, train.steps" in said
+    before = content(trained.path / "done")
+    assert trained.resume("done", "--train.steps", "9", "--optim.peak-lr", "1e-4") == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 3 and all(line.startswith("lockstep: ") for line in said)
+    assert "train.steps is 4 in the run, and 9 was asked for" in said[0]
+    assert "optim.peak_lr is 0.003 in the run, and 0.0001 was asked for" in said[1]
+    assert "keeps these settings" in said[2]
+    assert content(trained.path / "done") == before
 
 
-@pytest.mark.parametrize("more", [["--overwrite"], ["run.toml"]])
-def test_resume_excludes_a_new_run(trained: Folder, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert trained.resume("done", *more) == 2
+def test_a_run_file_beside_a_run_must_be_the_run_s(trained: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    other = trained.path / "other.toml"
+    own = (trained.path / "done" / "config.toml").read_text()
+    other.write_text(own)
+    words = ["train", str(other), "--resume", str(trained.path / "done")]
+    assert cli.run(words) == 0
+    assert "all steps are done" in capsys.readouterr().out
+    other.write_text(own.replace("hidden = 64", "hidden = 32"))
+    assert cli.run(words) == 2
+    assert "model.hidden is 64 in the run, and 32 was asked for" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_resume_excludes_a_new_run(trained: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained.resume("done", "--overwrite") == 2
     assert "--resume" in one_line(capsys.readouterr().err)
 
 

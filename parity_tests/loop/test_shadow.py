@@ -81,8 +81,9 @@ def test_a_fault_is_named(fault: type[TorchBackend], stage: str, reference: Shad
 
 def test_due_at_the_first_step_and_every_n() -> None:
     shadow = Shadow.__new__(Shadow)
-    shadow._every = 4
+    shadow._config = RunConfig(parity=ParityConfig(every=4))
     assert [s for s in range(1, 13) if shadow.due(s)] == [1, 4, 8, 12]
+    assert not any(map(ParityConfig().due, range(13)))
 
 
 def test_a_late_reference_delays_no_step_and_is_skipped_and_counted() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 import torch
@@ -43,17 +42,6 @@ class _DyingSession(TorchSession):
 
 class DiesOnRankOne(TorchBackend):
     session_class = _DyingSession
-
-
-class _SleepingSession(TorchSession):
-    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        if self.ranks is not None and self.ranks.rank == 1:
-            time.sleep(60)
-        return super().step(batch, norms=norms)
-
-
-class SleepsOnRankOne(TorchBackend):
-    session_class = _SleepingSession
 
 
 class _UnopenedSession(TorchSession):

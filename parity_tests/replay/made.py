@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from core import checkpoint
 from core.backend import Batch
 from core.config import RunConfig
+from core.jsonl import sealed_line
 from core.parity.evidence import Evidence, gather, uneven_weights
 from core.parity.judge import Reference, judge
 from core.parity.record import observe, probe_of, save_observations
@@ -144,5 +144,5 @@ def make_run(
 
 def fake_check(path: Path, step: int, verdict: str) -> None:
     """A line of parity.jsonl that says this of a step."""
-    with (path / "parity.jsonl").open("a") as file:
-        file.write(json.dumps({"schema": 2, "step": step, "verdict": verdict, "stages": []}) + "\n")
+    with (path / "parity.jsonl").open("ab") as file:
+        file.write(sealed_line({"schema": 2, "step": step, "verdict": verdict, "stages": []}))

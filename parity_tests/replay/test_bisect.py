@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 
 from core.errors import UserError
+from core.jsonl import sealed_line
 from core.parity.bisect import bisect_run
 from core.run import RunDir
 from parity_tests.replay.made import (
@@ -96,7 +96,7 @@ def test_a_fault_that_comes_and_goes_is_said_to(made, tmp_path):
     path = run.path / "parity.jsonl"
     stage = {"stage": "act", "phase": "forward", "layer": 0, "scope": "local"}
     line = {"schema": 2, "step": 9, "verdict": "agreed", "stages": [stage]}
-    path.write_text(path.read_text() + json.dumps(line) + "\n")
+    path.write_bytes(path.read_bytes() + sealed_line(line))
     found = bisected(run, BadAt7, with_cause=False)
     assert found.first_bad_step == 7
     assert any(n.startswith("not persistent: step 9 is clean again; every step from 1 to 7") for n in found.notes)
@@ -137,7 +137,7 @@ def test_a_bias_over_steps_is_no_single_bad_step(made, tmp_path):
     run = copy_of(made(TorchSession), tmp_path)
     stage = {"stage": "q", "phase": "forward", "layer": 0, "scope": "over_steps", "ok": False}
     line = {"schema": 2, "step": 12, "verdict": "disagreed", "stages": [stage]}
-    (run.path / "parity.jsonl").write_text(json.dumps(line) + "\n")
+    (run.path / "parity.jsonl").write_bytes(sealed_line(line))
     found = bisected(run, TorchSession)
     assert found.first_bad_step is None
     assert "a bias over steps" in found.notes[0]
@@ -145,10 +145,10 @@ def test_a_bias_over_steps_is_no_single_bad_step(made, tmp_path):
 
 def test_a_loader_that_lost_its_place(made, tmp_path):
     run = copy_of(made(TorchSession), tmp_path)
-    lines = [json.loads(line) for line in (run.path / "records.jsonl").read_text().splitlines()]
+    lines = run.records()
     for line in lines[8:]:
         line["digest"] = run_batch(CONFIG, 1).digest()
-    (run.path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run.path / "records.jsonl").write_bytes(b"".join(map(sealed_line, lines)))
     found = bisected(run, TorchSession)
     assert found.first_bad_step == 9
     assert (found.origin.stage, found.origin.phase) == ("tokens", "data")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import resource
 import tomllib
 from dataclasses import replace
@@ -108,6 +109,29 @@ def test_damage_names_the_file(capsule, name, how):
     with pytest.raises(UserError) as said:
         read_capsule(capsule)
     assert name.split("/")[-1] in str(said.value) and "\n" not in str(said.value)
+
+
+def test_any_flipped_bit_is_noticed_or_without_effect(capsule, made):
+    rng = random.Random(0)
+    files = [
+        path for path in sorted(capsule.rglob("*")) if path.is_file() and path.name not in ("stage.npz", "repro.py")
+    ]
+    noticed = 0
+    for _ in range(150):
+        file = rng.choice(files)
+        whole = file.read_bytes()
+        raw = bytearray(whole)
+        raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+        file.write_bytes(raw)
+        try:
+            found = read_capsule(capsule)
+            assert found.record == made[0].record and found.batch.digest() == made[0].batch.digest()
+            assert found.config == CONFIG and file.suffix == ".json"  # white space
+        except UserError as error:
+            assert file.name in str(error) and "\n" not in str(error)
+            noticed += 1
+        file.write_bytes(whole)
+    assert noticed > 130
 
 
 def test_another_schema_is_refused(capsule):

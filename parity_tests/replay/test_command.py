@@ -9,6 +9,7 @@ import pytest
 
 from core.errors import UserError
 from core.parity.capsule import write_capsule
+from core.run_info import read_info, write_info
 from parity_tests.cli.workspace import write_workspace
 from parity_tests.conftest import REPO
 from parity_tests.loop.conftest import prepare
@@ -93,9 +94,9 @@ def test_refusals_are_one_line(command, run, tmp_path):
     assert "no such file: nobody.py" in refused(str(run), "--candidate", "nobody.py:Nobody", *STEP[command])
     assert "not a file in a folder" in refused(str(run), "--json", str(tmp_path / "no/where.json"))
     shutil.copytree(run, tmp_path / "other")
-    info = json.loads((tmp_path / "other/run.json").read_text())
+    info = read_info(tmp_path / "other/run.json")
     info["data"]["fingerprint"] = "f" * 64
-    (tmp_path / "other/run.json").write_text(json.dumps(info))
+    write_info(tmp_path / "other/run.json", info)
     assert "was made with another data set" in refused(str(tmp_path / "other"))
     shutil.copy(run / "run.json", tmp_path / "other/run.json")
     (weights,) = (tmp_path / "other/checkpoints/step_000004").glob("*model*.safetensors")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from core.config import ModelConfig
+from core.config import ModelConfig, flatten
+from core.jsonl import sealed_line
 from core.names import layer_of, parameter_shapes
 from core.parity.bias import Bias
 from core.parity.judge import in_order
 from core.parity.stages import forward_stages
 from core.parity.verdict import Check, Finding, Measure
+from core.run_info import write_info
 
 MODEL = ModelConfig(layers=4)
 FAULT_STEP = 150
@@ -70,12 +72,12 @@ def write_run(
     path.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     records = [record(step, steps, rng) for step in range(1, steps + 1)]
-    (path / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    (path / "run.json").write_text(json.dumps(about(), indent=2), encoding="utf-8")
+    (path / "records.jsonl").write_bytes(b"".join(map(sealed_line, records)))
+    write_info(path / "run.json", about())
     (path / "config.toml").write_text(CONFIG, encoding="utf-8")
     if checked:
         lines, sums = check_lines(range(every, steps + 1, every), faulty, rng, model)
-        (path / "parity.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
+        (path / "parity.jsonl").write_bytes(b"".join(map(sealed_line, lines)))
         (path / "observations").mkdir(exist_ok=True)
         np.savez_compressed(path / "observations" / "bias.npz", **sums.to_arrays())  # type: ignore[arg-type]
     return path
@@ -135,6 +137,7 @@ def about() -> dict[str, Any]:
         },
         "wandb_id": None,
         "parameters": 4_851_968,
+        "config": flatten(tomllib.loads(CONFIG)),
     }
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
+from core.jsonl import read_lines, sealed_line
 from core.parity.stages import FORWARD, HEADS
 from core.parity.verdict import Measure
 from core.report import build_report, write_report
@@ -37,6 +38,7 @@ from core.report.checks import (
 from core.report.curves import POINTS, charts, smooth, thin
 from core.report.heatmap import MAX_VALUES, MINUS_HIGH, ONE_OVER_HIGH, encode, number_planes
 from core.report.text import embed, esc, number
+from core.run_info import read_info, write_info
 from parity_tests.report.fake_run import FAULT_STEP, MODEL, NOT_COVERED, record, write_run
 
 ROLES = {None: HELD, "contaminated": CONTAMINATED, "origin": ORIGIN}
@@ -137,11 +139,11 @@ def pages(runs: dict[str, Path]) -> dict[str, str]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_lines(path)
 
 
 def replace_lines(run: Path, name: str, values: list[Any]) -> Path:
-    (run / name).write_text("".join((v if isinstance(v, str) else json.dumps(v)) + "\n" for v in values))
+    (run / name).write_bytes(b"".join(f"{v}\n".encode() if isinstance(v, str) else sealed_line(v) for v in values))
     return run
 
 
@@ -384,7 +386,7 @@ def test_nothing_from_the_files_becomes_markup(tmp_path):
     records[-1]["metrics"] = {f"grad_norm/{evil}": 1.0}
     replace_lines(run, "records.jsonl", records)
     about = json.loads((run / "run.json").read_text()) | {"name": evil, "git_commit": evil, "versions": {evil: evil}}
-    (run / "run.json").write_text(json.dumps(about))
+    write_info(run / "run.json", about)
     (run / "config.toml").write_text(f"# {evil[:30]}\n")
     checks = lines(run / "parity.jsonl")
     finding = checks[0]["stages"][5] | {"tap": evil, "stage": evil, "ok": False, "note": evil}
@@ -420,15 +422,57 @@ def test_a_torn_last_line_is_left_out_and_noted(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["records.jsonl", "parity.jsonl"])
-@pytest.mark.parametrize("broken", ['{"step": 2', "[1]", '{"no": "step"}'])
-def test_a_line_broken_in_the_middle_is_an_error_that_names_it(tmp_path, name, broken):
+def test_a_line_that_is_nothing_of_a_run_is_an_error_that_names_it(tmp_path, name):
     run = write_run(tmp_path / "run", steps=30)
-    text = (run / name).read_text().splitlines()
-    text[1] = broken
-    replace_lines(run, name, text)
+    values = lines(run / name)
+    values[1] = {"no": "step"}
+    replace_lines(run, name, values)
     with pytest.raises(UserError, match=rf"{name}, line 2: ") as error:
         build_report(run)
     assert "\n" not in str(error.value)
+
+
+def test_a_damaged_record_is_left_out_and_told(tmp_path):
+    run = write_run(tmp_path / "run", steps=30)
+    path = run / "records.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"step": 7, "loss": ', b'"step": 7, "loss": 1', 1))
+    told = []
+    page = build_report(run, told.append)
+    assert told == ["records.jsonl, line 7: damaged after it was written (its crc32 does not match); left out."]
+    assert told[0] in page
+    assert 7 not in series(embedded(page), "loss", "training, every")["x"]
+
+
+def test_a_damaged_check_leaves_the_verdict_open(tmp_path):
+    run = write_run(tmp_path / "run", steps=30)
+    assert "Agreed" in build_report(run)
+    path = run / "parity.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"agreed"', b'"Agreed"', 1))
+    told = []
+    page = build_report(run, told.append)
+    assert told == ["parity.jsonl, line 1: damaged after it was written (its crc32 does not match); left out."]
+    assert "Could not tell" in page and "besides 1 damaged, whose verdicts are not known" in page
+
+
+def test_checks_that_a_resume_set_aside_leave_the_verdict_open(tmp_path):
+    run = write_run(tmp_path / "run", steps=30)
+    info = read_info(run / "run.json")
+    write_info(run / "run.json", info | {"damaged": [{"path": "damaged/001", "records": [3, 4], "checks": [1]}]})
+    page = build_report(run)
+    assert "Could not tell" in page
+    assert "Damaged lines were set aside in damaged/001 when the run was resumed: records 3 to 4; checks 1." in page
+
+
+def test_damaged_settings_and_information_are_told(tmp_path):
+    run = write_run(tmp_path / "run", steps=30)
+    settings = (run / "config.toml").read_bytes()
+    (run / "config.toml").write_bytes(settings.replace(b"0.003", b"0.002"))
+    assert "optim.peak_lr was 0.003 and is 0.002" in build_report(run).replace("&#x27;", "'")
+    (run / "config.toml").write_bytes(settings)
+    info = (run / "run.json").read_bytes()
+    (run / "run.json").write_bytes(info.replace(b"3f1c9a7b", b"3f1c9a7c"))
+    page = build_report(run)
+    assert "run.json is damaged or was edited" in page and "3f1c9a7c" not in page
 
 
 def test_no_records_is_an_error(tmp_path):
@@ -442,9 +486,9 @@ def test_no_records_is_an_error(tmp_path):
 
 
 def test_records_alone_are_enough(tmp_path):
-    (tmp_path / "records.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    (tmp_path / "records.jsonl").write_bytes(sealed_line({"step": 1, "loss": 2.5}))
     page = build_report(tmp_path)
-    assert tmp_path.name in page and "run.json could not be read" in page
+    assert tmp_path.name in page and "run.json: No such file" in page
     assert [c["id"] for c in embedded(page)["charts"]] == ["loss"]
 
 
