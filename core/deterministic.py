@@ -14,15 +14,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from core.backend import Batch, Gradients, MeasuresDeterminism, NotSupported, Session
-from core.config import RunConfig
+from core.config import RunConfig, flatten
 from core.errors import UserError
 from core.random_state import random_state, restore_random_state
 from core.run import RunDir
 
 # A second compilation that would take longer than so many seconds is not made for the sake of a figure.
 AFFORDABLE = 60.0
+# Where run.json keeps it, and what the line in the table is called.
+PROOF = "deterministic"
 # How many names a line lists.
 LISTED = 4
+# A resume may change these (core/resume.py), and with them the order of sums.
+SETTINGS = ("train.ranks", "train.micro_batch_size", "parallel.bucket_mb")
 # These change no bit of a step.
 NO_MATTER = ("lockstep", "python", "tokenizers")
 
@@ -52,27 +56,38 @@ class Proof:
         )
 
 
+def place(config: RunConfig, about: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
+    """What bits depend on besides a run's lasting settings. about: of the backend; versions: of libraries, by name."""
+    settings = flatten(config.model_dump())
+    found = {"device": about.get("device"), "threads": about.get("threads")}
+    found |= {key: settings[key] for key in SETTINGS}
+    return found | {name: version for name, version in versions.items() if name not in NO_MATTER}
+
+
+def require_same_place(run: RunDir, now: Mapping[str, Any]) -> None:
+    """Raise UserError, before the run is touched, if it was proven elsewhere than at `now` (`place`)."""
+    if moved := moves(run.info.get(PROOF, {}).get("where", now), now):
+        raise UserError(f"{run.path}: a deterministic run goes on only where it began: {moved}")
+
+
 def prove_run(
     run: RunDir, session: Session, batch: Batch, step: int, about: Mapping[str, Any], versions: Mapping[str, str]
 ) -> Mapping[str, Any]:
     """Prove step `step` of a deterministic run, note it in run.json, and return `about` with a line for the table.
 
-    Raises UserError as `require_same_place` and `prove` do.
+    Raises UserError as `prove` does.
     """
-    require_same_place(run, about, versions)
     proof = prove(run.config, session, batch, step)
-    in_force = {**about["in_force"], "deterministic": str(proof)}
-    run.update_info(in_force=in_force, deterministic=asdict(proof))
+    in_force = {**about["in_force"], PROOF: str(proof)}
+    where = place(run.config, about, versions)
+    run.update_info(in_force=in_force, **{PROOF: {"where": where, **asdict(proof)}})
     return {**about, "in_force": in_force}
 
 
-def require_same_place(run: RunDir, about: Mapping[str, Any], versions: Mapping[str, str]) -> None:
-    """Raise UserError if the run began on another device, with other threads or under other versions."""
-    hardware, libraries = run.info.get("hardware", {}), run.info.get("versions", {})
-    facts = {key: (hardware.get(key), about.get(key)) for key in ("device", "threads")}
-    facts |= {name: (libraries[name], versions.get(name)) for name in libraries if name not in NO_MATTER}
-    if other := [f"{what} was {then}, is {now}" for what, (then, now) in facts.items() if then != now]:
-        raise UserError(f"{run.path}: a deterministic run goes on only where it began: {'; '.join(other)}")
+def moves(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What is not as it was where the run began, in words; empty if all is."""
+    keys = {**then, **now}
+    return "; ".join(f"{k} was {then.get(k)}, is {now.get(k)}" for k in keys if then.get(k) != now.get(k))
 
 
 def prove(config: RunConfig, session: Session, batch: Batch, step: int) -> Proof:

@@ -68,7 +68,7 @@ def convert_run(source: Path, target: Path, to: str) -> Path:
     last = run.last_intact(print)
     step = checkpoint_step(last) or 0
     # Its settings are those of now, and its history begins anew.
-    own = ("config", "settings", "resumes", "branches", "damaged", "finished", "in_force")
+    own = ("config", "settings", "resumes", "branches", "damaged", "finished", "in_force", "deterministic")
     kept = {key: value for key, value in run.info.items() if key not in own}
     info = {**kept, "backend": to, "wandb_id": None, "converted_from": {"run": str(source), "step": step}}
     with RunDir.create(target, run.config, info) as made:

@@ -56,11 +56,13 @@ class Train:
 def main(argv: list[str]) -> int:
     """Open everything that can fail, then make the run directory, then train."""
     from core.config_file import load_config
+    from core.deterministic import place, require_same_place
     from core.parity import bands
     from core.parity.load import load_backend
     from core.run import CONFIG, RunDir
+    from scripts.start import versions
 
-    if (place := launched()) is not None and place[0] > 0:
+    if (rank := launched()) is not None and rank[0] > 0:
         from torch_backend.parallel import follow
 
         # Rank 0 checks the command line, and says what to open.
@@ -84,6 +86,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"train.ranks = {config.train.ranks}: {name} trains in one process; set train.ranks = 1")
     config = on_its_device(config, backend)
     about = backend.describe(config)
+    if resumed and config.deterministic:
+        require_same_place(resumed, place(config, about, versions()))
     if config.parity.every:
         bands.require(config)
     with ExitStack() as stack:

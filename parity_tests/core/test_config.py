@@ -207,6 +207,7 @@ BROKEN = {
         {"optim.fused": "false", "optim.name": "adamw8bit"},
     ],
     ("compile.mode", "device"): [{"compile.mode": "reduce-overhead", "device": "cpu"}],
+    ("compile.mode", "deterministic"): [{"compile.mode": "max-autotune", "deterministic": "true"}],
     ("precision.fp8_layers", "precision.policy", "model.layers"): [
         {"precision.policy": "fp8_tensorwise", "precision.fp8_layers": "blocks.99.*"},
         {"precision.policy": "fp8_rowwise", "precision.fp8_layers": "*"},

@@ -15,7 +15,7 @@ import torch
 
 from core.backend import State
 from core.loss_scale import SCALE
-from core.run import CHECKPOINTS
+from core.run import CHECKPOINTS, INFO
 from parity_tests.loop import candidates
 from parity_tests.loop.runs import COMPILED, INDUCTOR, Folder, one_line
 from parity_tests.tiny import tiny_config
@@ -72,15 +72,19 @@ def test_a_run_goes_on_only_where_it_began(folder: Folder, capsys: pytest.Captur
     settings = {**STRICT, "train.steps": 4, "checkpoint.every": 2}
     assert folder.train("mine", settings) == 0
     forget(folder, "mine", 2)
+    before = (folder.path / "mine" / INFO).read_bytes(), folder.records("mine")
     threads = torch.get_num_threads()
     capsys.readouterr()
     try:
         torch.set_num_threads(threads + 1)
-        assert folder.resume("mine") == 2
+        assert folder.resume("mine", "--train.micro-batch-size", "1") == 2
     finally:
         torch.set_num_threads(threads)
     said = one_line(capsys.readouterr().err)
-    assert f"goes on only where it began: threads was {threads}, is {threads + 1}" in said
+    assert f"goes on only where it began: threads was {threads}, is {threads + 1}; " in said
+    assert said.endswith("train.micro_batch_size was 2, is 1")
+    assert ((folder.path / "mine" / INFO).read_bytes(), folder.records("mine")) == before
+    assert folder.resume("mine") == 0
 
 
 def forget(folder: Folder, name: str, step: int) -> None:

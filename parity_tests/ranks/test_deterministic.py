@@ -15,6 +15,7 @@ from parity_tests.loop.candidates import Puts
 from parity_tests.tiny import text_batch, tiny_config
 from torch_backend import parallel
 from torch_backend.deterministic import switch
+from torch_backend.parallel import RankedSession
 from torch_backend.session import TorchBackend
 
 
@@ -36,11 +37,14 @@ def test_four_ranks_repeat_a_step_once_their_buckets_are_arranged() -> None:
     """DDP orders them anew after the first backward pass, and a sum of four then begins with another rank."""
     config = strict(4, layers=1, hidden=128, ffn_hidden=512, vocab_size=2048)
     batch = text_batch(config)
-    session = TorchBackend().open(config)
-    assert differences(session.gradients(batch), session.gradients(batch)) != ""
+    session, another = (TorchBackend().open(config) for _ in range(2))
     proof = prove(config, session, batch, 1)
     assert proof.gradients == len(session.gradients(batch).grads) and len(proof.costs) > 0
+    first, second = another.gradients(batch), another.gradients(batch)
+    assert differences(first, second) != "", "else the step before the two that are compared would be too much"
+    assert differences(second, session.gradients(batch)) == ""
     session.close()
+    another.close()
 
 
 def test_what_torch_refuses_rank_0_says() -> None:
@@ -48,4 +52,5 @@ def test_what_torch_refuses_rank_0_says() -> None:
     session = Puts().open(config)
     with pytest.raises(UserError, match=r"^deterministic = true: put_ has no deterministic kernel on cpu"):
         prove(config, session, text_batch(config), 1)
+    assert isinstance(session, RankedSession) and session._world.lost is None, "the other rank waits for nothing"
     session.close()
