@@ -114,8 +114,8 @@ def _repeated(config: RunConfig, session: Session, batch: Batch) -> tuple[tuple[
     if config.train.ranks > 1:
         # Rank 0 computes it alone: what it refuses is said in its own words, and leaves nobody waiting.
         session.gradients(batch.rows(slice(config.train.micro_batch_size)))
-    # After their first backward pass ranks arrange anew what they reduce together, and CUDA graphs are recorded.
-    calls = 3 if config.train.ranks > 1 or config.compile.mode == "reduce-overhead" else 2
+    # In their first pass CUDA graphs are recorded.
+    calls = 3 if config.compile.mode == "reduce-overhead" else 2
     found: list[Gradients] = []
     seconds = []
     for _ in range(calls):

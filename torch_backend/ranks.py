@@ -37,6 +37,7 @@ class Ranks:
     def __init__(self, session: TorchSession) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.calls = 0
+        self._arranged = self.count == 2
         # Of the last step, before anything was summed over ranks: this rank's loss, and each bucket's extremes.
         self._own_loss: Tensor | None = None
         # Called before each part of a step that goes to the other ranks: a bucket, the loss.
@@ -67,6 +68,18 @@ class Ranks:
         """This rank's micro-batches: its contiguous part of them."""
         part = len(micros) // self.count
         return micros[self.rank * part : (self.rank + 1) * part]
+
+    def arrange(self, micros: Sequence[Batch], backward: Callable[[Batch, MicroLoss], object]) -> None:
+        """Before the first step of several ranks: a backward pass that does not count, whose gradients are left behind.
+
+        DDP lays its buckets anew after its first one (torch/csrc/distributed/c10d/reducer.cpp, `rebuild_buckets`), and
+        where a gradient lies in a bucket says in which order more than two ranks are summed: without this pass, the
+        first step after a resume would round otherwise than the same step of a run that was not stopped.
+        """
+        if self._arranged or not self.shares(micros):
+            return
+        backward(self.share(micros)[0], self.ddp)
+        self.calls, self._arranged = 0, True
 
     def plan(self, micros: Sequence[Batch]) -> Iterator[tuple[Batch, MicroLoss]]:
         """What this rank computes of the micro-batches, in order, each with the program to compute it with.

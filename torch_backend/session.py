@@ -449,23 +449,18 @@ class TorchSession:
         tokens: the sum over micro-batches is the mean over the batch, however unevenly the weights lie. Several ranks
         (torch_backend/ranks.py) compute a part of the micro-batches each.
         """
+        micros = batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens)))
+        total = self.total_weight(batch)
+        if self.ranks:
+            self.ranks.arrange(micros, lambda micro, program: self._forward_backward(micro, program, total))
         # What CUDA graphs give is overwritten by their next replay: gradients are added to memory of their own.
         self.optimizer.zero_grad(set_to_none=not self.replays)
         for p in self.parameters.values() if self.replays else ():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        total = self.total_weight(batch)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         nll = []
-        micros = batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens)))
         for micro, program in self.ranks.plan(micros) if self.ranks else ((m, self._micro_loss) for m in micros):
-            tokens, targets, weights = self.to_device(micro)
-            if self.replays:
-                torch.compiler.cudagraph_mark_step_begin()
-            made = self._programs_made()
-            with guarded(self, micro):
-                micro_loss, micro_nll = program(tokens, targets, weights, total, *self.documents(micro))
-                self.programs += self._programs_made() - made
-                micro_loss.backward()
+            micro_loss, micro_nll = self._forward_backward(micro, program, total)
             loss += micro_loss.detach()
             nll.append(micro_nll.detach().clone() if self.replays else micro_nll.detach())
         if self.ranks and self.ranks.shares(micros):
@@ -477,6 +472,18 @@ class TorchSession:
         if self.scale != 1:
             torch._foreach_div_(list(grads.values()), self.scale)
         return loss / self.scale, nll
+
+    def _forward_backward(self, micro: Batch, program: Any, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the gradients of a micro-batch to `.grad`; returns its loss and per-token NLL."""
+        tokens, targets, weights = self.to_device(micro)
+        if self.replays:
+            torch.compiler.cudagraph_mark_step_begin()
+        made = self._programs_made()
+        with guarded(self, micro):
+            loss, nll = program(tokens, targets, weights, total, *self.documents(micro))
+            self.programs += self._programs_made() - made
+            loss.backward()
+        return loss, nll
 
     def _programs_made(self) -> int:
         """Graphs that torch.compile has compiled in this process."""
