@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,40 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        try:
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
     def append(self, value: Mapping[str, Any]) -> None:
-        """Write one line. NaN and infinities are written as Python's json does (`NaN`, `Infinity`)."""
-        self._file.write(json.dumps(value, ensure_ascii=False) + "\n")
-        self._file.flush()
+        """Write one line. NaN and infinities are written as Python's json does (`NaN`, `Infinity`).
+
+        Raises UserError if the disk refuses, or the file was moved or deleted. Then nothing of the line stays.
+        """
+        self._write((json.dumps(value, ensure_ascii=False) + "\n").encode())
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # there is nothing left to write: what could not be written was said
+            self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        descriptor = self._file.fileno()
+        try:
+            before = os.fstat(descriptor)
+            # What goes on into a file that has no name any more is lost, and nobody would know.
+            if not os.path.samestat(before, os.stat(self.path)):
+                raise UserError(f"cannot write {self.path}: it was replaced while it was written")
+            try:
+                left = memoryview(line)
+                while left:
+                    left = left[os.write(descriptor, left) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, before.st_size)
+                raise
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
