@@ -274,6 +274,9 @@ class ParityConfig(Section):
     record_every: Interval = Field(
         0, description="sketches of a step kept for `lockstep replay`, without a reference; checked steps keep theirs"
     )
+    timeout_seconds: Positive = Field(
+        1800, description="a reference that gives nothing for so long, with a check to judge, is ended"
+    )
     on_alarm: Literal["log", "stop", "roll_back"] = Field(
         "log", description="after a check that disagreed: go on, stop, or stop at the last checkpoint before it"
     )

@@ -6,7 +6,9 @@ hexadecimal digits. So a whole line ends in the twenty bytes `"crc32": "0f3a12bc
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import zlib
 from collections import deque
@@ -65,18 +67,32 @@ class JsonLines:
     def append(self, value: Mapping[str, Any]) -> None:
         """Write one line. NaN and infinities are written as Python's json does (`NaN`, `Infinity`).
 
-        Raises UserError if the disk refuses.
+        Raises UserError if the disk refuses, or the file was moved or deleted. Then nothing of the line stays.
         """
-        rest = memoryview(sealed_line(value))
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
+        self._write(sealed_line(value))
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # there is nothing left to write: what could not be written was said
+            self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        descriptor = self._file.fileno()
+        try:
+            before = os.fstat(descriptor)
+            # What goes on into a file that has no name any more is lost, and nobody would know.
+            if not os.path.samestat(before, os.stat(self.path)):
+                raise UserError(f"cannot write {self.path}: it was replaced while it was written")
+            try:
+                left = memoryview(line)
+                while left:
+                    left = left[os.write(descriptor, left) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, before.st_size)
+                raise
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
 
 
 def sealed_line(value: Mapping[str, Any]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Self
 from core.errors import UserError
 
 LOCK_NAME = ".lock"
+# What a file system says that has no locks, or whose server keeps none.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class FolderLock:
     """Holds `folder`/.lock with flock(2) until `release` or the end of a `with`; the file names who holds it.
 
     The file itself stays: removing it would let two processes hold locks on two files of one name.
-    Raises UserError if another process (or another lock of this one) holds it, or the folder is not writable.
+    Raises UserError if another process (or another lock of this one) holds it, the folder is not writable, or its file
+    system has no locks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,11 +34,20 @@ class FolderLock:
         except OSError as error:
             holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip()
             os.close(self._descriptor)
+            if error.errno in NO_LOCKS:
+                raise UserError(
+                    f"cannot lock {self.path}: {error.strerror}: this file system has no locks, so nothing keeps a "
+                    "second process from writing there; choose a folder on another one, such as a local disk"
+                ) from error
             if not isinstance(error, BlockingIOError):
                 raise UserError(f"cannot lock {self.path}: {error.strerror or error}") from error
             raise UserError(f"{folder} is being written by another process (pid {holder or 'unknown'})") from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def release(self) -> None:
         """Give the lock back; a second call does nothing."""

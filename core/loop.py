@@ -176,7 +176,7 @@ def train(
                     break
         except NotFinite:
             if watch is not None:  # the step may be among what is out, or one before it that says why
-                _wait_for(watch, checks, sinks)
+                _wait_for(watch, checks, sinks, run.config.parity.timeout_seconds)
             raise
         except LoaderError:
             if done and saved != done:
@@ -186,7 +186,7 @@ def train(
             checkpoints.save(done, "interrupted", checks.good)
         tell(sinks, checkpoints.finish())
     if watch is not None:
-        _wait_for(watch, checks, sinks)
+        _wait_for(watch, checks, sinks, run.config.parity.timeout_seconds)
     if stops and checks.bad is not None:
         return _stop(run, checks, sinks)
     if done == last:
@@ -194,11 +194,14 @@ def train(
     return "finished" if done == last else "interrupted"
 
 
-def _wait_for(watch: Watch, checks: Checks, sinks: Sequence[Sink]) -> None:
-    """Wait for every check that is still out."""
+def _wait_for(watch: Watch, checks: Checks, sinks: Sequence[Sink], seconds: int) -> None:
+    """Wait for every check that is still out, `seconds` at most for each."""
     if watch.pending:
         for sink in sinks:
-            sink.note(f"waiting for the reference: checks under way: {watch.pending}")
+            sink.note(
+                f"waiting for the reference: checks under way: {watch.pending}, at most {seconds} s for each "
+                "(parity.timeout_seconds)"
+            )
     checks.deliver(watch.drain())
 
 

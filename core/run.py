@@ -50,6 +50,7 @@ class RunDir:
         self.config = config
         self._info = dict(info)
         self._lock = lock
+        self._place = os.stat(path) if lock else None
         self._records = JsonLines(path / RECORDS) if lock else None
         self._checks = JsonLines(path / CHECKS) if lock else None
         self._saved = JsonLines(path / SAVED) if lock else None
@@ -362,6 +363,14 @@ class RunDir:
     def _writer(self) -> None:
         if self._lock is None:
             raise RuntimeError(f"{self.path} was opened to read, or is closed")
+        try:
+            here = self._place is not None and os.path.samestat(self._place, os.stat(self.path))
+        except OSError:
+            here = False
+        if not here:  # what lies there now, if anything, is somebody else's
+            raise UserError(
+                f"{self.path} was moved or deleted while the run wrote it; what it wrote is where that went"
+            )
 
 
 def is_run(path: Path) -> bool:

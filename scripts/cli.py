@@ -91,7 +91,8 @@ def run(argv: list[str]) -> int:
         print("lockstep: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        sys.stderr.close()
+        # What is left in buffers must not fail again at the end, which would change the exit code.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except Exception as error:
         from scripts.failures import in_one_line

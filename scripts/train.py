@@ -110,20 +110,18 @@ def _train(
     about: Mapping[str, Any],
     resuming: bool,
 ) -> int:
-    from rich.console import Console
-
     from core.deterministic import prove_run
     from core.loop import train
     from core.parity.recorder import Recorder
     from core.parity.shadow import Shadow
     from core.run import OBSERVATIONS
-    from core.sinks.console import ConsoleSink
+    from core.sinks.console import ConsoleSink, open_console
     from core.sinks.jsonl import JsonlSink
     from core.sinks.wandb import WandbSink
     from scripts.start import print_start, versions
 
     config = run.config
-    console = Console(highlight=False)
+    console = open_console()
     done = _load(run, data, session, console) if resuming else 0
     if done >= config.train.steps:
         run.finish()
@@ -257,8 +255,9 @@ class _Unbegun(contextlib.AbstractContextManager[None]):
         self._run = run
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is not None and not self._run.records():
-            self._run.discard()
+        with contextlib.suppress(UserError):  # moved away: its records, if any, are there
+            if kind is not None and not self._run.records():
+                self._run.discard()
 
 
 @contextmanager
@@ -274,17 +273,24 @@ def _told_how_to_go_on(run: RunDir) -> Iterator[None]:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM unwinds as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """SIGTERM, and SIGHUP when the terminal is closed, unwind as Ctrl-C does."""
+    before = {s: signal.signal(s, signal.default_int_handler) for s in _asked_to_stop() if s != signal.SIGINT}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _asked_to_stop() -> list[signal.Signals]:
+    """The signals that end a run after its step. Under nohup SIGHUP is ignored, and stays so."""
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGINT, signal.SIGTERM, *hang_up]
 
 
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """While steps are made: Ctrl-C and SIGTERM set a flag the first time; the second Ctrl-C stops at once."""
+    """While steps are made: Ctrl-C, SIGTERM and SIGHUP set a flag; the second Ctrl-C stops at once."""
     flag, over = threading.Event(), threading.Event()
 
     def stop(signum: int, frame: object) -> None:
@@ -295,15 +301,16 @@ def _interrupts() -> Iterator[threading.Event]:
         with contextlib.suppress(OSError, ValueError):
             os.write(sys.stderr.fileno(), SAID_ON_INTERRUPT)
 
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    # Ctrl-C reaches every process of the group. A C++ compiler that torch.compile has started would die of it and take
-    # the first step along, so this thread, whose children inherit what it blocks, leaves SIGINT to another one.
+    before = {s: signal.signal(s, stop) for s in _asked_to_stop()}
+    # Ctrl-C, and the end of a terminal, reach every process of the group. A C++ compiler that torch.compile has started
+    # would die of it and take the first step along, so this thread, whose children inherit what it blocks, leaves both
+    # to another one.
     threading.Thread(target=over.wait, name="lockstep-signals", daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP])
     try:
         yield flag
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGHUP])
         over.set()
         for number, handler in before.items():
             signal.signal(number, handler)

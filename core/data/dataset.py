@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from core.data.index import INDEX_NAME, TOKENIZER_NAME, DatasetIndex, ShardEntry, read_index
 from core.data.memory import available_memory_bytes
-from core.data.shards import ShardHeader, Tokens, map_tokens, read_header, verify_shard
+from core.data.shards import ShardFile, ShardHeader, Tokens, map_tokens, read_header, verify_shard
 from core.data.tokenizer import TextTokenizer, load_tokenizer
 from core.errors import UserError
 
@@ -22,9 +22,13 @@ _MEMORY_SHARE = 4
 class TokenSplit:
     """The tokens of a split, as one stream over all of its shards."""
 
-    def __init__(self, parts: Sequence[Tokens]) -> None:
-        """Take the stream as consecutive `parts`, each of shape (tokens,)."""
+    def __init__(self, parts: Sequence[Tokens], files: Sequence[ShardFile] = ()) -> None:
+        """Take the stream as consecutive `parts`, each of shape (tokens,).
+
+        files: of parts that are mapped, the files, which are looked after at each read.
+        """
         self._parts = list(parts)
+        self._files = list(files)
         self._bounds = np.cumsum([0, *(part.size for part in self._parts)], dtype=np.int64)
 
     @property
@@ -45,6 +49,7 @@ class TokenSplit:
         Raises:
             IndexError: a window reaches outside the stream.
             ValueError: `starts` is not a vector of integers, or `length` is below one.
+            UserError: a file that is mapped is gone, or was changed.
         """
         if starts.ndim != 1 or not np.issubdtype(starts.dtype, np.integer) or length < 1:
             raise ValueError(f"gather takes integers (B,) and length >= 1, got {starts.dtype} {starts.shape}, {length}")
@@ -55,6 +60,8 @@ class TokenSplit:
         first = np.searchsorted(self._bounds, begins, side="right") - 1
         last = np.searchsorted(self._bounds, begins + (length - 1), side="right") - 1
         for part in self._touched(first, last):
+            if self._files:
+                self._files[part].require_unchanged()
             rows = np.flatnonzero((first <= part) & (part <= last))
             self._copy(int(part), rows, begins, windows)
         return windows
@@ -108,12 +115,13 @@ class TokenDataset:
         left = available_memory_bytes() // _MEMORY_SHARE if memory_limit_bytes is None else memory_limit_bytes
         splits = {}
         for name, split in sorted(index.splits.items(), key=lambda item: item[1].tokens):
+            files = [ShardFile.of(folder / entry.file) for entry in split.shards]
             parts = [_open_shard(folder, entry, index, verify) for entry in split.shards]
             size = split.tokens * index.token_bytes
             if parts and size <= left:
                 left -= size
-                parts = [np.concatenate(parts)]
-            splits[name] = TokenSplit(parts)
+                parts, files = [np.concatenate(parts)], []
+            splits[name] = TokenSplit(parts, files)
         return cls(folder, index, splits)
 
     @property

@@ -71,6 +71,28 @@ def token_bytes_for(vocab_size: int) -> int:
     return 2 if vocab_size <= _LARGEST_SHORT_VOCABULARY else 4
 
 
+@dataclass(frozen=True)
+class ShardFile:
+    """Which file a mapping is of, so that one that was changed or replaced since is noticed."""
+
+    path: Path
+    identity: tuple[int, int, int, int]
+
+    @classmethod
+    def of(cls, path: Path) -> ShardFile:
+        """The file as it is now. Raises UserError if it is not there."""
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise UserError(f"cannot read the shard {path}: {error.strerror or error}") from error
+        return cls(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+    def require_unchanged(self) -> None:
+        """Raise UserError if the file is gone, or another one. What is cut off a mapped file kills who reads there."""
+        if ShardFile.of(self.path) != self:
+            raise UserError(f"the shard {self.path} was changed while it was in use; put it back, or prepare it anew")
+
+
 def write_shard(path: Path, documents: Sequence[NDArray[np.integer[Any]]], token_bytes: int) -> ShardHeader:
     """Write whole documents (token ids, each of shape (tokens,), its end of text included) as one shard, atomically.
 

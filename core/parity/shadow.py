@@ -3,7 +3,7 @@
 Every N steps the trainer gathers evidence (a probe micro-batch of the live data with uneven loss weights, at the live
 weights, and the live step's update) and hands it to a thread that writes it to the worker. If more checks wait than
 `parity.queue` allows, a check is skipped and counted. If the worker dies, training goes on and every check that is lost
-says so.
+says so. A worker that gives nothing for `parity.timeout_seconds`, though it has something to judge, is ended.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ class Shadow:
         # Of checks that are out, and of the last that came back: an alarm runs the step again.
         self._gathered: dict[int, Evidence] = {}
         self._lost: list[tuple[int, str]] = []
+        # When the worker last gave something, or had nothing to do.
+        self._heard = time.monotonic()
+        self._given_up = False
         # One pipe each way, and no end of the worker's stays open here: when it dies, reading says so instead of
         # waiting for the rest of a message.
         context = multiprocessing.get_context("spawn")
@@ -75,12 +78,14 @@ class Shadow:
             daemon=True,
             name="lockstep-reference",
         )
-        # Ctrl-C reaches the whole group of processes: the worker inherits that it is ignored, and finishes what it has.
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C, and the end of a terminal, reach the whole group of processes: the worker inherits that they are
+        # ignored, and finishes what it has.
+        previous = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGHUP)}
         try:
             self._worker.start()
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
         evidence_in.close()
         results_out.close()
         self._outbox: queue.SimpleQueue[Evidence | None] = queue.SimpleQueue()
@@ -118,6 +123,8 @@ class Shadow:
             return record
         probe = probe_of(batch, self._config)
         evidence = gather(session, self._config, batch, probe, norms, due)
+        if not self._waiting:
+            self._heard = time.monotonic()
         self._waiting.add(evidence.record.step)
         self._gathered[evidence.record.step] = evidence
         self._outbox.put(evidence)
@@ -127,6 +134,7 @@ class Shadow:
 
     def collect(self) -> Iterator[Result]:
         """What has come back so far."""
+        self._end_if_overdue()
         alive = self._worker.is_alive()  # asked first: what a worker sent before it died is still read
         while (result := self._receive(0.0)) is not None:
             yield result
@@ -140,8 +148,9 @@ class Shadow:
         yield from lost
 
     def drain(self) -> Iterator[Result]:
-        """Wait until every check that was handed over has come back or is lost."""
+        """Wait until every check that was handed over has come back or is lost: `parity.timeout_seconds` for each."""
         while self._waiting:
+            self._end_if_overdue()
             alive = self._worker.is_alive()
             if (result := self._receive(POLL_SECONDS)) is not None:
                 yield result
@@ -174,7 +183,20 @@ class Shadow:
     def _reason(self) -> str:
         if self._worker.is_alive():
             return f"the reference is still busy with {len(self._waiting)} earlier checks"
-        return f"the reference's process has died (exit code {self._worker.exitcode}); training goes on unchecked"
+        how = f"process has died (exit code {self._worker.exitcode})"
+        if self._given_up:
+            how = f"process gave no answer within {self._config.parity.timeout_seconds} s and was ended"
+        return f"the reference's {how}; training goes on unchecked"
+
+    def _end_if_overdue(self) -> None:
+        """Nothing tells a reference that hangs from one that is slow, but how long it takes."""
+        waited = time.monotonic() - self._heard
+        if not self._waiting or waited <= self._config.parity.timeout_seconds or self._results.poll(0.0):
+            return
+        if self._worker.is_alive():
+            self._given_up = True
+            self._worker.kill()
+            self._worker.join()
 
     def _take_unsent(self) -> None:
         while not self._unsent.empty():
@@ -192,6 +214,7 @@ class Shadow:
             self._worker.join(timeout=END_SECONDS)  # its end of the pipe closes a moment before it is gone
             return None
         step = result.step if isinstance(result, Check) else result[0]
+        self._heard = time.monotonic()
         self._waiting.discard(step)
         self._gathered = {s: e for s, e in self._gathered.items() if s in self._waiting or s == step}
         return result

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from core.backend import StepRecord
@@ -17,17 +19,30 @@ if TYPE_CHECKING:
 PACE_STEPS = 50  # wall times that the time left is estimated from
 
 
+def open_console() -> Console:
+    """A console that raises BrokenPipeError when nobody reads any more, as `print` does.
+
+    Rich's own ends the process with exit code 1, which here means that a check disagreed.
+    """
+    from rich.console import Console
+
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Plain(highlight=False)
+
+
 class ConsoleSink:
     """A live bar on a terminal; on anything else the first step, about every tenth of the run, and the last.
 
     total: steps of the run. done: steps that were done before (a resumed run).
-    Validation, checks, notes and samples get a line of their own in both cases.
+    Validation, checks, notes and samples get a line of their own in both cases. Reasons for skipped checks that repeat
+    are said once. When nobody reads any more (the terminal was closed), the words go nowhere and training goes on.
     """
 
     def __init__(self, total: int, done: int = 0, console: Console | None = None) -> None:
-        from rich.console import Console
-
-        self._console = console or Console(highlight=False)
+        self._console = console or open_console()
         self._total = total
         self._every = max(1, round(total / 10))
         self._first: int | None = None
@@ -35,6 +50,7 @@ class ConsoleSink:
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
         self._val_loss: float | None = None
         self._agreed = self._judged = self._skipped = 0
+        self._reason = ""
         self._latest: StepRecord | None = None
         self._closed = False
         self._progress: Progress | None = self._bar(done) if self._console.is_terminal else None
@@ -66,7 +82,9 @@ class ConsoleSink:
     def skipped(self, step: int, reason: str) -> None:
         """Count it and say why."""
         self._skipped += 1
-        self._print(f"step {step}: parity check skipped: {reason}", "yellow")
+        if reason != self._reason:
+            self._print(f"step {step}: parity check skipped: {reason}", "yellow")
+        self._reason = reason
 
     def saved(self, saved: Saved) -> None:
         """Nothing, unless training stood still for longer than a second."""
@@ -83,7 +101,7 @@ class ConsoleSink:
             return
         self._closed = True
         if self._progress:
-            self._progress.stop()
+            self._say(self._progress.stop)
             self._progress = None
         if self._latest and self._latest.step != self._last_printed:
             self._print_step(self._latest)
@@ -117,4 +135,13 @@ class ConsoleSink:
         self._print(f"step {record.step}/{self._total} · {self._status(record)}")
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        self._say(lambda: self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True))
+
+    def _say(self, words: Callable[[], None]) -> None:
+        try:
+            words()
+        except OSError:
+            # As Python's manual has it for a closed pipe: what is left in buffers must not fail again at the end.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._console.file.fileno())
+            os.close(nowhere)

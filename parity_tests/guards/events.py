@@ -1,0 +1,86 @@
+"""Something that happens to a run, before one of its steps, in the process that trains."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_backend.session import TorchSession
+
+NO_SPACE, QUOTA, BROKEN = errno.ENOSPC, errno.EDQUOT, errno.EIO
+
+
+def before_steps(monkeypatch: pytest.MonkeyPatch, events: Mapping[int, Callable[[], object]]) -> None:
+    """Call each event once, before its step of the torch trainer."""
+    left = dict(events)
+    step = TorchSession.step
+
+    def eventful(self: TorchSession, *arguments: Any, **named: Any) -> Any:
+        if event := left.pop(self.steps_done + 1, None):
+            event()
+        return step(self, *arguments, **named)
+
+    monkeypatch.setattr(TorchSession, "step", eventful)
+
+
+def path_of(descriptor: int) -> str:
+    """The path that a descriptor was opened by, as Linux knows it."""
+    return os.readlink(f"/proc/self/fd/{descriptor}")
+
+
+class Refusing:
+    """A disk that refuses with `number` to write, flush or make anything whose path has `part` in it, while `on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, part: str, number: int) -> None:
+        self._part, self._number = part, number
+        self.on = False
+        self.asked = 0
+        for name in ("write", "fsync"):
+            monkeypatch.setattr(os, name, self._of_descriptor(getattr(os, name)))
+        monkeypatch.setattr(os, "mkdir", self._of_path(os.mkdir))
+
+    def turn(self, on: bool) -> None:
+        self.on = on
+
+    def _of_descriptor(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(descriptor: int, *data: Any) -> Any:
+            if self.on and self._part in path_of(descriptor):
+                self.asked += 1
+                if data and self.asked % 2 and len(data[0]) > 1:  # a part of it still fits
+                    return call(descriptor, data[0][: len(data[0]) // 2])
+                raise OSError(self._number, os.strerror(self._number))
+            return call(descriptor, *data)
+
+        return refusing
+
+    def _of_path(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(path: Any, *more: Any, **named: Any) -> Any:
+            if self.on and self._part in os.fspath(path):
+                self.asked += 1
+                raise OSError(self._number, os.strerror(self._number))
+            return call(path, *more, **named)
+
+        return refusing
+
+
+def fill(folder: Path, leave: int = 0) -> Path:
+    """A file that takes the room of a small disk but for `leave` bytes."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError:
+            pass
+        try:
+            while True:
+                file.write(b"x")
+        except OSError:
+            pass
+        file.truncate(max(0, file.tell() - leave))
+    return filler

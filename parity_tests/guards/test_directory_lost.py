@@ -1,0 +1,114 @@
+"""A run directory that is moved, deleted, replaced or closed to writing while the run writes it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from parity_tests.guards.events import Refusing, before_steps
+from parity_tests.loop.runs import Folder, one_line
+
+Straight = Callable[[str], Folder]
+EVERY_TWO = {"checkpoint.every": 2}
+LOST = "was moved or deleted while the run wrote it"
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def is_lost(folder: Folder, event: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """The run ends at its sixth step, to which the event happened, in one line."""
+    with monkeypatch.context() as patch:
+        before_steps(patch, {6: lambda: event(folder.path / "run")})
+        assert folder.train("run", EVERY_TWO) == 2
+    assert LOST in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("step", [1, 6])
+def test_moved_away_it_goes_on_where_it_went(
+    step: int, folder: Folder, straight: Straight, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, there = folder.path / "run", folder.path / "there"
+    with monkeypatch.context() as patch:
+        before_steps(patch, {step: lambda: run.rename(there)})
+        assert folder.train("run", EVERY_TWO) == 2
+    assert LOST in one_line(capsys.readouterr().err)
+    assert not run.exists()
+    assert [r["step"] for r in folder.records("there")] == list(range(1, step))
+    if step > 1:
+        assert folder.resume("there") == 0
+        assert folder.weights("there") == straight("eager").weights("straight")
+
+
+def test_deleted_it_is_not_made_anew(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_lost(folder, shutil.rmtree, monkeypatch, capsys)
+    assert not (folder.path / "run").exists()
+
+
+def test_a_file_in_its_place_stays(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def replace(run: Path) -> None:
+        shutil.rmtree(run)
+        run.write_text("mine")
+
+    is_lost(folder, replace, monkeypatch, capsys)
+    assert (folder.path / "run").read_text() == "mine"
+
+
+@pytest.mark.parametrize("step", [1, 6])
+def test_another_run_in_its_place_is_not_touched(
+    step: int, folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert folder.train("other", {"train.steps": 4}) == 0
+    before = content(folder.path / "other")
+
+    def replace() -> None:
+        (folder.path / "run").rename(folder.path / "there")
+        (folder.path / "other").rename(folder.path / "run")
+
+    with monkeypatch.context() as patch:
+        before_steps(patch, {step: replace})
+        assert folder.train("run", EVERY_TWO) == 2
+    assert LOST in one_line(capsys.readouterr().err)
+    assert content(folder.path / "run") == before
+
+
+def test_records_that_are_deleted_are_not_written_into_the_void(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = folder.path / "run" / "records.jsonl"
+    with monkeypatch.context() as patch:
+        before_steps(patch, {6: records.unlink})
+        assert folder.train("run", EVERY_TWO) == 2
+    assert f"cannot write {records}: No such file or directory" in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_closed_to_writing_it_keeps_its_last_checkpoint(
+    number: int,
+    folder: Folder,
+    straight: Straight,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is open already can still be written, as the records can; nothing new can be made."""
+    with monkeypatch.context() as patch:
+        run = folder.path / "run"
+        disk = Refusing(patch, f"{run}/checkpoints", number)
+        before_steps(patch, {6: lambda: disk.turn(True)})
+        assert folder.train("run", EVERY_TWO) == 2
+    said = capsys.readouterr().err
+    assert os.strerror(number) in said and str(run) in said and "Traceback" not in said
+    last = folder.run("run").latest_checkpoint()
+    assert last is not None and last.name == "step_000004"
+    assert folder.resume("run") == 0
+    assert folder.weights("run") == straight("eager").weights("straight")
