@@ -76,14 +76,17 @@ def start(words: list[str], folder: Path, moment: Moment | None, delay: float = 
 def _see_through(
     process: subprocess.Popen[bytes], told: int, folder: Path, moment: Moment | None, delay: float, victim: int
 ) -> Ended:
-    operation, hung = None, time.monotonic() + HANGS
+    operation, target, hung = None, 0, time.monotonic() + HANGS
     while process.poll() is None and time.monotonic() < hung:
+        # Found before it is needed: looking for it takes longer than what is to be hit.
+        if victim and not target:
+            target = _rank(moment, victim)
         if select.select([told], [], [], 0.05)[0]:
             line = json.loads(os.read(told, 65536).splitlines()[0])
             operation = line["operation"]
             if moment is not None and not moment.at_once:
                 time.sleep(delay)
-                _kill(line["pid"] if victim == 0 else _rank(moment, victim))
+                _kill(target if victim else line["pid"])
             break
     killed = time.monotonic()
     left: tuple[int, ...] = ()
@@ -113,8 +116,10 @@ def _processes(moment: Moment | None, first: subprocess.Popen[bytes]) -> list[in
     return found
 
 
-def _rank(moment: Moment, rank: int) -> int:
-    """The process of a rank of torchrun's; 0 if there is none."""
+def _rank(moment: Moment | None, rank: int) -> int:
+    """The process of a rank of torchrun's; 0 if there is none yet."""
+    if moment is None:
+        return 0
     mine = f"RANK={rank}".encode()
     for stat in Path("/proc").glob("[0-9]*"):
         environment = _environment(int(stat.name)).split(b"\0")
