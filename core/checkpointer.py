@@ -11,6 +11,7 @@ from typing import Literal, Self
 
 from core.backend import NotSupported, Session, StepRecord
 from core.checkpoint import Pending, begin_checkpoint, writer_of
+from core.errors import UserError
 from core.random_state import random_state
 from core.run import RunDir
 from core.run_data import RunData
@@ -45,8 +46,8 @@ class Checkpointer:
     def __init__(self, session: Session, data: RunData, run: RunDir) -> None:
         self._session, self._data, self._run = session, data, run
         self._thread: threading.Thread | None = None
-        self._failed: BaseException | None = None
-        self._saved: list[Saved] = []
+        self._failed: tuple[Reason, BaseException] | None = None
+        self._told: list[Saved | str] = []
         scores = [(line["metrics"][BEST], line["step"]) for line in run.records() if BEST in line.get("metrics", {})]
         self.best: tuple[float, int] | None = min(scores, default=None)
 
@@ -62,8 +63,10 @@ class Checkpointer:
         """Begin a checkpoint of the session's state; False if the session cannot give it.
 
         good: step of the last check that agreed. If an alarm is to roll the run back, the checkpoint that it vouches
-        for is not deleted, nor are those that no check has vouched for yet. Raises UserError if the disk refuses this
-        one or the one before.
+        for is not deleted, nor are those that no check has vouched for yet.
+
+        Raises UserError if the disk refuses the last one of a run. Of others `collect` tells: weights are worth more
+        than one of their copies, and the next interval tries again.
         """
         started = time.perf_counter()
         self._join()
@@ -72,6 +75,10 @@ class Checkpointer:
             final, write = self._run.checkpoint_of(step), writer_of(self._session)
             pending = begin_checkpoint(final, step, write, self._extra(step), random)
         except NotSupported:
+            return False
+        except UserError as error:
+            self._failed = reason, error
+            self._settle()
             return False
         waited = time.perf_counter() - started
         parity = self._run.config.parity
@@ -83,13 +90,16 @@ class Checkpointer:
         self._thread.start()
         return True
 
-    def collect(self) -> Iterator[Saved]:
-        """Those that were finished since the last call. Raises UserError if the disk refused one."""
-        self._raise()
-        while self._saved:
-            yield self._saved.pop(0)
+    def collect(self) -> Iterator[Saved | str]:
+        """Those that were finished since the last call, and in words those that the disk refused.
 
-    def finish(self) -> Iterator[Saved]:
+        Raises UserError if that was the last one of a run.
+        """
+        self._settle()
+        while self._told:
+            yield self._told.pop(0)
+
+    def finish(self) -> Iterator[Saved | str]:
         """Wait for what is being written, then `collect`."""
         self._join()
         yield from self.collect()
@@ -107,21 +117,25 @@ class Checkpointer:
         try:
             path = self._run.commit_checkpoint(pending, spare, best)
         except BaseException as error:  # told by the next call
-            self._failed = error
+            self._failed = reason, error
             return
         taken = time.perf_counter() - started
-        self._saved.append(Saved(pending.step, reason, waited, taken, size_of(path)))
+        self._told.append(Saved(pending.step, reason, waited, taken, size_of(path)))
 
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._raise()
+        self._settle()
 
-    def _raise(self) -> None:
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
+    def _settle(self) -> None:
+        """Raise what went wrong, or keep it to be told."""
+        if self._failed is None:
+            return
+        (reason, error), self._failed = self._failed, None
+        if reason in ("end", "interrupted") or not isinstance(error, UserError):
+            raise error
+        self._told.append(f"{error}; those before it stay, and the next interval tries again")
 
     def _extra(self, step: int) -> dict[str, object]:
         train, info = self._data.config.train, self._run.info

@@ -225,11 +225,11 @@ def _stop(run: RunDir, checks: Checks, sinks: Sequence[Sink]) -> Ending:
     return "alarmed"
 
 
-def tell(sinks: Sequence[Sink], saved: Iterator[Saved]) -> None:
-    """Say to every sink which checkpoints were written."""
-    for checkpoint in saved:
+def tell(sinks: Sequence[Sink], told: Iterator[Saved | str]) -> None:
+    """Say to every sink which checkpoints were written, and which could not be."""
+    for one in told:
         for sink in sinks:
-            sink.saved(checkpoint)
+            sink.note(one) if isinstance(one, str) else sink.saved(one)
 
 
 class Checks:

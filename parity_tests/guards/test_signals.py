@@ -11,12 +11,14 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from parity_tests.conftest import REPO
 from parity_tests.guards.events import before_steps
 from parity_tests.loop.runs import STEPS, Folder
+from parity_tests.stored import stored
 from torch_backend.session import TorchSession
 
 Straight = Callable[[str], Folder]
@@ -115,37 +117,37 @@ def test_while_a_checkpoint_is_written(
     number: signal.Signals, folder: Folder, straight: Straight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is finished, and the run ends with it: none is written twice."""
-    state = TorchSession.state
+    write = TorchSession.write
 
-    def interrupted(self: TorchSession):
+    def interrupted(self: TorchSession, folder: Path):
         os.kill(os.getpid(), number)
-        return state(self)
+        return write(self, folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TorchSession, "state", interrupted)
+        patch.setattr(TorchSession, "write", interrupted)
         assert folder.train("run", {"checkpoint.every": 4}) == 130
     assert [r["step"] for r in folder.records("run")] == [1, 2, 3, 4]
     run = folder.run("run")
     assert [path.name for path in run.checkpoints()] == ["step_000004"]
-    assert run.load_checkpoint(run.checkpoints()[0])[0].step == 4
+    assert stored(run.checkpoints()[0]).step == 4
     goes_on(folder, straight, "run")
 
 
 def test_a_second_ctrl_c_in_a_checkpoint_leaves_the_one_before(
     folder: Folder, straight: Straight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state, asked = TorchSession.state, []
+    write, asked = TorchSession.write, []
 
-    def interrupted(self: TorchSession):
+    def interrupted(self: TorchSession, folder: Path):
         asked.append(self.steps_done)
         if len(asked) == 2:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.2)
-        return state(self)
+        return write(self, folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TorchSession, "state", interrupted)
+        patch.setattr(TorchSession, "write", interrupted)
         assert folder.train("run", {"checkpoint.every": 4}) == 130
     run = folder.run("run")
     assert [path.name for path in run.checkpoints()] == ["step_000004"]
