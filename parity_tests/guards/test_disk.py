@@ -38,7 +38,7 @@ def written(run: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-def in_turn(*calls: Callable[[], None]) -> Callable[[], None]:
+def in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
     """One call of all these."""
 
     def all_of_them() -> None:
