@@ -235,14 +235,17 @@ def send_evidence(evidence: Evidence, pipe: Connection) -> None:
 
 
 def receive_evidence(pipe: Connection) -> Evidence | None:
-    """Read what `send_evidence` wrote; None when the sender is done."""
-    message = pipe.recv()
-    if message is None:
+    """Read what `send_evidence` wrote; None when the sender is done, or gone."""
+    try:
+        message = pipe.recv()
+        if message is None:
+            return None
+        frame, sizes = message
+        buffers = [bytearray(size) for size in sizes]
+        for buffer in buffers:
+            pipe.recv_bytes_into(buffer)
+    except EOFError:
         return None
-    frame, sizes = message
-    buffers = [bytearray(size) for size in sizes]
-    for buffer in buffers:
-        pipe.recv_bytes_into(buffer)
     evidence: Evidence = pickle.loads(frame, buffers=buffers)
     return evidence
 
