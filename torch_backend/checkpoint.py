@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 # A rank that writes for so long is given up.
 PATIENCE = timedelta(hours=1)
+# Ranks that make a group have just been together.
+MEETING = timedelta(minutes=1)
 
 
 class Writer:
@@ -43,14 +45,20 @@ class Writer:
         self._staged: dict[str, Tensor] = {}
         self._group: dist.ProcessGroup | None = None
 
+    def join_ranks(self) -> None:
+        """Make the group over which ranks agree on a checkpoint: not that of a step, whose messages it must not meet.
+
+        Every rank calls it. Not left to the first checkpoint: whoever makes a group waits for a rank that has died.
+        """
+        self._group = dist.new_group(backend="gloo", timeout=MEETING)
+        dist.distributed_c10d._set_pg_timeout(PATIENCE, self._group)
+
     def begin(self, folder: Path) -> WritingTorch:
         """Copy this rank's share to host memory. Every rank of the session calls it, and `wait` of what it gives."""
         session, ranks = self._session, self._session.ranks
         tensors = named_tensors(session)
         mine = list(tensors)
         if ranks is not None:
-            # Of its own, so that its messages do not meet those of a step. Made by all ranks at once, as this is.
-            self._group = self._group or dist.new_group(backend="gloo", timeout=PATIENCE)
             sizes = [session.parameters[name.partition("/")[2]].numel() for name in mine]
             mine = [mine[number] for number in shares(sizes, ranks.count)[ranks.rank]]
         for name in mine:

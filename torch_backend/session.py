@@ -125,6 +125,7 @@ class TorchSession:
         """Share batches with the default process group from now on. Every rank calls it (torch_backend/parallel.py)."""
         self.ranks = self.build_ranks()
         self._micro_loss = self.ranks.alone
+        self._writer.join_ranks()
 
     def build_ranks(self) -> Ranks:
         """How this session shares its batches with the other ranks."""

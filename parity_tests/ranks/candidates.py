@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from core.backend import Batch, StepRecord
+from torch_backend.checkpoint import WritingTorch
 from torch_backend.session import TorchBackend, TorchSession
 
 
@@ -42,6 +44,17 @@ class _DyingSession(TorchSession):
 
 class DiesOnRankOne(TorchBackend):
     session_class = _DyingSession
+
+
+class _DyingWriter(TorchSession):
+    def write(self, folder: Path) -> WritingTorch:
+        if self.ranks is not None and self.ranks.rank == 1:
+            os._exit(3)
+        return super().write(folder)
+
+
+class DiesOnRankOneAtACheckpoint(TorchBackend):
+    session_class = _DyingWriter
 
 
 class _UnopenedSession(TorchSession):

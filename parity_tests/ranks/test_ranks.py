@@ -213,6 +213,13 @@ def test_the_trouble_of_a_rank_reaches_rank_0(backend: type[TorchBackend], said:
     assert np.isfinite(again.step(BATCH).loss)
 
 
+def test_a_rank_that_dies_at_the_first_checkpoint_is_not_waited_for(tmp_path: Path) -> None:
+    session = ranked(config_of(), candidates.DiesOnRankOneAtACheckpoint())
+    session.step(text_batch(session.config))
+    with pytest.raises(RankError, match=r"rank 1: its process has died \(exit code 3\)"):
+        session.write(tmp_path)
+
+
 def test_rank_0s_own_trouble_leaves_nobody_waiting() -> None:
     session = ranked(config_of(), candidates.RaisesOnRankZero())
     with pytest.raises(RuntimeError, match=r"^rank 0 is out of luck$"):
