@@ -39,6 +39,8 @@ class RunDir:
         self._lock = lock
         self._records = JsonLines(path / RECORDS) if lock else None
         self._checks = JsonLines(path / CHECKS) if lock else None
+        # What `create` made above the directory, outermost first.
+        self._parents: list[Path] = []
 
     @staticmethod
     def check_free(path: Path, overwrite: bool) -> bool:
@@ -92,11 +94,11 @@ class RunDir:
                 if replaced.exists() and not path.exists():
                     os.rename(replaced, path)
                 shutil.rmtree(beside, ignore_errors=True)
-                for parent in reversed(new_parents):
-                    with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
-                        parent.rmdir()
+                _remove_parents(new_parents)
             shutil.rmtree(replaced, ignore_errors=True)
-        return cls(path, config, described | dict(info), lock)
+        run = cls(path, config, described | dict(info), lock)
+        run._parents = new_parents
+        return run
 
     @classmethod
     def open(cls, path: Path, write: bool = False) -> Self:
@@ -138,11 +140,15 @@ class RunDir:
         self.update_info(finished=True)
 
     def discard(self) -> None:
-        """Remove the directory of a run that has not begun. Raises RuntimeError if a step was recorded."""
+        """Remove the directory of a run that has not begun, and parents that were made for it.
+
+        Raises RuntimeError if a step was recorded.
+        """
         self._writer()
         if self.records():
             raise RuntimeError(f"{self.path} has records")
         shutil.rmtree(self.path, ignore_errors=True)
+        _remove_parents(self._parents)
         self.close()
 
     # Records and checks
@@ -293,6 +299,12 @@ def _make_parents(folder: Path) -> list[Path]:
             parent.rmdir()
         raise
     return made
+
+
+def _remove_parents(made: list[Path]) -> None:
+    for parent in reversed(made):
+        with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
+            parent.rmdir()
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
