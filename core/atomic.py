@@ -23,8 +23,12 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     folder itself is flushed, so that the name survives a power cut as well.
 
     Raises:
-        UserError: the folder cannot be written, or the disk is full. Nothing is left behind.
+        UserError: the folder cannot be written, the disk is full, or `path` is a folder, a device or a pipe. Nothing is
+            left behind.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        # A device or a pipe would not be written to: the rename would put a file in its place.
+        raise UserError(f"cannot write {path}: it is there, and no file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
         with open(temporary, "wb") as file:

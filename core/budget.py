@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from core.config import BLOCK_LINEARS, ModelConfig, RunConfig
+from core.errors import UserError
 from core.groups import BLOCK, by_muon, in_eight_bits, moment_kinds
 from core.names import GROUPS, group_of, parameter_shapes
 
@@ -138,6 +139,50 @@ def optimizer_bytes(config: RunConfig) -> float:
         moment = 1 + 4 / BLOCK if narrow else wide
         total += math.prod(shape) * (3 * wide + 2 * moment * len(moment_kinds(config.optim, name)))
     return total
+
+
+def state_bytes(config: RunConfig) -> float:
+    """Bytes of weights, gradients and moments, each held once: what no training step can do with less of.
+
+    AdamW in FP32: 4 · (1 + 1 + 2) = 16 a parameter; 8-bit moments and Muon's as in `optimizer_bytes`.
+    """
+    wide = 8 if config.precision.policy == "fp64" else 4
+    # As much less than what the update moves as it reads and writes: weights twice, moments twice, gradients once.
+    return (optimizer_bytes(config) + wide * parameter_count(config.model)) / 2
+
+
+def require_memory(config: RunConfig, memory: int) -> None:
+    """Raise UserError that names the setting to blame if the run cannot fit into `memory` bytes (0: not known).
+
+    On the CPU those are weights, gradients, moments, and each block's input for a micro-batch; on another device only
+    the initial weights in FP32, which are made in the host's memory. All else is not counted: what passes may still be
+    too large.
+    """
+    model, train = config.model, config.train
+    count = parameter_count(model)
+    tokens = train.micro_batch_size * train.sequence_length
+    on_cpu = config.device == "cpu"
+    needs = {
+        _largest_size(config): (state_bytes(config) if on_cpu else 4.0 * count, f"{count:,} parameters"),
+        "train.micro_batch_size": (4.0 * tokens * model.hidden * model.layers * on_cpu, f"{tokens:,} tokens at a time"),
+    }
+    for key, (needed, what) in needs.items():
+        if memory and needed > memory:
+            section, _, name = key.partition(".")
+            raise UserError(
+                f"{key} = {getattr(getattr(config, section), name)}: {what} take at least {needed / 2**30:,.1f} GiB, "
+                f"and there are {memory / 2**30:,.1f} GiB"
+            )
+
+
+def _largest_size(config: RunConfig) -> str:
+    """The size of the model that has most of its parameters: the one without whose excess it would lose most."""
+    model, usual = config.model, ModelConfig()
+    without = {}
+    for name in ("vocab_size", "hidden", "layers", "ffn_hidden"):
+        less = min(getattr(model, name), getattr(usual, name))
+        without[f"model.{name}"] = parameter_count(model.model_copy(update={name: less}))
+    return min(without, key=lambda key: without[key])
 
 
 def newton_schulz_flops(config: RunConfig) -> float:

@@ -11,11 +11,22 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from core.paths import path_problem
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Interval = Annotated[int, Field(ge=0, description="in optimizer steps; 0 = never")]
+
+
+def _can_be_a_path(text: str) -> str:
+    if problem := path_problem(text):
+        raise ValueError(problem)
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_can_be_a_path)]
 
 
 def listed(text: str) -> list[str]:
@@ -34,7 +45,7 @@ class ModelConfig(Section):
 
     vocab_size: Positive = Field(4096, description="rows of the embedding; must cover the tokenizer")
     hidden: Positive = Field(256, description="width of the residual stream")
-    layers: Positive = Field(6, description="transformer blocks")
+    layers: Annotated[int, Field(gt=0, le=10_000)] = Field(6, description="transformer blocks")
     heads: Positive = Field(8, description="query heads")
     kv_heads: Positive = Field(4, description="key and value heads; heads / kv_heads queries share one")
     ffn_hidden: Positive = Field(768, description="width inside SwiGLU")
@@ -54,12 +65,12 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Where the token shards are and how they are held."""
 
-    path: str = Field("data/stdlib", description="folder that `lockstep data prepare` wrote")
-    source: str = Field("", description="text to prepare: file, folder or glob; empty = Python's standard library")
+    path: PathText = Field("data/stdlib", description="folder that `lockstep data prepare` wrote")
+    source: PathText = Field("", description="text to prepare: file, folder or glob; empty = Python's standard library")
     column: str = Field("text", description="key or column of the text in JSON lines and parquet")
-    tokenizer: str = Field("", description="a tokenizer.json to use; empty = train one of model.vocab_size")
+    tokenizer: PathText = Field("", description="a tokenizer.json to use; empty = train one of model.vocab_size")
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.01, description="share of documents held out")
-    seed: Count = Field(0, description="seed of the order of samples")
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = Field(0, description="seed of the order of samples")
     memory_limit_gib: Annotated[float, Field(ge=0)] = Field(
         0.0, description="shards are held in RAM up to this size, else memory-mapped; 0 = a quarter of the free memory"
     )
@@ -302,7 +313,7 @@ class LogConfig(Section):
 class RunConfig(Section):
     """One run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] = Field(
         "run", description="name of the run directory"
     )
     seed: Count = Field(0, description="seed of the initial weights")

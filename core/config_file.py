@@ -13,8 +13,13 @@ from pydantic.fields import FieldInfo
 
 from core.config import RunConfig, broken_rules, flatten
 from core.errors import UserError
+from core.paths import path_problem
 
 COMMAND_LINE = "command line"
+# Ten times what every setting with its description would take.
+_LARGEST_FILE = 1 << 20
+# Characters of a wrong value that are shown.
+_SHOWN = 60
 
 
 def settings() -> dict[str, FieldInfo]:
@@ -54,7 +59,7 @@ def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -
             try:
                 values[key] = _adapter(known[key]).validate_strings(text)
             except ValidationError as error:
-                errors.append(_complaint(COMMAND_LINE, key, text, error))
+                errors.append(complaint(COMMAND_LINE, key, text, error))
         else:
             values[key] = text
     checked: dict[str, Any] = {}
@@ -65,7 +70,7 @@ def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -
         try:
             checked[key] = _adapter(known[key]).validate_python(value, strict=True)
         except ValidationError as error:
-            errors.append(_complaint(origin[key], key, value, error))
+            errors.append(complaint(origin[key], key, value, error))
     # Rules see defaults for what was not set, and pass over what was set wrongly.
     wrong = (set(values) | set(overrides or {})) - set(checked)
     flat = {key: field.get_default(call_default_factory=True) for key, field in known.items()} | checked
@@ -73,7 +78,7 @@ def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -
         blamed = next((key for key in keys if key in origin), keys[0])
         errors.append(f"{origin.get(blamed, str(path or COMMAND_LINE))}: {blamed}: {message}")
     if errors:
-        raise UserError("\n".join(errors))
+        raise UserError(*errors)
     return RunConfig.model_validate(_nest(checked))
 
 
@@ -91,9 +96,14 @@ def config_differences(ours: RunConfig, theirs: RunConfig, ignore: tuple[str, ..
 
 
 def unknown_key(key: str, value: Any, known: Mapping[str, Any]) -> str:
-    """What to say of a key that is not a setting: the nearest right name, by the whole key or by its last part."""
+    """What to say of a key that is not a setting: the nearest right name, by the whole key or by its last part.
+
+    value: what was given to it, None if that is not known.
+    """
     if key in _sections(known):
-        return f"{key} is a section, not a value ({value!r})"
+        return f"{key} is a section, not a value" + ("" if value is None else f" ({shortened(value)})")
+    if len(key) > _SHOWN or not key.strip():
+        return f"{shortened(key)} is not a setting"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if not near:
         last = key.rsplit(".", 1)[-1]
@@ -114,9 +124,19 @@ def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
     return TypeAdapter(Annotated[field.annotation, field], config={"allow_inf_nan": False})  # type: ignore[arg-type]
 
 
-def _complaint(origin: str, key: str, value: Any, error: ValidationError) -> str:
-    reasons = "; ".join(e["msg"][0].lower() + e["msg"][1:] for e in error.errors())
-    return f"{origin}: {key} = {value!r}: {reasons}"
+def complaint(origin: str, key: str, value: Any, error: ValidationError) -> str:
+    """What is wrong with one value, in the words of pydantic."""
+    reasons = "; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())
+    return f"{origin}: {key} = {shortened(value)}: {reasons[:1].lower()}{reasons[1:]}"
+
+
+def shortened(value: Any) -> str:
+    """A value as Python writes it, its middle left out if it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        text = "a very large number"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}…{text[-10:]}"
 
 
 def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -127,23 +147,43 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
     named_by: Path | None = None
     while current is not None:
         where = f"{named_by}: base: " if named_by else ""
-        if current.resolve() in seen:
+        tree = _parse(current, where)
+        if (resolved := current.resolve()) in seen:
             raise UserError(f"{where}{current} is its own base")
-        seen.add(current.resolve())
-        try:
-            tree = tomllib.loads(current.read_bytes().decode())
-        except FileNotFoundError:
-            raise UserError(f"{where}no such run file: {current}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{where}cannot read {current}: {error}") from None
-        except tomllib.TOMLDecodeError as error:
-            raise UserError(f"{current}: not TOML: {error}") from None
+        seen.add(resolved)
         base = tree.pop("base", None)
-        if base is not None and not isinstance(base, str):
-            raise UserError(f"{current}: base = {base!r}: must be the path of another run file")
+        if base is not None and (not isinstance(base, str) or not base or path_problem(base)):
+            raise UserError(f"{current}: base = {shortened(base)}: must be the path of another run file")
         chain.append((current, tree))
         named_by, current = current, (current.parent / base if base is not None else None)
     return chain
+
+
+def _parse(path: Path, where: str) -> dict[str, Any]:
+    """The file's TOML. `where` says who named it, for what is wrong with it."""
+    try:
+        if not path.is_file():
+            # Pipes and devices may never end.
+            what = "it is no file" if path.exists() else None
+            raise UserError(f"{where}cannot read {path}: {what}" if what else f"{where}no such run file: {path}")
+        with path.open("rb") as file:
+            raw = file.read(_LARGEST_FILE + 1)
+        if len(raw) > _LARGEST_FILE:
+            raise UserError(f"{where}{path} is larger than {_LARGEST_FILE:,} bytes: no run file")
+        tree = tomllib.loads(raw.decode("utf-8-sig"))
+        flatten(tree)
+        return tree
+    except OSError as error:
+        raise UserError(f"{where}cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}cannot read {path}: not UTF-8 text (byte {error.start})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not TOML: {error}") from None
+    except UserError:
+        raise
+    except (ValueError, RecursionError):
+        # What tomllib itself does not foresee: numbers of thousands of digits, brackets in thousands of brackets.
+        raise UserError(f"{path}: not TOML that can be read: a number too long, or too deep a nesting") from None
 
 
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,20 @@ from core.errors import UserError
 
 
 def launched() -> tuple[int, int] | None:
-    """(rank, ranks) of this process if torchrun launched several, else None."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(os.environ.get("RANK", "0")), world) if world > 1 else None
+    """(rank, ranks) of this process if torchrun launched several, else None. Raises UserError if these are none."""
+    world = _count("WORLD_SIZE", "1")
+    if world <= 1:
+        return None
+    if (rank := _count("RANK", "0")) >= world:
+        raise UserError(f"RANK = {rank} of WORLD_SIZE = {world}: ranks count from 0; unset both, or launch by torchrun")
+    return rank, world
+
+
+def _count(name: str, default: str) -> int:
+    text = os.environ.get(name, default)
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise UserError(f"environment: {name} = {text!r}: must be a number; unset it, or launch by torchrun")
+    return int(text)
 
 
 def require_ranks(ranks: int, command: str = "train CONFIG") -> None:

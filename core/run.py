@@ -54,6 +54,8 @@ class RunDir:
         self._records = JsonLines(path / RECORDS) if lock else None
         self._checks = JsonLines(path / CHECKS) if lock else None
         self._saved = JsonLines(path / SAVED) if lock else None
+        # What `create` made above the directory, outermost first.
+        self._parents: list[Path] = []
 
     @staticmethod
     def check_free(path: Path, overwrite: bool) -> bool:
@@ -110,11 +112,11 @@ class RunDir:
                 if replaced.exists() and not path.exists():
                     os.rename(replaced, path)
                 shutil.rmtree(beside, ignore_errors=True)
-                for parent in reversed(new_parents):
-                    with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
-                        parent.rmdir()
+                _remove_parents(new_parents)
             shutil.rmtree(replaced, ignore_errors=True)
-        return cls(path, config, described, lock)
+        run = cls(path, config, described, lock)
+        run._parents = new_parents
+        return run
 
     @classmethod
     def open(cls, path: Path, write: bool = False, settings: Mapping[str, str] | None = None) -> Self:
@@ -162,11 +164,15 @@ class RunDir:
         self.update_info(finished=True)
 
     def discard(self) -> None:
-        """Remove the directory of a run that has not begun. Raises RuntimeError if a step was recorded."""
+        """Remove the directory of a run that has not begun, and parents that were made for it.
+
+        Raises RuntimeError if a step was recorded.
+        """
         self._writer()
         if self.records():
             raise RuntimeError(f"{self.path} has records")
         shutil.rmtree(self.path, ignore_errors=True)
+        _remove_parents(self._parents)
         self.close()
 
     # Records and checks
@@ -430,6 +436,12 @@ def _make_parents(folder: Path) -> list[Path]:
 
 def _steps(numbers: list[int]) -> str:
     return f"step{'' if len(numbers) == 1 else 's'} {in_ranges(numbers)}"
+
+
+def _remove_parents(made: list[Path]) -> None:
+    for parent in reversed(made):
+        with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
+            parent.rmdir()
 
 
 def _now() -> str:

@@ -8,6 +8,7 @@ from core.backend import Batch
 from core.config import RunConfig
 from core.data.batches import eval_batches, train_batch
 from core.data.dataset import TokenDataset
+from core.data.memory import total_memory_bytes
 from core.data.sampler import BlockSampler
 from core.errors import UserError
 
@@ -25,7 +26,8 @@ class RunData:
     def open(cls, config: RunConfig) -> RunData:
         """Open and verify the data of a run. Raises UserError if it is missing, damaged, or does not fit the run."""
         data, train = config.data, config.train
-        limit = int(data.memory_limit_gib * 2**30) or None
+        _require_memory(config)
+        limit = int(min(data.memory_limit_gib * 2**30, 2**62)) or None
         dataset = TokenDataset.open(data.path, memory_limit_bytes=limit)
         if dataset.vocab_size > config.model.vocab_size:
             raise UserError(
@@ -53,6 +55,20 @@ class RunData:
         first = (step - 1) * train.batch_size * train.sequence_length
         split, end = self.dataset.split("train"), _end_of_text(self.config, self.dataset)
         return train_batch(split, self.sampler, first, train.batch_size, train.sequence_length, end)
+
+
+def _require_memory(config: RunConfig) -> None:
+    """Raise UserError if a step's batch, or the validation batches, alone are more than this machine can hold."""
+    train, memory = config.train, total_memory_bytes()
+    rows = {"train.batch_size": train.batch_size, "eval.batches": config.eval.batches * train.micro_batch_size}
+    for key, count in rows.items():
+        # Tokens, targets and weights, four bytes each.
+        needed = 12 * count * train.sequence_length
+        if memory and needed > memory:
+            raise UserError(
+                f"{key}: {count:,} sequences of {train.sequence_length:,} tokens take {needed / 2**30:,.0f} GiB, "
+                f"and there are {memory / 2**30:,.1f} GiB"
+            )
 
 
 def _end_of_text(config: RunConfig, dataset: TokenDataset) -> int | None:

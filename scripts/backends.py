@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from core.backend import Backend
+from core.budget import require_memory
 from core.config import RunConfig
+from core.data.memory import total_memory_bytes
 
 TRAINER = "torch_backend.session:TorchBackend"
 REFERENCE = "jax_backend.session:JaxBackend"
@@ -17,7 +19,12 @@ def spec(name: str) -> str:
 
 
 def on_its_device(config: RunConfig, backend: Backend) -> RunConfig:
-    """The configuration with `device` resolved: the twin follows the attention kernel of the candidate's device."""
+    """The configuration with `device` resolved: the twin follows the attention kernel of the candidate's device.
+
+    Raises UserError if the run cannot fit into this machine's memory.
+    """
     describe = getattr(backend, "describe", None)
     kind = describe(config).get("device_kind", "cpu") if describe else "cpu"
-    return config.model_copy(update={"device": kind})
+    config = config.model_copy(update={"device": kind})
+    require_memory(config, total_memory_bytes())
+    return config

@@ -70,6 +70,7 @@ def main(argv: list[str]) -> int:
     from core.bench.page import page
     from core.bench.results import load_results
     from core.bench.rows import chosen
+    from core.config_file import load_config
 
     options, given = parse(Bench, "bench step", argv, with_settings=True, shown=_bears_on_rows)
     if options.repeat < 1 or options.warmup < 1:
@@ -82,9 +83,15 @@ def main(argv: list[str]) -> int:
             raise UserError(f"command line: {file}: not a file in a folder that is there")
     results = load_results(options.json)
     if options.page:
-        options.page.write_text(page(results))
+        try:
+            options.page.write_text(page(results))
+        except OSError as error:
+            raise UserError(f"cannot write {options.page}: {error.strerror}") from error
         print(options.page)
         return 0
+    # What is wrong with them is said before anything is started.
+    for path in [options.config] if options.config else CONFIGS.values():
+        load_config(path, given)
     return measure(options, given, rows, results)
 
 

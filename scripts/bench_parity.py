@@ -28,6 +28,7 @@ from torch import Tensor
 
 from core.config import ModelConfig, RunConfig
 from core.config_file import load_config
+from core.errors import UserError
 from core.names import parameter_shapes, tap_names
 from core.parity import end_to_end, local
 from core.parity.compare import Reference
@@ -46,6 +47,7 @@ from torch_backend.sketch import sign_table, sketch, sketches_of
 ROOT = Path(__file__).resolve().parent.parent
 JSON, PAGE = ROOT / "docs/bench_parity.json", ROOT / "docs/bench_parity.md"
 CHECK_EVERY = 100
+MOST_THREADS = 1024
 
 
 @dataclass
@@ -207,6 +209,10 @@ def page(found: dict[str, Any]) -> str:
 def main(argv: list[str]) -> int:
     """Measure and write both files."""
     options, _ = parse(BenchParity, "bench parity", argv, with_settings=False)
+    if options.repeats < 1:
+        raise UserError(f"command line: repeats = {options.repeats}: at least one is needed")
+    if not 0 <= options.threads <= MOST_THREADS:
+        raise UserError(f"command line: threads = {options.threads}: must be a number from 0 to {MOST_THREADS}")
     found = measure(options)
     JSON.write_text(json.dumps(found, indent=1) + "\n")
     PAGE.write_text(page(found))

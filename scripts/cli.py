@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import stat
 import sys
@@ -67,24 +69,42 @@ USAGE = "\n".join(
 
 def main() -> None:
     """Entry point of the `lockstep` command."""
-    sys.exit(run(sys.argv[1:]))
+    for stream in (sys.stdout, sys.stderr):
+        # None if it was closed. What the terminal's encoding lacks is escaped, as Python does on stderr.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = run(sys.argv[1:])
+    except SystemExit as stop:  # --help
+        code = stop.code if isinstance(stop.code, int) else 0
+    sys.exit(_flushed(code))
+
+
+def _flushed(code: int) -> int:
+    """The exit code, once all that was printed has got through; Python would complain of it at its very end."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"lockstep: {_cannot_print(error)}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    return code
+
+
+def _cannot_print(error: OSError) -> str:
+    return f"cannot print to stdout: {error.strerror}"
 
 
 def run(argv: list[str]) -> int:
     """Run one command; returns its exit code. `--help` of a command raises SystemExit(0), as tyro does."""
     from core.errors import UserError
 
-    if not argv or argv[0] in HELP or (argv[0] in GROUPS and argv[1:2] and argv[1] in HELP):
-        print(USAGE)
-        return 0 if argv else 2
-    name = next((" ".join(argv[:n]) for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), None)
-    if name is None:
-        print(f"lockstep: {_no_command(argv)}", file=sys.stderr)
-        return 2
     try:
-        return _command(name)(argv[len(name.split()) :])
+        return _run(argv)
     except UserError as error:
-        for line in str(error).splitlines():
+        for line in error.lines:
             print(f"lockstep: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -94,11 +114,32 @@ def run(argv: list[str]) -> int:
         # What is left in buffers must not fail again at the end, which would change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
+    except SystemExit as stop:
+        # rich ends with 1 where nobody reads on; here that would say that something disagreed.
+        if stop.code:
+            return 2
+        raise
     except Exception as error:
+        # A full disk has no name of its own where it is stdout's: files are opened by name.
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) and not error.filename:
+            print(f"lockstep: {_cannot_print(error)}", file=sys.stderr)
+            return 2
         from scripts.failures import in_one_line
 
         print(f"lockstep: {in_one_line(error)}", file=sys.stderr)
         return 2
+
+
+def _run(argv: list[str]) -> int:
+    from core.errors import UserError
+
+    if not argv or argv[0] in HELP or (argv[0] in GROUPS and argv[1:2] and argv[1] in HELP):
+        print(USAGE)
+        return 0 if argv else 2
+    name = next((" ".join(argv[:n]) for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), None)
+    if name is None:
+        raise UserError(_no_command(argv))
+    return _command(name)(argv[len(name.split()) :])
 
 
 def _no_command(argv: list[str]) -> str:
@@ -111,7 +152,8 @@ def _no_command(argv: list[str]) -> str:
     else:
         said = argv[0]
         near = difflib.get_close_matches(said, [*COMMANDS, *GROUPS], n=1)
-    return f"{said} is not a command" + (f"; did you mean {near[0]}?" if near else "; lockstep --help lists them")
+    hint = f"; did you mean {near[0]}?" if near else "; lockstep --help lists them"
+    return f"{said or repr(said)} is not a command{hint}"
 
 
 def _command(name: str):  # type: ignore[no-untyped-def]

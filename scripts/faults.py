@@ -366,11 +366,23 @@ def run(
             if recipe in fault.recipes:
                 of_settings.setdefault(honest_name(fault), []).append(fault)
         for name, alike in of_settings.items():
-            config = alike[0].configured(plain) if alike else plain
+            config = configured(alike[0], plain) if alike else plain
             bench = Bench(config, data(config), Kept(load_backend(REFERENCE)), load_backend(TRAINER), causes, name)
             yield done.get((name, recipe)) or bench.honest_row()
             for fault in alike:
                 yield done.get((fault.name, recipe)) or bench.row(fault)
+
+
+def configured(fault: Any, config: RunConfig) -> RunConfig:
+    """The run with the settings that a fault needs. Raises UserError if the run's own do not go with them."""
+    from pydantic import ValidationError
+
+    try:
+        return fault.configured(config)
+    except ValidationError as error:
+        why = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
+        said = ", ".join(_settings_in_words(fault.settings))
+        raise UserError(f"{fault.name} is {said}, which the run's settings do not allow: {why}") from error
 
 
 def honest_name(fault: Any) -> str:
@@ -390,7 +402,7 @@ def chosen(names: Sequence[str]) -> list[Any]:
         if name not in by_name:
             near = difflib.get_close_matches(name, by_name, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the collection is {COLLECTION}"
-            raise UserError(f"{name} is not a fault of the collection; {hint}")
+            raise UserError(f"command line: {name!r} is not a fault of the collection; {hint}")
     return [by_name[name] for name in names] if names else collection
 
 
@@ -462,6 +474,8 @@ def main(argv: list[str]) -> int:
     from core.config_file import load_config
 
     options, given = parse(Faults, "faults", argv, with_settings=True)
+    if not options.recipe:
+        raise UserError("command line: recipe has no value")
     if options.resume and options.json is None:
         raise UserError("command line: resume: say with json which file to go on with")
     if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
@@ -481,7 +495,7 @@ def main(argv: list[str]) -> int:
         bands.require(config)
         for fault in chosen(options.names):
             if recipe in fault.recipes:
-                bands.require(fault.configured(config))
+                bands.require(configured(fault, config))
     mark = stamp(configs[0].model_copy(update={"precision": None, "compile": None}))
     kept = read(options.json, mark) if options.resume and options.json else []
     console = Console(highlight=False)

@@ -303,8 +303,8 @@ def chosen(names: Sequence[str]) -> list[Row]:
     for name in names:
         if name not in BY_NAME:
             near = difflib.get_close_matches(name, BY_NAME, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the rows are {', '.join(BY_NAME)}"
-            raise UserError(f"command line: rows: {name} is not a row; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"there are {len(ROWS)}, {ROWS[0].name} to {ROWS[-1].name}"
+            raise UserError(f"command line: rows: {name or repr(name)} is not a row; {hint}")
     return [row for row in ROWS if row.name in names or not names]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
@@ -17,6 +19,21 @@ def available_memory_bytes() -> int:
     limit = _container_bytes()
     machine = _machine_bytes()
     return machine if limit is None else min(machine, limit)
+
+
+def total_memory_bytes() -> int:
+    """Bytes that this process could have if it had the machine for itself; 0 where the system says nothing.
+
+    The least of the machine's memory, the container's limit and the process's own (`ulimit -v`).
+    """
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(OSError, ValueError):
+        found.append(int((_CGROUP / "memory.max").read_text()))
+    if (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        found.append(limit)
+    return min(found, default=0)
 
 
 def _machine_bytes() -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from core.backend import Backend
 from core.errors import UserError
+from core.paths import path_problem
 
 
 def load_backend(spec: str) -> Backend:
@@ -16,11 +17,15 @@ def load_backend(spec: str) -> Backend:
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise UserError(f"{spec!r} names no backend: write FILE.py:NAME or module:NAME")
+    if not place.endswith(".py") and not all(map(str.isidentifier, place.split("."))):
+        raise UserError(f"{spec!r} names no backend: {place!r} is no module's name, and no FILE.py")
     try:
         module = module_from_file(place) if place.endswith(".py") else _from_module(place)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # somebody else's code: it must not end the check as if all were well
+        if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
+            raise UserError(f"{spec}: there is no module {error.name}") from error
         raise UserError(f"{spec}: importing {place} failed: {type(error).__name__}: {error}") from error
     factory = getattr(module, name, None)
     if factory is None:
@@ -51,7 +56,7 @@ def module_from_file(file: str) -> object:
     Raises UserError if there is no such file, and whatever importing it raises.
     """
     path = Path(file)
-    if not path.is_file():
+    if path_problem(file) or not path.is_file():
         raise UserError(f"no such file: {path}")
     found = importlib.util.spec_from_file_location(f"lockstep_candidate_{path.stem}", path)
     assert found is not None and found.loader is not None

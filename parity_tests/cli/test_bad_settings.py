@@ -36,7 +36,7 @@ WRONG = [
     ("--optim.warmup-steps 12", "12 warm-up steps do not fit in 12 steps"),
     ("--train.sequence-length 10000000", "fewer than one sequence of 10000000 and its target"),
     ("--model.vocab-size 299", "model.vocab_size = 299 does not cover the tokenizer of"),
-    ("--model.vocab-size 1000000000000", "allocate"),
+    ("--model.vocab-size 1000000000000", "model.vocab_size = 1000000000000: 64,000,000,074,"),
 ]
 
 
@@ -60,7 +60,10 @@ def test_a_missing_positional(refused) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--steps abc", "command line: steps = 'abc': input should be a whole number"),
+        (
+            "--steps abc",
+            "command line: steps = 'abc': input should be a valid integer, unable to parse string as an integer",
+        ),
         ("--steps 0", "command line: steps = 0: at least one step is needed"),
         ("--step 1", "command line: step is not a setting; did you mean steps?"),
         ("--json /nowhere/v.json", "command line: json = /nowhere/v.json: not a file in a folder that is there"),
@@ -73,7 +76,7 @@ def test_wrong_options_of_parity(refused, run_file: Path, arguments: str, said: 
 
 def test_wrong_options_of_prepare(refused, run_file: Path) -> None:
     assert "workers = -1" in refused("data", "prepare", run_file, "--workers", "-1")
-    assert "workers = 'x': input should be a whole number" in refused("data", "prepare", run_file, "--workers", "x")
+    assert "workers = 'x': input should be a valid integer" in refused("data", "prepare", run_file, "--workers", "x")
 
 
 def test_every_error_at_once_each_with_its_place(lockstep: Lockstep, here: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_candidate_file_that_cannot_be_read(refused, run_file: Path, here: Pat
         ("mine.py:", "'mine.py:' names no backend"),
         (":Mine", "':Mine' names no backend"),
         ("torhc", "'torhc' names no backend"),
-        ("nowhere_to_be_found:Mine", "No module named 'nowhere_to_be_found'"),
+        ("nowhere_to_be_found:Mine", "there is no module nowhere_to_be_found"),
     ],
 )
 def test_a_candidate_that_is_none(refused, run_file: Path, spec: str, said: str) -> None:

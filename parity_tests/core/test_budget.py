@@ -15,6 +15,8 @@ from core.budget import (
     parameter_count_by_group,
     peak_flops,
     recomputed_flops_per_token,
+    require_memory,
+    state_bytes,
 )
 from core.config import (
     AttentionConfig,
@@ -26,6 +28,7 @@ from core.config import (
     RunConfig,
     TrainConfig,
 )
+from core.errors import UserError
 
 ONE_B = ModelConfig(vocab_size=131_072, hidden=2048, layers=16, heads=32, kv_heads=8, ffn_hidden=8192)
 H100 = "NVIDIA H100 80GB HBM3"
@@ -196,3 +199,37 @@ def test_the_floor_by_hand():
     single = floor_seconds(run(precision=PrecisionConfig(policy="tf32")), rates, 2.5e12)
     assert single == pytest.approx(tokens * products / 50e12 + moved)
     assert floor_seconds(run(precision=PrecisionConfig(policy="fp16")), rates, 2.5e12) is None
+
+
+def test_state_by_hand():
+    count = parameter_count(ONE_B)
+    assert state_bytes(run()) == 16 * count
+    assert state_bytes(run(precision=PrecisionConfig(policy="fp64"))) == 32 * count
+    matrices = parameter_count_by_group(ONE_B)["matrices"]
+    assert state_bytes(run(optim=OptimConfig(name="muon"))) == 16 * count - 4 * matrices
+
+
+@pytest.mark.parametrize(
+    ("size", "value"), [("vocab_size", 2**40), ("hidden", 2**30), ("layers", 10_000), ("ffn_hidden", 2**40)]
+)
+def test_a_model_larger_than_the_memory_is_refused_by_the_size_to_blame(size, value):
+    model = ModelConfig(**{size: value})
+    with pytest.raises(UserError, match=rf"^model\.{size} = {value}: [\d,]+ parameters take at least [\d,.]+ GiB, "):
+        require_memory(run(model, device="cpu"), 2**30)
+    require_memory(run(model, device="cpu"), 0)
+
+
+def test_memory_counts_state_on_the_cpu_and_initial_weights_elsewhere():
+    state = int(state_bytes(run()))
+    require_memory(run(device="cpu"), state)
+    with pytest.raises(UserError, match=r"^model\."):
+        require_memory(run(device="cpu"), state - 1)
+    require_memory(run(device="cuda"), state // 4)
+    with pytest.raises(UserError, match=r"^model\."):
+        require_memory(run(device="cuda"), state // 4 - 1)
+
+
+def test_a_micro_batch_larger_than_the_memory_is_refused():
+    with pytest.raises(UserError, match=r"^train\.micro_batch_size = 1099511627776: "):
+        require_memory(run(ModelConfig(), batch=2**40, device="cpu"), 2**40)
+    require_memory(run(ModelConfig(), batch=2**40, device="cuda"), 2**40)

@@ -611,3 +611,13 @@ def test_no_good_checkpoint_is_an_error(intact, tmp_path, run):
     with pytest.raises(UserError, match="has no intact checkpoint to go on from"):
         damaged.load_latest(warnings.append)
     assert len(warnings) == 2
+
+
+def test_a_run_that_is_discarded_takes_the_parents_along_that_were_made_for_it(tmp_path):
+    (tmp_path / "mine").mkdir()
+    RunDir.create(tmp_path / "mine" / "new" / "deep" / "r", CONFIG, {}).discard()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    run = RunDir.create(tmp_path / "mine" / "new" / "r", CONFIG, {})
+    (tmp_path / "mine" / "new" / "theirs").touch()
+    run.discard()
+    assert [path.name for path in (tmp_path / "mine" / "new").iterdir()] == ["theirs"]

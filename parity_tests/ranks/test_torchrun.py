@@ -107,6 +107,17 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
         require_ranks(2)
 
 
+@pytest.mark.parametrize(
+    ("world", "rank", "said"),
+    [("x", "0", "WORLD_SIZE = 'x'"), ("", "0", "WORLD_SIZE = ''"), ("2", "x", "RANK = 'x'"), ("2", "2", "RANK = 2 of")],
+)
+def test_what_torchrun_cannot_have_said(monkeypatch: pytest.MonkeyPatch, world: str, rank: str, said: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(UserError, match=said):
+        launched()
+
+
 def test_who_trains_in_one_process_says_so(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

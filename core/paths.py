@@ -1,0 +1,19 @@
+"""Which texts can be paths at all, before anything is asked of the file system."""
+
+from __future__ import annotations
+
+# Of Linux and macOS: bytes of a name between slashes, and of a path with its end.
+LONGEST_NAME, LONGEST_PATH = 255, 4096
+
+
+def path_problem(text: str) -> str | None:
+    """Why no file can have this path, or None: what Python would raise an error of its own for, wherever it looks."""
+    if "\0" in text:
+        return "a path holds no null characters"
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError:
+        return "a path that is not UTF-8 cannot be written down in a run"
+    if len(raw) >= LONGEST_PATH or any(len(name) > LONGEST_NAME for name in raw.split(b"/")):
+        return f"too long: a path has up to {LONGEST_PATH - 1} bytes, and a name in it up to {LONGEST_NAME}"
+    return None
