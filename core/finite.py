@@ -17,15 +17,11 @@ class NotFinite(UserError):
     """
 
     def __init__(self, record: StepRecord, where: str) -> None:
-        super().__init__(record, where)
-        self.record, self.where = record, where
-
-    def __str__(self) -> str:
-        record = self.record
-        return (
-            f"step {record.step}: loss {record.loss:g}, gradient norm {record.grad_norm:g}: not finite; {self.where}; "
+        super().__init__(
+            f"step {record.step}: loss {record.loss:g}, gradient norm {record.grad_norm:g}: not finite; {where}; "
             "the step was left out"
         )
+        self.record, self.where = record, where
 
 
 def is_finite(record: StepRecord) -> bool:

@@ -44,9 +44,7 @@ def changes(run: str, own: RunConfig, asked: RunConfig) -> dict[str, str]:
     kept = {key: values for key, values in found.items() if not is_elastic(key)}
     if kept:
         said = [f"{key} is {was!r} in the run, and {now!r} was asked for" for key, (was, now) in kept.items()]
-        raise UserError(
-            "\n".join([*(f"{run}: {line}" for line in said), f"{run} keeps these settings; begin a new run for others"])
-        )
+        raise UserError(*(f"{run}: {line}" for line in said), f"{run} keeps these settings; begin a new run for others")
     changed = {key: _text(now) for key, (_, now) in found.items()}
     # Validation reads as many sequences as before, a micro-batch at a time.
     if "train.micro_batch_size" in changed and "eval.batches" not in changed:

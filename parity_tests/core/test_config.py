@@ -242,6 +242,7 @@ def test_a_config_is_frozen():
 # Round trip
 
 counts = st.integers(0, 2**70)
+paths = st.text(st.characters(codec="utf-8", exclude_characters="\x00"))
 positives = st.integers(1, 2**40)
 
 
@@ -278,7 +279,10 @@ def configs(draw) -> RunConfig:
             "eps": draw(floats(0, exclude_min=True)),
         },
         "precision": {"policy": draw(st.sampled_from(["fp64", "fp32", "bf16"]))},
-        "data": {"path": draw(st.text()), "memory_limit_gib": draw(floats(0))},
+        "data": {
+            "path": draw(paths),
+            "memory_limit_gib": draw(floats(0)),
+        },
         "log": {"sample_prompt": draw(st.text())},
     }
     return RunConfig.model_validate(tree)

@@ -60,10 +60,10 @@ def test_one_extra_step_and_what_is_said_of_it() -> None:
     assert said.endswith("step 7 repeated bit for bit (loss, 6 gradients)")
 
 
-def test_ranks_are_warmed_up_first() -> None:
+def test_of_ranks_the_first_computes_alone_before_the_two() -> None:
     config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"ranks": 2})})
-    session = Answers(answer(loss=4.0), answer(loss=3.0), answer(), answer())
-    assert proof(session, config).gradients == 6 and session.calls == 4
+    session = Answers(answer(loss=4.0), answer(), answer())
+    assert proof(session, config).gradients == 6 and session.calls == 3
 
 
 def test_what_cannot_be_measured_says_why() -> None:

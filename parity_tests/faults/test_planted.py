@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from core.backend import Batch
+from core.checkpoint import begin_checkpoint, load_checkpoint, writer_of
 from core.config import RunConfig
 from core.names import GRADIENT, edge_names, parameter_shapes, tap_names
 from core.parity.alarm import bit_equal
@@ -53,7 +56,7 @@ def steps(config: RunConfig, backend: TorchBackend, fault: Fault | None, count: 
     forward = tap_names(model)
     grads = [GRADIENT + name for name in (*forward, *edge_names(model), *parameter_shapes(model))]
     for step in range(1, count + 1):
-        batch = batch_of(config, fault, step)
+        before, batch = session.state(), batch_of(config, fault, step)
         of_batch = session.gradients(batch)
         micro = batch.micro_batches(config.train.micro_batch_size)[-1]
         of_micro = session.gradients(micro)
@@ -67,7 +70,11 @@ def steps(config: RunConfig, backend: TorchBackend, fault: Fault | None, count: 
         rest |= {key: np.asarray(getattr(record, key)) for key in ("lr", "grad_norm", "clip_coefficient", "step")}
         rest["digest"] = np.asarray(record.digest)
         rest |= flat(session.state())
-        session.load(session.state())
+        # Through a checkpoint, which is written while the session has another state.
+        with tempfile.TemporaryDirectory() as folder:
+            pending = begin_checkpoint(Path(folder) / "state", step, writer_of(session), {})
+            session.load(before)
+            session.load(load_checkpoint(pending.commit())[0])
         rest |= {f"loaded/{name}": array for name, array in flat(session.state()).items()}
         yield values, rest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,32 @@ def before_steps(monkeypatch: pytest.MonkeyPatch, events: Mapping[int, Callable[
         return step(self, *arguments, **named)
 
     monkeypatch.setattr(TorchSession, "step", eventful)
+
+
+def written(run: Path, step: int) -> None:
+    """Wait for a checkpoint, which is written while the run goes on."""
+    until = time.monotonic() + 60
+    while not (run / "checkpoints" / f"step_{step:06d}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def settled(run: Path) -> None:
+    """Wait until no checkpoint is being written."""
+    until = time.monotonic() + 60
+    while any((run / "checkpoints").glob(".step_*")):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
+    """One call of all these."""
+
+    def all_of_them() -> None:
+        for call in calls:
+            call()
+
+    return all_of_them
 
 
 def path_of(descriptor: int) -> str:

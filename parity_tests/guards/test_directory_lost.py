@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.guards.events import Refusing, before_steps
+from parity_tests.guards.events import Refusing, before_steps, in_turn, written
 from parity_tests.loop.runs import Folder, one_line
 
 Straight = Callable[[str], Folder]
@@ -25,7 +25,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def is_lost(folder: Folder, event: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """The run ends at its sixth step, to which the event happened, in one line."""
     with monkeypatch.context() as patch:
-        before_steps(patch, {6: lambda: event(folder.path / "run")})
+        before_steps(patch, {6: in_turn(lambda: written(folder.path / "run", 4), lambda: event(folder.path / "run"))})
         assert folder.train("run", EVERY_TWO) == 2
     assert LOST in one_line(capsys.readouterr().err)
 
@@ -36,7 +36,8 @@ def test_moved_away_it_goes_on_where_it_went(
 ) -> None:
     run, there = folder.path / "run", folder.path / "there"
     with monkeypatch.context() as patch:
-        before_steps(patch, {step: lambda: run.rename(there)})
+        before = (lambda: written(run, 4)) if step > 1 else (lambda: None)
+        before_steps(patch, {step: in_turn(before, lambda: run.rename(there))})
         assert folder.train("run", EVERY_TWO) == 2
     assert LOST in one_line(capsys.readouterr().err)
     assert not run.exists()
@@ -72,6 +73,8 @@ def test_another_run_in_its_place_is_not_touched(
     before = content(folder.path / "other")
 
     def replace() -> None:
+        if step > 1:
+            written(folder.path / "run", 4)
         (folder.path / "run").rename(folder.path / "there")
         (folder.path / "other").rename(folder.path / "run")
 
@@ -104,7 +107,7 @@ def test_closed_to_writing_it_keeps_its_last_checkpoint(
     with monkeypatch.context() as patch:
         run = folder.path / "run"
         disk = Refusing(patch, f"{run}/checkpoints", number)
-        before_steps(patch, {6: lambda: disk.turn(True)})
+        before_steps(patch, {6: in_turn(lambda: written(run, 4), lambda: disk.turn(True))})
         assert folder.train("run", EVERY_TWO) == 2
     said = capsys.readouterr().err
     assert os.strerror(number) in said and str(run) in said and "Traceback" not in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from core.errors import UserError
 from core.jsonl import JsonLines, read_lines
 from core.run import RunDir
-from parity_tests.guards.events import BROKEN, NO_SPACE, QUOTA, Refusing, before_steps, fill
+from parity_tests.guards.events import BROKEN, NO_SPACE, QUOTA, Refusing, before_steps, fill, in_turn, settled, written
 from parity_tests.loop.runs import STEPS, Folder, one_line
 from parity_tests.stored import stored
 
@@ -28,24 +27,6 @@ def goes_on(folder: Folder, straight: Straight, name: str = "run") -> None:
     assert folder.losses(name) == straight("eager").losses("straight")
     assert folder.weights(name) == straight("eager").weights("straight")
     assert folder.run(name).info["finished"]
-
-
-def written(run: Path, step: int) -> None:
-    """Wait for a checkpoint, which is written while the run goes on."""
-    until = time.monotonic() + 60
-    while not (run / "checkpoints" / f"step_{step:06d}").exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
-    """One call of all these."""
-
-    def all_of_them() -> None:
-        for call in calls:
-            call()
-
-    return all_of_them
 
 
 def left_overs(run: Path) -> list[str]:
@@ -213,7 +194,7 @@ def test_a_checkpoint_at_an_interval_is_tried_again_at_the_next(
     folder = Folder(small_disk, tokens)
     with monkeypatch.context() as patch:
         full = in_turn(lambda: written(small_disk / "run", 3), lambda: fill(small_disk, leave=1 << 17))
-        before_steps(patch, {5: full, 8: lambda: (small_disk / "filler").unlink()})
+        before_steps(patch, {5: full, 8: in_turn(lambda: settled(small_disk / "run"), (small_disk / "filler").unlink)})
         assert folder.train("run", {"checkpoint.every": 3}) == 0
     out, error = capsys.readouterr()
     assert (out + error).count("step_000006") == 1 and "No space left on device" in out + error

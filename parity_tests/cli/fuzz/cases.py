@@ -340,6 +340,7 @@ _COMMAND_OPTIONS = {
     "train": "scripts.train:Train",
     "parity": "scripts.parity:Parity",
     "report": "scripts.report:Report",
+    "convert": "scripts.convert:Convert",
     "replay": "scripts.replay:Replay",
     "bisect": "scripts.bisect:Bisect",
     "data prepare": "scripts.prepare:Prepare",
@@ -444,6 +445,9 @@ def command_case(draw: st.DrawFn) -> Case:
     argv = []
     if command in TAKES_A_RUN and draw(st.integers(0, 9)):
         argv.append(draw(st.one_of(st.sampled_from(PATHS), st.just("runs/tiny"), st.just("runs/tiny"))))
+    elif command == "convert":
+        places = st.one_of(st.sampled_from(PATHS), st.sampled_from(["runs/tiny", "runs/tiny/checkpoints/step_000002"]))
+        argv += [draw(places), draw(st.one_of(st.sampled_from(PATHS), st.just("converted")))]
     elif command in TAKES_A_RUN_FILE and draw(st.integers(0, 9)):
         argv.append(draw(st.one_of(st.sampled_from(PATHS), st.just("tiny.toml"), st.just("tiny.toml"))))
     elif command == "faults":
