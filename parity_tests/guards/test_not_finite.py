@@ -17,7 +17,7 @@ from parity_tests.guards import candidates
 from parity_tests.guards.candidates import AT_STEP, GRADIENT_OF
 from parity_tests.loop.runs import Folder, one_line
 from parity_tests.tiny import text_batch, tiny_config
-from scripts import backends
+from scripts import backends, cli
 from torch_backend import parallel
 from torch_backend.session import TorchBackend, TorchSession
 
@@ -180,3 +180,20 @@ def test_a_candidate_that_lets_it_pass_is_stopped_before_a_checkpoint(
     assert folder.train("nan", {"checkpoint.every": 1}) == 2
     assert "the session does not say where, and its weights may have it" in one_line(capsys.readouterr().err)
     assert [path.name for path in RunDir.open(folder.path / "nan").checkpoints()] == ["step_000001", "step_000002"]
+
+
+def test_side_by_side_it_is_a_disagreement_with_an_origin(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    words = folder.arguments("run", {})
+    words = [
+        "parity",
+        words[1],
+        *words[4:],
+        "--steps",
+        str(AT_STEP),
+        "--candidate",
+        f"{candidates.__name__}:InfGradient",
+    ]
+    assert cli.run(words) == 1
+    out, error = capsys.readouterr()
+    assert error == ""
+    assert f"step {AT_STEP}: parity disagreed" in out and f"step {AT_STEP - 1}: parity agreed" in out
