@@ -240,6 +240,10 @@ class Writing(Protocol):
     scalars: Mapping[str, float]
     format: str
 
+    def not_finite(self) -> Sequence[str]:
+        """Names of arrays that hold a number which is not finite. Asked before `wait`, which then is not called."""
+        ...
+
     def wait(self) -> None:
         """Until every file is written. Raises OSError if the disk refuses."""
         ...

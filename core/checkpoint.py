@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,10 @@ Read = Callable[[Path], State]
 
 class CorruptCheckpoint(UserError):
     """A checkpoint that is not what was written: says which file, and in what way."""
+
+
+class PoisonedState(UserError):
+    """A state with numbers that are not finite, of which no checkpoint is made."""
 
 
 def folder_name(step: int) -> str:
@@ -75,7 +79,8 @@ class Pending:
     def begin(self, write: Callable[[Path], Writing]) -> None:
         """Let `write` begin. Raises UserError if the disk refuses."""
         try:
-            self._aside.parent.mkdir(parents=True, exist_ok=True)
+            # No more than that: a run that was deleted meanwhile is not made anew.
+            self._aside.parent.mkdir(exist_ok=True)
             shutil.rmtree(self._aside, ignore_errors=True)
             self._aside.mkdir()
             self._writing = write(self._aside)
@@ -88,12 +93,17 @@ class Pending:
     def commit(self) -> Path:
         """Wait for the files, flush them to the disk, and rename the folder; one of the same step is replaced.
 
-        Raises UserError if the disk refuses (full, not writable); then nothing is left behind.
+        Raises PoisonedState, and UserError if the disk refuses (full, not writable); then nothing is left behind.
         """
         assert self._writing is not None
         folder = self.final.parent
         replaced = folder / f".{self.final.name}.{os.getpid()}.old"
         try:
+            if odd := self._writing.not_finite():
+                more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+                raise PoisonedState(
+                    f"no checkpoint is made of step {self.step}: {odd[0]}{more} holds numbers that are not finite"
+                )
             self._writing.wait()
             if self._random:
                 _save(self._aside / RANDOM, self._random)
@@ -151,6 +161,10 @@ class WritingState:
                 )
         self.step, self.scalars = state.step, state.scalars
         self._state, self._folder = state, folder
+
+    def not_finite(self) -> Sequence[str]:
+        """Nothing: a state that is handed over is kept as it is, in a capsule above all."""
+        return ()
 
     def wait(self) -> None:
         """Write the files."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from core.backend import NotSupported, Session, StepRecord
-from core.checkpoint import Pending, begin_checkpoint, writer_of
+from core.checkpoint import Pending, PoisonedState, begin_checkpoint, writer_of
 from core.errors import UserError
 from core.random_state import random_state
 from core.run import RunDir
@@ -93,7 +93,7 @@ class Checkpointer:
     def collect(self) -> Iterator[Saved | str]:
         """Those that were finished since the last call, and in words those that the disk refused.
 
-        Raises UserError if that was the last one of a run.
+        Raises UserError if that was the last one of a run, and PoisonedState.
         """
         self._settle()
         while self._told:
@@ -133,7 +133,7 @@ class Checkpointer:
         if self._failed is None:
             return
         (reason, error), self._failed = self._failed, None
-        if reason in ("end", "interrupted") or not isinstance(error, UserError):
+        if reason in ("end", "interrupted") or isinstance(error, PoisonedState) or not isinstance(error, UserError):
             raise error
         self._told.append(f"{error}; those before it stay, and the next interval tries again")
 

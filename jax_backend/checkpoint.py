@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from core.backend import State
@@ -31,8 +32,15 @@ class WritingJax:
 
         self.step = step
         self.scalars: Mapping[str, float] = dict(scalars)
+        flat = {f"{kind}/{name}": array for kind, by_name in tree.items() for name, array in by_name.items()}
+        self._odd = [name for name, array in flat.items() if not bool(jnp.isfinite(array).all())]
         self._checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
-        self._checkpointer.save(folder.absolute() / FOLDER, args=ocp.args.StandardSave(dict(tree)))
+        if not self._odd:
+            self._checkpointer.save(folder.absolute() / FOLDER, args=ocp.args.StandardSave(dict(tree)))
+
+    def not_finite(self) -> Sequence[str]:
+        """Names of arrays, by KIND/PARAMETER."""
+        return self._odd
 
     def wait(self) -> None:
         """Until orbax has written everything. Raises OSError if the disk refuses."""

@@ -82,6 +82,7 @@ def convert(source: Path, target: Path, to: str) -> Path:
 
     state, extra = load_checkpoint(source, read_orbax)
     write = writing(to)
+    target.parent.mkdir(parents=True, exist_ok=True)
     begin_checkpoint(target, state.step, lambda folder: write(state, folder), extra, read_random(source)).commit()
     again, _ = load_checkpoint(target, read_orbax)
     if differing := differences(state, again):

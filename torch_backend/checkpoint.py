@@ -87,6 +87,15 @@ class WritingTorch:
         self.step, self.scalars = step, scalars
         self._tensors, self._folder, self._group = tensors, folder, group
 
+    def not_finite(self) -> Sequence[str]:
+        """Names of this rank's tensors; of another's it is only known that there are some. Every rank calls it."""
+        odd = [name for name, tensor in self._tensors.items() if not torch.isfinite(tensor).all()]
+        if self._group is not None:
+            found = torch.tensor(len(odd))
+            dist.all_reduce(found, group=self._group)
+            odd += ["a tensor of another rank"] * (int(found) - len(odd))
+        return odd
+
     def wait(self) -> None:
         """Write this rank's file, and wait for the other ranks. Raises OSError if any of them could not."""
         from torch.distributed.checkpoint.api import CheckpointException
@@ -106,7 +115,8 @@ class WritingTorch:
 
         def run() -> None:
             with contextlib.suppress(OSError):
-                self.wait()
+                if not self.not_finite():
+                    self.wait()
 
         threading.Thread(target=run, name="lockstep-checkpoint", daemon=True).start()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from core.backend import Backend, Session
-from core.checkpoint import begin_checkpoint, load_checkpoint, read_state, writer_of
+from core.checkpoint import PoisonedState, begin_checkpoint, load_checkpoint, read_state, writer_of
 from core.errors import UserError
 from core.parity.step import flat
 from core.random_state import random_state, restore_random_state
@@ -106,6 +107,26 @@ def test_a_rank_that_cannot_write_is_named(tmp_path: Path) -> None:
         begin_checkpoint(folder, 0, write, {}).commit()
     assert list(tmp_path.iterdir()) == []
     assert begin_checkpoint(folder, 0, writer_of(session), {}).commit() == folder
+    session.close()
+
+
+@pytest.mark.parametrize("which", ["torch bf16", "torch, two ranks", "jax bf16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_no_checkpoint_is_made_of_numbers_that_are_not_finite(tmp_path: Path, which: str, value: float) -> None:
+    """On whichever rank they are written."""
+    session = opened(*SESSIONS[which])
+    good = session.state()
+    for name in ("embed.weight", "blocks.1.mlp_norm.weight"):
+        moment = good.optimizer["exp_avg_sq"][name].copy()
+        moment.flat[-1] = value
+        session.load(
+            replace(good, optimizer={**good.optimizer, "exp_avg_sq": {**good.optimizer["exp_avg_sq"], name: moment}})
+        )
+        with pytest.raises(PoisonedState, match=rf"of step 0: (exp_avg_sq/{name}|a tensor of another rank) holds"):
+            begin_checkpoint(tmp_path / "c", 0, writer_of(session), {}).commit()
+        assert list(tmp_path.iterdir()) == []
+    session.load(good)
+    begin_checkpoint(tmp_path / "c", 0, writer_of(session), {}).commit()
     session.close()
 
 
