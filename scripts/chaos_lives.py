@@ -40,7 +40,7 @@ heads = 4
 kv_heads = 2
 ffn_hidden = 128
 [train]
-steps = 80
+steps = 160
 batch_size = 4
 micro_batch_size = 2
 sequence_length = 32
@@ -49,10 +49,10 @@ warmup_steps = 10
 [compile]
 enabled = false
 [checkpoint]
-every = 4
+every = 10
 keep = {KEEP}
 [eval]
-every = 3
+every = 6
 batches = 1
 [log]
 norms_every = 5
@@ -83,6 +83,7 @@ AIMS = {
     "training": Aim(r"^rename .*(\.new \S+|/run\.json)$", delay=1.5, outside=1.0, slowly=False),
     "writing": Aim(r"^mkdir \S*/\.?step_\d+\S*$", times=4, further=9),
     "sealing": Aim(r"^write \S*/manifest\.json$", times=4, further=8),
+    "manifest": Aim(r"^write \S*/manifest\.json$", times=4, delay=2e-3, outside=1.0),
     "deleting": Aim(r"^rename \S*/step_\d+ \S*\.old$", times=3, further=5),
     "preparing": Aim("^(write|mkdir|rename)", further=40, delay=0.1, slowly=False),
     "reporting": Aim("^write .*report", further=1),
@@ -187,7 +188,8 @@ class Life(ABC):
         ended = start(self.words(), self.folder, moment, delay, self.victim)
         if ended.operation is None:
             self.over = True
-            self._failed = f"exit code {ended.code}: {ended.said[-500:].strip()}" if ended.code else None
+            said = ended.said[-500:].strip().replace(str(self.folder), "")
+            self._failed = f"exit code {ended.code}: {said}" if ended.code else None
         return ended
 
     # What `look` has found, as the lines of the results say it; `phase` is where the kill fell.
@@ -232,8 +234,7 @@ class TrainingLife(Life):
         self._before = Disk.of(self._run)
         if self._before.committed:
             return command(self.module, ["train", "--resume", str(self._run)], self._ranks)
-        words = train_words(self.module, self._ground, self._run, self.seed, self._ranks)
-        return [*words, *(["--overwrite"] if self._run.exists() else [])]
+        return [*train_words(self.module, self._ground, self._run, self.seed, self._ranks), "--overwrite"]
 
     def look(self, ended: Ended) -> Iterator[str]:
         """Checkpoints, records and what is told of resumes."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from scripts.killed_at import VARIABLE, Moment
 
 ROOT = Path(__file__).resolve().parent.parent
-# A process that takes so long hangs, and what it left behind must have ended after so long.
-HANGS, LINGERS = 300.0, 60.0
+# Seconds after which a process hangs, and in which all that is left of it must end: torchrun kills after 30.
+HANGS, LINGERS = 300.0, 25.0
 # `lockstep` as it is, and as one can say when it is to be killed.
 PLAIN, MODULE = "scripts.cli", "scripts.killed_at"
 

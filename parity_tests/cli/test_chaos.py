@@ -44,17 +44,17 @@ def test_a_checkpoint_that_is_written_in_place_is_told_of(work: Path, monkeypatc
     found = chaos.run_chain(chaos.Chain("training-1", "training", ("writing",), 0), work, FAULTY)
     (kill,) = [line for line in found if line["what"] == "kill"]
     (problem,) = kill["problems"]
-    assert problem == "the checkpoint of step 3: /runs/killed/checkpoints/step_000003/manifest.json is missing"
+    assert problem == "the checkpoint of step 6: /runs/killed/checkpoints/step_000006/manifest.json is missing"
     assert "1 not equal" in (page := chaos.page(found, "")) and problem in page
 
 
 def test_moments_that_are_lost_are_told_of(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "moments_lost")
-    monkeypatch.setitem(AIMS, "sealing", Aim(r"^write \S*step_000004\S*/manifest\.json$", outside=0.0))
+    monkeypatch.setitem(AIMS, "sealing", Aim(r"^write \S*step_000010\S*/manifest\.json$", outside=0.0))
     found = chaos.run_chain(chaos.Chain("training-2", "training", ("sealing",), 0), work, FAULTY)
     kill, end, _ = found
-    assert (kill["phase"], kill["committed"], kill["problems"]) == ("files", 3, [])
-    assert "the record of step 5 differs in loss" in end["problems"][0]
+    assert (kill["phase"], kill["committed"], kill["problems"]) == ("files", 6, [])
+    assert "the record of step 8 differs in loss" in end["problems"][0]
     assert "1 not equal" in chaos.page(found, "")
 
 
