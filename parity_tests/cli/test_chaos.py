@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from core.jsonl import sealed_line
 from parity_tests.cli.faulty import VARIABLE
 from scripts import chaos
 from scripts.chaos_lives import AIMS, Aim, Disk, TrainingLife, make_ground
@@ -75,12 +76,12 @@ def test_where_a_kill_fell_is_read_off_the_disk(tmp_path: Path) -> None:
     checkpoints.mkdir(parents=True)
     (run / "run.json").write_text(json.dumps({"resumes": []}))
     assert Disk.of(run).phase(before) == "starting"
-    (run / "records.jsonl").write_bytes(b'{"step": 1}\n{"step": 2')
+    (run / "records.jsonl").write_bytes(sealed_line({"step": 1}) + b'{"step": 2')
     now = Disk.of(run)
     assert (now.phase(before), len(now.lines), now.torn) == ("training", 1, True)
     (checkpoints / "step_000001").mkdir()
     assert Disk.of(run).phase(before) == "renamed"
-    (run / "checkpoints.jsonl").write_text('{"step": 1}\n')
+    (run / "checkpoints.jsonl").write_bytes(sealed_line({"step": 1}))
     assert Disk.of(run).phase(before) == "training"
     aside = checkpoints / ".step_000002.7.tmp"
     aside.mkdir()
@@ -103,7 +104,7 @@ def test_chains_that_are_done_are_not_run_again(tmp_path: Path) -> None:
     path = tmp_path / "found.jsonl"
     done, cut_short = plan[0].name, plan[1].name
     lines = [{"what": "kill", "chain": done}, {"what": "chain", "chain": done}, {"what": "kill", "chain": cut_short}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_bytes(b"".join(map(sealed_line, lines)))
     found = chaos.lines(path, plan)
     assert found == lines[:2]
     assert [chain.name for chain in chaos.missing(plan, found)] == [chain.name for chain in plan[1:]]
