@@ -10,7 +10,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,14 @@ from torch_backend.session import TorchSession
 
 Straight = Callable[[str], Folder]
 STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.fixture(autouse=True)
+def _not_under_nohup() -> Iterator[None]:
+    """Whoever runs the tests may ignore SIGHUP, which started processes inherit."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def goes_on(folder: Folder, straight: Straight, name: str) -> None:
