@@ -238,6 +238,18 @@ def _quoted(words: list[str]) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
+def check_file(name: str, path: Path | None) -> None:
+    """Raise UserError unless the option `name` says where a file can be written, or nothing.
+
+    A pipe that nobody reads would be waited for, after all the work; those of the shell are under /dev.
+    """
+    if path is None:
+        return
+    waits = path.is_fifo() and not path.is_relative_to("/dev")
+    if waits or path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"{COMMAND_LINE}: {name} = {path}: not a file in a folder that is there")
+
+
 def _wrong_settings(config: Path | None, given: dict[str, str]) -> list[str]:
     try:
         load_config(config, given)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from core.errors import UserError
-from scripts.arguments import parse
+from scripts.arguments import check_file, parse
 
 if TYPE_CHECKING:
     from typing import Any
@@ -78,9 +78,8 @@ def main(argv: list[str]) -> int:
     if not (math.isfinite(options.minutes) and options.minutes >= 0):
         raise UserError(f"command line: minutes = {options.minutes}: must be a number of at least 0")
     rows = chosen(options.rows)
-    for file in (options.json, options.page):
-        if file and (file.is_dir() or not file.parent.is_dir()):
-            raise UserError(f"command line: {file}: not a file in a folder that is there")
+    check_file("json", options.json)
+    check_file("page", options.page)
     results = load_results(options.json)
     if options.page:
         try:

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from scripts.arguments import parse
+from scripts.arguments import check_file, parse
 from scripts.backends import spec
-from scripts.replay import EXIT, attempt, check_json, console_of_the_terminal, on_device, open_run, write_json
+from scripts.replay import EXIT, attempt, console_of_the_terminal, on_device, open_run, write_json
 
 
 @dataclass
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     from scripts.parity_table import print_verdict
 
     options, _ = parse(Bisect, "bisect", argv, with_settings=False)
-    check_json(options.json)
+    check_file("json", options.json)
     run, data = open_run(options.run, options.branch)
     recipe = bands.recipe_of(run.config)
     bands.require(run.config)

@@ -69,8 +69,10 @@ USAGE = "\n".join(
 
 def main() -> None:
     """Entry point of the `lockstep` command."""
+    # None if it was closed, and not every library knows of that.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        # None if it was closed. What the terminal's encoding lacks is escaped, as Python does on stderr.
+        # What the terminal's encoding lacks is escaped, as Python does on stderr.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -83,8 +85,7 @@ def main() -> None:
 def _flushed(code: int) -> int:
     """The exit code, once all that was printed has got through; Python would complain of it at its very end."""
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             print(f"lockstep: {_cannot_print(error)}", file=sys.stderr)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import tyro
 
 from core.errors import UserError
-from scripts.arguments import parse
+from scripts.arguments import check_file, parse
 from scripts.backends import REFERENCE, TRAINER, on_its_device
 from scripts.failures import in_one_line
 from scripts.open_data import open_data
@@ -478,8 +478,7 @@ def main(argv: list[str]) -> int:
         raise UserError("command line: recipe has no value")
     if options.resume and options.json is None:
         raise UserError("command line: resume: say with json which file to go on with")
-    if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
-        raise UserError(f"command line: json = {options.json}: not a file in a folder that is there")
+    check_file("json", options.json)
 
     def config_of(recipe: str) -> RunConfig:
         config = load_config(options.config, with_recipe(given, recipe))

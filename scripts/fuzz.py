@@ -148,9 +148,10 @@ TEXT = """- done: exit code 0, or 130 after the flag that Ctrl-C sets; what it l
 
 Cases are drawn by hypothesis from the schema of the settings (parity_tests/cli/fuzz/cases.py), so that a new setting is
 covered as it comes: values within, on and beside their bounds and far out, NaN, numbers of thousands of digits, control
-characters; broken TOML of all kinds, `base` in circles; flags in every spelling, cut, doubled, without their value, of
-other commands; every command on paths that are missing, of the wrong kind, too long, unreadable, circular, on pipes and
-devices; runs and capsules that are broken; odd environments, closed and full stdout, other locales.
+characters; settings that a rule ties together, each right by itself; broken TOML of all kinds, `base` in circles; flags
+in every spelling, cut, doubled, without their value, of other commands; every command on paths that are missing, of the
+wrong kind, too long, unreadable, circular, on pipes and devices; runs and capsules that are broken; odd environments,
+closed and full stdout, other locales.
 
 Cut short: no case trains more than two steps; three quarters of the valid runs stop before the first, and nearly all
 checks before the reference starts. `torch.compile` hands the program back, the bench's worker times nothing, no fault
@@ -169,6 +170,8 @@ Each was mended where it arose; the cases stay in the pool.
 | a flag with the value `None` | it was taken for not given, silently |
 | stdout read by nobody (`\| head`) | exit code 1, which says that a check disagreed |
 | `--help` on a terminal of two columns | no end |
+| `--help` with stdout closed | an exception out of tyro |
+| `--json` or `--page` on a pipe that nobody reads | no end, after all the work |
 | a narrow terminal | tyro's boxes were cut, and so was what was read out of them; options are text to tyro now |
 | `--overwrite=no` | was `--overwrite`, and a run file `no` |
 | a pipe, `/dev/zero` or a file of gigabytes as a run file | no end, or all memory |

@@ -14,7 +14,7 @@ import tyro
 
 from core.errors import UserError
 from core.launch import launched, require_ranks
-from scripts.arguments import parse
+from scripts.arguments import check_file, parse
 from scripts.backends import on_its_device, spec
 from scripts.failures import in_one_line
 from scripts.open_data import open_data
@@ -74,8 +74,7 @@ def main(argv: list[str]) -> int:
     options, given = parse(Parity, "parity", argv, with_settings=True)
     if options.steps < 1:
         raise UserError(f"command line: steps = {options.steps}: at least one step is needed")
-    if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
-        raise UserError(f"command line: json = {options.json}: not a file in a folder that is there")
+    check_file("json", options.json)
     config = load_config(options.config, given)
     if place is not None:  # not launched by torchrun, a session of several ranks starts them itself
         require_ranks(config.train.ranks)

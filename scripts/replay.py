@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from core.errors import UserError
-from scripts.arguments import parse
+from scripts.arguments import check_file, parse
 from scripts.backends import on_its_device, spec
 from scripts.failures import in_one_line
 from scripts.open_data import open_data
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     from core.parity.capsule import is_capsule
 
     options, _ = parse(Replay, "replay", argv, with_settings=False)
-    check_json(options.json)
+    check_file("json", options.json)
     if not options.path.is_dir():
         raise UserError(f"no such run or capsule: {options.path}")
     console = console_of_the_terminal()
@@ -205,12 +205,6 @@ def attempt(work: Any) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(f"the replay could not run: {in_one_line(error)}") from error
-
-
-def check_json(path: Path | None) -> None:
-    """Raise UserError unless the verdict can be written there."""
-    if path and (path.is_dir() or not path.parent.is_dir()):
-        raise UserError(f"command line: json = {path}: not a file in a folder that is there")
 
 
 def write_json(path: Path, tree: dict[str, Any]) -> None:

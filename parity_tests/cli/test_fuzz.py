@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -12,13 +13,11 @@ import core.config
 import core.config_file
 import scripts.train
 from core.config_file import settings
-from parity_tests.cli.fuzz.cases import OUT, RUN_FILE, SHORT, TAKES_SETTINGS, Case, cases, flag_value, options_of
+from parity_tests.cli.fuzz.cases import OUT, RUN_FILE, TAKES_SETTINGS, TRAIN, Case, cases, flag_value, options_of
 from parity_tests.cli.fuzz.judge import judge
 from parity_tests.cli.fuzz.sandbox import Left, Sandbox
 from parity_tests.cli.workspace import Done
 from scripts.cli import COMMANDS
-
-TRAIN = ("train", "tiny.toml", *OUT, *SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +59,8 @@ def test_a_valid_run_or_one_clear_message(sandbox: Sandbox, case: Case) -> None:
         ("refused", ("report", "runs/tiny", "--out", "pipe")),
         ("refused", ("report", "runs/tiny", "--out", ".")),
         ("refused", ("train", "pipe")),
+        ("refused", ("parity", "tiny.toml", "--json", "pipe")),
+        ("refused", ("bench", "step", "--page", "pipe")),
         ("refused", ("train", "/dev/zero")),
         ("refused", ("train", "x" * 300)),
         ("refused", ("train", "--tyro-print-completion", "x")),
@@ -72,6 +73,14 @@ def test_what_some_calls_come_to(sandbox: Sandbox, due: str, argv: tuple[str, ..
 
 
 SIZES = ["model.vocab_size", "model.hidden", "model.ffn_hidden", "train.batch_size", "eval.batches"]
+
+
+@pytest.mark.parametrize("stdout", ["closed", "full", "broken"])
+def test_help_that_cannot_be_shown(sandbox: Sandbox, stdout: Any) -> None:
+    case = Case("own process", ("train", "--help"), stdout=stdout, own_process=True)
+    left = sandbox.run(case)
+    assert judge(case, left)[1] == ""
+    assert left.code == (0 if stdout == "closed" else 2)
 
 
 @pytest.mark.parametrize("key", SIZES)

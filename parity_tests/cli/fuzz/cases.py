@@ -19,15 +19,17 @@ from hypothesis import strategies as st
 from hypothesis.internal.conjecture.engine import ConjectureRunner
 from pydantic.fields import FieldInfo
 
+from core.config import RULES
 from core.config_file import settings
 from scripts.cli import COMMANDS
 
-KINDS = ("run file", "flags", "command", "environment", "own process")
+KINDS = ("run file", "flags", "together", "command", "environment", "own process")
 RUN_FILE = "case.toml"
 SETTINGS = settings()
 OUT = ("--out", "out")
 # What makes a valid run end soon; the settings that a case draws come after it, and win.
 SHORT = ("--train.steps", "2", "--optim.warmup-steps", "0")
+TRAIN = ("train", "tiny.toml", *OUT, *SHORT)
 
 
 @dataclass(frozen=True)
@@ -429,6 +431,18 @@ def flags_case(draw: st.DrawFn) -> Case:
     return Case("flags", (*command.split(), *argv), through=draw(_through(command)))
 
 
+@st.composite
+def together_case(draw: st.DrawFn) -> Case:
+    """Settings that a rule ties together, each right by itself: the run is one, or the rule says why not."""
+    words: list[str] = []
+    for rule in draw(st.lists(st.sampled_from(RULES), min_size=1, max_size=2)):
+        for key in rule.keys:
+            if draw(st.integers(0, 3)):
+                value = draw(_valid_value(key, SETTINGS[key].annotation, SETTINGS[key]))
+                words += ["--" + key.replace("_", "-"), _text_of(value)]
+    return Case("together", (*TRAIN, *words), through=draw(_through("train")))
+
+
 # Commands
 
 
@@ -492,10 +506,10 @@ _LOCALES: dict[str, list[str | None]] = {
 }
 _SIMPLE = st.sampled_from(
     [
-        ("train", "tiny.toml", *OUT, *SHORT),
-        ("train", "tiny.toml", *OUT, *SHORT, "--name", "é"),
+        TRAIN,
+        (*TRAIN, "--name", "é"),
         ("train", "tiny.toml", *OUT, "--optim.peek-lr", "3"),
-        ("train", "tiny.toml", *OUT, *SHORT, "--log.sample-every", "1", "--log.sample-prompt", "日本"),
+        (*TRAIN, "--log.sample-every", "1", "--log.sample-prompt", "日本"),
         ("train", "--resume", "runs/tiny"),
         ("parity", "tiny.toml", "--steps", "0"),
         ("data", "prepare", "tiny.toml", "--workers", "1"),
@@ -534,7 +548,10 @@ def own_process_case(draw: st.DrawFn) -> Case:
 
 def cases(own_processes: bool = True) -> st.SearchStrategy[Case]:
     """All kinds, as often as they are cheap."""
-    kinds = [(40, flags_case()), (33, run_file_case()), (22, command_case()), (4, environment_case())]
+    kinds = [
+        *((34, flags_case()), (28, run_file_case()), (15, together_case())),
+        *((18, command_case()), (4, environment_case())),
+    ]
     if own_processes:
         kinds.append((1, own_process_case()))
     table = [strategy for weight, strategy in kinds for _ in range(weight)]
