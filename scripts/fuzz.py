@@ -3,6 +3,8 @@
     python -m scripts.fuzz                        run what is missing of 10,000 cases, then write docs/fuzz.md
     python -m scripts.fuzz --page                 only write the page from what has been run
 
+For root no file is unreadable: `setpriv --bounding-set=-dac_override,-dac_read_search python -m scripts.fuzz`.
+
 Cases come in chunks; each has a seed of its own and is a line of docs/fuzz.jsonl, so that a search that was interrupted
 goes on where it stopped. Lines of other code (by a digest of the schema and of the cases) are not counted. Ends 1 if a
 case came to what none may come to.
@@ -162,7 +164,8 @@ refusal raised as another exception, or with a run that is left half made, it fi
 
 ## What it found
 
-Each was mended where it arose; the cases stay in the pool.
+Earlier rounds found these; each was mended where it arose, and the round that is counted above is of the mended code.
+The cases stay in the pool.
 
 | what was done | what came of it before |
 |---|---|

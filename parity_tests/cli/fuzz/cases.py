@@ -458,17 +458,17 @@ def command_case(draw: st.DrawFn) -> Case:
     command = draw(st.sampled_from(sorted(COMMANDS)))
     argv = []
     if command in TAKES_A_RUN and draw(st.integers(0, 9)):
-        argv.append(draw(st.one_of(st.sampled_from(PATHS), st.just("runs/tiny"), st.just("runs/tiny"))))
+        argv.append(draw(st.one_of(st.sampled_from(PATHS + DEVICES), st.just("runs/tiny"), st.just("runs/tiny"))))
     elif command == "convert":
         places = st.one_of(st.sampled_from(PATHS), st.sampled_from(["runs/tiny", "runs/tiny/checkpoints/step_000002"]))
         argv += [draw(places), draw(st.one_of(st.sampled_from(PATHS), st.just("converted")))]
     elif command in TAKES_A_RUN_FILE and draw(st.integers(0, 9)):
-        argv.append(draw(st.one_of(st.sampled_from(PATHS), st.just("tiny.toml"), st.just("tiny.toml"))))
+        argv.append(draw(st.one_of(st.sampled_from(PATHS + DEVICES), st.just("tiny.toml"), st.just("tiny.toml"))))
     elif command == "faults":
-        argv += ["--config", draw(st.sampled_from(["tiny.toml", *PATHS]))]
+        argv += ["--config", draw(st.sampled_from(["tiny.toml", *PATHS, *DEVICES]))]
         argv += draw(st.lists(st.sampled_from(["KvHeadsTiled", "KvHeadTiled", "", "é", "x" * 300]), max_size=1))
     elif command == "bench parity":
-        argv += ["--config", draw(st.sampled_from(["tiny.toml", *PATHS]))]
+        argv += ["--config", draw(st.sampled_from(["tiny.toml", *PATHS, *DEVICES]))]
     for _ in range(draw(st.integers(0, 3))):
         name, kind = draw(st.sampled_from(sorted(options_of(command).items())))
         if "bool" in kind:
