@@ -164,10 +164,11 @@ def test_a_second_ctrl_c_in_a_checkpoint_leaves_the_one_before(
 
 
 def test_a_reader_that_is_gone_before_the_run_began_is_no_disagreement(folder: Folder) -> None:
-    """`lockstep train … | head -1`."""
+    """`lockstep train … | head -1`: it cannot start, or has said everything by then and trains on without words."""
     process = folder.start("run", {})
     assert process.stdout is not None and process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
-    assert (process.stderr.read(), process.wait(60)) == ("", 2)
-    assert not (folder.path / "run").exists()
+    said, code = process.stderr.read(), process.wait(60)
+    assert said == "" and code in (0, 2)
+    assert (folder.path / "run").exists() == (code == 0)
