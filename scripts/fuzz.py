@@ -121,8 +121,9 @@ def page(lines: list[dict[str, Any]]) -> str:
             "# Run files and the command line, fuzzed",
             "",
             f"Made by `python -m scripts.fuzz` (resumable; a line of [fuzz.jsonl](fuzz.jsonl) is {CHUNK} cases of one "
-            f"seed) with {versions}, Python {platform.python_version()}, {minutes:.0f} minutes in one process under a "
-            f"limit of {MEMORY >> 30} GiB of address space, slowest case {max(x['slowest'] for x in lines):.0f} s. "
+            f"seed) with {versions}, Python {platform.python_version()}, {minutes:.0f} minutes, "
+            f"one process at a time, under a limit of {MEMORY >> 30} GiB of address space, "
+            f"slowest case {max(x['slowest'] for x in lines):.0f} s. "
             + (
                 "File permissions held."
                 if all(line["unreadable"] for line in lines)
