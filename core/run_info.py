@@ -14,7 +14,7 @@ from core.errors import UserError
 
 # The settings that the run was made with, and those that resumes have changed since (dotted key → text).
 SETTINGS, CHANGED = "config", "settings"
-_NAMED = 5
+_NAMED = 2
 
 
 def read_info(path: Path) -> dict[str, Any]:
