@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pty
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,21 +55,23 @@ def test_under_nohup_it_does_not_stop(folder: Folder) -> None:
     assert folder.run("run").info["finished"]
 
 
-def _own_terminal() -> None:
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+# Takes the terminal of its standard input for its own. Not in `preexec_fn`: that forks, which JAX's threads forbid.
+OWN_TERMINAL = (
+    "import fcntl, runpy, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "runpy.run_module('parity_tests.loop.slowly', run_name='__main__', alter_sys=True)"
+)
 
 
 def test_a_terminal_that_is_gone_takes_no_words_and_no_checkpoint(folder: Folder, straight: Straight) -> None:
     """With the terminal go standard output and error: every line that is written there fails from then on."""
     outer, inner = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "parity_tests.loop.slowly", *folder.arguments("run", {})],
+        [sys.executable, "-c", OWN_TERMINAL, *folder.arguments("run", {})],
         cwd=REPO,
         stdin=inner,
         stdout=inner,
         stderr=inner,
         start_new_session=True,
-        preexec_fn=_own_terminal,
     )
     os.close(inner)
     try:
