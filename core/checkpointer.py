@@ -40,7 +40,8 @@ class Saved:
 class Checkpointer:
     """Writes checkpoints of a session into a run, one at a time, and lets those go that are not to be kept.
 
-    best: (loss, step) of the lowest validation loss so far.
+    best: (loss, step) of the lowest validation loss so far. last: step of the last one that was begun, None if the disk
+    has refused it since.
     """
 
     def __init__(self, session: Session, data: RunData, run: RunDir) -> None:
@@ -48,6 +49,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failed: tuple[Reason, BaseException] | None = None
         self._told: list[Saved | str] = []
+        self.last: int | None = None
         scores = [(line["metrics"][BEST], line["step"]) for line in run.records() if BEST in line.get("metrics", {})]
         self.best: tuple[float, int] | None = min(scores, default=None)
 
@@ -88,6 +90,7 @@ class Checkpointer:
             target=self._write, args=(pending, reason, waited, spare, best), name="lockstep-checkpoint", daemon=True
         )
         self._thread.start()
+        self.last = step
         return True
 
     def collect(self) -> Iterator[Saved | str]:
@@ -100,8 +103,11 @@ class Checkpointer:
             yield self._told.pop(0)
 
     def finish(self) -> Iterator[Saved | str]:
-        """Wait for what is being written, then `collect`."""
-        self._join()
+        """Wait for what is being written, then `collect`: whatever it was due for, none comes after it.
+
+        Raises UserError if the disk refused it.
+        """
+        self._join(last=True)
         yield from self.collect()
 
     def __enter__(self) -> Self:
@@ -122,18 +128,19 @@ class Checkpointer:
         taken = time.perf_counter() - started
         self._told.append(Saved(pending.step, reason, waited, taken, size_of(path)))
 
-    def _join(self) -> None:
+    def _join(self, last: bool = False) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._settle()
+        self._settle(last)
 
-    def _settle(self) -> None:
-        """Raise what went wrong, or keep it to be told."""
+    def _settle(self, last: bool = False) -> None:
+        """Raise what went wrong, or keep it to be told where another one comes after it."""
         if self._failed is None:
             return
-        (reason, error), self._failed = self._failed, None
-        if reason in ("end", "interrupted") or isinstance(error, PoisonedState) or not isinstance(error, UserError):
+        (reason, error), self._failed, self.last = self._failed, None, None
+        last = last or reason in ("end", "interrupted")
+        if last or isinstance(error, PoisonedState) or not isinstance(error, UserError):
             raise error
         self._told.append(f"{error}; those before it stay, and the next interval tries again")
 

@@ -154,7 +154,6 @@ def train(
     """
     last, kept = run.config.train.steps, run.config.checkpoint
     done = first - 1
-    saved = done if done else None
     checks = Checks(sinks, alarm)
     stops = run.config.parity.on_alarm != "log"
     with Checkpointer(session, data, run) as checkpoints:
@@ -170,7 +169,7 @@ def train(
                 best = checkpoints.improved(record) and kept.best
                 if due(kept.every, done, last) or done == last or best:
                     reason: Reason = "end" if done == last else "best" if best else "interval"
-                    saved = done if checkpoints.save(done, reason, checks.good) else None
+                    checkpoints.save(done, reason, checks.good)
                 tell(sinks, checkpoints.collect())
                 if interrupted.is_set():
                     break
@@ -179,10 +178,10 @@ def train(
                 _wait_for(watch, checks, sinks, run.config.parity.timeout_seconds)
             raise
         except LoaderError:
-            if done and saved != done:
+            if done >= first and checkpoints.last != done:
                 checkpoints.save(done, "interrupted", checks.good)
             raise
-        if saved != done and not (stops and checks.bad is not None):
+        if done >= first and checkpoints.last != done and not (stops and checks.bad is not None):
             checkpoints.save(done, "interrupted", checks.good)
         tell(sinks, checkpoints.finish())
     if watch is not None:

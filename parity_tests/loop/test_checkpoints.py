@@ -14,6 +14,7 @@ import pytest
 
 import torch_backend.checkpoint
 from core.checkpoint import list_checkpoints, read_random
+from core.checkpointer import Checkpointer
 from core.jsonl import read_lines
 from parity_tests.loop.runs import STEPS, Folder, one_line
 from parity_tests.stored import stored
@@ -138,6 +139,31 @@ def test_a_checkpoint_that_the_disk_refuses_is_told_and_the_next_one_tried(
     assert [p.name for p in (folder.path / "one" / "checkpoints").iterdir()] == ["step_000009", "step_000012"]
     assert folder.weights("one") == folder.weights("straight")
     assert [line["step"] for line in read_lines(folder.path / "one" / "checkpoints.jsonl")] == [3, 9, 12]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_one_that_the_disk_refuses_in_the_step_of_ctrl_c_ends_with_2(
+    at_once: bool, folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was due at an interval, and yet none follows, whether it is refused before the step is over or after."""
+    from parity_tests.loop.test_elastic import three_steps
+
+    with monkeypatch.context() as patch:
+        three_steps(patch, 6)
+        patch.setattr(os, "rename", refusing("step_000006"))
+        if at_once:
+            collect = Checkpointer.collect
+
+            def joined(self: Checkpointer) -> Any:
+                if self._thread is not None:
+                    self._thread.join()
+                return collect(self)
+
+            patch.setattr(Checkpointer, "collect", joined)
+        assert folder.train("one", {"checkpoint.every": 3}) == 2
+    said = one_line(capsys.readouterr().err)
+    assert "step_000006: No space left on device; go on with: lockstep train --resume" in said
+    assert steps_kept(folder, "one") == [3]
 
 
 def test_what_is_being_written_when_training_fails_is_kept(
