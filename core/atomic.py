@@ -46,6 +46,16 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             temporary.unlink()
 
 
+def read_whole(path: Path) -> bytes:
+    """The bytes of a file. Raises UserError if it is missing or cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
 def remove_temporaries(folder: Path) -> None:
     """Remove what a killed process may have left in `folder`. The caller holds the folder's lock."""
     for left_over in folder.glob(f".*{TEMPORARY_SUFFIX}"):

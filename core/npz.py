@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from core.atomic import read_whole
 from core.errors import UserError
 
 # Where a zip file without a comment says how many members it has.
@@ -16,12 +17,7 @@ _COUNT = slice(-12, -10)
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
     """The arrays of an npz file by name. Raises UserError if it is missing or is not what was written."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    raw = read_whole(path)
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as members:
             # numpy reads no further than an array's own header says, so that a damaged header escapes the checksum.

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from core import checkpoint
-from core.atomic import canonical_json
+from core.atomic import canonical_json, read_whole
 from core.backend import Arrays, Batch, State, StepRecord
 from core.config import RunConfig
 from core.config_file import dump_config, load_config
@@ -196,12 +196,7 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 
 def _verified(path: Path, entry: Mapping[str, Any]) -> bytes:
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    raw = read_whole(path)
     if len(raw) != entry["size"] or hashlib.sha256(raw).hexdigest() != entry["sha256"]:
         raise UserError(f"{path} was damaged after it was written (its size or SHA-256 differs)")
     return raw
