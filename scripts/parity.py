@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
     place = launched()
     if place is not None and place[0] > 0:
-        from torch_backend.parallel import follow
+        from torch_backend.following import follow
 
         return follow()
     options, given = parse(Parity, "parity", argv, with_settings=True)

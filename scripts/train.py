@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     from scripts.start import versions
 
     if (rank := launched()) is not None and rank[0] > 0:
-        from torch_backend.parallel import follow
+        from torch_backend.following import follow
 
         # Rank 0 checks the command line, and says what to open.
         return follow()

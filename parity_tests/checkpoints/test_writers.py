@@ -21,7 +21,7 @@ from core.random_state import random_state, restore_random_state
 from jax_backend.session import JaxBackend
 from parity_tests.stored import stored
 from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import parallel
+from torch_backend import world
 from torch_backend.checkpoint import WritingTorch, shares
 from torch_backend.session import TorchBackend, TorchSession
 
@@ -29,7 +29,7 @@ from torch_backend.session import TorchBackend, TorchSession
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    parallel._let_go()
+    world.let_go()
 
 
 def opened(backend: Backend, policy: str, ranks: int = 1, optimizer: str = "adamw") -> Session:

@@ -13,8 +13,9 @@ from core.config import RunConfig
 from core.errors import UserError
 from parity_tests.guards import candidates
 from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import parallel
-from torch_backend.parallel import RankedSession, RankError
+from torch_backend import world
+from torch_backend.links import RankError
+from torch_backend.parallel import RankedSession
 from torch_backend.session import TorchBackend
 
 SECONDS = 5
@@ -34,7 +35,7 @@ def opened(backend: TorchBackend, ranks: int) -> RankedSession:
 @pytest.fixture(autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    parallel._let_go()
+    world.let_go()
 
 
 NOTHING = "it has begun, and sent none of its gradients' parts"

@@ -18,14 +18,14 @@ from parity_tests.guards.candidates import AT_STEP, GRADIENT_OF
 from parity_tests.loop.runs import Folder, one_line
 from parity_tests.tiny import text_batch, tiny_config
 from scripts import backends, cli
-from torch_backend import parallel
+from torch_backend import world
 from torch_backend.session import TorchBackend, TorchSession
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    parallel._let_go()
+    world.let_go()
 
 
 def config_of(ranks: int = 1, dtype: str = "fp32", **optim) -> RunConfig:

@@ -13,7 +13,7 @@ import scripts.train
 from core.data.sampler import BlockSampler
 from parity_tests.loop.runs import STEPS, Folder
 from parity_tests.stored import stored
-from torch_backend import parallel
+from torch_backend import world
 
 # A gradient is a sum of FP64 numbers in another order: some 1e-16 of its length a step, and Adam divides it by its own.
 WITHIN = {"fp64": 1e-12}
@@ -33,7 +33,7 @@ class After:
 @pytest.fixture(autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    parallel._let_go()
+    world.let_go()
 
 
 def three_steps(monkeypatch: pytest.MonkeyPatch, steps: int = 3) -> None:
@@ -53,7 +53,7 @@ def test_one_two_four_one_ranks(folder: Folder, monkeypatch: pytest.MonkeyPatch)
     three_steps(monkeypatch)
     assert folder.train("ranks", settings) == 130
     for ranks, code in ((2, 130), (4, 130), (1, 0)):
-        parallel._let_go()
+        world.let_go()
         assert folder.resume("ranks", "--train.ranks", str(ranks)) == code
     alone, several = folder.records("alone"), folder.records("ranks")
     assert [r["step"] for r in several] == list(range(1, STEPS + 1))

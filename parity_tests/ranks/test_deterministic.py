@@ -13,7 +13,7 @@ from core.deterministic import differences, prove
 from core.errors import UserError
 from parity_tests.loop.candidates import Puts
 from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import parallel
+from torch_backend import world
 from torch_backend.deterministic import switch
 from torch_backend.parallel import RankedSession
 from torch_backend.session import TorchBackend
@@ -22,7 +22,7 @@ from torch_backend.session import TorchBackend
 @pytest.fixture(autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    parallel._let_go()
+    world.let_go()
     switch(tiny_config(), torch.device("cpu"))
 
 

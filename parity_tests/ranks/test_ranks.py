@@ -18,8 +18,9 @@ from jax_backend.session import JaxBackend
 from parity_tests.cross.variants import relative
 from parity_tests.ranks import candidates
 from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import parallel
-from torch_backend.parallel import RankedSession, RankError
+from torch_backend import world
+from torch_backend.links import RankError
+from torch_backend.parallel import RankedSession
 from torch_backend.session import TorchBackend
 
 TRAIN = {"batch_size": 8, "micro_batch_size": 2, "sequence_length": 32}
@@ -42,7 +43,7 @@ BATCH = uneven_weights(text_batch(config_of()), 0)
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    parallel._let_go()
+    world.let_go()
 
 
 @pytest.mark.parametrize(("policy", "within"), [("fp64", 1e-14), ("fp32", 1e-6), ("bf16", 1e-6)])

@@ -1,0 +1,206 @@
+"""The ranks above 0: each runs, on a session of its own, the methods that rank 0 tells it to.
+
+A follower that raises in the midst of a step leaves the others waiting for its gradients. So it says why in the store
+and ends, and rank 0 raises a RankError with its words (torch_backend/links.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, State, StepRecord
+from core.config import RunConfig
+from core.finite import NotFinite
+from core.launch import launched
+from core.parity.load import module_from_file
+from core.parity.step import flat
+from torch_backend.checkpoint import WritingTorch
+from torch_backend.links import PATIENCE, Links, group_backend, join_group, of_link, take_device
+from torch_backend.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch_backend.session import TorchBackend, TorchSession
+
+# In these, ranks wait for each other; what is raised in one of them ends the ranks.
+TOGETHER = ("open", "step", "gradients", "step_and_gradients", "costs_of_determinism")
+# What of a follower's result rank 0 wants to hear.
+HEARD = ("own_gradients", "report", "random_state")
+# The mark of a command that is done: more than any number of buckets.
+DONE = 1 << 30
+
+
+def follow() -> int:
+    """A rank above 0 of torchrun: serve rank 0 until it is done. Returns the exit code."""
+    place = launched()
+    assert place is not None
+    rank, ranks = place
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 finishes its step, and says when it is over
+        signal.signal(number, signal.SIG_IGN)
+    device = take_device(int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.is_available())
+    print(f"rank {rank} of {ranks}: pid {os.getpid()}, device {device}", flush=True)
+    dist.init_process_group(group_backend(device), timeout=PATIENCE)
+    return serve(Links())
+
+
+def spawned(rank: int, ranks: int, port: int, cuda: bool, threads: int) -> None:
+    """A rank that rank 0 has started."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    join_group(rank, ranks, TCPStore("127.0.0.1", port, ranks, False), take_device(rank, cuda))
+    sys.exit(serve(Links()))
+
+
+def _end_with_parent() -> None:
+    parent: Any = multiprocessing.parent_process()
+    parent.join()
+    os._exit(1)
+
+
+class Member:
+    """One rank's session, the last record that it made, and what it does on command."""
+
+    def __init__(self, session: TorchSession) -> None:
+        self.session = session
+        self.record: StepRecord | None = None
+
+    def load(self, state: State) -> None:
+        """Take over a canonical state."""
+        self.session.load(state)
+
+    def step(self, batch: Batch, norms: bool = False) -> StepRecord:
+        """One optimizer step."""
+        with self._recorded():
+            self.record = self.session.step(batch, norms=norms)
+            return self.record
+
+    def write(self, folder: Path) -> WritingTorch:
+        """Begin to write this rank's share of the state."""
+        return self.session.write(folder)
+
+    def write_beside(self, folder: Path) -> None:
+        """Write it in a thread."""
+        self.session.write(folder).write_beside()
+
+    def random_state(self) -> dict[str, np.ndarray]:
+        """States of this rank's random number generators."""
+        return self.session.random_state()
+
+    def set_random_state(self, by_rank: Sequence[Arrays]) -> None:
+        """Take over this rank's part of what every rank gave."""
+        self.session.set_random_state(by_rank[dist.get_rank()])
+
+    def gradients(self, batch: Batch) -> Gradients:
+        """Loss and gradients, reduced over ranks."""
+        return self.session.gradients(batch)
+
+    def step_and_gradients(self, batch: Batch, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
+        """`step`, and the gradients that it made before clipping."""
+        with self._recorded():
+            self.record, found = self.session.step_and_gradients(batch, norms=norms)
+            return self.record, found
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """A step that is left out has a record all the same."""
+        try:
+            yield
+        except NotFinite as found:
+            self.record = found.record
+            raise
+
+    def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
+        """As the session measures it."""
+        return self.session.costs_of_determinism(batch)
+
+    def own_gradients(self, batch: Batch) -> list[Arrays]:
+        """Gradients of each micro-batch of this rank's share by itself, not reduced."""
+        assert self.session.ranks is not None
+        micros = batch.micro_batches(micro_size(self.session.config, batch))
+        # Not as the session shares them, which may be what is wrong.
+        mine = Ranks.share(self.session.ranks, micros)
+        return [self.session.gradients(micro).grads for micro in mine]
+
+    def report(self) -> RankReport:
+        """The last record, and a digest of each array of the state."""
+        assert self.record is not None
+        state = flat(self.session.state())
+        digests = {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in state.items()}
+        return RankReport(self.record, digests)
+
+
+def serve(links: Links) -> int:
+    """Do what rank 0 says until it says `end` or is gone; returns the exit code."""
+    members: dict[int, Member] = {}
+    while True:
+        try:
+            command, what, number, arguments, dropped = links.commanded()
+        except RuntimeError:  # rank 0 is gone, and has said why
+            return 1
+        for old in dropped:
+            members.pop(old, None)
+        try:
+            if what == "end":
+                return 0
+            with marked(links, command, members.get(number)):
+                if what == "open":
+                    if not members:
+                        torch._dynamo.reset()
+                    members[number] = Member(_opened(links, *arguments))
+                    value = None
+                else:
+                    value = getattr(members[number], what)(*arguments)
+            links.answer("done", value if what in HEARD else None)
+        except NotSupported as reason:
+            links.answer("not supported", str(reason))
+        except NotFinite as found:
+            links.answer("not finite", found.where)
+        except Exception as error:
+            words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            if what not in TOGETHER:
+                links.answer("raised", words)
+                continue
+            links.leave_words("link" if of_link(error) else "own", words)
+            return 1  # sockets close with the process: whoever waits for this rank hears of it at once
+
+
+@contextmanager
+def marked(links: Links, command: int, member: Member | None) -> Iterator[None]:
+    """Mark that a command is begun, what it has sent so far, and that it is done."""
+    ranks = member.session.ranks if member else None
+    links.mark(command, 0)
+    if ranks is not None:
+        sent = count(1)
+        ranks.on_sent = lambda: links.mark(command, next(sent))
+    yield
+    links.mark(command, DONE)
+
+
+def _opened(links: Links, pickled: bytes, file: str | None, config: RunConfig) -> TorchSession:
+    if file is not None:
+        module_from_file(file)
+    backend: TorchBackend = pickle.loads(pickled)
+    session = backend.open_rank(config)
+    session.join_ranks()
+    links.be_patient_for(config.parallel.timeout_seconds)
+    return session
+
+
+def micro_size(config: RunConfig, batch: Batch) -> int:
+    """Sequences of a micro-batch, of which a check's batch may have fewer."""
+    return min(config.train.micro_batch_size, len(batch.tokens))

@@ -1,0 +1,152 @@
+"""What joins the ranks of a run: their process groups, commands and answers, marks and last words.
+
+The default process group carries gradients (nccl on CUDA, gloo on the CPU), two gloo groups beside it commands and
+answers. A rank that fails says why in the store and ends: sockets close, and whoever waits for it gets an error at
+once. One that hangs says nothing: every rank marks in the store how far it is, and when the wait is over the one
+farthest behind is named.
+"""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from core.errors import UserError
+
+# Until a run says how long a rank may keep the others waiting (`parallel.timeout_seconds`).
+PATIENCE = timedelta(minutes=10)
+# How long a follower waits for its next command: rank 0 may judge a check or write a checkpoint meanwhile.
+IDLE = timedelta(days=7)
+# Words that gloo and nccl have for a wait that was too long.
+TIMED_OUT = ("timed out", "timeout")
+
+
+class RankError(UserError):
+    """A rank failed, hangs, or is gone: which one, and what it said."""
+
+
+def take_device(local: int, cuda: bool) -> torch.device:
+    """The device of a local rank, made the current one. Raises UserError if there is none."""
+    if not cuda:
+        return torch.device("cpu")
+    if torch.cuda.device_count() <= local:
+        raise UserError(f"local rank {local} has no GPU: torch sees {torch.cuda.device_count()}")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def group_backend(device: torch.device) -> str:
+    """What carries tensors of the CPU, and those of the device."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def join_group(rank: int, ranks: int, store: Store, device: torch.device) -> None:
+    """Make the default process group over a store."""
+    dist.init_process_group(group_backend(device), store=store, rank=rank, world_size=ranks, timeout=PATIENCE)
+
+
+class Links:
+    """Commands from rank 0, answers to it, and places for marks and last words."""
+
+    def __init__(self) -> None:
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self._commands = dist.new_group(backend="gloo", timeout=IDLE)
+        self._answers = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._patience = PATIENCE
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def be_patient_for(self, seconds: float) -> None:
+        """How long this rank waits for another one, but for its next command."""
+        self._patience = timedelta(seconds=seconds)
+        dist.distributed_c10d._set_pg_timeout(self._patience)
+
+    def command(self, rank: int, *said: Any) -> None:
+        """Send a command; rank 0 does."""
+        _send(said, rank, self._commands, self._patience)
+
+    def commanded(self) -> tuple[Any, ...]:
+        """The next command of rank 0."""
+        heard: tuple[Any, ...] = _receive(0, self._commands, IDLE)
+        return heard
+
+    def answer(self, kind: str, value: Any) -> None:
+        """Say to rank 0 what became of a command."""
+        _send((kind, value), 0, self._answers, self._patience)
+
+    def answered(self, rank: int) -> tuple[str, Any]:
+        """What a rank says became of it."""
+        heard: tuple[str, Any] = _receive(rank, self._answers, self._patience)
+        return heard
+
+    def silence(self, rank: int) -> str:
+        """Why nothing can be sent to a rank; nothing if it is there, though it may be busy."""
+        try:
+            work = dist.isend(torch.zeros(1), rank, group=self._commands)
+            if work is not None:
+                work.wait(timedelta(seconds=1))
+        except RuntimeError as error:
+            return "" if timed_out(error) else str(error).splitlines()[0]
+        return ""
+
+    def mark(self, command: int, phase: int) -> None:
+        """Note how far this rank is: in which command, and in it 0 begun, n after it sent n parts, or DONE."""
+        self._store.set(f"lockstep/mark/{self.rank}", f"{command} {phase}")
+
+    def marks(self) -> dict[int, tuple[int, int]]:
+        """(command, phase) of each rank; (0, 0) of one that has marked nothing."""
+        found = {}
+        for rank in range(self.count):
+            said = self._said(f"lockstep/mark/{rank}")
+            command, phase = (said or "0 0").split()
+            found[rank] = int(command), int(phase)
+        return found
+
+    def leave_words(self, kind: str, words: str) -> None:
+        """kind: `own` trouble, or that of a `link` to another rank."""
+        self._store.set(f"lockstep/last words/{self.rank}", f"{kind} {words}")
+
+    def last_words(self, rank: int) -> tuple[str, str] | None:
+        """(kind, words)."""
+        said = self._said(f"lockstep/last words/{rank}")
+        return None if said is None else (said.partition(" ")[0], said.partition(" ")[2])
+
+    def _said(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def _send(value: Any, rank: int, group: Any, patience: timedelta) -> None:
+    """`dist.send_object_list` waits as long as its group was once made to; this as long as it is told."""
+    raw = bytearray(pickle.dumps(value))
+    for tensor in (torch.tensor([len(raw)]), torch.frombuffer(raw, dtype=torch.uint8)):
+        _wait(dist.isend(tensor, rank, group=group), patience)
+
+
+def _receive(rank: int, group: Any, patience: timedelta) -> Any:
+    size = torch.zeros(1, dtype=torch.int64)
+    _wait(dist.irecv(size, rank, group=group), patience)
+    raw = torch.empty(int(size), dtype=torch.uint8)
+    _wait(dist.irecv(raw, rank, group=group), patience)
+    return pickle.loads(raw.numpy().data)
+
+
+def _wait(work: dist.Work | None, patience: timedelta) -> None:
+    assert work is not None
+    work.wait(patience)
+
+
+def of_link(error: BaseException) -> bool:
+    """Whether it is a link to another rank that failed. Of most of gloo's failures only the words tell."""
+    said = str(error).lower()
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(words in said for words in ("gloo/", "pair closure", *TIMED_OUT))
+    )
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether a collective gave up waiting: gloo and nccl have words for it, and no class."""
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in TIMED_OUT)
