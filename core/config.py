@@ -93,7 +93,7 @@ class TrainConfig(Section):
 
 
 class OptimConfig(Section):
-    """Optimizer, warm-up and cosine, global-norm clipping; rate and decay by parameter group (core/names.py).
+    """Optimizer, schedule (docs/schedules.md), global-norm clipping; rate and decay by parameter group (core/names.py).
 
     A group's learning rate is the schedule's times its `…_lr_scale` times what the width and batch rules say.
     """
@@ -108,6 +108,11 @@ class OptimConfig(Section):
     peak_lr: Annotated[float, Field(gt=0)] = Field(3e-3, description="learning rate at the end of the warm-up")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
     warmup_steps: Count = Field(20, description="steps of linear warm-up")
+    schedule: Literal["cosine", "wsd", "linear"] = Field(
+        "cosine", description="after the warm-up: half a cosine; stable, then a decay; a straight line"
+    )
+    decay_share: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="wsd: share of the steps that decays")
+    decay_shape: Literal["linear", "sqrt"] = Field("sqrt", description="wsd: a straight line, or 1 − √(share done)")
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the first moment")
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="decay of the second moment")
     eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to √v̂")
@@ -383,6 +388,22 @@ def _warmup_fits(warmup: int, steps: int) -> str | None:
     return f"{warmup} warm-up steps do not fit in {steps} steps" if warmup >= steps and warmup else None
 
 
+def _decay_fits(schedule: str, share: float, warmup: int, steps: int) -> str | None:
+    if schedule == "wsd" and warmup + round(share * steps) > steps:
+        return f"a decay over {share:g} of {steps} steps begins before the {warmup} warm-up steps are over"
+    return None
+
+
+def _decay_is_asked_for(schedule: str, share: float, shape: str) -> str | None:
+    defaults = OptimConfig()
+    if schedule != "wsd" and (share, shape) != (defaults.decay_share, defaults.decay_shape):
+        return (
+            f"{schedule} has no decay_share and no decay_shape: take optim.schedule = 'wsd', or leave them at "
+            f"{defaults.decay_share:g} and {defaults.decay_shape!r}"
+        )
+    return None
+
+
 PARTS = ("embedding", "norms", "attention", "mlp", "block")
 
 
@@ -500,6 +521,11 @@ RULES = (
     Rule(("model.heads", "model.kv_heads"), _kv_heads_divide_heads),
     Rule(("train.batch_size", "train.ranks", "train.micro_batch_size"), _batch_divides),
     Rule(("optim.warmup_steps", "train.steps"), _warmup_fits),
+    Rule(
+        ("optim.decay_share", "optim.schedule", "optim.warmup_steps", "train.steps"),
+        lambda share, schedule, warmup, steps: _decay_fits(schedule, share, warmup, steps),
+    ),
+    Rule(("optim.schedule", "optim.decay_share", "optim.decay_shape"), _decay_is_asked_for),
 )
 
 

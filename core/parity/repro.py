@@ -271,7 +271,7 @@ def _scalar(origin: Finding, evidence: Evidence, config: RunConfig) -> _Parts:
     elif origin.stage == "clip_coefficient":
         facts |= {"stored": record.clip_coefficient, "norm": record.grad_norm, "clip_norm": optim.clip_norm}
     else:
-        keys = ("peak_lr", "min_lr_ratio", "warmup_steps")
+        keys = ("peak_lr", "min_lr_ratio", "warmup_steps", "schedule", "decay_share", "decay_shape")
         facts |= {key: getattr(optim, key) for key in keys} | {"stored": record.lr, "steps": config.train.steps}
         facts["number"], dtype = evidence.before.step + 1, "float32"
     return _Parts((origin.stage, "scalar"), tensors, facts | {"dtype": dtype}, "A scalar, recomputed from its inputs.")

@@ -88,6 +88,7 @@ class HfSession:
         loss, _ = self.backward(batch)
         norm = torch.nn.utils.clip_grad_norm_(list(self.params.values()), o.clip_norm).item()
         self.done += 1
+        # optim.schedule = "cosine"; the others are in docs/schedules.md
         after = max(self.done - o.warmup_steps, 0) / max(steps - o.warmup_steps, 1)
         cosine = o.min_lr_ratio + (1 - o.min_lr_ratio) * (1 + math.cos(math.pi * after)) / 2
         lr = o.peak_lr * (self.done / o.warmup_steps if self.done <= o.warmup_steps else cosine)

@@ -182,6 +182,14 @@ BROKEN = {
     ("model.heads", "model.kv_heads"): [{"model.kv_heads": "3"}],
     ("train.batch_size", "train.ranks", "train.micro_batch_size"): [{"train.batch_size": "24"}, {"train.ranks": "2"}],
     ("optim.warmup_steps", "train.steps"): [{"optim.warmup_steps": "200"}, {"train.steps": "20"}],
+    ("optim.decay_share", "optim.schedule", "optim.warmup_steps", "train.steps"): [
+        {"optim.schedule": "wsd", "optim.decay_share": "0.95"},
+        {"optim.schedule": "wsd", "optim.warmup_steps": "190"},
+    ],
+    ("optim.schedule", "optim.decay_share", "optim.decay_shape"): [
+        {"optim.decay_share": "0.2"},
+        {"optim.schedule": "linear", "optim.decay_shape": "linear"},
+    ],
     ("precision.loss_scale",): [{"precision.loss_scale": "1000"}, {"precision.loss_scale": "1e300"}],
     ("recompute.parts", "recompute.keep_products", "recompute.every"): [
         {"recompute.parts": "mpl"},

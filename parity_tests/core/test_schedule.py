@@ -1,11 +1,14 @@
-"""The learning rate against its closed form at the points where it is plain."""
+"""The learning rate against its closed form where that is plain, and what holds of every schedule at every step."""
 
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from core.config import OptimConfig
-from core.schedule import learning_rate
+from core.config import OptimConfig, RunConfig, TrainConfig
+from core.schedule import decay_steps, learning_rate
 
 OPTIM = OptimConfig(peak_lr=2.0, min_lr_ratio=0.1, warmup_steps=10)
 TOTAL = 110
@@ -48,3 +51,79 @@ def test_without_warmup_the_first_step_is_on_the_cosine():
 def test_steps_count_from_one(step):
     with pytest.raises(ValueError, match="count from 1"):
         learning_rate(OPTIM, step, TOTAL)
+
+
+WSD = OptimConfig(peak_lr=2.0, min_lr_ratio=0.1, warmup_steps=10, schedule="wsd", decay_share=0.4)
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        # Steps 5, 10, 11, 60, 61 of 100, a quarter and half of the decay, its last step.
+        ({}, {5: 1.0, 10: 2.0, 11: 2.0, 60: 2.0, 61: 2 - 1.8 * math.sqrt(1 / 40), 70: 1.1, 100: 0.2, 999: 0.2}),
+        ({"decay_shape": "linear"}, {5: 1.0, 60: 2.0, 61: 2 - 1.8 / 40, 70: 2 - 1.8 / 4, 80: 1.1, 100: 0.2, 999: 0.2}),
+        ({"schedule": "linear"}, {5: 1.0, 10: 2.0, 11: 2 - 1.8 / 90, 55: 1.1, 100: 0.2, 999: 0.2}),
+    ],
+)
+def test_closed_forms_of_wsd_and_linear(changes, expected):
+    optim = WSD.model_copy(update=changes)
+    assert {step: learning_rate(optim, step, 100) for step in expected} == pytest.approx(expected, rel=1e-14)
+
+
+def test_the_stable_phase_is_the_peak_itself():
+    optim = WSD.model_copy(update={"peak_lr": 3e-4, "min_lr_ratio": 0.85})  # 0.85 + (1 − 0.85) is not 1
+    assert {learning_rate(optim, step, 100) for step in range(10, 61)} == {3e-4}
+
+
+def test_a_decay_is_one_step_at_least():
+    assert decay_steps(WSD.model_copy(update={"decay_share": 1e-9}), 100) == 1
+
+
+@st.composite
+def runs(draw):
+    """A schedule and a number of steps that go together."""
+    steps = draw(st.integers(1, 3000))
+    optim = {
+        "schedule": draw(st.sampled_from(["cosine", "wsd", "linear"])),
+        "peak_lr": draw(st.floats(1e-6, 1.0)),
+        "min_lr_ratio": draw(st.floats(0, 1)),
+        "warmup_steps": draw(st.integers(0, steps - 1)),
+    }
+    if optim["schedule"] == "wsd":
+        optim["decay_share"] = draw(st.floats(1e-6, 1, allow_subnormal=False))
+        optim["decay_shape"] = draw(st.sampled_from(["linear", "sqrt"]))
+    try:
+        return RunConfig(optim=OptimConfig(**optim), train=TrainConfig(steps=steps))
+    except ValidationError:  # the decay would begin within the warm-up
+        return RunConfig(optim=OptimConfig(**(optim | {"warmup_steps": 0})), train=TrainConfig(steps=steps))
+
+
+# peak · W / W may be an ulp beside the peak.
+ULP = 1 + 1e-15
+
+
+@given(run=runs())
+def test_every_schedule_rises_then_falls_from_above_zero_to_the_lowest_rate(run):
+    optim, steps = run.optim, run.train.steps
+    rates = [learning_rate(optim, step, steps) for step in range(1, steps + 1)]
+    top = max(optim.warmup_steps - 1, 0)
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert all(after <= before * ULP for before, after in zip(rates[top:], rates[top + 1 :], strict=False))
+    assert max(rates) <= optim.peak_lr * ULP
+    assert rates[-1] == pytest.approx(optim.peak_lr * optim.min_lr_ratio, rel=1e-12, abs=1e-18)
+    assert steps == 1 or rates[0] > 0
+
+
+@given(run=runs())
+def test_no_schedule_jumps_at_a_seam(run):
+    """From a seam to the step after it the rate falls by what one step of the piece that begins there allows."""
+    optim, steps = run.optim, run.train.steps
+    falling = decay_steps(optim, steps)
+    root = optim.schedule == "wsd" and optim.decay_shape == "sqrt"
+    # Of its range: the first step of 1 − √x; the steepest of the cosine, π/2 times the mean; 1 of a single step.
+    steepest = 1 / math.sqrt(falling) if root else min(math.pi / 2 / falling, 1.0)
+    allowed = optim.peak_lr * steepest * (1 - optim.min_lr_ratio) + optim.peak_lr * 1e-12
+    for seam in {optim.warmup_steps, steps - falling} - {0, steps}:
+        before, after = (learning_rate(optim, step, steps) for step in (seam, seam + 1))
+        assert before == pytest.approx(optim.peak_lr, rel=1e-15)
+        assert 0 <= before * ULP - after <= allowed
