@@ -252,7 +252,7 @@ class _Member:
 
     def own_gradients(self, batch: Batch) -> list[Arrays]:
         assert self.session.ranks is not None
-        micros = batch.micro_batches(_micro_size(self.session.config, batch))
+        micros = batch.cut(self.session.config.train)
         # Not as the session shares them, which may be what is wrong.
         mine = Ranks.share(self.session.ranks, micros)
         return [self.session.gradients(micro).grads for micro in mine]
@@ -694,7 +694,7 @@ class RankedSession:
 
     def _shared(self, batch: Batch) -> bool:
         assert self.own.ranks is not None
-        return self.own.ranks.shares(batch.micro_batches(_micro_size(self.config, batch)))
+        return self.own.ranks.shares(batch.cut(self.config.train))
 
     def _require_shared(self, batch: Batch) -> None:
         if not self._shared(batch):
@@ -729,7 +729,3 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _micro_size(config: RunConfig, batch: Batch) -> int:
-    return min(config.train.micro_batch_size, len(batch.tokens))
