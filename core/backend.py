@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from core.config import AttentionConfig, RunConfig
+from core.config import AttentionConfig, RunConfig, TrainConfig
 from core.loss_scale import SKIPPED
 
 Arrays = Mapping[str, np.ndarray]
@@ -89,6 +89,13 @@ class Batch:
         if rest or not count:
             raise ValueError(f"a batch of {len(self.tokens)} sequences is not cut evenly by {size}")
         return [self.rows(slice(i, i + size)) for i in range(0, count * size, size)]
+
+    def cut(self, train: TrainConfig) -> list[Batch]:
+        """Cut into the run's micro-batches, which have fewer sequences where these are longer; a smaller batch is one.
+
+        Raises ValueError as `micro_batches` does.
+        """
+        return self.micro_batches(min(train.micro_batch_of(self.tokens.shape[1]), len(self.tokens)))
 
     def digest(self) -> str:
         """SHA-256 over all its arrays: two sides that consumed the same data agree on it, bit for bit."""
@@ -222,7 +229,7 @@ class Session(Protocol):
         ...
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length."""
+        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's longest sequence."""
         ...
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from core.curriculum import pieces, problem
 from core.paths import path_problem
 
 Positive = Annotated[int, Field(gt=0)]
@@ -27,6 +28,11 @@ def _can_be_a_path(text: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(_can_be_a_path)]
+
+
+def _is_a_curriculum(text: str) -> str:
+    pieces(text)
+    return text
 
 
 def listed(text: str) -> list[str]:
@@ -84,12 +90,36 @@ class TrainConfig(Section):
     batch_size: Positive = Field(16, description="sequences an optimizer step, over all ranks")
     micro_batch_size: Positive = Field(16, description="sequences that one rank computes at a time")
     sequence_length: Positive = Field(128, description="tokens a sequence")
+    curriculum: Annotated[str, AfterValidator(_is_a_curriculum)] = Field(
+        "",
+        description="tokens a sequence by share of the steps, at as many tokens a step (`2048:0.9, 4096:0.1`); "
+        "sequence_length is one of them, and batch_size and micro_batch_size count sequences of that one; empty = no "
+        "other",
+    )
     ranks: Positive = Field(1, description="data-parallel processes")
 
     @property
     def accumulation(self) -> int:
         """Micro-batches that one rank accumulates in a step."""
         return self.batch_size // (self.ranks * self.micro_batch_size)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Every number of tokens a sequence that a step of the run has, in the run's order."""
+        return tuple(dict.fromkeys(piece.length for piece in pieces(self.curriculum))) or (self.sequence_length,)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence of the run."""
+        return max(self.lengths)
+
+    def micro_batch_of(self, length: int) -> int:
+        """Sequences that one rank computes at a time if they have `length` tokens: as many tokens at any of the run's.
+
+        Of a length that is not the run's, `micro_batch_size`.
+        """
+        of_run = length in self.lengths
+        return self.micro_batch_size * self.sequence_length // length if of_run else self.micro_batch_size
 
 
 class OptimConfig(Section):
@@ -307,7 +337,7 @@ class LogConfig(Section):
 
     norms_every: Interval = Field(10, description="parameter, gradient and update norms by group")
     fp32_loss_every: Interval = Field(50, description="cross-entropy recomputed in FP32 from FP32 weights on a slice")
-    fp32_loss_sequences: Positive = Field(8, description="sequences in that slice")
+    fp32_loss_sequences: Positive = Field(8, description="sequences of train.sequence_length in that slice")
     sample_every: Interval = Field(0, description="a text sample from the prompt")
     sample_prompt: str = Field("The meaning of life is ", description="prompt of the sample")
     sample_tokens: Positive = Field(50, description="tokens of the sample")
@@ -520,6 +550,7 @@ RULES = (
     Rule(("model.hidden", "model.heads"), _heads_divide_hidden),
     Rule(("model.heads", "model.kv_heads"), _kv_heads_divide_heads),
     Rule(("train.batch_size", "train.ranks", "train.micro_batch_size"), _batch_divides),
+    Rule(("train.curriculum", "train.sequence_length", "train.micro_batch_size", "train.steps"), problem),
     Rule(("optim.warmup_steps", "train.steps"), _warmup_fits),
     Rule(
         ("optim.decay_share", "optim.schedule", "optim.warmup_steps", "train.steps"),

@@ -113,7 +113,7 @@ def _repeated(config: RunConfig, session: Session, batch: Batch) -> tuple[tuple[
     random = random_state(session)
     if config.train.ranks > 1:
         # Rank 0 computes it alone: what it refuses is said in its own words, and leaves nobody waiting.
-        session.gradients(batch.rows(slice(config.train.micro_batch_size)))
+        session.gradients(batch.cut(config.train)[0])
     # In their first pass CUDA graphs are recorded.
     calls = 3 if config.compile.mode == "reduce-overhead" else 2
     found: list[Gradients] = []
@@ -150,6 +150,7 @@ def _costs(config: RunConfig, session: Session, batch: Batch, compiling: float) 
     if config.compile.enabled and compiling > AFFORDABLE:
         return (), f"compiling the step once more would take about {compiling:.0f} s"
     try:
-        return session.costs_of_determinism(batch.rows(slice(config.train.ranks * config.train.micro_batch_size))), ""
+        share = config.train.ranks * config.train.micro_batch_of(batch.tokens.shape[1])
+        return session.costs_of_determinism(batch.rows(slice(share))), ""
     except NotSupported as reason:
         return (), str(reason)

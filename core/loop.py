@@ -15,6 +15,7 @@ from core.checkpoint import checkpoint_step
 from core.checkpointer import Checkpointer, Reason, Saved
 from core.data.loader import LoaderError, Prefetcher
 from core.finite import NotFinite, is_finite
+from core.metrics import SEQUENCE_LENGTH
 from core.parity.verdict import Check
 from core.run import RunDir
 from core.run_data import RunData
@@ -91,7 +92,7 @@ def step_records(
             yield replace(
                 record,
                 tokens_per_second=rate,
-                mfu=mfu(config.model, config.train.sequence_length, rate, device, config.precision.policy),
+                mfu=mfu(config.model, batch.tokens.shape[1], rate, device, config.precision.policy),
                 metrics=dict(record.metrics) | measured(session, data, batch, step),
                 sample=sample(session, data, step) if due(config.log.sample_every, step, last) else None,
             )
@@ -101,11 +102,14 @@ def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[s
     """Validation loss and top-1 accuracy, and FP32 cross-entropy on a slice of the batch, where they are due."""
     config = data.config
     metrics: dict[str, float] = {}
+    if len(config.train.lengths) > 1:
+        metrics[SEQUENCE_LENGTH] = float(batch.tokens.shape[1])
     if due(config.eval.every, step, config.train.steps):
         metrics |= validate(session, data.validation)
     if due(config.log.fp32_loss_every, step, config.train.steps):
-        count = config.log.fp32_loss_sequences
-        part = batch.rows(slice(count))
+        # Its logits stand there at once: as many of longer sequences would take more memory than the run began with.
+        tokens = config.log.fp32_loss_sequences * config.train.sequence_length
+        part = batch.rows(slice(max(tokens // batch.tokens.shape[1], 1)))
         trained = float(session.evaluate(part)["nll"].mean(dtype=np.float64))
         full = float(session.evaluate(part, "fp32")["nll"].mean(dtype=np.float64))
         metrics |= {"fp32/loss": full, "fp32/difference": trained - full}
@@ -127,7 +131,7 @@ def sample(session: Session, data: RunData, step: int) -> str:
     prompt = np.asarray(tokenizer.encode_documents([log.sample_prompt])[0], np.int32)
     if len(prompt) == 0:
         prompt = np.asarray([data.dataset.eot_id], np.int32)
-    window = data.config.train.sequence_length
+    window = data.config.train.longest
     written = continue_tokens(session.next_token_logits, prompt, log.sample_tokens, window, data.config.seed + step)
     return log.sample_prompt + tokenizer.decode(np.minimum(written, data.dataset.vocab_size - 1))
 

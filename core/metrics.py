@@ -9,6 +9,8 @@ from core.names import GROUPS, group_of
 
 # Programs that torch.compile made anew in this step, after a session's first: there is no such metric where none was.
 RECOMPILED = "compile/recompiled"
+# Tokens a sequence of this step, where they are not the same in every step of the run.
+SEQUENCE_LENGTH = "train/sequence_length"
 
 
 def group_norms(norms: Mapping[str, float]) -> dict[str, float]:

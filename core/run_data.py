@@ -11,6 +11,7 @@ from core.data.dataset import TokenDataset
 from core.data.memory import total_memory_bytes
 from core.data.sampler import BlockSampler
 from core.errors import UserError
+from core.schedule import batch_size, sequence_length
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,12 @@ class RunData:
                 f"which has {dataset.vocab_size} tokens"
             )
         split = dataset.split("train")
-        if split.num_tokens <= train.sequence_length:
+        if split.num_tokens <= train.longest:
             raise UserError(
                 f"{data.path} has {split.num_tokens} training tokens, "
-                f"fewer than one sequence of {train.sequence_length} and its target"
+                f"fewer than one sequence of {train.longest} and its target"
             )
+        # Of one length throughout, so that a curriculum does not move the losses that are compared.
         validation = eval_batches(
             dataset.split("val"),
             train.micro_batch_size,
@@ -47,14 +49,14 @@ class RunData:
             config.eval.batches,
             _end_of_text(config, dataset),
         )
-        return cls(config, dataset, BlockSampler(data.seed, split.num_tokens, train.sequence_length), validation)
+        return cls(config, dataset, BlockSampler(data.seed, split.num_tokens, train.longest), validation)
 
     def batch(self, step: int) -> Batch:
         """The batch of optimizer step `step`, from 1."""
         train = self.config.train
         first = (step - 1) * train.batch_size * train.sequence_length
         split, end = self.dataset.split("train"), _end_of_text(self.config, self.dataset)
-        return train_batch(split, self.sampler, first, train.batch_size, train.sequence_length, end)
+        return train_batch(split, self.sampler, first, batch_size(train, step), sequence_length(train, step), end)
 
 
 def _require_memory(config: RunConfig) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
-from core.config import OptimConfig
+from core.config import OptimConfig, TrainConfig
+from core.curriculum import last_steps, pieces
 
 
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
@@ -20,8 +22,8 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
         wsd     x = max(s − (T − D), 0) / D        f = 1 − x or 1 − √x
 
     wsd is warm-up, stable, decay (Hu et al. 2024, MiniCPM), with the shapes of the decay of Hägele et al. 2024,
-    section 3: linear and 1 − √. Every one is continuous at W and at T − D, is above 0 at step 1, and is peak · r at step
-    T and beyond. Raises ValueError for a step below 1.
+    section 3: linear and 1 − √. Every one is continuous at W and at T − D, is above 0 at step 1, and is peak · r at
+    step T and beyond. Raises ValueError for a step below 1.
     """
     if step < 1:
         raise ValueError(f"steps count from 1, not {step}")
@@ -52,3 +54,16 @@ def _left(optim: OptimConfig, done: float) -> float:
     if optim.schedule == "wsd" and optim.decay_shape == "sqrt":
         return 1.0 - math.sqrt(done)
     return 1.0 - done
+
+
+def sequence_length(train: TrainConfig, step: int) -> int:
+    """Tokens a sequence of step `step` (from 1), as `train.curriculum` says; beyond the last step, of the last one."""
+    if not train.curriculum:
+        return train.sequence_length
+    found = pieces(train.curriculum)
+    return found[min(bisect_left(last_steps(train.curriculum, train.steps), step), len(found) - 1)].length
+
+
+def batch_size(train: TrainConfig, step: int) -> int:
+    """Sequences of step `step`, over all ranks: `train.batch_size · train.sequence_length` tokens, as in every step."""
+    return train.batch_size * train.sequence_length // sequence_length(train, step)

@@ -191,11 +191,11 @@ class JaxSession:
         return {"nll": np.array(nll), "top1": np.array(top1)}
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length.
+        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's longest sequence.
 
         They are one document.
         """
-        padded = np.zeros((1, self.config.train.sequence_length), np.int32)
+        padded = np.zeros((1, self.config.train.longest), np.int32)
         one_document = np.zeros_like(padded)
         padded[0, : len(tokens)] = tokens
         batch = Batch(padded, padded, np.ones(padded.shape, np.float32), one_document)
@@ -217,7 +217,7 @@ class JaxSession:
         What ranks would sum in a narrow format is rounded as by them: each rank's sum, and each addition of one.
         """
         total = self.total_weight(batch)
-        micros = batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens)))
+        micros = batch.cut(self.config.train)
         narrow, ranks = NARROW.get(self.config.parallel.gradient_dtype), self.config.train.ranks
         share = len(micros) // ranks if narrow and len(micros) % ranks == 0 else len(micros)
         loss, nll = jnp.zeros((), jnp.float64), []

@@ -7,14 +7,17 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.budget import flops_per_token, parameter_count, parameter_count_by_group
-from core.config import BLOCK_LINEARS, RunConfig
+from core.config import BLOCK_LINEARS, RunConfig, TrainConfig
+from core.curriculum import last_steps
 from core.groups import group_settings
 from core.parity.bands import recipe_of
+from core.schedule import batch_size, decay_steps, sequence_length
 from core.sinks.tables import GroupRow, facts, losses_to_know, parameter_groups
 
 if TYPE_CHECKING:
@@ -109,22 +112,51 @@ def recomputed_of(config: RunConfig, group: str) -> str:
     return ", ".join(found) or "no"
 
 
+def sequences_of(train: TrainConfig) -> str:
+    """The sequences of a step, and up to which step they are of which length."""
+    ends = last_steps(train.curriculum, train.steps) or (train.steps,)
+    said = [f"{batch_size(train, end)} sequences of {sequence_length(train, end)}" for end in ends]
+    if len(ends) > 1:
+        said = [f"{words} up to step {end:,}" for words, end in zip(said, ends, strict=True)]
+    return ", then ".join(said)
+
+
+def learning_rate_of(config: RunConfig) -> str:
+    """The schedule, in words."""
+    optim, steps = config.optim, config.train.steps
+    falls = {"cosine": "half a cosine", "linear": "a straight line", "wsd": "1 − √ of the share done"}[optim.schedule]
+    if optim.schedule == "wsd" and optim.decay_shape == "linear":
+        falls = "a straight line"
+    parts = [f"{optim.warmup_steps:,} steps of warm-up to {optim.peak_lr:g}"] if optim.warmup_steps else []
+    first = steps - decay_steps(optim, steps)
+    parts += [f"{optim.peak_lr:g} up to step {first:,}"] if optim.schedule == "wsd" else []
+    lowest = optim.peak_lr * optim.min_lr_ratio
+    return ", ".join([*parts, f"{falls} down to {lowest:g} at step {steps:,}"])
+
+
+def flops_of(config: RunConfig, length: int) -> str:
+    """FLOPs of a token of a sequence so long, by convention."""
+    by_kind = flops_per_token(config.model, length)
+    said = ", ".join(f"{kind} {value / 1e9:.4g}" for kind, value in by_kind.items())
+    return f"at {length}: {said}" if len(config.train.lengths) > 1 else said
+
+
 def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str, Any]) -> None:
     """Tables: what is in force, parameter groups, and the losses to know."""
     config, index = run.config, data.dataset.index
     train = config.train
     stream = "fp64" if config.precision.policy == "fp64" else "fp32"
     tokens = train.batch_size * train.sequence_length
-    flops = flops_per_token(config.model, train.sequence_length)
     every = config.parity.every
     in_force = {
         "device": f"{about['device']}, {about['backend']} {next(iter(about['versions'].values()))}",
         **about["in_force"],
         "precision": f"matrix products in {config.precision.operand}, all else and the master weights in {stream}",
-        "a step": f"{tokens:,} tokens: {train.batch_size} sequences of {train.sequence_length}, "
+        "a step": f"{tokens:,} tokens: {sequences_of(train)}, "
         f"{train.accumulation} micro-batches{' a rank' if train.ranks > 1 else ''}",
+        "learning rate": learning_rate_of(config),
         "the run": f"{train.steps:,} steps, {train.steps * tokens:,} tokens; the data has {index.train.tokens:,}",
-        "GFLOP a token": ", ".join(f"{kind} {value / 1e9:.4g}" for kind, value in flops.items()),
+        "GFLOP a token": "; ".join(map(partial(flops_of, config), train.lengths)),
         "parity checks": f"at step 1 and every {every} steps, bounds of {recipe_of(config)}" if every else "off",
     }
     console.print(facts(f"{config.name}: in force", in_force))

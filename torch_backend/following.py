@@ -131,7 +131,7 @@ class Member:
     def own_gradients(self, batch: Batch) -> list[Arrays]:
         """Gradients of each micro-batch of this rank's share by itself, not reduced."""
         assert self.session.ranks is not None
-        micros = batch.micro_batches(micro_size(self.session.config, batch))
+        micros = batch.cut(self.session.config.train)
         # Not as the session shares them, which may be what is wrong.
         mine = Ranks.share(self.session.ranks, micros)
         return [self.session.gradients(micro).grads for micro in mine]
@@ -199,8 +199,3 @@ def _opened(links: Links, pickled: bytes, file: str | None, config: RunConfig) -
     session.join_ranks()
     links.be_patient_for(config.parallel.timeout_seconds)
     return session
-
-
-def micro_size(config: RunConfig, batch: Batch) -> int:
-    """Sequences of a micro-batch, of which a check's batch may have fewer."""
-    return min(config.train.micro_batch_size, len(batch.tokens))

@@ -217,7 +217,7 @@ class Llama(nn.Module):
 
     def __init__(self, run: RunConfig) -> None:
         super().__init__()
-        config, max_length = run.model, run.train.sequence_length
+        config, max_length = run.model, run.train.longest
         self.tap: Tap = no_tap
         self.recompute = of_layer(run.recompute, None)
         self.head = run.loss

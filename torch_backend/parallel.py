@@ -24,7 +24,7 @@ from core.errors import UserError
 from core.launch import launched, require_ranks
 from core.parity.observations import Observation
 from torch_backend.checkpoint import WritingTorch
-from torch_backend.following import Member, micro_size
+from torch_backend.following import Member
 from torch_backend.world import World, ranks_of
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class RankedSession:
 
     def _shared(self, batch: Batch) -> bool:
         assert self.own.ranks is not None
-        return self.own.ranks.shares(batch.micro_batches(micro_size(self.config, batch)))
+        return self.own.ranks.shares(batch.cut(self.config.train))
 
     def _require_shared(self, batch: Batch) -> None:
         if not self._shared(batch):

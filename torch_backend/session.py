@@ -75,8 +75,8 @@ class TorchSession:
         self.policy: Policy = POLICIES[config.precision.policy]
         self.float8 = float8(config.precision, self.device)
         self.steps_done = 0
-        # What torch.compile has made for the step.
-        self.programs, self._stepped = 0, False
+        # What torch.compile has made for the step, and the lengths of sequences that it has made it for.
+        self.programs, self._stepped = 0, set[int]()
         self.scalars = first_scale(config.precision)
         self.model = self.build_model()
         if self.model.has_own_head:
@@ -172,9 +172,12 @@ class TorchSession:
 
         Raises NotFinite, with nothing changed, if the loss or a gradient is not finite (fp16 leaves the update out).
         """
-        made, first = self.programs, not self._stepped
+        made, length = self.programs, batch.tokens.shape[1]
         loss, nll = self.accumulate(batch)
-        anew, self._stepped = 0 if first else self.programs - made, True
+        # A program for each of the run's lengths is no news.
+        due = not self._stepped or length in set(self.config.train.lengths) - self._stepped
+        anew = 0 if due else self.programs - made
+        self._stepped.add(length)
         if self._show_step:
             self._of_step = self._gradients(loss, nll)
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -415,7 +418,7 @@ class TorchSession:
             return {"nll": _numpy(nll), "top1": _numpy(top1)}
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's sequence length.
+        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's longest sequence.
 
         They are one document.
         """
@@ -450,7 +453,7 @@ class TorchSession:
         tokens: the sum over micro-batches is the mean over the batch, however unevenly the weights lie. Several ranks
         (torch_backend/ranks.py) compute a part of the micro-batches each.
         """
-        micros = batch.micro_batches(min(self.config.train.micro_batch_size, len(batch.tokens)))
+        micros = batch.cut(self.config.train)
         total = self.total_weight(batch)
         if self.ranks:
             self.ranks.arrange(micros, lambda micro, program: self._forward_backward(micro, program, total))

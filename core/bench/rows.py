@@ -46,6 +46,7 @@ class Row:
             "train.batch_size": str(self.sequences * self.accumulation),
             "train.micro_batch_size": str(self.sequences),
             "train.ranks": "1",
+            "train.curriculum": "",
         }
         return {**LEVERS, **self.settings, **batch, "device": device}
 

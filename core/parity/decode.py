@@ -161,7 +161,8 @@ def known_scalars(config: RunConfig, batch: Batch, record: StepRecord, step: int
     train, optim, model = config.train, config.optim, config.model
     weights = batch.weights.astype(np.float64)
     total, counted = float(weights.sum()), int(np.count_nonzero(weights))
-    micros = batch.micro_batches(train.micro_batch_size) if len(weights) % train.micro_batch_size == 0 else []
+    rows = train.micro_batch_of(weights.shape[1])
+    micros = batch.micro_batches(rows) if len(weights) % rows == 0 else []
     lr = learning_rate(optim, step, train.steps)
 
     def due(other: int) -> float:
@@ -179,10 +180,10 @@ def known_scalars(config: RunConfig, batch: Batch, record: StepRecord, step: int
         "√head_dim": math.sqrt(model.head_dim),
         "query heads a KV head": model.heads / model.kv_heads,
         "the sequences of the batch": len(weights),
-        "the sequences of a micro-batch": train.micro_batch_size,
+        "the sequences of a micro-batch": rows,
         "the sequence length": weights.shape[1],
         "the tokens of the batch": weights.size,
-        "the tokens of a micro-batch": train.micro_batch_size * weights.shape[1],
+        "the tokens of a micro-batch": rows * weights.shape[1],
         "the loss weight of the batch": total,
         "loss weight / tokens": total / weights.size,
         "tokens with weight / tokens": counted / weights.size,

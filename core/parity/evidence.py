@@ -130,7 +130,7 @@ def gather(
     if probe is not None:
         tapped = probe
     elif tapped is None:
-        tapped = probe_of(batch.micro_batches(_micro_size(config, batch))[0], config, turn=before.step)
+        tapped = probe_of(batch.cut(config.train)[0], config, turn=before.step)
     target = batch if probe is None else probe
     probed = stepped = attempt("gradients and per-token NLL", lambda: _gradients(session, target))
     micro = probed
@@ -143,10 +143,10 @@ def gather(
     taps = look(session, config, tapped, missing)
     accumulated = None
     if probe is None and probed is not None and config.train.accumulation > 1:
-        accumulated = _accumulate(session, before, batch.micro_batches(config.train.micro_batch_size))
+        accumulated = _accumulate(session, before, batch.cut(config.train))
     reduced = None
     if probe is None and probed is not None and config.train.ranks > 1:
-        micros = batch.micro_batches(config.train.micro_batch_size)
+        micros = batch.cut(config.train)
         reduced = _reduce(session, config, before, micros, missing)
     gathering = time.perf_counter() - started
     started = time.perf_counter()
@@ -368,10 +368,6 @@ def _round_trip(session: Session, before: State, after: State, missing: list[str
         missing.append(f"the checkpoint's round trip: the session does not take its state back: {reason}")
         return None
     return session.state()
-
-
-def _micro_size(config: RunConfig, batch: Batch) -> int:
-    return min(config.train.micro_batch_size, len(batch.tokens))
 
 
 def _gradients(session: Session, batch: Batch) -> Gradients:

@@ -24,7 +24,7 @@ def observation_file(folder: Path, step: int) -> Path:
 
 def probe_of(batch: Batch, config: RunConfig) -> Batch:
     """The micro-batch on which a step is observed during training: a function of the step's batch and the run."""
-    micro = batch.micro_batches(config.train.micro_batch_size)[0]
+    micro = batch.cut(config.train)[0]
     return evidence.probe_of(micro, config, turn=int(batch.digest()[:8], 16))
 
 

@@ -111,7 +111,7 @@ def small(config: RunConfig) -> RunConfig:
     heads = 4
     kv_heads = {model.heads: heads, 1: 1}.get(model.kv_heads, 2)
     sizes = {"vocab_size": 40, "hidden": 32, "layers": 2, "heads": heads, "kv_heads": kv_heads, "ffn_hidden": 24}
-    train = {"batch_size": ROWS, "micro_batch_size": ROWS, "sequence_length": LENGTH, "ranks": 1}
+    train = {"batch_size": ROWS, "micro_batch_size": ROWS, "sequence_length": LENGTH, "ranks": 1, "curriculum": ""}
     return config.model_copy(
         update={
             "model": model.model_copy(update=sizes),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from core.backend import StepRecord
 from core.loss_scale import FINITE, SCALE, SKIPPED
-from core.metrics import RECOMPILED
+from core.metrics import RECOMPILED, SEQUENCE_LENGTH
 from core.parity.verdict import Check, Finding
 
 
@@ -83,11 +83,13 @@ def bounds(low: float | None, high: float | None) -> str:
 
 
 def metric_lines(step: int, metrics: Mapping[str, float], before: Mapping[str, float]) -> list[str]:
-    """Lines for what was measured besides the step itself: validation, the loss in FP32, a step that fp16 left out.
+    """Lines for what was measured besides the step itself: a new length, validation, the loss in FP32, a step left out.
 
     before: the metrics of the last step.
     """
     lines = []
+    if metrics.get(SEQUENCE_LENGTH) != before.get(SEQUENCE_LENGTH, metrics.get(SEQUENCE_LENGTH)):
+        lines.append(f"step {step}: sequences of {metrics[SEQUENCE_LENGTH]:.0f} tokens from here")
     if "val/loss" in metrics:
         top1 = f", top-1 {metrics['val/top1']:.1%}" if "val/top1" in metrics else ""
         lines.append(f"step {step}: validation loss {metrics['val/loss']:.4f}{top1}")

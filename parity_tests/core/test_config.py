@@ -93,6 +93,10 @@ def test_all_errors_come_at_once_each_with_its_file(write):
         ("[optim]\npeak_lr = nan", "finite number"),
         ("[optim]\npeak_lr = inf", "finite number"),
         ("[optim]\nbeta2 = 1.0", "less than 1"),
+        ('[train]\ncurriculum = "128"', "'128' is not LENGTH:SHARE, such as 2048:0.9"),
+        ('[train]\ncurriculum = "128:1e9"', "'128:1e9' is not LENGTH:SHARE, such as 2048:0.9"),
+        ('[train]\ncurriculum = "128:0.9, 256:0.2"', "the shares add up to 1.1, not to 1"),
+        ('[train]\ncurriculum = "128:1, 256:0"', "'256:0' is a share of no steps"),
         ('[precision]\npolicy = "fp8"', "'fp8_tensorwise' or 'fp8_rowwise'"),
         ('name = "../up"', "should match pattern"),
         ('name = ""', "should match pattern"),
@@ -181,6 +185,12 @@ BROKEN = {
     ("model.hidden", "model.heads"): [{"model.hidden": "250"}, {"model.hidden": "24", "model.heads": "8"}],
     ("model.heads", "model.kv_heads"): [{"model.kv_heads": "3"}],
     ("train.batch_size", "train.ranks", "train.micro_batch_size"): [{"train.batch_size": "24"}, {"train.ranks": "2"}],
+    ("train.curriculum", "train.sequence_length", "train.micro_batch_size", "train.steps"): [
+        {"train.curriculum": "64:0.5, 256:0.5"},
+        {"train.curriculum": "128:0.5, 192:0.5"},
+        {"train.curriculum": "128:0.9, 4096:0.1"},
+        {"train.curriculum": "128:0.999, 256:0.001"},
+    ],
     ("optim.warmup_steps", "train.steps"): [{"optim.warmup_steps": "200"}, {"train.steps": "20"}],
     ("optim.decay_share", "optim.schedule", "optim.warmup_steps", "train.steps"): [
         {"optim.schedule": "wsd", "optim.decay_share": "0.95"},

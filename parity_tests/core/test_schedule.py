@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from core.config import OptimConfig, RunConfig, TrainConfig
-from core.schedule import decay_steps, learning_rate
+from core.schedule import batch_size, decay_steps, learning_rate, sequence_length
 
 OPTIM = OptimConfig(peak_lr=2.0, min_lr_ratio=0.1, warmup_steps=10)
 TOTAL = 110
@@ -127,3 +127,43 @@ def test_no_schedule_jumps_at_a_seam(run):
         before, after = (learning_rate(optim, step, steps) for step in (seam, seam + 1))
         assert before == pytest.approx(optim.peak_lr, rel=1e-15)
         assert 0 <= before * ULP - after <= allowed
+
+
+TRAIN = TrainConfig(steps=20, batch_size=8, micro_batch_size=4, sequence_length=32, curriculum="16:0.25,32:.5, 64:0.25")
+
+
+def test_each_step_has_the_length_of_its_share():
+    assert [sequence_length(TRAIN, step) for step in range(1, 21)] == [16] * 5 + [32] * 10 + [64] * 5
+    assert sequence_length(TRAIN, 1000) == 64
+    assert (TRAIN.lengths, TRAIN.longest, TRAIN.accumulation) == ((16, 32, 64), 64, 2)
+
+
+def test_tokens_of_a_step_and_of_a_micro_batch_stay():
+    for step in range(1, 21):
+        length = sequence_length(TRAIN, step)
+        assert batch_size(TRAIN, step) * length == 8 * 32
+        assert TRAIN.micro_batch_of(length) * length == 4 * 32
+        assert batch_size(TRAIN, step) == TRAIN.accumulation * TRAIN.micro_batch_of(length)
+
+
+def test_without_a_curriculum_there_is_one_length():
+    train = TRAIN.model_copy(update={"curriculum": ""})
+    assert (train.lengths, train.longest) == ((32,), 32)
+    assert [(sequence_length(train, s), batch_size(train, s)) for s in (1, 20)] == [(32, 8)] * 2
+    assert train.micro_batch_of(32) == train.micro_batch_of(7) == 4
+
+
+@given(shares=st.lists(st.integers(1, 30), min_size=1, max_size=5), steps=st.integers(1, 5000))
+def test_shares_are_held_to_the_nearest_step_at_every_seam(shares, steps):
+    total = sum(shares)
+    # As decimals that add up to 1 exactly.
+    cut = [round(10**6 * share / total) for share in shares]
+    cut[-1] += 10**6 - sum(cut)
+    lengths = [2**number for number in range(len(shares))]
+    text = ", ".join(f"{length}:{share / 10**6:.6f}" for length, share in zip(lengths, cut, strict=True))
+    train = TrainConfig(steps=steps, batch_size=64, micro_batch_size=64, sequence_length=1, curriculum=text)
+    of_steps = [sequence_length(train, step) for step in range(1, steps + 1)]
+    assert of_steps == sorted(of_steps)
+    for number in range(1, len(lengths)):
+        short = sum(length < lengths[number] for length in of_steps)
+        assert abs(short - steps * sum(cut[:number]) / 10**6) <= 0.5 + 1e-9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from parity_tests.tiny import text_batch, tiny_config
 from torch_backend.session import TorchBackend, TorchSession
 
 BASE = tiny_config("fp32", train={"sequence_length": 16}, hidden=32, ffn_hidden=32, layers=1)
-SCHEDULES = {
+SCHEDULES: dict[str, dict[str, Any]] = {
     "cosine": {"schedule": "cosine"},
     "linear": {"schedule": "linear"},
     "wsd, 1 − √": {"schedule": "wsd", "decay_share": 0.4, "decay_shape": "sqrt"},

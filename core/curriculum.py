@@ -1,0 +1,65 @@
+"""A sequence-length curriculum as text: lengths, and the share of the run's steps that each has, in their order.
+
+`2048:0.9, 4096:0.1`: the first nine tenths of the steps at 2048 tokens a sequence, the last tenth at 4096.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from itertools import accumulate
+
+_PIECE = re.compile(r"([1-9]\d{0,8})\s*:\s*(\d{1,3}(?:\.\d{1,15})?|\.\d{1,15})")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of the run. length: tokens a sequence. share: of the run's steps, exactly as it was written."""
+
+    length: int
+    share: Fraction
+
+
+@cache
+def pieces(text: str) -> tuple[Piece, ...]:
+    """The pieces of a curriculum; none of an empty text. Raises ValueError that says what is wrong."""
+    found = []
+    for word in filter(None, map(str.strip, text.split(","))):
+        match = _PIECE.fullmatch(word)
+        if match is None:
+            raise ValueError(f"{word[:40]!r} is not LENGTH:SHARE, such as 2048:0.9")
+        found.append(Piece(int(match[1]), Fraction(match[2])))
+        if not found[-1].share:
+            raise ValueError(f"{word!r} is a share of no steps")
+    if found and (total := sum(piece.share for piece in found)) != 1:
+        raise ValueError(f"the shares add up to {float(total):g}, not to 1")
+    return tuple(found)
+
+
+def last_steps(text: str, steps: int) -> tuple[int, ...]:
+    """The last step of each piece in a run of `steps`: the sum of the shares so far · steps, to the nearest step."""
+    return tuple(round(share * steps) for share in accumulate(piece.share for piece in pieces(text)))
+
+
+def problem(text: str, length: int, micro: int, steps: int) -> str | None:
+    """What keeps a curriculum from a run whose `micro` sequences at a time are of `length` tokens; None if nothing."""
+    lengths = [piece.length for piece in pieces(text)]
+    if not lengths:
+        return None
+    if length not in lengths:
+        return f"{length} tokens a sequence is none of its lengths; sizes of batches, and validation, are of that one"
+    longest = max(lengths)
+    for other in lengths:
+        if longest % other:
+            return f"a length of {other} does not divide the longest, {longest}"
+        if micro * length % other:
+            return f"a micro-batch of {micro} × {length} tokens is no whole number of sequences of {other}"
+    ends = last_steps(text, steps)
+    for piece, first, last in zip(pieces(text), (0, *ends), ends, strict=False):
+        if first == last:
+            return (
+                f"of {steps} steps, none is left for the share of {float(piece.share):g} at a length of {piece.length}"
+            )
+    return None
