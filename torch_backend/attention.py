@@ -67,7 +67,10 @@ class Kernel:
         return document_blocks(documents_BS) if self.name == "flex" else document_mask(documents_BS)
 
     def __call__(self, q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: Mask | None = None) -> Tensor:
-        """softmax(q·kᵀ/√E + mask)·v → (B, H, S, E); without a mask, every query sees what does not come after it."""
+        """softmax(q·kᵀ/√E + mask)·v → (B, H, S, E); without a mask, every query sees what does not come after it.
+
+        A single query stands at the last key, and sees all (but for `flex`).
+        """
         if self.name == "flex":
             return _flex(q_BHSE, k_BHSE, v_BHSE, mask)
         assert mask is None or isinstance(mask, Tensor)
@@ -89,7 +92,8 @@ class Kernel:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    # torch counts queries from the first key on.
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1)
 
 
 def _causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:

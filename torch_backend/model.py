@@ -247,7 +247,10 @@ class Llama(nn.Module):
 
     def trunk(self, tokens_BS: Tensor, policy: Policy, tap: Tap = no_tap, documents_BS: Tensor | None = None) -> Tensor:
         """Everything before the head: tokens (B, S) → final-norm output (B, S, D)."""
-        rope = self.places(tokens_BS.shape[1], documents_BS, policy)
+        return self.trunk_at(tokens_BS, self.places(tokens_BS.shape[1], documents_BS, policy), policy, tap)
+
+    def trunk_at(self, tokens_BS: Tensor, rope: Rope, policy: Policy, tap: Tap = no_tap) -> Tensor:
+        """The same of tokens at given places."""
         x_BSD = tap("embed", self.recompute("embedding", self.embed, tokens_BS))
         for i, block in enumerate(self.blocks):
             assert isinstance(block, Block)

@@ -342,6 +342,7 @@ _COMMAND_OPTIONS = {
     "train": "scripts.train:Train",
     "parity": "scripts.parity:Parity",
     "report": "scripts.report:Report",
+    "sample": "scripts.sample:Sample",
     "convert": "scripts.convert:Convert",
     "replay": "scripts.replay:Replay",
     "bisect": "scripts.bisect:Bisect",
@@ -353,7 +354,7 @@ _COMMAND_OPTIONS = {
 assert set(_COMMAND_OPTIONS) == set(COMMANDS), "every command is fuzzed"
 TAKES_SETTINGS = ("train", "parity", "data prepare", "faults", "bench step")
 TAKES_A_RUN_FILE = ("train", "parity", "data prepare", "bench step")
-TAKES_A_RUN = ("report", "replay", "bisect")
+TAKES_A_RUN = ("report", "replay", "bisect", "sample")
 
 
 def options_of(command: str) -> dict[str, str]:

@@ -388,5 +388,6 @@ def _cuts(case: Case) -> list[Any]:
             mock.patch("core.parity.replay.replay_run", _reached),
             mock.patch("core.parity.replay.replay_capsule", _reached),
             mock.patch("core.parity.bisect.bisect_run", _reached),
+            mock.patch("scripts.sample.write", _reached),
         ]
     return cuts
