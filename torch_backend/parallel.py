@@ -22,14 +22,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -270,6 +271,18 @@ DONE = 1 << 30
 TIMED_OUT = ("timed out", "timeout")
 # What of a follower's result rank 0 wants to hear.
 HEARD = ("own_gradients", "report", "random_state")
+STEPS = ("step", "step_and_gradients")
+
+
+def _left_out(made: Any) -> str | None:
+    """Of what a step gave, the words that it was left out with, if it was."""
+    record = made[0] if isinstance(made, tuple) else made
+    return record.left_out if isinstance(record, StepRecord) else None
+
+
+def _saying(made: Any, words: str) -> Any:
+    """What a step gave, left out with other words."""
+    return (replace(made[0], left_out=words), *made[1:]) if isinstance(made, tuple) else replace(made, left_out=words)
 
 
 def _serve(links: _Links) -> int:
@@ -293,7 +306,7 @@ def _serve(links: _Links) -> int:
                     value = None
                 else:
                     value = getattr(members[number], what)(*arguments)
-            links.answer("done", value if what in HEARD else None)
+            links.answer("done", value if what in HEARD else _left_out(value))
         except NotSupported as reason:
             links.answer("not supported", str(reason))
         except NotFinite as found:
@@ -426,7 +439,21 @@ class _World:
                 raise NotSupported(f"rank {rank}: {value}")
             if kind == "raised":
                 raise RankError(f"rank {rank}: {value}")
-        return mine, [value for _, value in answers]  # type: ignore[return-value]
+        values = [value for _, value in answers]
+        if what in STEPS:
+            return self._left_out_by_all(mine, values), values
+        return mine, values  # type: ignore[return-value]
+
+    def _left_out_by_all(self, mine: Any, others: Sequence[str | None]) -> Any:
+        """What rank 0's step gave, with every rank's words if it was left out. Raises RankError if only some did."""
+        own = _left_out(mine)
+        places = {rank: words for rank, words in enumerate((own, *others)) if words is not None}
+        if not places:
+            return mine
+        if len(places) == self.ranks:
+            return _saying(mine, of_ranks(places))
+        self._ranks_part(places)
+        return mine
 
     def _require_finite(self, raised: Exception | None, answers: Sequence[tuple[str, Any]]) -> None:
         """Raise NotFinite with every rank's words if the step was that, or RankError if only some say so."""
@@ -437,9 +464,12 @@ class _World:
             return
         if len(places) == self.ranks and isinstance(raised, NotFinite):
             raise NotFinite(raised.record, of_ranks(places)) from raised
+        self._ranks_part(places)
+
+    def _ranks_part(self, places: Mapping[int, str]) -> NoReturn:
         which = ", ".join(map(str, sorted(places)))
         self.lost = f"rank {which}: loss or gradients not finite after the sum over ranks, and finite on the others"
-        raise RankError(self.lost) from raised
+        raise RankError(self.lost)
 
     def _give_up(self, error: BaseException, command: int, asked: str) -> None:
         """Find out which rank has failed and raise RankError; return if it was rank 0 itself."""
@@ -673,6 +703,18 @@ class RankedSession:
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """As rank 0's session."""
         return self.own.evaluate(batch, policy)
+
+    def attention_logits(self, batch: Batch) -> np.ndarray:
+        """As rank 0's session."""
+        return self.own.attention_logits(batch)
+
+    def seconds_of_step(self) -> Mapping[str, float]:
+        """As rank 0 spent them."""
+        return self.own.seconds_of_step()
+
+    def memory(self) -> Mapping[str, float]:
+        """As rank 0 uses it."""
+        return self.own.memory()
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
         """As rank 0's session."""
