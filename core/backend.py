@@ -114,7 +114,7 @@ class State:
     optimizer: moments by kind, then by canonical name, each of its parameter's shape; AdamW has `exp_avg` and
                `exp_avg_sq` (Kingma & Ba 2015: m, v), a matrix under Muon `momentum_buffer` alone (core/groups.py).
                8-bit moments are what their codes and scales stand for, in float32.
-    scalars:   under fp16, the loss scale and its counts (core/loss_scale.py).
+    scalars:   under fp16, the loss scale and its counts (core/loss_scale.py); counts of steps left out (core/skips.py).
     """
 
     step: int
@@ -124,7 +124,7 @@ class State:
 
     @property
     def updates(self) -> int:
-        """Updates done so far: steps without those that fp16 had to leave out."""
+        """Updates done so far: steps without those that were left out (core/skips.py)."""
         return self.step - int(self.scalars.get(SKIPPED, 0))
 
 
@@ -144,6 +144,7 @@ class StepRecord:
                       is unknown.
     metrics:          values that are due at an interval of their own (validation, norms by group, …), by name.
     sample:           text written from a prompt, when due.
+    left_out:         where the step was first not finite, in words, if it was left out (`train.on_not_finite`).
     """
 
     step: int
@@ -159,6 +160,7 @@ class StepRecord:
     mfu: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     sample: str | None = None
+    left_out: str | None = None
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,8 @@ class Session(Protocol):
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """One optimizer step on `batch`; `norms` adds norms by group to the record (a check never asks for them).
 
-        Raises core.finite.NotFinite, with nothing changed, if loss or gradients are not finite (fp16 skips such steps).
+        Of a step whose loss or gradients are not finite nothing changes: raises core.finite.NotFinite, or leaves it out
+        and counts it (core/skips.py).
         """
         ...
 
@@ -278,6 +281,33 @@ class Draws(Protocol):
 
     def set_random_state(self, states: Arrays) -> None:
         """Take over what `random_state` gave; what is not there stays as it is."""
+        ...
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A session that knows what the time of its last step went into."""
+
+    def seconds_of_step(self) -> Mapping[str, float]:
+        """Seconds of `compute`, `communication`, `optimizer` of the last step (core/stalls.py), as far as known."""
+        ...
+
+
+@runtime_checkable
+class UsesMemory(Protocol):
+    """A session that knows how much memory it uses."""
+
+    def memory(self) -> Mapping[str, float]:
+        """Bytes: `allocated`, `reserved`, `resident`, as far as known; `peak` since the last call if it can be."""
+        ...
+
+
+@runtime_checkable
+class ShowsAttention(Protocol):
+    """A session that shows how large its attention logits are."""
+
+    def attention_logits(self, batch: Batch) -> np.ndarray:
+        """(layers,) the largest q·kᵀ/√E of each layer over what each token of `batch` may see; float64."""
         ...
 
 

@@ -97,6 +97,10 @@ class TrainConfig(Section):
         "other",
     )
     ranks: Positive = Field(1, description="data-parallel processes")
+    on_not_finite: Literal["stop", "skip"] = Field(
+        "stop", description="a step whose loss or gradients are not finite: end the run, or leave it out and count it"
+    )
+    skips_in_a_row: Positive = Field(10, description="on_not_finite = skip: so many left out one after another stop it")
 
     @property
     def accumulation(self) -> int:
@@ -336,8 +340,14 @@ class LogConfig(Section):
     """Values that cost something, each at its own interval, and where records go."""
 
     norms_every: Interval = Field(10, description="parameter, gradient and update norms by group")
+    memory_every: Interval = Field(10, description="memory in use, and its peak")
     fp32_loss_every: Interval = Field(50, description="cross-entropy recomputed in FP32 from FP32 weights on a slice")
     fp32_loss_sequences: Positive = Field(8, description="sequences of train.sequence_length in that slice")
+    attention_logits_every: Interval = Field(50, description="largest attention logit of each layer on a slice")
+    attention_logits_sequences: Positive = Field(2, description="sequences in that slice")
+    spike_sigma: Annotated[float, Field(ge=0)] = Field(
+        6.0, description="a loss so many deviations above the last ones has its batch kept (docs/seeing.md); 0 = off"
+    )
     sample_every: Interval = Field(0, description="a text sample from the prompt")
     sample_prompt: str = Field("The meaning of life is ", description="prompt of the sample")
     sample_tokens: Positive = Field(50, description="tokens of the sample")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from core.backend import StepRecord
 from core.errors import UserError
 from core.loss_scale import SCALE
+from core.skips import IN_A_ROW
 
 
 class NotFinite(UserError):
@@ -25,8 +26,17 @@ class NotFinite(UserError):
 
 
 def is_finite(record: StepRecord) -> bool:
-    """Whether a step may count: fp16 may have gradients that are not finite, and leaves such a step out by itself."""
-    return SCALE in record.metrics or (math.isfinite(record.loss) and math.isfinite(record.grad_norm))
+    """Whether a step may count: one that is finite, or one that the session says it has left out."""
+    said = SCALE in record.metrics or record.left_out is not None
+    return said or (math.isfinite(record.loss) and math.isfinite(record.grad_norm))
+
+
+def require_progress(record: StepRecord, limit: int) -> None:
+    """Raise NotFinite if this step is the `limit`th in a row that was left out (`train.skips_in_a_row`)."""
+    count = int(record.metrics.get(IN_A_ROW, 0))
+    if count >= limit:
+        where = record.left_out or "gradients beyond FP16"
+        raise NotFinite(record, f"{where}; {count} left out in a row (train.skips_in_a_row = {limit})")
 
 
 def first_place(loss: float, parameters: Sequence[str], count: int) -> str:

@@ -9,18 +9,21 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from core.backend import Batch, Session, StepRecord
+from core.backend import Batch, Session, ShowsAttention, StepRecord, Timed, UsesMemory
 from core.budget import mfu
 from core.checkpoint import checkpoint_step
 from core.checkpointer import Checkpointer, Reason, Saved
 from core.data.loader import LoaderError, Prefetcher
-from core.finite import NotFinite, is_finite
-from core.metrics import SEQUENCE_LENGTH
+from core.finite import NotFinite, is_finite, require_progress
+from core.memory import process_memory
+from core.metrics import MEMORY, SEQUENCE_LENGTH, attention_logits
 from core.parity.verdict import Check
 from core.run import RunDir
 from core.run_data import RunData
 from core.sample import continue_tokens
 from core.sinks.sink import Sink
+from core.spikes import Spikes
+from core.stalls import Stalls
 
 Ending = Literal["finished", "interrupted", "alarmed"]
 
@@ -67,39 +70,60 @@ def due(every: int, step: int, last: int) -> bool:
 
 
 def step_records(
-    session: Session, data: RunData, first: int, device: str, watch: Watch | None = None
+    session: Session,
+    data: RunData,
+    first: int,
+    device: str,
+    watch: Watch | None = None,
+    stalls: Stalls | None = None,
+    spikes: Spikes | None = None,
 ) -> Iterator[StepRecord]:
     """Steps `first`… of the run, each as its record with timing and the metrics that are due.
 
-    Raises NotFinite at a step whose loss or gradients are not finite, also where the session lets it pass.
+    stalls: the stopwatch of whoever takes the records. spikes: looks at each loss, and keeps the batch of one.
+    Raises NotFinite at a step whose loss or gradients are not finite, also where the session lets it pass, and where
+    too many of them were left out in a row.
     """
-    config = data.config
+    config, stalls = data.config, stalls or Stalls()
     last = config.train.steps
     with Prefetcher(data.batch, first, last + 1, config.data.prefetch) as batches:
-        for step, batch in zip(range(first, last + 1), batches, strict=True):
+        for step in range(first, last + 1):
+            with stalls.part("data"):
+                batch = next(batches)
             norms = due(config.log.norms_every, step, last)
+            watched = watch is not None and watch.due(step)
             started = time.perf_counter()
-            if watch is not None and watch.due(step):
-                # Read anew, not from the loader: a loader that has lost its place is a fault to be found.
-                record = watch.step(session, batch, norms, data.batch(step).digest())
-            else:
-                record = session.step(batch, norms=norms)
-                record = replace(record, seconds=time.perf_counter() - started)
+            with stalls.part("compute"):
+                if watch is not None and watched:
+                    # Read anew, not from the loader: a loader that has lost its place is a fault to be found.
+                    record = watch.step(session, batch, norms, data.batch(step).digest())
+                else:
+                    record = session.step(batch, norms=norms)
+                    record = replace(record, seconds=time.perf_counter() - started)
+            if isinstance(session, Timed):
+                stalls.split_step(session.seconds_of_step(), "checks" if watched else "other")
             if not is_finite(record):
                 raise NotFinite(record, "the session does not say where, and its weights may have it")
+            require_progress(record, config.train.skips_in_a_row)
             # A clock too coarse to see a step is no reason to divide by zero.
             rate = record.tokens / record.seconds if record.seconds > 0 else 0.0
+            with stalls.part("validation"):
+                metrics = dict(record.metrics) | measured(session, data, batch, step)
+                text = sample(session, data, step) if due(config.log.sample_every, step, last) else None
+            with stalls.part("logging"):
+                metrics |= memory(session) if due(config.log.memory_every, step, last) else {}
+                metrics |= spikes.look(record, batch) if spikes else {}
             yield replace(
                 record,
                 tokens_per_second=rate,
                 mfu=mfu(config.model, batch.tokens.shape[1], rate, device, config.precision.policy),
-                metrics=dict(record.metrics) | measured(session, data, batch, step),
-                sample=sample(session, data, step) if due(config.log.sample_every, step, last) else None,
+                metrics=metrics | stalls.lap(),
+                sample=text,
             )
 
 
 def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[str, float]:
-    """Validation loss and top-1 accuracy, and FP32 cross-entropy on a slice of the batch, where they are due."""
+    """Validation; FP32 cross-entropy and top-1 accuracy, and attention logits, on slices of the batch: where due."""
     config = data.config
     metrics: dict[str, float] = {}
     if len(config.train.lengths) > 1:
@@ -110,10 +134,21 @@ def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[s
         # Its logits stand there at once: as many of longer sequences would take more memory than the run began with.
         tokens = config.log.fp32_loss_sequences * config.train.sequence_length
         part = batch.rows(slice(max(tokens // batch.tokens.shape[1], 1)))
-        trained = float(session.evaluate(part)["nll"].mean(dtype=np.float64))
+        scores = session.evaluate(part)
+        trained = float(scores["nll"].mean(dtype=np.float64))
         full = float(session.evaluate(part, "fp32")["nll"].mean(dtype=np.float64))
         metrics |= {"fp32/loss": full, "fp32/difference": trained - full}
+        metrics["train/top1"] = float(scores["top1"].mean(dtype=np.float64))
+    if due(config.log.attention_logits_every, step, config.train.steps) and isinstance(session, ShowsAttention):
+        part = batch.rows(slice(config.log.attention_logits_sequences))
+        metrics |= attention_logits(session.attention_logits(part))
     return metrics
+
+
+def memory(session: Session) -> dict[str, float]:
+    """Bytes in use as the session tells them, else those of this process."""
+    found = session.memory() if isinstance(session, UsesMemory) else process_memory()
+    return {MEMORY + name: size for name, size in found.items()}
 
 
 def validate(session: Session, batches: Sequence[Batch]) -> dict[str, float]:
@@ -160,21 +195,26 @@ def train(
     done = first - 1
     checks = Checks(sinks, alarm)
     stops = run.config.parity.on_alarm != "log"
+    stalls, spikes = Stalls(), Spikes(run, data, first)
     with Checkpointer(session, data, run) as checkpoints:
         try:
-            for record in step_records(session, data, first, device, watch):
+            for record in step_records(session, data, first, device, watch, stalls, spikes):
                 done = record.step
-                for sink in sinks:
-                    sink.record(record)
+                with stalls.part("logging"):
+                    for sink in sinks:
+                        sink.record(record)
+                    spikes.tell(sinks)
                 if watch is not None:
-                    checks.deliver(watch.collect())
+                    with stalls.part("checks"):
+                        checks.deliver(watch.collect())
                 if stops and checks.bad is not None:
                     break
                 best = checkpoints.improved(record) and kept.best
-                if due(kept.every, done, last) or done == last or best:
-                    reason: Reason = "end" if done == last else "best" if best else "interval"
-                    checkpoints.save(done, reason, checks.good)
-                tell(sinks, checkpoints.collect())
+                with stalls.part("checkpoint"):
+                    if due(kept.every, done, last) or done == last or best:
+                        reason: Reason = "end" if done == last else "best" if best else "interval"
+                        checkpoints.save(done, reason, checks.good)
+                    tell(sinks, checkpoints.collect())
                 if interrupted.is_set():
                     break
         except NotFinite:

@@ -9,7 +9,8 @@ from typing import Any
 from core.config import RunConfig, flatten
 from core.errors import UserError
 
-# Neither the samples, nor their order, nor what a step computes from them depends on these; rounding may.
+# Neither the samples, nor their order, nor what a step computes from them depends on these; rounding may. What is
+# done about a step that is not finite may be changed: that is how a run goes on beyond one.
 ELASTIC = frozenset(
     {
         "device",
@@ -18,6 +19,8 @@ ELASTIC = frozenset(
         "data.memory_limit_gib",
         "train.ranks",
         "train.micro_batch_size",
+        "train.on_not_finite",
+        "train.skips_in_a_row",
         "parallel.bucket_mb",
     }
 )

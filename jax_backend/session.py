@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -25,11 +25,14 @@ from core.errors import UserError
 from core.finite import NotFinite, first_place
 from core.groups import check_state, moment_names
 from core.init import init_parameters
-from core.loss_scale import SCALE, SKIPPED, first_scale, scale_after
+from core.loss_scale import SCALE, SKIPPED
+from core.memory import process_memory
 from core.metrics import norms_by_group
 from core.names import GRADIENT, edge_names, parameter_shapes, probe_shapes, tap_names
 from core.schedule import learning_rate
+from core.skips import first_scalars, is_made, leaves_out, own_scalars, scalars_after
 from jax_backend import checkpoint
+from jax_backend.attention_logits import largest_logits
 from jax_backend.checkpoint import WritingJax
 from jax_backend.loss import negative_log_likelihood, weighted_mean
 from jax_backend.model import Llama
@@ -53,7 +56,8 @@ class JaxSession:
             POLICIES[config.precision.policy], kernel="math" if config.attention.kernel == "math" else kernel
         )
         self.steps_done = 0
-        self.scalars = first_scale(config.precision)
+        self.scalars = first_scalars(config)
+        self._seconds: dict[str, float] = {}
         self.graph, abstract = nnx.split(nnx.eval_shape(partial(Llama, config)))
         self._paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(abstract)}
         self.params = self._arrays(init_parameters(config.model, config.seed))
@@ -72,6 +76,7 @@ class JaxSession:
         self._stages = {name: programs[f] for name, f in functions.items()}
         self._scores = jax.jit(self.scores, static_argnames="policy")
         self._logits = jax.jit(self.logits, static_argnames="policy")
+        self._largest_logits = jax.jit(self.largest_logits)
 
     def state(self) -> State:
         """A copy of weights, moments and step count."""
@@ -88,7 +93,7 @@ class JaxSession:
         self.params = self._arrays(state.params)
         self.moments = {kind: self._arrays(state.optimizer[kind]) for kind in self.moments}
         self.steps_done = state.step
-        self.scalars = dict(state.scalars) if self.scalars else {}
+        self.scalars = own_scalars(self.config, state.scalars)
 
     def write(self, folder: Path) -> WritingJax:
         """Begin to write the state by orbax."""
@@ -101,8 +106,9 @@ class JaxSession:
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group.
 
-        Raises NotFinite, with nothing changed, if the loss or a gradient is not finite (fp16 leaves the update out).
+        If the loss or a gradient is not finite, weights and moments stay: raises NotFinite, or counts a step left out.
         """
+        started = time.perf_counter()
         loss, _, grads = self.accumulate(batch)
         norm = self._norm(grads)
         coefficient = clip_coefficient(self.config.optim, norm).astype(self.policy.stream)
@@ -117,15 +123,17 @@ class JaxSession:
             digest=batch.digest(),
             tokens=batch.targets.size,
         )
+        computed = time.perf_counter()
         params, moments = self.params, self.moments
-        finite = math.isfinite(record.grad_norm)
-        if not self.scalars and not (finite and math.isfinite(record.loss)):
-            found = [name for name in self.params if not np.isfinite(grads[name]).all()]
-            raise NotFinite(record, first_place(record.loss, found, len(self.params)))
+        finite = is_made(self.config, record.loss, record.grad_norm)
+        if not finite and not leaves_out(self.config):
+            raise NotFinite(record, self._first_not_finite(record.loss, grads))
+        if not finite and SCALE not in self.scalars:
+            record = replace(record, left_out=self._first_not_finite(record.loss, grads))
         if finite:
             done = self.steps_done - int(self.scalars.get(SKIPPED, 0))
             params, moments = self.update(params, moments, grads, coefficient, done, lr)
-        self.scalars = scale_after(self.scalars, finite, self.config.precision.loss_scale_interval)
+        self.scalars = scalars_after(self.config, self.scalars, finite)
         metrics = dict(self.scalars)
         if norms:
             updates = jax.tree.map(jnp.subtract, params, self.params)
@@ -134,7 +142,30 @@ class JaxSession:
             )
         self.params, self.moments = params, moments
         self.steps_done += 1
+        # The update is on its way; the next step waits for it.
+        self._seconds = {"compute": computed - started, "optimizer": time.perf_counter() - computed}
         return replace(record, metrics=metrics)
+
+    def _first_not_finite(self, loss: float, grads: Tree) -> str:
+        found = [name for name in self.params if not np.isfinite(grads[name]).all()]
+        return first_place(loss, found, len(self.params))
+
+    def seconds_of_step(self) -> Mapping[str, float]:
+        """Seconds of the last step, once: `compute` until loss and norm are known, `optimizer` after that."""
+        found, self._seconds = self._seconds, {}
+        return found
+
+    def memory(self) -> Mapping[str, float]:
+        """Bytes: on a GPU `allocated` now and `peak` since the process began; on the CPU, of this process."""
+        stats = jax.devices()[0].memory_stats()
+        if not stats:
+            return process_memory()
+        return {"allocated": float(stats["bytes_in_use"]), "peak": float(stats["peak_bytes_in_use"])}
+
+    def attention_logits(self, batch: Batch) -> np.ndarray:
+        """(layers,) the largest attention logit of each layer (jax_backend/attention_logits.py)."""
+        documents = batch.documents_for(self.config.attention)
+        return np.array(self._largest_logits(self.params, batch.tokens, documents), np.float64)
 
     def gradients(self, batch: Batch) -> Gradients:
         """Per-token NLL, loss and accumulated gradients of `batch`; the state is left as it was."""
@@ -321,6 +352,10 @@ class JaxSession:
         """Logits (B, S, V) under a named policy."""
         model = self.model(params)
         return model.logits(model.trunk(tokens, POLICIES[policy], documents_BS=documents), POLICIES[policy])
+
+    def largest_logits(self, params: Tree, tokens: Array, documents: Array | None) -> Array:
+        """(layers,) the largest attention logit of each layer."""
+        return largest_logits(self.model(params), tokens, self.policy, documents)
 
     def _run_update(self, inputs: Arrays) -> Arrays:
         def under(prefix: str, names: Iterable[str]) -> Tree:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_backend.bench import peak_resident
+from core.memory import process_memory
 from torch_backend.chunked_loss import chunked_loss
 from torch_backend.loss import negative_log_likelihood, weighted_mean
 from torch_backend.precision import POLICIES, head
@@ -65,10 +65,10 @@ def peak(how: str, tokens: int, chunk: int) -> dict[str, float]:
 def child(how: str, tokens: int, chunk: int) -> None:
     """Print the memory of one run."""
     kept = inputs(tokens)
-    before = peak_resident()
+    before = int(process_memory()["peak"])
     del kept
     run(how, tokens, "bf16", chunk)
-    print(json.dumps({"bytes": peak_resident() - before}))
+    print(json.dumps({"bytes": int(process_memory()["peak"]) - before}))
 
 
 def errors(tokens: int) -> dict[str, float]:

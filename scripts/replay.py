@@ -30,15 +30,16 @@ EXIT = {"agreed": 0, "disagreed": 1, "could_not": 2}
 
 @dataclass
 class Replay:
-    """Judge steps later and elsewhere: `lockstep replay PATH`, PATH a run directory or a capsule.
+    """Judge steps later and elsewhere: `lockstep replay PATH`, PATH a run directory, a capsule or a loss spike.
 
     A capsule's step is run again and judged in full. Of a run, steps with recorded sketches and a stored state are
-    judged end to end as they were made; steps with a state alone are run again. Ends 0 if all agreed, 1 if any
-    disagreed, 2 if it could not (docs/replay.md).
+    judged end to end as they were made; steps with a state alone are run again. The batch of a spike is run again by
+    the candidate alone, and its loss held to the recorded one, bit for bit. Ends 0 if all agreed, 1 if any disagreed,
+    2 if it could not (docs/replay.md).
     """
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
-    """run directory, or capsule (runs/NAME/capsules/step_000040)"""
+    """run directory, capsule (runs/NAME/capsules/step_000040) or spike (runs/NAME/spikes/step_000123)"""
     step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: all there are)")] = None
     """judge this step alone; the candidate runs up to it where no state is stored"""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
@@ -61,12 +62,15 @@ class Replay:
 def main(argv: list[str]) -> int:
     """Replay, print, write the JSON; the exit code is the verdict."""
     from core.parity.capsule import is_capsule
+    from core.spikes import is_spike
 
     options, _ = parse(Replay, "replay", argv, with_settings=False)
     check_file("json", options.json)
     if not options.path.is_dir():
         raise UserError(f"no such run or capsule: {options.path}")
     console = console_of_the_terminal()
+    if is_spike(options.path):
+        return _spike(console, options)
     if is_capsule(options.path):
         return _capsule(console, options)
     return _run(console, options)
@@ -97,6 +101,35 @@ def _capsule(console: Console, options: Replay) -> int:
     words = "the verdict is the one that was packed" if same else f"the packed verdict was another: {_said(packed)}"
     console.print(words, markup=False, soft_wrap=True)
     return code
+
+
+def _spike(console: Console, options: Replay) -> int:
+    from core.parity.load import load_backend
+    from core.parity.replay import in_words
+    from core.parity.replay_spike import replay_spike
+    from core.spikes import read_spike
+
+    about, kept = read_spike(options.path)
+    step, loss = about["step"], about["loss"]
+    if options.step not in (None, step):
+        raise UserError(f"{options.path} holds step {step}, not step {options.step}")
+    run, data = open_run(options.path.parent.parent, options.branch)
+    candidate = load_backend(spec(options.candidate or str(run.info.get("backend", "torch"))))
+    config = attempt(lambda: on_device(run.config, options.device, candidate))
+    found = attempt(lambda: replay_spike(run, about, kept, data.batch, candidate, config))
+    same = not found.differ
+    way = f"after steps {found.loaded + 1} to {step - 1}" if found.loaded + 1 < step else "at once"
+    said = f"step {step}, from the state of step {found.loaded}, {way}: loss {found.record.loss!r}"
+    said += ", bit for bit as recorded" if same else f"; not as recorded: {in_words(found.differ)}"
+    console.print(said, style="green" if same else "bold red", markup=False, soft_wrap=True)
+    if found.on_the_way is not None:
+        console.print(f"  step {found.on_the_way} did not come out as recorded", markup=False, soft_wrap=True)
+    if not found.in_order:
+        console.print("  the data order gives another batch at this step", markup=False, soft_wrap=True)
+    if options.json:
+        verdict = "agreed" if same else "disagreed"
+        write_json(options.json, {"verdict": verdict, "step": step, "loss": found.record.loss, "recorded": loss})
+    return EXIT["agreed" if same else "disagreed"]
 
 
 def _run(console: Console, options: Replay) -> int:

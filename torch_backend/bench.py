@@ -7,12 +7,9 @@ import itertools
 import math
 import os
 import platform
-import resource
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +18,7 @@ from torch import Tensor
 
 from core.backend import Batch
 from core.config import RunConfig
+from core.memory import process_memory
 from torch_backend.float8 import FIRST_CAPABILITY
 from torch_backend.session import TorchBackend, TorchSession
 
@@ -191,25 +189,13 @@ def measure_steps(config: RunConfig, warmup: int, repeat: int) -> dict[str, Any]
     }
 
 
-def peak_resident() -> int:
-    """The largest resident set of this process, in bytes.
-
-    Linux's getrusage counts on from the process that started this one, which may have been larger; /proc does not.
-    """
-    status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else ():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def memory(session: TorchSession, cuda: bool) -> dict[str, int]:
     """Bytes: on CUDA what a step reserves and allocates at most, and what stays between steps without gradients.
 
     On the CPU the largest resident set of the process.
     """
     if not cuda:
-        return {"peak_rss": peak_resident()}
+        return {"peak_rss": int(process_memory()["peak"])}
     found = {"reserved": torch.cuda.max_memory_reserved(), "peak_allocated": torch.cuda.max_memory_allocated()}
     session.optimizer.zero_grad(set_to_none=True)
     gc.collect()

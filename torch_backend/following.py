@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,20 @@ if TYPE_CHECKING:
 TOGETHER = ("open", "step", "gradients", "step_and_gradients", "costs_of_determinism")
 # What of a follower's result rank 0 wants to hear.
 HEARD = ("own_gradients", "report", "random_state")
+STEPS = ("step", "step_and_gradients")
+
+
+def left_out(made: Any) -> str | None:
+    """Of what a step gave, the words that it was left out with, if it was."""
+    record = made[0] if isinstance(made, tuple) else made
+    return record.left_out if isinstance(record, StepRecord) else None
+
+
+def saying(made: Any, words: str) -> Any:
+    """What a step gave, left out with other words."""
+    return (replace(made[0], left_out=words), *made[1:]) if isinstance(made, tuple) else replace(made, left_out=words)
+
+
 # The mark of a command that is done: more than any number of buckets.
 DONE = 1 << 30
 
@@ -165,7 +180,7 @@ def serve(links: Links) -> int:
                     value = None
                 else:
                     value = getattr(members[number], what)(*arguments)
-            links.answer("done", value if what in HEARD else None)
+            links.answer("done", value if what in HEARD else left_out(value))
         except NotSupported as reason:
             links.answer("not supported", str(reason))
         except NotFinite as found:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -169,6 +169,18 @@ class RankedSession:
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """As rank 0's session."""
         return self.own.evaluate(batch, policy)
+
+    def attention_logits(self, batch: Batch) -> np.ndarray:
+        """As rank 0's session."""
+        return self.own.attention_logits(batch)
+
+    def seconds_of_step(self) -> Mapping[str, float]:
+        """As rank 0 spent them."""
+        return self.own.seconds_of_step()
+
+    def memory(self) -> Mapping[str, float]:
+        """As rank 0 uses it."""
+        return self.own.memory()
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
         """As rank 0's session."""

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from core.backend import Batch
 from core.config import RunConfig
+from torch_backend.clock import REDUCING
 
 if TYPE_CHECKING:
     from torch_backend.session import TorchSession
@@ -37,6 +38,7 @@ class Ranks:
     def __init__(self, session: TorchSession) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.calls = 0
+        self._clock = session.clock
         self._arranged = self.count == 2
         # Of the last step, before anything was summed over ranks: this rank's loss, and each bucket's extremes.
         self._own_loss: Tensor | None = None
@@ -108,6 +110,8 @@ class Ranks:
     def _noted_and_summed(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         # After the sum nobody knows whose it was. One pass over the gradients, read only if something is not finite.
         self.on_sent()
+        # Moved by every bucket: what comes after the last one is waiting for the others.
+        self._clock.mark(REDUCING)
         self._extremes.append((bucket.parameters(), *torch.aminmax(bucket.buffer())))
         return self.sum(bucket)
 

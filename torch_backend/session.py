@@ -20,18 +20,22 @@ from core.errors import UserError
 from core.finite import NotFinite, first_place
 from core.groups import check_state, moment_names
 from core.init import init_parameters
-from core.loss_scale import SCALE, first_scale, scale_after
+from core.loss_scale import SCALE
 from core.metrics import RECOMPILED, norms_by_group
 from core.names import GRADIENT, edge_names, probe_shapes, tap_names
 from core.parity.observations import PARAMETER, PROBE_NLL, Observation
 from core.parity.sketch import K
 from core.schedule import learning_rate
+from core.skips import first_scalars, is_made, leaves_out, own_scalars, scalars_after
 from torch_backend.attention import check_kernel, in_force
+from torch_backend.attention_logits import largest_logits
 from torch_backend.bitsandbytes_adamw import check_bitsandbytes
 from torch_backend.checkpoint import Writer, WritingTorch
+from torch_backend.clock import ACCUMULATED, StepClock
 from torch_backend.deterministic import check_deterministic, costs, guarded, switch
 from torch_backend.float8 import float8
 from torch_backend.library_heads import check_head
+from torch_backend.memory import memory
 from torch_backend.model import Linear, Llama, Tap, no_tap
 from torch_backend.optim import (
     build_optimizer,
@@ -77,7 +81,8 @@ class TorchSession:
         self.steps_done = 0
         # What torch.compile has made for the step, and the lengths of sequences that it has made it for.
         self.programs, self._stepped = 0, set[int]()
-        self.scalars = first_scale(config.precision)
+        self.scalars = first_scalars(config)
+        self.clock = StepClock(self.device)
         self.model = self.build_model()
         if self.model.has_own_head:
             self.model.head = config.loss.model_copy(update={"head": "full"})
@@ -147,7 +152,7 @@ class TorchSession:
         self._load_parameters(state.params)
         write_moments(self.config.optim, self.optimizer, self.parameters, state)
         self.steps_done = state.step
-        self.scalars = dict(state.scalars) or first_scale(self.config.precision)
+        self.scalars = own_scalars(self.config, state.scalars)
 
     def write(self, folder: Path) -> WritingTorch:
         """Begin to write the state by torch.distributed.checkpoint; every rank of the session calls it."""
@@ -170,20 +175,25 @@ class TorchSession:
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group.
 
-        Raises NotFinite, with nothing changed, if the loss or a gradient is not finite (fp16 leaves the update out).
+        If the loss or a gradient is not finite, weights and moments stay: raises NotFinite, or counts a step left out.
         """
         made, length = self.programs, batch.tokens.shape[1]
+        self.clock.begin()
         loss, nll = self.accumulate(batch)
+        self.clock.mark(ACCUMULATED)
         # A program for each of the run's lengths is no news.
         due = not self._stepped or length in set(self.config.train.lengths) - self._stepped
         anew = 0 if due else self.programs - made
         self._stepped.add(length)
         if self._show_step:
-            self._of_step = self._gradients(loss, nll)
+            with self.clock.aside("checks"):
+                self._of_step = self._gradients(loss, nll)
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = global_norm(grads)
-        before = {n: p.detach().clone() for n, p in self.parameters.items()} if norms else {}
-        group_norms = self._norms({n: p.grad for n, p in self.parameters.items()}) if norms else {}
+        if norms:
+            with self.clock.aside("logging"):
+                before = {n: p.detach().clone() for n, p in self.parameters.items()}
+                group_norms = self._norms({n: p.grad for n, p in self.parameters.items()})
         coefficient = self.clip_coefficient(norm).to(self.policy.stream)
         lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
         # The one wait for the device in a step: what is not finite must be known before it reaches the weights.
@@ -198,9 +208,11 @@ class TorchSession:
             digest=batch.digest(),
             tokens=batch.targets.size,
         )
-        finite = math.isfinite(told_norm)
-        if not self.scalars and not (finite and math.isfinite(told_loss)):
+        finite = is_made(self.config, told_loss, told_norm)
+        if not finite and not leaves_out(self.config):
             raise NotFinite(record, self._first_not_finite(told_loss))
+        if not finite and SCALE not in self.scalars:
+            record = replace(record, left_out=self._first_not_finite(told_loss))
         torch._foreach_mul_(grads, coefficient)
         set_learning_rate(self.optimizer, lr)
         if finite:
@@ -209,9 +221,24 @@ class TorchSession:
         self.steps_done += 1
         metrics = dict(self.scalars) | ({RECOMPILED: float(anew)} if anew else {})
         if norms:
-            updates = {n: p.detach() - before[n] for n, p in self.parameters.items()}
-            metrics |= norms_by_group(group_norms, self._norms(before), self._norms(updates))
+            with self.clock.aside("logging"):
+                updates = {n: p.detach() - before[n] for n, p in self.parameters.items()}
+                metrics |= norms_by_group(group_norms, self._norms(before), self._norms(updates))
+        self.clock.end()
         return replace(record, metrics=metrics)
+
+    def seconds_of_step(self) -> Mapping[str, float]:
+        """Seconds of the last step by part, as `StepClock.take` says."""
+        return self.clock.take()
+
+    def memory(self) -> Mapping[str, float]:
+        """Bytes in use on the device, and the most since the last call; on the CPU, of this process."""
+        return memory(self.device)
+
+    def attention_logits(self, batch: Batch) -> np.ndarray:
+        """(layers,) the largest attention logit of each layer (torch_backend/attention_logits.py), in eager."""
+        tokens, _, _ = self.to_device(batch)
+        return largest_logits(self.model, tokens, self.policy, *self.documents(batch))
 
     def _first_not_finite(self, loss: float) -> str:
         """Where this rank, by itself, first had what is not finite; nothing if it had not."""
@@ -226,8 +253,8 @@ class TorchSession:
         return clip_coefficient(self.config.optim, norm)
 
     def scalars_after(self, finite: bool) -> dict[str, float]:
-        """The loss scale and its counts after a step whose gradients were finite or not."""
-        return scale_after(self.scalars, finite, self.config.precision.loss_scale_interval)
+        """Loss scale and counts after a step that was finite or not."""
+        return scalars_after(self.config, self.scalars, finite)
 
     def gradients(self, batch: Batch) -> Gradients:
         """Per-token NLL, loss and accumulated gradients of `batch`, through the program that trains."""
@@ -550,7 +577,7 @@ class TorchSession:
     def _norms(self, tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
         present = {name: t for name, t in tensors.items() if t is not None}
         norms = torch._foreach_norm(list(present.values()))
-        return {name: n.item() for name, n in zip(present, norms, strict=True)}
+        return dict(zip(present, torch.stack(list(norms)).tolist(), strict=True)) if norms else {}
 
 
 class TorchBackend:

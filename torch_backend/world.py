@@ -11,11 +11,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from core.backend import NotSupported
 from core.errors import UserError
 from core.finite import NotFinite, of_ranks
 from core.launch import launched
-from torch_backend.following import DONE, TOGETHER, Member, marked, spawned
+from torch_backend.following import DONE, STEPS, TOGETHER, Member, left_out, marked, saying, spawned
 from torch_backend.links import PATIENCE, Links, RankError, group_backend, join_group, take_device, timed_out
 
 T = TypeVar("T")
@@ -130,7 +130,19 @@ class World:
                 raise NotSupported(f"rank {rank}: {value}")
             if kind == "raised":
                 raise RankError(f"rank {rank}: {value}")
-        return mine, [value for _, value in answers]  # type: ignore[return-value]
+        values = [value for _, value in answers]
+        if what in STEPS:
+            return self._left_out_by_all(mine, values), values
+        return mine, values  # type: ignore[return-value]
+
+    def _left_out_by_all(self, mine: Any, others: Sequence[str | None]) -> Any:
+        """What rank 0's step gave, with every rank's words if it was left out. Raises RankError if only some did."""
+        places = {rank: words for rank, words in enumerate((left_out(mine), *others)) if words is not None}
+        if not places:
+            return mine
+        if len(places) < self.ranks:
+            self._ranks_part(places)
+        return saying(mine, of_ranks(places))
 
     def _require_finite(self, raised: Exception | None, answers: Sequence[tuple[str, Any]]) -> None:
         """Raise NotFinite with every rank's words if the step was that, or RankError if only some say so."""
@@ -141,6 +153,10 @@ class World:
             return
         if len(places) == self.ranks and isinstance(raised, NotFinite):
             raise NotFinite(raised.record, of_ranks(places)) from raised
+        self._ranks_part(places, raised)
+
+    def _ranks_part(self, places: Mapping[int, str], raised: Exception | None = None) -> NoReturn:
+        """Raise RankError: some ranks had what is not finite, and others had not."""
         which = ", ".join(map(str, sorted(places)))
         self.lost = f"rank {which}: loss or gradients not finite after the sum over ranks, and finite on the others"
         raise RankError(self.lost) from raised

@@ -286,7 +286,7 @@ def _scaled(session: Session, before: State, share: float) -> Iterator[None]:
 
     FP16 ends at both sides: a gradient of twice the size is not rounded alike.
     """
-    if not before.scalars:
+    if SCALE not in before.scalars:
         yield
         return
     session.load(replace(before, scalars={**before.scalars, SCALE: before.scalars[SCALE] * share}))
@@ -306,7 +306,7 @@ def _reduce(
         return None
     count = 2 * config.train.ranks
     # One loss scale serves all ranks: where there is one, so must one share.
-    shares = rank_shares(count) if not before.scalars else (1.0 / count,) * count
+    shares = (1.0 / count,) * count if SCALE in before.scalars else rank_shares(count)
     _, whole = _of_shares(micros, shares)
     try:
         with _scaled(session, before, shares[0]):

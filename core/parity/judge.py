@@ -53,11 +53,9 @@ def judge(evidence: Evidence, reference: Reference) -> Check:
             findings += _as_far_as_it_goes(part, missing)
         if evidence.before.scalars and repeated and _overflows(kept) and _overflows(repeated.twin):
             there = [f for f in findings if all(math.isfinite(m.value) for m in f.measures)]
-            scale = evidence.before.scalars[SCALE]
-            gone = len(findings) - len(there)
-            missing.append(
-                f"{gone} comparisons of what FP16 cannot hold at a loss scale of {scale:g}, as its twin cannot"
-            )
+            gone, scale = len(findings) - len(there), evidence.before.scalars.get(SCALE)
+            at_scale = f"FP16 cannot hold at a loss scale of {scale:g}, as its twin cannot" if scale else ""
+            missing.append(f"{gone} comparisons of what {at_scale or 'is not finite, nor is its twin'}")
             findings = there
     else:
         missing.append("all that follows from the weights: the reference has no such parameters")

@@ -16,12 +16,12 @@ from core.config import RunConfig
 from core.errors import UserError
 from core.groups import moment_names
 from core.init import init_parameters
-from core.loss_scale import first_scale
 from core.parity.closer import look_closer
 from core.parity.evidence import Evidence, gather
 from core.parity.judge import Reference, judge
 from core.parity.verdict import Check
 from core.run import RunDir
+from core.skips import first_scalars
 
 # What a record says of the step's arithmetic: bit-equal if the step was repeated.
 COMPARED = ("digest", "loss", "loss_weight", "lr", "grad_norm", "clip_coefficient")
@@ -57,7 +57,7 @@ def initial_state(config: RunConfig) -> State:
     params = {name: array.astype(dtype) for name, array in params.items()}
     kinds = moment_names(config.optim, params)
     moments = {kind: {n: np.zeros_like(params[n]) for n in names} for kind, names in kinds.items()}
-    return State(0, params, moments, first_scale(config.precision))
+    return State(0, params, moments, first_scalars(config))
 
 
 class Rerun:
@@ -91,6 +91,12 @@ class Rerun:
         """The state after `done` steps, run to from the nearest stored one."""
         self.to(done)
         return self._session.state()
+
+    def step_on(self, step: int, batch: Batch) -> StepRecord:
+        """Step `step` on a batch that is given, after the steps before it on the run's."""
+        self.to(step - 1)
+        self._done = None
+        return self._session.step(batch)
 
     def check(self, step: int, reference: Reference) -> tuple[Check, Evidence]:
         """A thorough check of step `step`, state-synchronised."""

@@ -10,13 +10,13 @@ import numpy as np
 from core.backend import Arrays, State
 from core.groups import moment_names
 from core.init import init_parameters
-from core.loss_scale import scale_after
 from core.names import Shape, parameter_shapes
 from core.parity import bands, scalars
 from core.parity.compare import Reference, compare, exact, finding, perturbed
 from core.parity.evidence import Evidence
 from core.parity.verdict import Finding
 from core.schedule import learning_rate
+from core.skips import is_made, leaves_out, scalars_after
 
 
 def data(evidence: Evidence) -> Iterator[Finding]:
@@ -94,7 +94,7 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     grads = evidence.stepped.grads if evidence.stepped else {}
     if differing(grads, {n: p.shape for n, p in before.params.items()}):
         return
-    if before.scalars and not all(np.isfinite(g).all() for g in grads.values()):
+    if not _is_made(evidence, reference, grads):
         yield from _left_out(before, after)
         return
     inputs: dict[str, np.ndarray] = {
@@ -148,6 +148,15 @@ class _NoiseOfUpdate:
         return bands.NOISE_MARGIN * float(np.linalg.norm(apart))
 
 
+def _is_made(evidence: Evidence, reference: Reference, grads: Arrays) -> bool:
+    """Whether the step may change weights and moments; what it says of its loss and norm is checked elsewhere."""
+    config, record = reference.config, evidence.record
+    if not (leaves_out(config) or evidence.before.scalars):
+        return True
+    finite = all(np.isfinite(g).all() for g in grads.values())
+    return finite and is_made(config, record.loss, record.grad_norm)
+
+
 def _left_out(before: State, after: State) -> Iterator[Finding]:
     """Gradients that are not finite: nothing moves."""
     basis = "a step whose gradients are not finite is left out: equal bits"
@@ -160,19 +169,17 @@ def _left_out(before: State, after: State) -> Iterator[Finding]:
 
 
 def loss_scale(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """The loss scale and its counts after the step, from those before and whether the gradients were finite."""
+    """Loss scale and counts of steps left out after the step, from those before and whether it was finite."""
     before, grads = evidence.before.scalars, evidence.stepped.grads if evidence.stepped else {}
     if not before or not grads:
         return
-    finite = all(np.isfinite(g).all() for g in grads.values())
-    due = scale_after(before, finite, reference.config.precision.loss_scale_interval)
+    made = _is_made(evidence, reference, grads)
+    due = scalars_after(reference.config, before, made)
     wrong = [
         key for key in due.keys() | evidence.after.scalars.keys() if due.get(key) != evidence.after.scalars.get(key)
     ]
-    what = "finite" if finite else "not finite"
-    yield exact(
-        "loss_scale", "loss_scale", len(wrong), len(due), f"the rule, gradients {what}", ", ".join(sorted(wrong))
-    )
+    basis = f"the rule, {'loss and gradients finite' if made else 'not finite'}"
+    yield exact("loss_scale", "loss_scale", len(wrong), len(due), basis, ", ".join(sorted(wrong)))
 
 
 def checkpoint(evidence: Evidence) -> Iterator[Finding]:

@@ -38,6 +38,8 @@ SETTINGS: dict[str, Any] = {
     "eval.batches": 1,
     "log.norms_every": 0,
     "log.fp32_loss_every": 0,
+    "log.memory_every": 0,
+    "log.attention_logits_every": 0,
 }
 COMPILED = {"compile.enabled": True, "compile.backend": "aot_eager"}
 INDUCTOR = {"compile.enabled": True, "compile.backend": "inductor"}

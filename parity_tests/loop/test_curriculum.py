@@ -18,7 +18,7 @@ from parity_tests.loop.runs import COMPILED, STEPS, Folder
 from parity_tests.loop.test_elastic import three_steps
 from scripts import cli
 from scripts.start import sequences_of
-from torch_backend import parallel
+from torch_backend import world
 from torch_backend.session import TorchBackend, TorchSession
 
 # Of 12 steps, 8 at 32 tokens a sequence and 4 at 64; the first of the longer ones is step 9.
@@ -31,7 +31,7 @@ SHAPES = [(4, 32)] * SWITCH + [(2, 64)] * (STEPS - SWITCH)
 @pytest.fixture(autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    parallel._let_go()
+    world.let_go()
 
 
 def told(folder: Folder, name: str) -> list[tuple[object, ...]]:

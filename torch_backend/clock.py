@@ -1,0 +1,78 @@
+"""What the time of one step goes into, told without another wait for the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+BEGIN, REDUCING, ACCUMULATED = "begin", "reducing", "accumulated"
+
+
+class StepClock:
+    """Marks on the timeline of a step: the host's time, on CUDA events on the current stream.
+
+    Events are read at the end of the step, after its one wait for the device, when they all have happened: reading
+    them waits for nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._started = 0.0
+        self._marks: dict[str, float] = {}
+        self._events: dict[str, torch.cuda.Event] = {}
+        self._aside: dict[str, float] = {}
+        self._found: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """A step begins; what was marked before is forgotten."""
+        self._marks, self._aside, self._found = {}, {}, {}
+        self._started = time.perf_counter()
+        self.mark(BEGIN)
+
+    def mark(self, name: str) -> None:
+        """The step is here; a mark of the same name is moved."""
+        self._marks[name] = time.perf_counter()
+        if self._device.type == "cuda":
+            if name not in self._events:
+                self._events[name] = torch.cuda.Event(enable_timing=True)
+            self._events[name].record()
+
+    @contextmanager
+    def aside(self, part: str) -> Iterator[None]:
+        """What is done meanwhile counts to `part`; it reads tensors, so the device is waited for at both ends."""
+        self._wait()
+        started = time.perf_counter()
+        yield
+        self._wait()
+        self._aside[part] = self._aside.get(part, 0.0) + time.perf_counter() - started
+
+    def end(self) -> None:
+        """The step is over, and the device was waited for since ACCUMULATED."""
+        total = time.perf_counter() - self._started - sum(self._aside.values())
+        both = self._between(BEGIN, ACCUMULATED)
+        communication = self._between(REDUCING, ACCUMULATED) if REDUCING in self._marks else 0.0
+        compute = max(0.0, both - communication)
+        rest = max(0.0, total - both)
+        self._found = {"compute": compute, "communication": communication, "optimizer": rest, **self._aside}
+
+    def take(self) -> dict[str, float]:
+        """Seconds by part of the step that has ended, once: a step that does not mark itself has none.
+
+        compute: forward and backward pass. communication: from when the last gradients of this rank are there until
+        the sum over ranks is. optimizer: norm, clipping, update, and what of the update before kept this step waiting.
+        Parts put aside under their own names. Together they are the host's time from `begin` to `end`.
+        """
+        found, self._found = self._found, {}
+        return found
+
+    def _between(self, first: str, last: str) -> float:
+        if self._device.type == "cuda":
+            return self._events[first].elapsed_time(self._events[last]) / 1000
+        return self._marks[last] - self._marks[first]
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
