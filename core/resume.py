@@ -1,13 +1,16 @@
-"""What a resumed run may change, and how the rest is held to what it was."""
+"""What a resumed run may change, what begins a branch of it, and how the rest is held to what it was."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from core.config import RunConfig, flatten
+from core.backend import State
+from core.config import PrecisionConfig, RunConfig, flatten
 from core.errors import UserError
+from core.loss_scale import SKIPPED, first_scale
 
 # Neither the samples, nor their order, nor what a step computes from them depends on these; rounding may. What is
 # done about a step that is not finite may be changed: that is how a run goes on beyond one.
@@ -25,11 +28,33 @@ ELASTIC = frozenset(
     }
 )
 SECTIONS = ("checkpoint.", "eval.", "log.", "parity.")
+# These change what later steps compute, and neither what the samples and their order are, nor the form of the state:
+# asked for by a flag, they begin a branch.
+BRANCHING = frozenset({"train.steps", "train.curriculum", "attention.kernel", "parallel.gradient_dtype"})
+BRANCHING_SECTIONS = ("optim.", "precision.", "loss.", "compile.", "recompute.")
+# The optimizer's state is theirs.
+NEVER = frozenset({"optim.name", "optim.eight_bit"})
 
 
 def is_elastic(key: str) -> bool:
-    """Whether a resume may change this setting."""
+    """Whether a resume may change this setting, and the run stays the same."""
     return key in ELASTIC or key.startswith(SECTIONS)
+
+
+def is_branching(key: str) -> bool:
+    """Whether a resume that changes this setting begins a branch."""
+    return key not in NEVER and (key in BRANCHING or key.startswith(BRANCHING_SECTIONS))
+
+
+@dataclass(frozen=True)
+class Changes:
+    """By which settings a run is to go on otherwise.
+
+    settings: dotted key → text, all of them. branch: of those that begin a branch, the values before and now.
+    """
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    branch: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
 def differing(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -38,22 +63,72 @@ def differing(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
     return {key: (first[key], second[key]) for key in first if first[key] != second[key]}
 
 
-def changes(run: str, own: RunConfig, asked: RunConfig) -> dict[str, str]:
-    """The settings, as text, by which a run is to go on otherwise than it was made.
+def changes(run: str, own: RunConfig, asked: RunConfig, given: Mapping[str, str], done: int) -> Changes:
+    """What is to change in a run that goes on after `done` steps.
 
-    Raises UserError that lists those which a run keeps, with both values.
+    own: the settings in force there. given: keys of the settings that were given as flags: a run file that says
+    something else begins no branch. Raises UserError that lists what the run keeps, with both values, or what such a
+    branch cannot have.
     """
     found = {key: values for key, values in differing(own, asked).items() if key != "name"}
-    kept = {key: values for key, values in found.items() if not is_elastic(key)}
+    branch = {key: values for key, values in found.items() if is_branching(key) and key in given}
+    kept = {key: values for key, values in found.items() if not is_elastic(key) and key not in branch}
     if kept:
         said = [f"{key} is {was!r} in the run, and {now!r} was asked for" for key, (was, now) in kept.items()]
-        raise UserError(*(f"{run}: {line}" for line in said), f"{run} keeps these settings; begin a new run for others")
+        last = f"{run} keeps these settings; begin a new run for others"
+        if all(map(is_branching, kept)):
+            last = f"{run} keeps these settings unless they are given as flags, which begins a branch"
+        raise UserError(*(f"{run}: {line}" for line in said), last)
+    if wrong := [*_cannot_branch(branch, own, asked, done)]:
+        raise UserError(*(f"{run}: {line}" for line in wrong))
     changed = {key: _text(now) for key, (_, now) in found.items()}
     # Validation reads as many sequences as before, a micro-batch at a time.
     if "train.micro_batch_size" in changed and "eval.batches" not in changed:
         sequences = own.eval.batches * own.train.micro_batch_size
         changed["eval.batches"] = str(math.ceil(sequences / asked.train.micro_batch_size))
-    return changed
+    return Changes(changed, branch)
+
+
+def _cannot_branch(branch: Mapping[str, tuple[Any, Any]], own: RunConfig, asked: RunConfig, done: int) -> list[str]:
+    """What keeps a branch from beginning after `done` steps, a line each."""
+    wrong = []
+    if branch and asked.train.steps <= done:
+        wrong.append(
+            f"a branch from step {done} needs train.steps above {done}, not {asked.train.steps}; or it begins at an "
+            "earlier checkpoint: --from-step"
+        )
+    if "optim.warmup_steps" in branch and max(own.optim.warmup_steps, asked.optim.warmup_steps) <= done:
+        wrong.append(
+            f"optim.warmup_steps = {asked.optim.warmup_steps}: at step {done} the warm-up of {own.optim.warmup_steps} "
+            "is over; a longer one than that step warms up again"
+        )
+    if asked.train.longest != own.train.longest:
+        wrong.append(
+            f"train.curriculum: the longest sequence is {own.train.longest}, not {asked.train.longest}: the data order "
+            "is one of blocks so long"
+        )
+    policies = own.precision.policy, asked.precision.policy
+    if policies[0] != policies[1] and "fp64" in policies:
+        wrong.append(f"precision.policy: weights and moments of {policies[0]} are none of {policies[1]}")
+    if "precision.loss_scale" in branch and policies[0] == "fp16":
+        wrong.append("precision.loss_scale is the first one of a run; this run has its own, in its state")
+    return wrong
+
+
+def under_policy(state: State, precision: PrecisionConfig) -> State:
+    """A state as a run of this precision has it: with a loss scale under fp16 alone.
+
+    Raises UserError if fp16 left out updates: a state without a loss scale counts as many updates as steps.
+    """
+    scalars = first_scale(precision)
+    if bool(state.scalars) == bool(scalars):
+        return state
+    if left_out := int(state.scalars.get(SKIPPED, 0)):
+        raise UserError(
+            f"precision.policy: fp16 left out {left_out} updates before step {state.step}, and {precision.policy} "
+            "counts an update for every step"
+        )
+    return replace(state, scalars=scalars)
 
 
 def other_data(made_with: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

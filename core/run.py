@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,13 +26,17 @@ from core.backend import State, StepRecord
 from core.config import RunConfig
 from core.config_file import dump_config, load_config
 from core.errors import UserError
+from core.history import BRANCH, LEFT, VALUES, VERSION, branch_of, settings_at
 from core.jsonl import Cut, DamagedLine, JsonLines, cut_after, damage, in_ranges, read_lines
 from core.lock import FolderLock
+from core.resume import Changes
 from core.run_info import CHANGED, SETTINGS, read_info, require_unchanged, settings_of, write_info
 
 CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records.jsonl", "parity.jsonl", "checkpoints"
 OBSERVATIONS, CAPSULES, SAVED = "observations", "capsules", "checkpoints.jsonl"
 LINES = RECORDS, CHECKS, SAVED
+NO_CHANGES = Changes()
+_OBSERVED = re.compile(r"step_(\d{6,})\.npz")
 
 
 class RunDir:
@@ -43,10 +48,11 @@ class RunDir:
         config: RunConfig,
         info: Mapping[str, Any],
         lock: FolderLock | None,
-        changed: Mapping[str, str] | None = None,
+        changes: Changes = NO_CHANGES,
     ) -> None:
         self.path = path
-        self._changed = dict(changed or {})
+        self._changes = changes
+        self._configs: dict[tuple[tuple[str, str], ...], RunConfig] = {}
         self.config = config
         self._info = dict(info)
         self._lock = lock
@@ -119,11 +125,12 @@ class RunDir:
         return run
 
     @classmethod
-    def open(cls, path: Path, write: bool = False, settings: Mapping[str, str] | None = None) -> Self:
+    def open(cls, path: Path, write: bool = False, changes: Changes = NO_CHANGES, done: int | None = None) -> Self:
         """Open an existing run to read, or with `write` to go on with it (takes the lock, clears left-overs away).
 
-        settings: dotted key → text, by which it is to go on otherwise; `resume_from` notes them in run.json. Its
-        configuration is config.toml with all settings that were changed since it was made.
+        changes: by which it is to go on otherwise; `resume_from` notes them in run.json. done: after how many steps;
+        None for all. Its configuration is config.toml with the settings that were changed since it was made and are in
+        force there.
 
         Raises UserError if it is not a run, config.toml or run.json is not what was written, or another process writes
         it.
@@ -134,12 +141,11 @@ class RunDir:
         try:
             info = read_info(path / INFO)
             require_unchanged(path / CONFIG, info)
-            changed = dict(settings or {})
-            config = load_config(path / CONFIG, {**info.get(CHANGED, {}), **changed})
+            config = load_config(path / CONFIG, {**settings_at(info, done), **changes.settings})
             if write:
                 remove_temporaries(path)
                 checkpoint.remove_left_overs(path / CHECKPOINTS)
-            return cls(path, config, info, lock, changed)
+            return cls(path, config, info, lock, changes)
         except BaseException:
             if lock:
                 lock.release()
@@ -151,6 +157,19 @@ class RunDir:
     def info(self) -> Mapping[str, Any]:
         """The contents of run.json."""
         return self._info
+
+    def config_at(self, step: int) -> RunConfig:
+        """The configuration in force at step `step` of the run as it is: branches that were begun on purpose change it.
+
+        Raises UserError if config.toml cannot be read.
+        """
+        settings = settings_at(self._info, step - 1)
+        if settings == settings_at(self._info):
+            return self.config
+        key = tuple(sorted(settings.items()))
+        if key not in self._configs:
+            self._configs[key] = load_config(self.path / CONFIG, settings)
+        return self._configs[key]
 
     def update_info(self, **changes: Any) -> None:
         """Change keys of run.json, atomically."""
@@ -178,10 +197,12 @@ class RunDir:
     # Records and checks
 
     def append_record(self, record: StepRecord) -> None:
-        """Append a line to records.jsonl."""
+        """Append a line to records.jsonl, with the number of the branch if one was begun on purpose."""
         self._writer()
         assert self._records is not None
-        self._records.append(asdict(record) | {"mfu": dict(record.mfu), "metrics": dict(record.metrics)})
+        branch = branch_of(self._info)
+        told = {BRANCH: branch} if branch > 1 else {}
+        self._records.append(asdict(record) | {"mfu": dict(record.mfu), "metrics": dict(record.metrics)} | told)
 
     def append_check(self, line: Mapping[str, Any]) -> None:
         """Append a line to parity.jsonl: `Check.to_json()`, or what says why a check was skipped."""
@@ -213,6 +234,10 @@ class RunDir:
         """The lines of parity.jsonl; a torn last line is left out. Raises UserError if another is damaged."""
         return self._read(CHECKS)
 
+    def observations(self) -> dict[int, Path]:
+        """Step → file of what was observed in it."""
+        return observation_files(self.path / OBSERVATIONS)
+
     def _read(self, name: str) -> list[dict[str, Any]]:
         try:
             return read_lines(self.path / name)
@@ -222,8 +247,9 @@ class RunDir:
     def resume_from(self, step: int, warn: Callable[[str], None] = warnings.warn) -> None:
         """Make the directory what it was after `step`, before going on from there, and note the resume in run.json.
 
-        Records, checks and checkpoints of later steps belong to another future. They are moved to
-        branches/NNN/, where nothing prunes them, and run.json lists them under `branches`. Damaged lines are moved to
+        Records, checks, observations and checkpoints of later steps belong to another future. They are moved to
+        branches/NNN/, where nothing prunes them, and run.json lists them under `branches`; a branch that is begun on
+        purpose leaves such a folder in any case, and is the one of the next number. Damaged lines are moved to
         damaged/NNN/ and listed under `damaged`; `warn` is told of them, and of steps whose lines are missing.
         """
         self._writer()
@@ -232,16 +258,18 @@ class RunDir:
             file.close()
         # Made by a setting back that was cut short, they are there already; no step was trained since.
         branch, aside = (self._next(kind) for kind in ("branches", "damaged"))
-        late = [p for p in checkpoint.list_checkpoints(self.path / CHECKPOINTS) if _step(p) > step]
+        late = [(p, Path()) for p in checkpoint.list_checkpoints(self.path / CHECKPOINTS) if _step(p) > step]
+        late += [(p, Path(OBSERVATIONS)) for n, p in observation_files(self.path / OBSERVATIONS).items() if n > step]
         try:
             for folder in (branch, aside):
                 if folder.exists():
                     remove_temporaries(folder)
             cuts = {name: cut_after(self.path / name, step, branch / name, aside / name) for name in LINES}
-            if late:
+            if self._changes.branch:
                 branch.mkdir(parents=True, exist_ok=True)
-            for folder in late:
-                os.rename(folder, branch / folder.name)
+            for path, into in late:
+                (branch / into).mkdir(parents=True, exist_ok=True)
+                os.rename(path, branch / into / path.name)
         except OSError as error:
             raise UserError(f"cannot set {self.path} back to step {step}: {error.strerror or error}") from error
         finally:
@@ -250,14 +278,20 @@ class RunDir:
             warn(said)
         resumed: dict[str, Any] = {"step": step, "time": _now()}
         changes: dict[str, Any] = {}
-        if self._changed:
-            resumed[CHANGED] = self._changed
-            changes[CHANGED] = {**self._info.get(CHANGED, {}), **self._changed}
-        self._changed = {}
-        changes["resumes"] = [*self._info.get("resumes", []), resumed]
+        if self._changes.settings:
+            resumed[CHANGED] = dict(self._changes.settings)
         if branch.exists():
             left = {"from_step": step, **_contents(branch, self.path)}
             changes["branches"] = [*self._info.get("branches", []), left]
+            resumed[LEFT] = left["path"]
+        if self._changes.branch:
+            resumed[BRANCH] = len(changes["branches"]) + 1
+            resumed[VALUES] = {key: list(values) for key, values in self._changes.branch.items()}
+            resumed[VERSION] = metadata.version("lockstep")
+        self._changes = NO_CHANGES
+        changes["resumes"] = [*self._info.get("resumes", []), resumed]
+        if (settings := settings_at(changes)) or CHANGED in self._info:
+            changes[CHANGED] = settings
         if aside.exists():
             lost = {
                 "path": str(aside.relative_to(self.path)),
@@ -320,15 +354,23 @@ class RunDir:
         return next(reversed(self.checkpoints()), None)
 
     def load_latest(
-        self, warn: Callable[[str], None], read: checkpoint.Read | None = None
+        self, warn: Callable[[str], None], read: checkpoint.Read | None = None, step: int | None = None
     ) -> tuple[State, dict[str, Any], dict[str, np.ndarray]]:
         """State, extra and random states of the last intact checkpoint; `warn` is told of each one passed over.
 
-        read: as `load_checkpoint` takes it. Raises UserError if there is none.
+        read: as `load_checkpoint` takes it. step: that checkpoint and no other. Raises UserError if there is none.
         """
-        path = self.last_intact(warn)
+        path = self.last_intact(warn) if step is None else self.checkpoint_after(step)
         state, extra = checkpoint.load_checkpoint(path, read)
         return state, extra, checkpoint.read_random(path)
+
+    def checkpoint_after(self, step: int) -> Path:
+        """The checkpoint of `step`, not verified. Raises UserError that says which there are, if not that one."""
+        found = {_step(path): path for path in self.checkpoints()}
+        if step not in found:
+            there = f"its checkpoints are of steps {in_ranges(found)}" if found else "it has no checkpoint"
+            raise UserError(f"{self.path} has no checkpoint of step {step}: {there}")
+        return found[step]
 
     def last_intact(self, warn: Callable[[str], None]) -> Path:
         """The last checkpoint whose files are what was written; `warn` is told of each one passed over.
@@ -377,6 +419,12 @@ class RunDir:
             raise UserError(
                 f"{self.path} was moved or deleted while the run wrote it; what it wrote is where that went"
             )
+
+
+def observation_files(folder: Path) -> dict[int, Path]:
+    """Step → file of the observations in a folder."""
+    found = ((_OBSERVED.fullmatch(path.name), path) for path in folder.glob("step_*.npz"))
+    return {int(match[1]): path for match, path in found if match}
 
 
 def is_run(path: Path) -> bool:

@@ -10,7 +10,16 @@ import tyro
 
 from scripts.arguments import check_file, parse
 from scripts.backends import spec
-from scripts.replay import EXIT, attempt, console_of_the_terminal, on_device, open_run, write_json
+from scripts.replay import (
+    EXIT,
+    attempt,
+    batches_of,
+    console_of_the_terminal,
+    on_device,
+    open_run,
+    require_bands,
+    write_json,
+)
 
 
 @dataclass
@@ -54,7 +63,7 @@ def main(argv: list[str]) -> int:
     check_file("json", options.json)
     run, data = open_run(options.run, options.branch)
     recipe = bands.recipe_of(run.config)
-    bands.require(run.config)
+    require_bands(run)
     name = options.candidate or str(run.info.get("backend", "torch"))
     candidate, reference = load_backend(spec(name)), load_backend(spec(options.reference))
     config = attempt(lambda: on_device(run.config, options.device, candidate))
@@ -66,7 +75,9 @@ def main(argv: list[str]) -> int:
     if options.branch is None and (branches := run.info.get("branches", [])):
         tell(f"the run was set back {len(branches)} times: --branch 1 to {len(branches)} bisects what was taken away")
     found = attempt(
-        lambda: bisect_run(run, data.batch, candidate, reference, tell, config, with_cause=not options.no_cause)
+        lambda: bisect_run(
+            run, batches_of(run, data), candidate, reference, tell, config, with_cause=not options.no_cause
+        )
     )
     if found.check is not None:
         print_verdict(console, [found.check], recipe)

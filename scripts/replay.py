@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from scripts.open_data import open_data
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from core.backend import Backend
+    from core.backend import Backend, Batch
     from core.config import RunConfig
     from core.parity.replay import Replayed
     from core.run import RunDir
@@ -138,14 +138,16 @@ def _run(console: Console, options: Replay) -> int:
     from core.parity.replay import replay_run
 
     run, data = open_run(options.path, options.branch)
-    bands.require(run.config)
+    require_bands(run)
     name = options.candidate or str(run.info.get("backend", "torch"))
     reference = load_backend(spec(options.reference))
     found: list[Replayed] = []
 
     def judge_all() -> None:
         elsewhere = on_device(run.config, options.device, load_backend(spec(name))) if options.device else None
-        steps = replay_run(run, data.batch, lambda: load_backend(spec(name)), reference, options.step, elsewhere)
+        steps = replay_run(
+            run, batches_of(run, data), lambda: load_backend(spec(name)), reference, options.step, elsewhere
+        )
         for one in steps:
             found.append(one)
             _line(console, one)
@@ -228,6 +230,20 @@ def open_run(path: Path, branch: int | None = None) -> tuple[RunDir, RunData]:
             f"but {run.config.data.path} holds {data.dataset.fingerprint[:16]}"
         )
     return (Branch(run, branch) if branch is not None else run), data
+
+
+def require_bands(run: RunDir) -> None:
+    """Raise UserError unless there are bounds for every step of a run."""
+    from core.history import branches_begun
+    from core.parity import bands
+
+    for step in (1, *(begun["step"] + 1 for begun in branches_begun(run.info))):
+        bands.require(run.config_at(step))
+
+
+def batches_of(run: RunDir, data: RunData) -> Callable[[int], Batch]:
+    """The batch of each step, cut as the settings in force there say."""
+    return lambda step: replace(data, config=run.config_at(step)).batch(step)
 
 
 def attempt(work: Any) -> Any:

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from core.backend import Session
+    from core.config import RunConfig
     from core.parity.shadow import Shadow
     from core.parity.verdict import Check
+    from core.resume import Changes
     from core.run import RunDir
     from core.run_data import RunData
 
@@ -44,7 +46,10 @@ class Train:
     """run file (TOML)"""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(default: a new run)")] = None
     """run directory to go on with, from its last checkpoint, under its own settings; ranks, micro-batch, device and
-    what is only looked at (checkpoint, eval, log, parity) may be changed by flags"""
+    what is only looked at (checkpoint, eval, log, parity) may be changed by flags; optim, precision, loss, compile,
+    recompute, train.steps and train.curriculum too, which begins a branch (docs/checkpoints.md)"""
+    from_step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the last)")] = None
+    """with --resume: go on from the checkpoint of this step; what came after it is kept in branches/"""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """folder of run directories"""
     overwrite: bool = False
@@ -72,9 +77,11 @@ def main(argv: list[str]) -> int:
         raise UserError("--overwrite and --resume exclude each other")
     if options.config is None and options.resume is None:
         raise UserError("name a run file to train, or --resume RUN to go on with one")
+    if options.from_step is not None and options.resume is None:
+        raise UserError("--from-step says where --resume RUN goes on: name a run")
     resumed = RunDir.open(options.resume) if options.resume else None
-    changed = _changed(resumed, options.config, given) if resumed else {}
-    config = load_config(*_settings(resumed, changed)) if resumed else load_config(options.config, given)
+    going_on = _going_on(resumed, options, given) if resumed else None
+    config = going_on.config if going_on else load_config(options.config, given)
     name = resumed.info.get("backend", "torch") if resumed else options.backend
     require_ranks(config.train.ranks, " ".join(["train", *argv]))
     path = resumed.path if resumed else options.out / config.name
@@ -92,14 +99,14 @@ def main(argv: list[str]) -> int:
         bands.require(config)
     with ExitStack() as stack:
         stack.enter_context(_terminated_as_interrupted())
-        if resumed:
-            run = stack.enter_context(_reopen(path, data, changed))
+        if going_on:
+            run = stack.enter_context(_reopen(path, data, going_on))
         session = backend.open(config)
         stack.callback(session.close)
         if not resumed:
             run = stack.enter_context(_create(path, options, config, name, about, data))
             stack.push(_Unbegun(run))
-        return _train(stack, run, data, session, about, resuming=resumed is not None)
+        return _train(stack, run, data, session, about, going_on)
 
 
 def _train(
@@ -108,7 +115,7 @@ def _train(
     data: RunData,
     session: Session,
     about: Mapping[str, Any],
-    resuming: bool,
+    going_on: _GoingOn | None,
 ) -> int:
     from core.deterministic import prove_run
     from core.loop import train
@@ -122,7 +129,7 @@ def _train(
 
     config = run.config
     console = open_console()
-    done = _load(run, data, session, console) if resuming else 0
+    done = _load(run, data, session, console, going_on) if going_on else 0
     if done >= config.train.steps:
         run.finish()
         console.print("all steps are done", markup=False)
@@ -176,20 +183,24 @@ def _alarm(
     return alarm
 
 
-def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int:
-    """Bring session and run directory back to the last checkpoint; returns its step."""
+def _load(run: RunDir, data: RunData, session: Session, console: Console, going_on: _GoingOn) -> int:
+    """Bring session and run directory back to the checkpoint; returns its step."""
     from core.backend import Reads
+    from core.history import BRANCH, in_words
     from core.random_state import restore_random_state
+    from core.resume import under_policy
 
     def warn(text: str) -> None:
         console.print(text, style="yellow", markup=False, soft_wrap=True)
 
     read = session.read if isinstance(session, Reads) else None
-    state, extra, random = run.load_latest(warn, read)
+    state, extra, random = run.load_latest(warn, read, going_on.from_step)
+    going_on.require(run, state.step)
     if extra.get("data_fingerprint") != data.dataset.fingerprint:
         raise UserError(
             f"{run.path}: its checkpoint was made with another data set than {data.config.data.path} holds now"
         )
+    state = under_policy(state, run.config.precision)
     try:
         session.load(state)
     except ValueError as error:
@@ -197,6 +208,8 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int
     restore_random_state(session, random)
     run.resume_from(state.step, warn)
     console.print(f"{run.path}: going on from step {state.step}", markup=False, soft_wrap=True)
+    if BRANCH in (last := run.info["resumes"][-1]):
+        console.print(in_words(last), markup=False, soft_wrap=True)
     return state.step
 
 
@@ -205,32 +218,53 @@ def _exit_code(run: RunDir) -> int:
     return int(any(line.get("verdict") == "disagreed" for line in run.checks()))
 
 
-def _changed(run: RunDir, file: Path | None, given: Mapping[str, str]) -> dict[str, str]:
-    """The settings by which a run is to go on otherwise. Raises UserError for those that a run keeps.
+@dataclass(frozen=True)
+class _GoingOn:
+    """Where and how a run goes on. done: steps in the checkpoint, as its name says; 0 if there is none."""
+
+    done: int
+    from_step: int | None
+    config: RunConfig
+    changes: Changes
+
+    def require(self, run: RunDir, done: int) -> None:
+        """Raise UserError if it is another checkpoint, where other settings hold."""
+        from core.history import settings_at
+
+        same = settings_at(run.info, done) == settings_at(run.info, self.done)
+        if done != self.done and (self.changes.branch or not same):
+            raise UserError(
+                f"{run.path}: the checkpoint of step {self.done} is damaged, and a branch begins there; "
+                f"go on from the one before it with --from-step {done}"
+            )
+
+
+def _going_on(run: RunDir, options: Train, given: Mapping[str, str]) -> _GoingOn:
+    """Raises UserError for settings that a run keeps, or if there is no such checkpoint.
 
     They are asked for on the command line alone, or with a run file beside, which then must be the run's but for them.
     """
+    from core.checkpoint import checkpoint_step
     from core.config_file import load_config
+    from core.history import settings_at
     from core.resume import changes
-
-    asked = load_config(file, given) if file else load_config(*_settings(run, given))
-    return changes(str(run.path), run.config, asked)
-
-
-def _settings(run: RunDir, more: Mapping[str, str]) -> tuple[Path, dict[str, str]]:
-    """A run's configuration file, and what was changed since it was made, with `more`."""
     from core.run import CONFIG
-    from core.run_info import CHANGED
 
-    return run.path / CONFIG, {**run.info.get(CHANGED, {}), **more}
+    last = run.latest_checkpoint() if options.from_step is None else run.checkpoint_after(options.from_step)
+    done = (checkpoint_step(last) or 0) if last else 0
+    file, settings = run.path / CONFIG, settings_at(run.info, done)
+    own = load_config(file, settings)
+    asked = load_config(options.config, given) if options.config else load_config(file, {**settings, **given})
+    found = changes(str(run.path), own, asked, given, done)
+    return _GoingOn(done, options.from_step, load_config(file, {**settings, **found.settings}), found)
 
 
-def _reopen(path: Path, data: RunData, changed: Mapping[str, str]) -> RunDir:
+def _reopen(path: Path, data: RunData, going_on: _GoingOn) -> RunDir:
     from core.resume import other_data
     from core.run import RunDir
     from scripts.start import data_facts
 
-    run = RunDir.open(path, write=True, settings=changed)
+    run = RunDir.open(path, write=True, changes=going_on.changes, done=going_on.done)
     made_with, now = run.info.get("data", {}), data_facts(data)
     if made_with.get("fingerprint") != now["fingerprint"]:
         run.close()

@@ -16,10 +16,8 @@ from core.backend import Backend, Batch
 from core.config import RunConfig
 from core.errors import UserError
 from core.parity.cause import Cause, find_cause
-from core.parity.compare import Reference
 from core.parity.evidence import Evidence
-from core.parity.reference_check import sound_reference
-from core.parity.replay import in_words, other_batch
+from core.parity.replay import References, config_of_steps, in_words, other_batch
 from core.parity.rerun import Rerun
 from core.parity.verdict import Check, Finding, Outcome, overall
 from core.run import RunDir
@@ -70,14 +68,16 @@ def bisect_run(
     """The first bad step of `run` among those that it recorded.
 
     batch: the data order, step → batch. progress: told of every check in one line. config: the run's, but for the
-    device. Raises UserError if the run recorded no step, or candidate or reference does not take its states.
+    device. Each step is judged under the settings that were in force there.
+
+    Raises UserError if the run recorded no step, or candidate or reference does not take its states.
     """
-    config = config or run.config
+    here = config_of_steps(run, config)
     recorded = {line["step"]: line for line in run.records()}
     if not recorded:
         raise UserError(f"{run.path} has no recorded step: there is nothing to bisect")
-    rerun = Rerun(run, candidate, config, batch)
-    opened = sound_reference(reference, config)
+    rerun = Rerun(run, candidate, here, batch)
+    opened = References(reference, here)
     search = _Search(rerun, opened, batch, progress)
     other_data = _first_other_batch(recorded, batch)
     verdicts = _verdicts(run)
@@ -92,7 +92,7 @@ def bisect_run(
     cause = None
     if with_cause and search.evidence is not None and search.bad is not None:
         progress(f"step {search.bad}: looking for the cause")
-        cause = find_cause(candidate, reference, config, search.evidence, search.checks[search.bad])
+        cause = find_cause(candidate, reference, here(search.bad), search.evidence, search.checks[search.bad])
     first = rerun.first_difference()
     notes = [*search.notes]
     if first is not None and (other_data is None or first < other_data):
@@ -116,7 +116,7 @@ class _Search:
     """The search itself. evidence: of the first bad step so far."""
 
     rerun: Rerun
-    reference: Reference
+    references: References
     batch: Callable[[int], Batch]
     progress: Callable[[str], None]
     checks: dict[int, Check] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class _Search:
 
     def _is_bad(self, step: int) -> bool:
         if step not in self.checks:
-            check, evidence = self.rerun.check(step, self.reference)
+            check, evidence = self.rerun.check(step, self.references.of(step))
             self.checks[step] = check
             origin = check.origin
             where = f", origin {origin.stage} ({origin.phase}) at {origin.tap}" if origin else ""

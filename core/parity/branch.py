@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from core import checkpoint
+from core.config_file import load_config
 from core.errors import UserError
+from core.history import before_left, settings_at
 from core.jsonl import read_lines
-from core.run import CHECKS, RECORDS, RunDir
+from core.run import CHECKS, CONFIG, OBSERVATIONS, RECORDS, RunDir, observation_files
 
 
 class Branch(RunDir):
@@ -23,7 +25,8 @@ class Branch(RunDir):
         if not 1 <= number <= len(branches):
             known = f"it has 1 to {len(branches)}" if branches else "it has none"
             raise UserError(f"{run.path} has no branch {number}: {known}")
-        super().__init__(run.path, run.config, run.info, None)
+        info = before_left(run.info, branches[number - 1]["path"])
+        super().__init__(run.path, load_config(run.path / CONFIG, settings_at(info)), info, None)
         # (folder, the last step that is taken from it), newest first; the run itself stands last.
         self._parts: list[tuple[Path, float]] = [(run.path / branches[number - 1]["path"], float("inf"))]
         reach = branches[number - 1]["from_step"]
@@ -46,6 +49,13 @@ class Branch(RunDir):
         for folder, last in self._parts:
             found += [p for p in checkpoint.list_checkpoints(folder) if _step(p) <= last]
         return sorted(found, key=_step)
+
+    def observations(self) -> dict[int, Path]:
+        """Step → file of what was observed in this branch and in all before it."""
+        found = {step: path for step, path in self._run.observations().items() if step <= self._reach}
+        for folder, last in self._parts:
+            found |= {step: path for step, path in observation_files(folder / OBSERVATIONS).items() if step <= last}
+        return found
 
     def _lines(self, name: str, of_run: list[dict[str, Any]]) -> list[dict[str, Any]]:
         found = [line for line in of_run if line["step"] <= self._reach]

@@ -7,7 +7,6 @@ without the candidate; where it has only the state, the candidate runs the step 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -21,11 +20,12 @@ from core.parity.closer import look_closer
 from core.parity.compare import exact
 from core.parity.evidence import gather
 from core.parity.judge import Reference, judge_observations
-from core.parity.record import observation_file, probe_of
+from core.parity.record import probe_of
 from core.parity.reference_check import sound_reference
 from core.parity.rerun import Rerun, StoredStates, differing_fields, judged
 from core.parity.verdict import Check
-from core.run import OBSERVATIONS, RunDir
+from core.resume import under_policy
+from core.run import RunDir
 
 How = Literal["sketches", "run again", "not covered"]
 
@@ -82,7 +82,7 @@ def replay_run(
     """Judge every step that the run directory lets one judge, or only `step`.
 
     candidate: opened when a step has to be run again. elsewhere: the run's configuration with the device on which it is
-    run again, if not the run's own.
+    run again, if not the run's own. Each step is judged under the settings that were in force there.
     A step that is asked for and has no stored state is reached by running the candidate to it from the nearest one.
     Raises UserError if there is nothing at `step`, or what is there is damaged.
     """
@@ -90,17 +90,17 @@ def replay_run(
     if not recorded:
         raise UserError(f"{run.path} has no recorded step: there is nothing to replay")
     last = max(recorded)
-    sketched = [n for n in sketched_steps(run) if n <= last]
+    sketched = [n for n in sorted(run.observations()) if n <= last]
     after_states = [done + 1 for done in states.steps if done + 1 <= last]
     if step is not None and not 1 <= step <= last:
         raise UserError(f"{run.path} has no step {step}: it recorded steps 1 to {last}")
-    opened = sound_reference(reference, run.config)
-    again = _Again(run, batch, candidate, reference, opened, elsewhere or run.config)
+    opened = References(reference, run.config_at)
+    again = _Again(run, batch, candidate, opened, config_of_steps(run, elsewhere))
     try:
         for number in sorted({*sketched, *after_states}) if step is None else [step]:
             has_state = number - 1 in states.steps
             if number in sketched and has_state:
-                yield _from_sketches(run, number, states.load(number - 1), batch(number), recorded, opened)
+                yield _from_sketches(run, number, states.load(number - 1), batch(number), recorded, opened.of(number))
             elif number in sketched and step is None:
                 why = f"sketches, but no checkpoint of step {number - 1}: --step {number} runs the candidate up to it"
                 yield Replayed(number, "not covered", None, (why,))
@@ -113,10 +113,37 @@ def replay_run(
         opened.close()
 
 
-def sketched_steps(run: RunDir) -> list[int]:
-    """Steps whose observations were recorded."""
-    found = [re.fullmatch(r"step_(\d{6,})\.npz", path.name) for path in (run.path / OBSERVATIONS).glob("step_*.npz")]
-    return sorted(int(match[1]) for match in found if match)
+def config_of_steps(run: RunDir, elsewhere: RunConfig | None) -> Callable[[int], RunConfig]:
+    """The run's configuration at a step, on the device that `elsewhere` names if it is not None."""
+    if elsewhere is None:
+        return run.config_at
+    return lambda step: run.config_at(step).model_copy(update={"device": elsewhere.device})
+
+
+class References:
+    """A reference for each configuration that steps are judged under, opened when first asked for."""
+
+    def __init__(self, backend: Backend, config: Callable[[int], RunConfig]) -> None:
+        self._backend, self._config = backend, config
+        self._opened: list[Reference] = []
+
+    def of(self, step: int) -> Reference:
+        """The reference for a step. Raises UserError if the reference itself is wrong."""
+        config = self._config(step)
+        found = next((opened for opened in self._opened if opened.config == config), None)
+        if found is None:
+            found = sound_reference(self._backend, config)
+            self._opened.append(found)
+        return found
+
+    def like(self, config: Callable[[int], RunConfig]) -> References:
+        """References of the same backend under other configurations."""
+        return References(self._backend, config)
+
+    def close(self) -> None:
+        """Close what was opened."""
+        for opened in self._opened:
+            opened.close()
 
 
 def in_words(differences: list[tuple[str, Any, Any]]) -> str:
@@ -139,12 +166,12 @@ def _from_sketches(
     """The step as the run made it, from its sketches and the state before it."""
     if step not in recorded:
         return Replayed(step, "not covered", None, ("its record is lost: its sketches may be of another branch",))
-    found, about = observations.load(observation_file(run.path / OBSERVATIONS, step))
+    found, about = observations.load(run.observations()[step])
     if about["batch"] != recorded[step]["digest"]:
         return Replayed(step, "not covered", None, ("its sketches are of another branch of the run",))
     if about["batch"] != batch.digest():
         return Replayed(step, "sketches", other_batch(step, batch.tokens.size))
-    probe = probe_of(batch, run.config)
+    probe, state = probe_of(batch, reference.config), under_policy(state, reference.config.precision)
     if about["probe"] != probe.digest():
         return Replayed(step, "not covered", None, ("its sketches are of sequences that this version does not choose",))
     try:
@@ -165,22 +192,19 @@ class _Again:
         run: RunDir,
         batch: Callable[[int], Batch],
         candidate: Callable[[], Backend],
-        reference: Backend,
-        opened: Reference,
-        config: RunConfig,
+        opened: References,
+        config: Callable[[int], RunConfig],
     ) -> None:
         self._run, self._batch, self._candidate, self._config = run, batch, candidate, config
-        self._backend, self._of_run = reference, opened
         # The twin follows the attention kernel of the candidate's device.
-        self._here: Reference | None = opened if config == run.config else None
+        self._of_run, self._here = opened, opened.like(config)
         self._rerun: Rerun | None = None
 
     def step(self, step: int, why: str) -> Replayed:
         """Run the step again and judge it."""
         rerun = self._opened()
-        if self._here is None:
-            self._here = sound_reference(self._backend, self._config)
-        check, _ = rerun.check(step, self._here)
+        same = self._config(step) == self._run.config_at(step)
+        check, _ = rerun.check(step, (self._of_run if same else self._here).of(step))
         notes = ["its sketches: none were recorded", *([why] if why else []), *self._said(rerun, step)]
         return Replayed(step, "run again", check, tuple(notes))
 
@@ -190,12 +214,11 @@ class _Again:
         state = rerun.state(step - 1)
         if said := self._said(rerun, step - 1):
             return self.step(step, said[0])
-        return _from_sketches(self._run, step, state, self._batch(step), recorded, self._of_run)
+        return _from_sketches(self._run, step, state, self._batch(step), recorded, self._of_run.of(step))
 
     def close(self) -> None:
         """Close what was opened here."""
-        if self._here is not None and self._here is not self._of_run:
-            self._here.close()
+        self._here.close()
         if self._rerun is not None:
             self._rerun.close()
 

@@ -20,6 +20,7 @@ from core.parity.closer import look_closer
 from core.parity.evidence import Evidence, gather
 from core.parity.judge import Reference, judge
 from core.parity.verdict import Check
+from core.resume import under_policy
 from core.run import RunDir
 from core.skips import first_scalars
 
@@ -31,7 +32,7 @@ class StoredStates:
     """What a run keeps of its states: its checkpoints, and the initial weights, which follow from the seed."""
 
     def __init__(self, run: RunDir) -> None:
-        self._config = run.config
+        self._config = run.config_at(1)
         self._paths = {_step(path): path for path in run.checkpoints()}
 
     @property
@@ -61,17 +62,20 @@ def initial_state(config: RunConfig) -> State:
 
 
 class Rerun:
-    """Runs a candidate again along a run.
+    """Runs a candidate again along a run, each step under the settings that were in force there.
 
     differences: step → (field, recorded, now) of every record that came out otherwise than the run's.
     steps_run: how many steps were run again. loaded: steps done in the stored state that was loaded last.
     """
 
-    def __init__(self, run: RunDir, backend: Backend, config: RunConfig, batch: Callable[[int], Batch]) -> None:
-        """`config` is the run's, but for what the candidate is to do otherwise. Raises what opening raises."""
-        self._states, self._batch, self._config = StoredStates(run), batch, config
+    def __init__(
+        self, run: RunDir, backend: Backend, config: Callable[[int], RunConfig], batch: Callable[[int], Batch]
+    ) -> None:
+        """config: of a step, the run's but for what the candidate is to do otherwise. Raises what opening raises."""
+        self._states, self._batch, self._config_of, self._backend = StoredStates(run), batch, config, backend
         self._recorded = {line["step"]: line for line in run.records()}
-        self._session: Session = backend.open(config)
+        self._config = config(1)
+        self._session: Session = backend.open(self._config)
         self._done: int | None = None
         self.loaded = 0
         self.differences: dict[int, list[tuple[str, Any, Any]]] = {}
@@ -81,11 +85,13 @@ class Rerun:
         """Bring the session to the state after `done` steps."""
         nearest = max(step for step in self._states.steps if step <= done)
         if self._done is None or not nearest <= self._done <= done:
-            self._load(self._states.load(nearest, self._session))
+            self._load(self._states.load(nearest, self._session), nearest + 1)
             self._done = self.loaded = nearest
         for step in range(self._done + 1, done + 1):
+            self._into(step)
             self._compare(self._session.step(self._batch(step)))
             self._done = step
+        self._into(done + 1)
 
     def state(self, done: int) -> State:
         """The state after `done` steps, run to from the nearest stored one."""
@@ -116,9 +122,19 @@ class Rerun:
         """Close the session."""
         self._session.close()
 
-    def _load(self, state: State) -> None:
+    def _into(self, step: int) -> None:
+        """Open the session of this step, where a branch of the run begins with it, with the state of the last one."""
+        if self._config_of(step) != self._config:
+            self._load(self._session.state(), step)
+
+    def _load(self, state: State, step: int) -> None:
+        """Take a state over, to make this step from it."""
+        config = self._config_of(step)
+        if config != self._config:
+            self._session.close()
+            self._session, self._config = self._backend.open(config), config
         try:
-            self._session.load(state)
+            self._session.load(under_policy(state, config.precision))
         except (ValueError, KeyError) as error:
             raise UserError(f"the candidate does not take the run's state: {error}") from error
 

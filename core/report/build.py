@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from core.atomic import write_atomically
+from core.history import branches_begun, in_words
 from core.report import parts, words
 from core.report.bias_curves import bias_curves
 from core.report.checks import read_checks
@@ -44,10 +45,13 @@ def build_report(run_dir: Path, warn: Callable[[str], None] = lambda note: None)
     if heat and len(heat["detailed"]) < len(heat["steps"]):
         some = f"{len(heat['detailed'])} of {len(heat['steps'])}"
         notes.append(f"Values and bounds are on this page for {some} checked steps, broken ones first.")
+    begun = branches_begun(run.about)
+    notes += [f"Settings were changed on purpose: {in_words(resume)} ({resume['time']})." for resume in begun]
     specs = charts(run.records, run.config, parts.entropies(run))
     data: dict[str, Any] = {
         "domain": [run.records[0]["step"], run.records[-1]["step"]],
         "charts": specs,
+        "marks": [{"step": resume["step"], "label": f"branch {resume['branch']}"} for resume in begun],
         "checks": checks.lines,
         "heat": heat,
         "bias": curves,

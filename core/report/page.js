@@ -180,6 +180,7 @@ function makeChart(spec) {
     }
     svg.append(element("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }));
     drawRules(svg, left, right);
+    drawMarks(svg, top, bottom);
     const body = element("g", { "clip-path": `url(#${clip})` });
     svg.append(body);
     for (const s of spec.series) if (!hidden.has(s) && s.style !== "readout") drawSeries(svg, body, s, top, bottom, low, high);
@@ -198,6 +199,15 @@ function makeChart(spec) {
       svg.append(element("line", { class: "ruleline", x1: left, x2: right, y1: v, y2: v }));
       svg.append(element("text", { class: "rule", x: right - 4, y: label, "text-anchor": "end" }, `${r.label} ${exact(r.y, 4)}`));
       last = label;
+    }
+  }
+
+  // Where a branch begins: right after its step.
+  function drawMarks(svg, top, bottom) {
+    for (const m of data.marks.filter(m => m.step >= axis.low && m.step <= axis.high)) {
+      svg.append(element("line", { class: "ruleline", x1: x(m.step), x2: x(m.step), y1: top, y2: bottom }));
+      const beyond = x(m.step) > (x(axis.low) + x(axis.high)) / 2;
+      svg.append(element("text", { class: "rule", x: x(m.step) + (beyond ? -4 : 4), y: bottom - 5, "text-anchor": beyond ? "end" : "start" }, m.label));
     }
   }
 

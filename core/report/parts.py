@@ -14,6 +14,7 @@ from core.report.heatmap import chain
 from core.report.read import Run, section
 from core.report.text import count, esc, number, plural
 from core.report.words import DISPLAY, SCOPES, interval
+from core.run_info import CHANGED
 
 
 def name(run: Run) -> str:
@@ -37,7 +38,8 @@ def head(run: Run) -> str:
 def facts(run: Run) -> str:
     """The run in numbers, and what it ran on."""
     first, last = run.records[0], run.records[-1]
-    planned = section(run.config, "train").get("steps")
+    changed = section(run.about, CHANGED).get("train.steps")
+    planned = int(changed) if changed else section(run.config, "train").get("steps")
     tokens = sum(int(r["tokens"]) for r in run.records if isinstance(r.get("tokens"), int))
     seconds = sum(s for _, s in field(run.records, "seconds") if math.isfinite(s))
     speeds = [v for _, v in field(run.records, "tokens_per_second") if math.isfinite(v)]

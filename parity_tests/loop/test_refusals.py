@@ -90,12 +90,13 @@ def test_a_folder_that_is_no_run(trained: Folder, capsys: pytest.CaptureFixture[
 
 def test_a_resumed_run_keeps_its_settings(trained: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     before = content(trained.path / "done")
-    assert trained.resume("done", "--train.steps", "9", "--optim.peak-lr", "1e-4") == 2
+    assert trained.resume("done", "--train.batch-size", "8", "--data.seed", "9", "--optim.name", "muon") == 2
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 3 and all(line.startswith("lockstep: ") for line in said)
-    assert "train.steps is 4 in the run, and 9 was asked for" in said[0]
-    assert "optim.peak_lr is 0.003 in the run, and 0.0001 was asked for" in said[1]
-    assert "keeps these settings" in said[2]
+    assert len(said) == 4 and all(line.startswith("lockstep: ") for line in said)
+    assert "data.seed is 0 in the run, and 9 was asked for" in said[0]
+    assert "train.batch_size is 4 in the run, and 8 was asked for" in said[1]
+    assert "optim.name is 'adamw' in the run, and 'muon' was asked for" in said[2]
+    assert "keeps these settings; begin a new run for others" in said[3]
     assert content(trained.path / "done") == before
 
 
@@ -109,6 +110,11 @@ def test_a_run_file_beside_a_run_must_be_the_run_s(trained: Folder, capsys: pyte
     other.write_text(own.replace("hidden = 64", "hidden = 32"))
     assert cli.run(words) == 2
     assert "model.hidden is 64 in the run, and 32 was asked for" in capsys.readouterr().err.splitlines()[0]
+    other.write_text(own.replace("peak_lr = 0.003", "peak_lr = 0.001"))
+    assert cli.run(words) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert "optim.peak_lr is 0.003 in the run, and 0.001 was asked for" in said[0]
+    assert "unless they are given as flags, which begins a branch" in said[1]
 
 
 def test_resume_excludes_a_new_run(trained: Folder, capsys: pytest.CaptureFixture[str]) -> None:

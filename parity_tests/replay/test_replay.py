@@ -71,7 +71,7 @@ def test_on_another_device_the_twin_goes_along(honest):
         replay_run(honest, lambda n: run_batch(CONFIG, n), lambda: backend(TorchSession), Asked(), 8, elsewhere)
     )
     assert found[0].check.verdict == "agreed"
-    assert asked == ["auto", "auto", "cpu", "cpu"]
+    assert asked == ["cpu", "cpu"]
 
 
 def test_no_candidate_is_opened_for_sketches(honest):
