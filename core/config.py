@@ -351,6 +351,7 @@ class LogConfig(Section):
     sample_every: Interval = Field(0, description="a text sample from the prompt")
     sample_prompt: str = Field("The meaning of life is ", description="prompt of the sample")
     sample_tokens: Positive = Field(50, description="tokens of the sample")
+    nvtx: bool = Field(False, description="NVTX ranges around the parts of a step, for Nsight Systems (torch on CUDA)")
     wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases")
     wandb_project: str = Field("lockstep", description="project of Weights & Biases")
 

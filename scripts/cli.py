@@ -46,6 +46,7 @@ COMMANDS = {
     "convert": ("scripts.convert", "a checkpoint or a run between torch, JAX and plain safetensors, bit for bit"),
     "report": ("scripts.report", "write a run's report.html"),
     "sample": ("scripts.sample", "text from a run's checkpoint, as it is written"),
+    "profile": ("scripts.profile", "record three training steps, and say where their time goes"),
     "bench step": ("scripts.bench", "time whole steps, row by row, beside the published figures and the floor"),
     "bench parity": ("scripts.bench_parity", "what a check costs, in training steps"),
 }

@@ -47,6 +47,8 @@ from torch_backend.optim import (
     write_moments,
 )
 from torch_backend.precision import POLICIES, Policy
+from torch_backend.ranges import in_force as ranges_in_force
+from torch_backend.ranges import marking, part
 from torch_backend.ranks import Ranks
 from torch_backend.ranks import in_force as ranks_in_force
 from torch_backend.recompute import in_force as recompute_in_force
@@ -78,6 +80,8 @@ class TorchSession:
         torch.set_float32_matmul_precision("high" if config.precision.policy == "tf32" else "highest")
         self.policy: Policy = POLICIES[config.precision.policy]
         self.float8 = float8(config.precision, self.device)
+        # Gives the parts of a step their names (torch_backend/ranges.py).
+        self.mark = marking(config, self.device)
         self.steps_done = 0
         # What torch.compile has made for the step, and the lengths of sequences that it has made it for.
         self.programs, self._stepped = 0, set[int]()
@@ -154,6 +158,7 @@ class TorchSession:
         self.steps_done = state.step
         self.scalars = own_scalars(self.config, state.scalars)
 
+    @part("checkpoint")
     def write(self, folder: Path) -> WritingTorch:
         """Begin to write the state by torch.distributed.checkpoint; every rank of the session calls it."""
         return self._writer.begin(folder)
@@ -172,6 +177,7 @@ class TorchSession:
         if "torch_cuda" in states and self.device.type == "cuda":
             torch.cuda.set_rng_state(torch.from_numpy(states["torch_cuda"].copy()), self.device)
 
+    @part("step")
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group.
 
@@ -189,7 +195,8 @@ class TorchSession:
             with self.clock.aside("checks"):
                 self._of_step = self._gradients(loss, nll)
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = global_norm(grads)
+        with self.mark("clip"):
+            norm = global_norm(grads)
         if norms:
             with self.clock.aside("logging"):
                 before = {n: p.detach().clone() for n, p in self.parameters.items()}
@@ -213,10 +220,12 @@ class TorchSession:
             raise NotFinite(record, self._first_not_finite(told_loss))
         if not finite and SCALE not in self.scalars:
             record = replace(record, left_out=self._first_not_finite(told_loss))
-        torch._foreach_mul_(grads, coefficient)
+        with self.mark("clip"):
+            torch._foreach_mul_(grads, coefficient)
         set_learning_rate(self.optimizer, lr)
         if finite:
-            self.optimizer.step()
+            with self.mark("optimizer"):
+                self.optimizer.step()
         self.scalars = self.scalars_after(finite)
         self.steps_done += 1
         metrics = dict(self.scalars) | ({RECOMPILED: float(anew)} if anew else {})
@@ -496,7 +505,8 @@ class TorchSession:
             nll.append(micro_nll.detach().clone() if self.replays else micro_nll.detach())
         if self.ranks and self.ranks.shares(micros):
             shown = self._show_step or self._program_gradients is not None
-            loss, nll = self.ranks.together(loss, nll, shown)
+            with self.mark("reduction"):
+                loss, nll = self.ranks.together(loss, nll, shown)
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if self._program_gradients is not None and len(micros) == 1:
             self._program_gradients = {name: g / self.scale for name, g in grads.items()}
@@ -504,6 +514,7 @@ class TorchSession:
             torch._foreach_div_(list(grads.values()), self.scale)
         return loss / self.scale, nll
 
+    @part("micro-batch")
     def _forward_backward(self, micro: Batch, program: Any, total: Tensor) -> tuple[Tensor, Tensor]:
         """Add the gradients of a micro-batch to `.grad`; returns its loss and per-token NLL."""
         tokens, targets, weights = self.to_device(micro)
@@ -511,9 +522,11 @@ class TorchSession:
             torch.compiler.cudagraph_mark_step_begin()
         made = self._programs_made()
         with guarded(self, micro):
-            loss, nll = program(tokens, targets, weights, total, *self.documents(micro))
+            with self.mark("forward"):
+                loss, nll = program(tokens, targets, weights, total, *self.documents(micro))
             self.programs += self._programs_made() - made
-            loss.backward()
+            with self.mark("backward"):
+                loss.backward()
         return loss, nll
 
     def _programs_made(self) -> int:
@@ -633,6 +646,7 @@ class TorchBackend:
                 "recomputed": recompute_in_force(config.recompute),
                 "optimizer": in_words(config, device),
                 **ranks_in_force(config, device.type),
+                **ranges_in_force(config, device),
             },
         }
 

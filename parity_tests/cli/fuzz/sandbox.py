@@ -378,6 +378,7 @@ def _cuts(case: Case) -> list[Any]:
         mock.patch("core.bench.suite.Worker.__call__", _answer),
         mock.patch("scripts.bench_parity.RunData", types.SimpleNamespace(open=_reached)),
         mock.patch("scripts.faults.run", _reached),
+        mock.patch("scripts.profile.batches_of", _reached),
         mock.patch("core.parity.shadow.Shadow.__init__", _reached),
     ]
     if not case.through:

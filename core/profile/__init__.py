@@ -1,0 +1,1 @@
+"""What a profiler's trace says of a training step."""

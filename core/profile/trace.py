@@ -1,0 +1,75 @@
+"""A trace of PyTorch's profiler: events in Chrome's format, as Kineto writes them (times in microseconds)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from core.atomic import read_whole
+from core.errors import UserError
+from core.profile.intervals import Span
+
+# What a GPU does, and what a program asks of it.
+KERNEL, COPIES, CALLS = "kernel", ("gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
+OPERATOR, RANGE = "cpu_op", "user_annotation"
+# Names of ranges: a step of the profiler's own, and the parts of a step (torch_backend/ranges.py).
+STEP, PART = "ProfilerStep#", "lockstep."
+GZIP = b"\x1f\x8b"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that began and ended. lane: the thread, or the GPU's stream, that it is of. Times in µs."""
+
+    name: str
+    category: str
+    start: float
+    stop: float
+    lane: tuple[Any, Any] = (0, 0)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def span(self) -> Span:
+        """(start, stop)."""
+        return self.start, self.stop
+
+
+def read_trace(path: Path) -> list[Event]:
+    """The events of a trace, gzip or not, by their starts. Raises UserError if it is none, or holds none."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for, a device read for ever
+        raise UserError(f"{path} is not a file")
+    raw = read_whole(path)
+    try:
+        body = json.loads(gzip.decompress(raw) if raw.startswith(GZIP) else raw)
+    except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} is no trace of PyTorch's profiler: it is not JSON") from error
+    listed: Any = body.get("traceEvents") if isinstance(body, dict) else body
+    try:
+        events = events_of(listed)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is no trace of PyTorch's profiler: it has no traceEvents of Chrome's") from error
+    if not events:
+        raise UserError(f"{path} holds no event that took time: nothing was profiled")
+    return events
+
+
+def events_of(listed: Iterable[Mapping[str, Any]]) -> list[Event]:
+    """Events with a duration, by their starts; of two that start together, the longer one first."""
+    found = [
+        Event(
+            str(one["name"]),
+            str(one.get("cat", "")),
+            float(one["ts"]),
+            float(one["ts"]) + float(one["dur"]),
+            (one.get("pid"), one.get("tid")),
+            one.get("args") or {},
+        )
+        for one in listed
+        if one.get("ph") == "X" and "dur" in one
+    ]
+    return sorted(found, key=lambda event: (event.start, -event.stop))

@@ -1,0 +1,1 @@
+"""Traces with known answers, real ones of tiny steps, and the command."""

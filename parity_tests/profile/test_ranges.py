@@ -1,0 +1,64 @@
+"""The parts of a step have their names where a profiler asks for them, and the step is the same."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from parity_tests.tiny import text_batch, tiny_config
+from torch_backend import ranges
+from torch_backend.session import TorchBackend, TorchSession
+
+STEP = ["step", *["micro-batch", "forward", "backward"] * 2, "clip", "clip", "optimizer"]
+
+
+def named(said):
+    """A way of naming that notes the names, and what is open when it is."""
+
+    @contextmanager
+    def mark(name):
+        said.append(name)
+        yield
+
+    return mark
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_names_stand_around_the_step_and_change_no_bit(compiled, tmp_path):
+    config = tiny_config(compiled=compiled)
+    plain, marked = (TorchBackend().open(config) for _ in range(2))
+    assert isinstance(plain, TorchSession) and isinstance(marked, TorchSession)
+    said: list[str] = []
+    marked.mark = named(said)
+    for seed in range(2):
+        assert plain.step(text_batch(config, seed)) == marked.step(text_batch(config, seed))
+    assert said == STEP * 2
+    said.clear()
+    marked.write(tmp_path).wait()
+    assert said == ["checkpoint"]
+    # It is the program that the other session had compiled.
+    assert marked.programs == 0
+    ours, theirs = plain.state(), marked.state()
+    assert all(np.array_equal(ours.params[name], theirs.params[name]) for name in ours.params)
+
+
+def test_nvtx_is_asked_for_and_cuda_s(monkeypatch):
+    config = tiny_config()
+    asked = config.model_copy(update={"log": config.log.model_copy(update={"nvtx": True})})
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [ranges.marking(c, d) for c in (config, asked) for d in (cpu, cuda)] == [
+        ranges.unmarked,
+        ranges.unmarked,
+        ranges.unmarked,
+        ranges.nvtx,
+    ]
+    assert ranges.in_force(config, cuda) == {} and "on the CPU" in ranges.in_force(asked, cpu)["NVTX ranges"]
+    assert TorchBackend().describe(asked)["in_force"]["NVTX ranges"]
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range", named(said))
+    with ranges.nvtx("forward"):
+        pass
+    assert said == ["lockstep.forward"]
