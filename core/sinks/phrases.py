@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from core.backend import StepRecord
 from core.loss_scale import FINITE, SCALE, SKIPPED
-from core.metrics import RECOMPILED
+from core.metrics import ATTENTION_LOGIT, MEMORY, RECOMPILED
 from core.parity.verdict import Check, Finding
+
+# What norms are called, and the names of their metrics before the group's.
+NORMS = {"update/weight": "update_ratio/", "weight norm": "param_norm/", "gradient norm": "grad_norm/"}
 
 
 def count(value: float) -> str:
@@ -93,8 +96,11 @@ def metric_lines(step: int, metrics: Mapping[str, float], before: Mapping[str, f
         lines.append(f"step {step}: validation loss {metrics['val/loss']:.4f}{top1}")
     if "fp32/loss" in metrics:
         difference = f", training precision {metrics['fp32/difference']:+.1e}" if "fp32/difference" in metrics else ""
-        lines.append(f"step {step}: loss in FP32 {metrics['fp32/loss']:.4f}{difference}")
-    if metrics.get(SKIPPED, 0) > before.get(SKIPPED, 0) and metrics[FINITE] == 0:
+        top1 = f", top-1 {metrics['train/top1']:.1%}" if "train/top1" in metrics else ""
+        lines.append(f"step {step}: loss in FP32 {metrics['fp32/loss']:.4f}{difference}{top1} (a slice of the batch)")
+    if (largest := metrics.get(f"{ATTENTION_LOGIT}max")) is not None:
+        lines.append(f"step {step}: largest attention logit {largest:.3g}, in {_largest_of(metrics, ATTENTION_LOGIT)}")
+    if FINITE in metrics and metrics[SKIPPED] > before.get(SKIPPED, 0) and metrics[FINITE] == 0:
         skipped, scale = int(metrics[SKIPPED]), math.log2(metrics[SCALE])
         lines.append(
             f"step {step}: left out, gradients not finite; {skipped} so far, the loss scale is now 2^{scale:g}"
@@ -103,6 +109,27 @@ def metric_lines(step: int, metrics: Mapping[str, float], before: Mapping[str, f
         count = int(metrics[RECOMPILED])
         lines.append(f"step {step}: recompiled: torch.compile made the step's program anew ({count})")
     return lines
+
+
+def left_out_line(record: StepRecord) -> str:
+    """What is said of a step that was left out because it is not finite."""
+    so_far = int(record.metrics.get(SKIPPED, 1))
+    return f"step {record.step}: left out, not finite: {record.left_out}; {so_far} so far"
+
+
+def norm_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
+    """One line each for update-to-weight ratio, weight norm and gradient norm by group, and for memory, if known."""
+    lines = []
+    for title, prefix in NORMS.items():
+        found = [f"{key.removeprefix(prefix)} {value:.2e}" for key, value in metrics.items() if key.startswith(prefix)]
+        lines += [f"step {step}: {title}: {', '.join(found)}"] if found else []
+    memory = {key.removeprefix(MEMORY): size for key, size in metrics.items() if key.startswith(MEMORY)}
+    sizes = ", ".join(f"{kind} {size / 1e9:.2f} GB" for kind, size in memory.items())
+    return lines + ([f"step {step}: memory: {sizes}"] if sizes else [])
+
+
+def _largest_of(metrics: Mapping[str, float], prefix: str) -> str:
+    return max((k for k in metrics if k.startswith(f"{prefix}blocks.")), key=lambda k: metrics[k]).removeprefix(prefix)
 
 
 def time_left(seconds: Sequence[float], steps: int) -> str:
