@@ -14,6 +14,7 @@ from core.report.checks import read_checks
 from core.report.curves import charts
 from core.report.heatmap import encode
 from core.report.read import read_run
+from core.report.seeing import more_charts
 from core.report.text import embed, esc
 
 # One script, in this order: each file speaks of what stands before it.
@@ -44,7 +45,7 @@ def build_report(run_dir: Path, warn: Callable[[str], None] = lambda note: None)
     if heat and len(heat["detailed"]) < len(heat["steps"]):
         some = f"{len(heat['detailed'])} of {len(heat['steps'])}"
         notes.append(f"Values and bounds are on this page for {some} checked steps, broken ones first.")
-    specs = charts(run.records, run.config, parts.entropies(run))
+    specs = [*charts(run.records, run.config, parts.entropies(run)), *more_charts(run.records)]
     data: dict[str, Any] = {
         "domain": [run.records[0]["step"], run.records[-1]["step"]],
         "charts": specs,

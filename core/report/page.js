@@ -3,7 +3,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const MARGIN = { left: 62, right: 14, top: 10, bottom: 22 };
-const HEIGHT = { loss: 330, grad: 210, update: 190, speed: 170, lr: 140 };
+const HEIGHT = { loss: 330, grad: 210, update: 190, speed: 170, lr: 140, stalls: 190, memory: 150, top1: 150 };
 const STRIP = 20; // height of the parity ticks below the loss chart
 const VERDICT = {
   agreed: ["--good", "agreed"], disagreed: ["--bad", "disagreed"], could_not: ["--skip", "could not tell"], skipped: ["--skip", "skipped"],
@@ -111,6 +111,8 @@ function symbol(style, colour) {
   const fill = `var(--${colour})`;
   if (style === "dots") svg.append(element("circle", { cx: 9, cy: 5, r: 3.5, fill }));
   else if (style === "diamonds") svg.append(element("path", { d: "M9 0.8L13.2 5L9 9.2L4.8 5Z", fill: "none", stroke: fill, "stroke-width": 1.8 }));
+  else if (style === "area") svg.append(element("rect", { x: 3, y: 0, width: 12, height: 10, rx: 2, fill, opacity: 0.8 }));
+  else if (style === "peaks") svg.append(element("path", { d: "M4 1H14L9 9Z", fill }));
   else if (style === "rug") svg.append(element("path", { d: "M4 1V9M9 1V9M14 1V9", stroke: fill, "stroke-width": 1.5 }));
   else svg.append(element("path", { d: "M0 5H18", stroke: fill, "stroke-width": style === "thin" ? 1.4 : 2.4, opacity: style === "thin" ? 0.5 : 1 }));
   return svg;
@@ -120,7 +122,7 @@ function makeChart(spec) {
   const figure = document.getElementById(`chart-${spec.id}`);
   const plot = figure.querySelector(".plot"), legend = figure.querySelector(".legend");
   const strip = spec.id === "loss" && data.checks.length ? STRIP : 0;
-  const height = HEIGHT[spec.id] + strip;
+  const height = (HEIGHT[spec.id] ?? 170) + strip;
   for (const s of spec.series) s.y = s.y.map(number);
   for (const r of spec.rules) r.y = number(r.y);
   const hidden = new Set();
@@ -204,6 +206,20 @@ function makeChart(spec) {
   function drawSeries(svg, body, s, top, bottom, low, high) {
     const colour = `var(--${s.colour})`;
     const inside = v => Number.isFinite(v) && (!spec.log || v > 0);
+    if (s.style === "area") {
+      const edge = (values, order) => order.map(i => `${x(s.x[i]).toFixed(1)} ${y(values[i]).toFixed(1)}`).join("L");
+      const forth = s.x.map((_, i) => i), back = [...forth].reverse();
+      body.append(element("path", { d: `M${edge(s.y, forth)}L${edge(s.base, back)}Z`, fill: colour, opacity: 0.8 }));
+      return;
+    }
+    if (s.style === "peaks") {
+      s.x.forEach((step, i) => {
+        const px = x(step).toFixed(1), py = Math.max(y(s.y[i]), top + 8).toFixed(1);
+        body.append(element("path", { d: `M${px} ${bottom}V${py}`, stroke: colour, "stroke-width": 1, "stroke-dasharray": "2 3" }));
+        svg.append(element("path", { d: `M${px} ${py}m-5 -8h10l-5 8Z`, fill: colour }));
+      });
+      return;
+    }
     if (s.style === "rug") {
       const path = s.x.flatMap((step, i) => (s.y[i] < 1 ? `M${x(step).toFixed(1)} ${bottom}v-7` : []));
       body.append(element("path", { d: path.join(""), stroke: colour, "stroke-width": 1, opacity: 0.75 }));
@@ -275,13 +291,13 @@ function makeChart(spec) {
     for (const s of spec.series) {
       if (hidden.has(s)) continue;
       const i = s.sparse || s.style === "readout" ? lastAt(s.x, step) : nearest(s.x, step);
-      if (i < 0) continue;
-      const v = s.y[i];
+      if (i < 0 || (s.exact && s.x[i] !== step)) continue;
+      const v = s.own ? s.own[i] : s.y[i];
       const value = element("span", {}, s.percent ? `${exact(v * 100, 4)} %` : exact(v));
       if (s.x[i] !== step) value.append(element("span", { class: "at" }, `at ${group(s.x[i])}`));
       const label = element("span", {}, element("i", { style: `background:var(--${s.colour})` }), s.reading);
       tip.append(element("div", { class: "row" }, label, value));
-      if (!["readout", "rug"].includes(s.style) && Number.isFinite(v) && !(spec.log && v <= 0) && s.x[i] === step && y(v) >= 0)
+      if (!["readout", "rug", "area", "peaks"].includes(s.style) && Number.isFinite(v) && !(spec.log && v <= 0) && s.x[i] === step && y(v) >= 0)
         dots.append(element("circle", { class: "dot", cx: px, cy: y(v), r: 3.5, fill: `var(--${s.colour})` }));
     }
     if (strip)
