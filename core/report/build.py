@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from core.report.checks import read_checks
 from core.report.curves import charts
 from core.report.heatmap import encode
 from core.report.read import read_run
-from core.report.seeing import more_charts
+from core.report.seeing import events, more_charts
 from core.report.text import embed, esc
 
 # One script, in this order: each file speaks of what stands before it.
@@ -45,6 +45,7 @@ def build_report(run_dir: Path, warn: Callable[[str], None] = lambda note: None)
     if heat and len(heat["detailed"]) < len(heat["steps"]):
         some = f"{len(heat['detailed'])} of {len(heat['steps'])}"
         notes.append(f"Values and bounds are on this page for {some} checked steps, broken ones first.")
+    notes += events(run.records)
     specs = [*charts(run.records, run.config, parts.entropies(run)), *more_charts(run.records)]
     data: dict[str, Any] = {
         "domain": [run.records[0]["step"], run.records[-1]["step"]],
@@ -67,15 +68,20 @@ def build_report(run_dir: Path, warn: Callable[[str], None] = lambda note: None)
             parts.config(run),
         ]
     )
+    return page(f"{parts.name(run)} · Lockstep report", body, data, SCRIPTS)
+
+
+def page(title: str, body: str, data: Mapping[str, Any], scripts: Sequence[str]) -> str:
+    """One HTML page that needs nothing but a browser. data: for its scripts, files of this package, in order."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{esc(parts.name(run))} · Lockstep report</title>\n"
+        f"<title>{esc(title)}</title>\n"
         f"<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
         f'<script type="application/json" id="data">{embed(data)}</script>\n'
-        f"<script>\n{''.join(map(_asset, SCRIPTS))}</script>\n</body>\n</html>\n"
+        f"<script>\n{''.join(map(_asset, scripts))}</script>\n</body>\n</html>\n"
     )
 
 

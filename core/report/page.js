@@ -3,7 +3,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const MARGIN = { left: 62, right: 14, top: 10, bottom: 22 };
-const HEIGHT = { loss: 330, grad: 210, update: 190, speed: 170, lr: 140, stalls: 190, memory: 150, top1: 150 };
+const HEIGHT = { loss: 330, grad: 210, update: 190, speed: 170, lr: 140, stalls: 190, val: 210, apart: 190, memory: 150, top1: 150 };
 const STRIP = 20; // height of the parity ticks below the loss chart
 const VERDICT = {
   agreed: ["--good", "agreed"], disagreed: ["--bad", "disagreed"], could_not: ["--skip", "could not tell"], skipped: ["--skip", "skipped"],
@@ -49,6 +49,9 @@ function short(v) {
   }
   return trim(v.toPrecision(4));
 }
+
+// A place on the axis, which counts steps but where a control says otherwise (compare.js).
+const place = v => (!Number.isInteger(v) ? exact(v, 4) : v < 1e6 ? group(v) : short(v));
 
 function ticks(low, high, count) {
   const raw = (high - low) / Math.max(count, 1), base = 10 ** Math.floor(Math.log10(raw));
@@ -104,7 +107,7 @@ function nearest(x, step) {
 const stepsOfChecks = data.checks.map(([step]) => step);
 const lossChart = data.charts.find(c => c.id === "loss");
 const stops = [...new Set([...(lossChart ? lossChart.series.flatMap(s => s.x) : data.domain), ...stepsOfChecks])].sort((a, b) => a - b);
-const axis = { low: data.domain[0], high: data.domain[1] > data.domain[0] ? data.domain[1] : data.domain[0] + 1 };
+const axis = { name: "step", whole: true, low: data.domain[0], high: data.domain[1] > data.domain[0] ? data.domain[1] : data.domain[0] + 1 };
 
 function symbol(style, colour) {
   const svg = element("svg", { viewBox: "0 0 18 10", "aria-hidden": "true" });
@@ -126,6 +129,7 @@ function makeChart(spec) {
   for (const s of spec.series) s.y = s.y.map(number);
   for (const r of spec.rules) r.y = number(r.y);
   const hidden = new Set();
+  const shown = s => !hidden.has(s) && !s.off; // `off`: by a control outside the chart (compare.js)
   const tip = element("div", { class: "tip", hidden: "" });
   let x = null, y = null, cross = null, dots = null, width = 0;
 
@@ -140,7 +144,7 @@ function makeChart(spec) {
   }
 
   function range() {
-    const lines = spec.series.filter(s => !hidden.has(s) && !["readout", "rug"].includes(s.style));
+    const lines = spec.series.filter(s => shown(s) && !["readout", "rug"].includes(s.style));
     let values = lines.flatMap(s => s.y).filter(v => Number.isFinite(v) && (!spec.log || v > 0)).sort((a, b) => a - b);
     if (!values.length) values = spec.log ? [0.1, 10] : [0, 1];
     let low = values[0], high = values[values.length - 1];
@@ -176,15 +180,15 @@ function makeChart(spec) {
       svg.append(element("line", { class: "grid", x1: left, x2: right, y1: v, y2: v }));
       svg.append(element("text", { x: left - 8, y: v + 4, "text-anchor": "end" }, short(t)));
     }
-    for (const t of ticks(axis.low, axis.high, Math.min((right - left) / 90, axis.high - axis.low))) {
+    for (const t of ticks(axis.low, axis.high, Math.min((right - left) / 90, axis.whole ? axis.high - axis.low : Infinity))) {
       svg.append(element("line", { class: "grid", x1: x(t), x2: x(t), y1: top, y2: bottom }));
-      svg.append(element("text", { x: x(t), y: height - 6, "text-anchor": "middle" }, group(t)));
+      svg.append(element("text", { x: x(t), y: height - 6, "text-anchor": "middle" }, place(t)));
     }
     svg.append(element("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }));
     drawRules(svg, left, right);
     const body = element("g", { "clip-path": `url(#${clip})` });
     svg.append(body);
-    for (const s of spec.series) if (!hidden.has(s) && s.style !== "readout") drawSeries(svg, body, s, top, bottom, low, high);
+    for (const s of spec.series) if (shown(s) && s.style !== "readout") drawSeries(svg, body, s, top, bottom, low, high);
     if (strip) drawChecks(svg, left, right, bottom);
     cross = element("line", { class: "cross", y1: top, y2: bottom + strip, visibility: "hidden" });
     dots = element("g");
@@ -287,14 +291,14 @@ function makeChart(spec) {
     cross.setAttribute("visibility", "visible");
     cross.setAttribute("x1", px);
     cross.setAttribute("x2", px);
-    tip.replaceChildren(element("b", {}, `step ${group(step)}`));
+    tip.replaceChildren(element("b", {}, `${axis.name} ${place(step)}`));
     for (const s of spec.series) {
-      if (hidden.has(s)) continue;
+      if (!shown(s)) continue;
       const i = s.sparse || s.style === "readout" ? lastAt(s.x, step) : nearest(s.x, step);
       if (i < 0 || (s.exact && s.x[i] !== step)) continue;
       const v = s.own ? s.own[i] : s.y[i];
       const value = element("span", {}, s.percent ? `${exact(v * 100, 4)} %` : exact(v));
-      if (s.x[i] !== step) value.append(element("span", { class: "at" }, `at ${group(s.x[i])}`));
+      if (s.x[i] !== step) value.append(element("span", { class: "at" }, `at ${place(s.x[i])}`));
       const label = element("span", {}, element("i", { style: `background:var(--${s.colour})` }), s.reading);
       tip.append(element("div", { class: "row" }, label, value));
       if (!["readout", "rug", "area", "peaks"].includes(s.style) && Number.isFinite(v) && !(spec.log && v <= 0) && s.x[i] === step && y(v) >= 0)
@@ -322,7 +326,7 @@ function makeChart(spec) {
   plot.addEventListener("pointerleave", () => look(null));
   plot.addEventListener("click", event => pin(pinned === under(event) ? null : under(event)));
   listeners.push(show);
-  return { plot, draw };
+  return { plot, draw, redraw: () => width && draw(width) };
 }
 
 const drawn = data.charts.map(makeChart);

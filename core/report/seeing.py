@@ -8,12 +8,27 @@ from typing import Any
 import numpy as np
 
 from core.metrics import ATTENTION_LOGIT, MEMORY, SECONDS
-from core.report.curves import Json, Pairs, Records, chart_of, groups_of, keys_of, metric, series_of, wire
+from core.report.curves import (
+    Json,
+    Pairs,
+    Records,
+    at_spikes,
+    chart_of,
+    groups_of,
+    keys_of,
+    left_out,
+    metric,
+    series_of,
+    wire,
+)
 from core.report.read import section
+from core.report.text import plural
 from core.stalls import PARTS
 
 # Columns of the stacked chart; steps in between are summed.
 COLUMNS = 150
+# Steps that are named one by one.
+NAMED = 10
 COLOURS = {
     "data": "c2",
     "compute": "c1",
@@ -46,6 +61,18 @@ def more_charts(records: Records) -> list[Json]:
         chart_of("stalls", "Where the time went", "% of the time between records", stacked(records), zero=True),
     ]
     return [spec for spec in specs if spec["series"]]
+
+
+def events(records: Records) -> list[str]:
+    """What a reader should know of: loss spikes, and steps that were left out."""
+    spikes, skips = ([step for step, _ in pairs] for pairs in (at_spikes(records), left_out(records)))
+    said = [f"{plural(len(spikes), 'loss spike')}, at {_named(spikes)}."] if spikes else []
+    return said + ([f"{plural(len(skips), 'step')} left out, not finite: {_named(skips)}."] if skips else [])
+
+
+def _named(steps: list[int]) -> str:
+    more = f" and {len(steps) - NAMED:,} more" if len(steps) > NAMED else ""
+    return "step " + ", ".join(f"{step:,}" for step in steps[:NAMED]) + more
 
 
 def seconds(records: Records) -> dict[str, float]:

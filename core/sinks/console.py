@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from core.backend import StepRecord
 from core.checkpointer import Saved
-from core.metrics import MEMORY, SECONDS
+from core.metrics import SECONDS
 from core.parity.verdict import Check
 from core.sinks import phrases, tables
 
@@ -124,8 +124,7 @@ class ConsoleSink:
 
     def _seen(self, record: StepRecord) -> None:
         """Keep what is said later: the last norms and memory, and where the time went."""
-        shown = (*phrases.NORMS.values(), MEMORY)
-        if found := {key: value for key, value in record.metrics.items() if key.startswith(shown)}:
+        if found := {key: value for key, value in record.metrics.items() if key.startswith(phrases.NORMS)}:
             self._norms = record.step, found
         for key, seconds in record.metrics.items():
             if key.startswith(SECONDS):

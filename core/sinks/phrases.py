@@ -10,8 +10,8 @@ from core.loss_scale import FINITE, SCALE, SKIPPED
 from core.metrics import ATTENTION_LOGIT, MEMORY, RECOMPILED
 from core.parity.verdict import Check, Finding
 
-# What norms are called, and the names of their metrics before the group's.
-NORMS = {"update/weight": "update_ratio/", "weight norm": "param_norm/", "gradient norm": "grad_norm/"}
+# Metrics that `norm_lines` speaks of.
+NORMS = ("update_ratio/", "param_norm/", "grad_norm/", MEMORY)
 
 
 def count(value: float) -> str:
@@ -118,14 +118,17 @@ def left_out_line(record: StepRecord) -> str:
 
 
 def norm_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
-    """One line each for update-to-weight ratio, weight norm and gradient norm by group, and for memory, if known."""
-    lines = []
-    for title, prefix in NORMS.items():
-        found = [f"{key.removeprefix(prefix)} {value:.2e}" for key, value in metrics.items() if key.startswith(prefix)]
-        lines += [f"step {step}: {title}: {', '.join(found)}"] if found else []
-    memory = {key.removeprefix(MEMORY): size for key, size in metrics.items() if key.startswith(MEMORY)}
-    sizes = ", ".join(f"{kind} {size / 1e9:.2f} GB" for kind, size in memory.items())
-    return lines + ([f"step {step}: memory: {sizes}"] if sizes else [])
+    """Lines for what updates do to weights, for norms by group, and for memory, as far as they are known."""
+
+    def under(prefix: str) -> dict[str, float]:
+        return {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+
+    ratios = ", ".join(f"{group} {value:.1e}" for group, value in under("update_ratio/").items())
+    weights, gradients = under("param_norm/"), under("grad_norm/")
+    norms = ", ".join(f"{group} {norm:.3g}/{gradients.get(group, math.nan):.2g}" for group, norm in weights.items())
+    sizes = ", ".join(f"{kind} {size / 1e9:.2f} GB" for kind, size in under(MEMORY).items())
+    said = {"update/weight": ratios, "norms, weights/gradients": norms, "memory": sizes}
+    return [f"step {step}: {what}: {text}" for what, text in said.items() if text]
 
 
 def _largest_of(metrics: Mapping[str, float], prefix: str) -> str:
