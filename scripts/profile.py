@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     # Before torch is loaded: its profiler notes every start on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if (rank := launched()) is not None and rank[0] > 0:
-        from torch_backend.parallel import follow
+        from torch_backend.following import follow
 
         return follow()
     options, given = parse(Profile, "profile", argv, with_settings=True)

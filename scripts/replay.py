@@ -116,7 +116,7 @@ def _spike(console: Console, options: Replay) -> int:
     run, data = open_run(options.path.parent.parent, options.branch)
     candidate = load_backend(spec(options.candidate or str(run.info.get("backend", "torch"))))
     config = attempt(lambda: on_device(run.config, options.device, candidate))
-    found = attempt(lambda: replay_spike(run, about, kept, data.batch, candidate, config))
+    found = attempt(lambda: replay_spike(run, about, kept, batches_of(run, data), candidate, config))
     same = not found.differ
     way = f"after steps {found.loaded + 1} to {step - 1}" if found.loaded + 1 < step else "at once"
     said = f"step {step}, from the state of step {found.loaded}, {way}: loss {found.record.loss!r}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from core.backend import Backend, Batch, StepRecord
 from core.config import RunConfig
+from core.parity.replay import config_of_steps
 from core.parity.rerun import Rerun, differing_fields
 from core.run import RunDir
 
@@ -42,7 +43,7 @@ def replay_spike(
     Raises UserError if a stored state is damaged or does not fit, and what the session raises (NotFinite as well).
     """
     step = about["step"]
-    rerun = Rerun(run, candidate, config, batch)
+    rerun = Rerun(run, candidate, config_of_steps(run, config), batch)
     try:
         record = rerun.step_on(step, kept)
         return Repeated(

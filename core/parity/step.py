@@ -164,7 +164,7 @@ def _left_out(before: State, after: State) -> Iterator[Finding]:
         ("moments", before.optimizer, after.optimizer),
         ("update", {"": before.params}, {"": after.params}),
     ):
-        moved = [n for kind in old for n, a in old[kind].items() if not np.array_equal(a, new[kind][n])]
+        moved = [n for kind in old for n, a in old[kind].items() if not np.array_equal(a, new[kind][n], equal_nan=True)]
         yield exact(stage, "weights" if stage == "update" else "moments", len(moved), 1, basis, ", ".join(moved[:5]))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from core.report.checks import read_checks
 from core.report.curves import charts
 from core.report.heatmap import encode
 from core.report.read import read_run
+from core.report.seeing import events, more_charts
 from core.report.text import embed, esc
 
 # One script, in this order: each file speaks of what stands before it.
@@ -47,7 +48,8 @@ def build_report(run_dir: Path, warn: Callable[[str], None] = lambda note: None)
         notes.append(f"Values and bounds are on this page for {some} checked steps, broken ones first.")
     begun = branches_begun(run.about)
     notes += [f"Settings were changed on purpose: {in_words(resume)} ({resume['time']})." for resume in begun]
-    specs = charts(run.records, run.config, parts.entropies(run))
+    notes += events(run.records)
+    specs = [*charts(run.records, run.config, parts.entropies(run)), *more_charts(run.records)]
     data: dict[str, Any] = {
         "domain": [run.records[0]["step"], run.records[-1]["step"]],
         "charts": specs,
@@ -70,15 +72,20 @@ def build_report(run_dir: Path, warn: Callable[[str], None] = lambda note: None)
             parts.config(run),
         ]
     )
+    return page(f"{parts.name(run)} · Lockstep report", body, data, SCRIPTS)
+
+
+def page(title: str, body: str, data: Mapping[str, Any], scripts: Sequence[str]) -> str:
+    """One HTML page that needs nothing but a browser. data: for its scripts, files of this package, in order."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{esc(parts.name(run))} · Lockstep report</title>\n"
+        f"<title>{esc(title)}</title>\n"
         f"<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
         f'<script type="application/json" id="data">{embed(data)}</script>\n'
-        f"<script>\n{''.join(map(_asset, SCRIPTS))}</script>\n</body>\n</html>\n"
+        f"<script>\n{''.join(map(_asset, scripts))}</script>\n</body>\n</html>\n"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from core.metrics import SPIKE
 from core.names import GROUPS
 from core.report.read import section
 
@@ -28,49 +29,51 @@ def charts(records: Records, config: Mapping[str, Any], entropies: Mapping[str, 
     tau = smoothing_steps(len(loss))
     clip_norm = section(config, "optim").get("clip_norm")
     specs = [
-        _chart(
+        chart_of(
             "loss",
             "Loss",
             "nats per token",
             [
-                _series("training, every step", "c1", "thin", loss),
-                _series(f"training, smoothed over {tau} steps", "c1", "line", smooth(loss, tau)),
-                _series("validation", "c2", "dots", metric(records, "val/loss")),
-                _series("FP32, on a slice", "c4", "diamonds", metric(records, "fp32/loss")),
-                _series("training minus FP32", "c4", "readout", metric(records, "fp32/difference")),
-                _series("validation top-1", "c2", "readout", metric(records, "val/top1"), percent=True),
+                series_of("training, every step", "c1", "thin", loss),
+                series_of(f"training, smoothed over {tau} steps", "c1", "line", smooth(loss, tau)),
+                series_of("validation", "c2", "dots", metric(records, "val/loss")),
+                series_of("loss spike", "bad", "peaks", at_spikes(records)),
+                series_of("left out, not finite", "bad", "rug", left_out(records)),
+                series_of("FP32, on a slice", "c4", "diamonds", metric(records, "fp32/loss")),
+                series_of("training minus FP32", "c4", "readout", metric(records, "fp32/difference")),
+                series_of("validation top-1", "c2", "readout", metric(records, "val/top1"), percent=True),
             ],
             rules=[{"label": label, "y": wire(value)} for label, value in entropies.items()],
         ),
-        _chart(
+        chart_of(
             "lr",
             "Learning rate",
             "",
-            [_series("learning rate", "c1", "line", field(records, "lr"))],
+            [series_of("learning rate", "c1", "line", field(records, "lr"))],
             zero=True,
         ),
-        _chart(
+        chart_of(
             "grad",
             "Gradient norm",
             "before clipping",
             [
-                _series("global", "c1", "line", field(records, "grad_norm")),
-                *_groups(records, "grad_norm/"),
-                _series("clip coefficient below 1", "bad", "rug", field(records, "clip_coefficient")),
+                series_of("global", "c1", "line", field(records, "grad_norm")),
+                *groups_of(records, "grad_norm/"),
+                series_of("clip coefficient below 1", "bad", "rug", field(records, "clip_coefficient")),
             ],
             rules=[{"label": "clip norm", "y": wire(float(clip_norm))}] if clip_norm else [],
             log=True,
         ),
-        _chart("update", "Update-to-weight ratio", "by group", _groups(records, "update_ratio/"), log=True),
-        _chart(
+        chart_of("update", "Update-to-weight ratio", "by group", groups_of(records, "update_ratio/"), log=True),
+        chart_of(
             "speed",
             "Throughput",
             "tokens per second",
             [
-                _series("tokens per second", "c1", "line", field(records, "tokens_per_second")),
+                series_of("tokens per second", "c1", "line", field(records, "tokens_per_second")),
                 *(
-                    _series(f"MFU ({name})", "c1", "readout", mfu(records, name), percent=True)
-                    for name in _keys(section(record, "mfu") for record in records)
+                    series_of(f"MFU ({name})", "c1", "readout", mfu(records, name), percent=True)
+                    for name in keys_of(section(record, "mfu") for record in records)
                 ),
             ],
             zero=True,
@@ -87,6 +90,22 @@ def field(records: Records, name: str) -> Pairs:
 def metric(records: Records, name: str) -> Pairs:
     """(step, value) of a metric, at the steps where it was due."""
     return _inner(records, "metrics", name)
+
+
+def at_spikes(records: Records) -> Pairs:
+    """(step, loss) of each loss spike."""
+    found = {step for step, _ in metric(records, SPIKE)}
+    return [(step, loss) for step, loss in field(records, "loss") if step in found]
+
+
+def left_out(records: Records) -> Pairs:
+    """(step, 0) of each step that was left out because it is not finite."""
+    return [(r["step"], 0.0) for r in records if r.get("left_out") is not None or _fp16_left_out(r)]
+
+
+def _fp16_left_out(record: Mapping[str, Any]) -> bool:
+    metrics, norm = section(record, "metrics"), record.get("grad_norm")
+    return "loss_scale" in metrics and isinstance(norm, float) and not math.isfinite(norm)
 
 
 def mfu(records: Records, name: str) -> Pairs:
@@ -148,19 +167,26 @@ def _inner(records: Records, outer: str, name: str) -> Pairs:
     return [(step, float(value)) for step, value in pairs if isinstance(value, int | float)]
 
 
-def _keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+def keys_of(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Every key of the mappings, in the order in which they come."""
     return list(dict.fromkeys(key for mapping in mappings for key in mapping))
 
 
-def _groups(records: Records, prefix: str) -> list[Json]:
-    seen = _keys(section(record, "metrics") for record in records)
+def groups_of(records: Records, prefix: str) -> list[Json]:
+    """A line for each group and outer block of which there is a metric `prefix`NAME."""
+    seen = keys_of(section(record, "metrics") for record in records)
     found = [key.removeprefix(prefix) for key in seen if key.startswith(prefix)]
     names = [*(g for g in GROUPS if g in found), *(g for g in found if g not in GROUPS)]
     colours = dict(zip(GROUPS, ("c2", "c6", "c3", "c4", "c5"), strict=True))
-    return [_series(name, colours.get(name, "c7"), "line", metric(records, prefix + name)) for name in names]
+    blocks = iter(("c7", "c8"))
+    return [
+        series_of(name, colours.get(name) or next(blocks, "c7"), "line", metric(records, prefix + name))
+        for name in names
+    ]
 
 
-def _series(label: str, colour: str, style: str, pairs: Pairs, *, percent: bool = False) -> Json:
+def series_of(label: str, colour: str, style: str, pairs: Pairs, *, percent: bool = False) -> Json:
+    """A series as the page's script takes it, thinned."""
     kept = thin(np.array([value for _, value in pairs]))
     return {
         "label": label,
@@ -169,12 +195,14 @@ def _series(label: str, colour: str, style: str, pairs: Pairs, *, percent: bool 
         "style": style,
         "percent": percent,
         "sparse": style in ("dots", "diamonds"),
+        # Spoken of at its own steps alone.
+        "exact": style == "peaks" or label.startswith("left out"),
         "x": [pairs[i][0] for i in kept],
         "y": [wire(pairs[i][1]) for i in kept],
     }
 
 
-def _chart(
+def chart_of(
     name: str,
     title: str,
     unit: str,
@@ -184,6 +212,7 @@ def _chart(
     log: bool = False,
     zero: bool = False,
 ) -> Json:
+    """A chart as the page's script takes it; series without a point are left out."""
     filled = [s for s in series if s["x"]]
     return {
         "id": name,

@@ -3,7 +3,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const MARGIN = { left: 62, right: 14, top: 10, bottom: 22 };
-const HEIGHT = { loss: 330, grad: 210, update: 190, speed: 170, lr: 140 };
+const HEIGHT = { loss: 330, grad: 210, update: 190, speed: 170, lr: 140, stalls: 190, val: 210, apart: 190, memory: 150, top1: 150 };
 const STRIP = 20; // height of the parity ticks below the loss chart
 const VERDICT = {
   agreed: ["--good", "agreed"], disagreed: ["--bad", "disagreed"], could_not: ["--skip", "could not tell"], skipped: ["--skip", "skipped"],
@@ -49,6 +49,9 @@ function short(v) {
   }
   return trim(v.toPrecision(4));
 }
+
+// A place on the axis, which counts steps but where a control says otherwise (compare.js).
+const place = v => (!Number.isInteger(v) ? exact(v, 4) : v < 1e6 ? group(v) : short(v));
 
 function ticks(low, high, count) {
   const raw = (high - low) / Math.max(count, 1), base = 10 ** Math.floor(Math.log10(raw));
@@ -104,13 +107,15 @@ function nearest(x, step) {
 const stepsOfChecks = data.checks.map(([step]) => step);
 const lossChart = data.charts.find(c => c.id === "loss");
 const stops = [...new Set([...(lossChart ? lossChart.series.flatMap(s => s.x) : data.domain), ...stepsOfChecks])].sort((a, b) => a - b);
-const axis = { low: data.domain[0], high: data.domain[1] > data.domain[0] ? data.domain[1] : data.domain[0] + 1 };
+const axis = { name: "step", whole: true, low: data.domain[0], high: data.domain[1] > data.domain[0] ? data.domain[1] : data.domain[0] + 1 };
 
 function symbol(style, colour) {
   const svg = element("svg", { viewBox: "0 0 18 10", "aria-hidden": "true" });
   const fill = `var(--${colour})`;
   if (style === "dots") svg.append(element("circle", { cx: 9, cy: 5, r: 3.5, fill }));
   else if (style === "diamonds") svg.append(element("path", { d: "M9 0.8L13.2 5L9 9.2L4.8 5Z", fill: "none", stroke: fill, "stroke-width": 1.8 }));
+  else if (style === "area") svg.append(element("rect", { x: 3, y: 0, width: 12, height: 10, rx: 2, fill, opacity: 0.8 }));
+  else if (style === "peaks") svg.append(element("path", { d: "M4 1H14L9 9Z", fill }));
   else if (style === "rug") svg.append(element("path", { d: "M4 1V9M9 1V9M14 1V9", stroke: fill, "stroke-width": 1.5 }));
   else svg.append(element("path", { d: "M0 5H18", stroke: fill, "stroke-width": style === "thin" ? 1.4 : 2.4, opacity: style === "thin" ? 0.5 : 1 }));
   return svg;
@@ -120,10 +125,11 @@ function makeChart(spec) {
   const figure = document.getElementById(`chart-${spec.id}`);
   const plot = figure.querySelector(".plot"), legend = figure.querySelector(".legend");
   const strip = spec.id === "loss" && data.checks.length ? STRIP : 0;
-  const height = HEIGHT[spec.id] + strip;
+  const height = (HEIGHT[spec.id] ?? 170) + strip;
   for (const s of spec.series) s.y = s.y.map(number);
   for (const r of spec.rules) r.y = number(r.y);
   const hidden = new Set();
+  const shown = s => !hidden.has(s) && !s.off; // `off`: by a control outside the chart (compare.js)
   const tip = element("div", { class: "tip", hidden: "" });
   let x = null, y = null, cross = null, dots = null, width = 0;
 
@@ -138,7 +144,7 @@ function makeChart(spec) {
   }
 
   function range() {
-    const lines = spec.series.filter(s => !hidden.has(s) && !["readout", "rug"].includes(s.style));
+    const lines = spec.series.filter(s => shown(s) && !["readout", "rug"].includes(s.style));
     let values = lines.flatMap(s => s.y).filter(v => Number.isFinite(v) && (!spec.log || v > 0)).sort((a, b) => a - b);
     if (!values.length) values = spec.log ? [0.1, 10] : [0, 1];
     let low = values[0], high = values[values.length - 1];
@@ -174,16 +180,16 @@ function makeChart(spec) {
       svg.append(element("line", { class: "grid", x1: left, x2: right, y1: v, y2: v }));
       svg.append(element("text", { x: left - 8, y: v + 4, "text-anchor": "end" }, short(t)));
     }
-    for (const t of ticks(axis.low, axis.high, Math.min((right - left) / 90, axis.high - axis.low))) {
+    for (const t of ticks(axis.low, axis.high, Math.min((right - left) / 90, axis.whole ? axis.high - axis.low : Infinity))) {
       svg.append(element("line", { class: "grid", x1: x(t), x2: x(t), y1: top, y2: bottom }));
-      svg.append(element("text", { x: x(t), y: height - 6, "text-anchor": "middle" }, group(t)));
+      svg.append(element("text", { x: x(t), y: height - 6, "text-anchor": "middle" }, place(t)));
     }
     svg.append(element("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }));
     drawRules(svg, left, right);
     drawMarks(svg, top, bottom);
     const body = element("g", { "clip-path": `url(#${clip})` });
     svg.append(body);
-    for (const s of spec.series) if (!hidden.has(s) && s.style !== "readout") drawSeries(svg, body, s, top, bottom, low, high);
+    for (const s of spec.series) if (shown(s) && s.style !== "readout") drawSeries(svg, body, s, top, bottom, low, high);
     if (strip) drawChecks(svg, left, right, bottom);
     cross = element("line", { class: "cross", y1: top, y2: bottom + strip, visibility: "hidden" });
     dots = element("g");
@@ -214,6 +220,20 @@ function makeChart(spec) {
   function drawSeries(svg, body, s, top, bottom, low, high) {
     const colour = `var(--${s.colour})`;
     const inside = v => Number.isFinite(v) && (!spec.log || v > 0);
+    if (s.style === "area") {
+      const edge = (values, order) => order.map(i => `${x(s.x[i]).toFixed(1)} ${y(values[i]).toFixed(1)}`).join("L");
+      const forth = s.x.map((_, i) => i), back = [...forth].reverse();
+      body.append(element("path", { d: `M${edge(s.y, forth)}L${edge(s.base, back)}Z`, fill: colour, opacity: 0.8 }));
+      return;
+    }
+    if (s.style === "peaks") {
+      s.x.forEach((step, i) => {
+        const px = x(step).toFixed(1), py = Math.max(y(s.y[i]), top + 8).toFixed(1);
+        body.append(element("path", { d: `M${px} ${bottom}V${py}`, stroke: colour, "stroke-width": 1, "stroke-dasharray": "2 3" }));
+        svg.append(element("path", { d: `M${px} ${py}m-5 -8h10l-5 8Z`, fill: colour }));
+      });
+      return;
+    }
     if (s.style === "rug") {
       const path = s.x.flatMap((step, i) => (s.y[i] < 1 ? `M${x(step).toFixed(1)} ${bottom}v-7` : []));
       body.append(element("path", { d: path.join(""), stroke: colour, "stroke-width": 1, opacity: 0.75 }));
@@ -281,17 +301,17 @@ function makeChart(spec) {
     cross.setAttribute("visibility", "visible");
     cross.setAttribute("x1", px);
     cross.setAttribute("x2", px);
-    tip.replaceChildren(element("b", {}, `step ${group(step)}`));
+    tip.replaceChildren(element("b", {}, `${axis.name} ${place(step)}`));
     for (const s of spec.series) {
-      if (hidden.has(s)) continue;
+      if (!shown(s)) continue;
       const i = s.sparse || s.style === "readout" ? lastAt(s.x, step) : nearest(s.x, step);
-      if (i < 0) continue;
-      const v = s.y[i];
+      if (i < 0 || (s.exact && s.x[i] !== step)) continue;
+      const v = s.own ? s.own[i] : s.y[i];
       const value = element("span", {}, s.percent ? `${exact(v * 100, 4)} %` : exact(v));
-      if (s.x[i] !== step) value.append(element("span", { class: "at" }, `at ${group(s.x[i])}`));
+      if (s.x[i] !== step) value.append(element("span", { class: "at" }, `at ${place(s.x[i])}`));
       const label = element("span", {}, element("i", { style: `background:var(--${s.colour})` }), s.reading);
       tip.append(element("div", { class: "row" }, label, value));
-      if (!["readout", "rug"].includes(s.style) && Number.isFinite(v) && !(spec.log && v <= 0) && s.x[i] === step && y(v) >= 0)
+      if (!["readout", "rug", "area", "peaks"].includes(s.style) && Number.isFinite(v) && !(spec.log && v <= 0) && s.x[i] === step && y(v) >= 0)
         dots.append(element("circle", { class: "dot", cx: px, cy: y(v), r: 3.5, fill: `var(--${s.colour})` }));
     }
     if (strip)
@@ -316,7 +336,7 @@ function makeChart(spec) {
   plot.addEventListener("pointerleave", () => look(null));
   plot.addEventListener("click", event => pin(pinned === under(event) ? null : under(event)));
   listeners.push(show);
-  return { plot, draw };
+  return { plot, draw, redraw: () => width && draw(width) };
 }
 
 const drawn = data.charts.map(makeChart);

@@ -121,14 +121,11 @@ def _list(items: Iterable[str]) -> str:
     return "".join(f"<li>{esc(item)}</li>" for item in items)
 
 
-def chart_frames(specs: Sequence[Mapping[str, Any]], checks: Checks) -> str:
-    """An empty frame for each chart, with its text alternative; the page's script draws into it."""
+def figures_of(specs: Sequence[Mapping[str, Any]], more: Mapping[str, str] | None = None) -> str:
+    """A frame for each chart; more: what its text alternative says besides, by the chart's id."""
     frames = []
     for spec in specs:
-        summary = spec["summary"]
-        if spec["id"] == "loss" and checks.lines:
-            shares = ", ".join(f"{n} {DISPLAY.get(v, v)}" for v, n in checks.counts.items())
-            summary += f" Parity checks: {shares}."
+        summary = spec["summary"] + (more or {}).get(spec["id"], "")
         unit = f' <span class="unit">{esc(spec["unit"])}</span>' if spec["unit"] else ""
         frames.append(
             f'<figure class="chart" id="chart-{esc(spec["id"])}"><figcaption>'
@@ -136,13 +133,20 @@ def chart_frames(specs: Sequence[Mapping[str, Any]], checks: Checks) -> str:
             f'<div class="legend"></div></figcaption>'
             f'<div class="plot" role="img" aria-label="{esc(summary)}"></div></figure>'
         )
+    return "".join(frames)
+
+
+def chart_frames(specs: Sequence[Mapping[str, Any]], checks: Checks) -> str:
+    """An empty frame for each chart, with its text alternative; the page's script draws into it."""
+    shares = ", ".join(f"{n} {DISPLAY.get(v, v)}" for v, n in checks.counts.items())
+    said = {"loss": f" Parity checks: {shares}."} if checks.lines else {}
     return (
         f"{_opening('curves', 'Curves')}"
         '<p class="hint">One step axis. Move over a chart to read it, click to pin the step, '
         "arrow keys to walk.</p></div>"
         '<noscript><p class="notes">Charts and heatmap are drawn by the script in this page.</p></noscript>'
         '<div id="charts" tabindex="0" role="group" aria-label="Charts by step">'
-        f"{''.join(frames)}</div></section>"
+        f"{figures_of(specs, said)}</div></section>"
     )
 
 
@@ -166,8 +170,8 @@ def parity(heat: Mapping[str, Any] | None, checks: Checks) -> str:
         f'{opening}<p class="hint">Stages in the order of the chain. Left: by layer, at the chosen step. '
         "Right: by step, in the chosen layer. Colour is strain, a value against its bound.</p></div>"
         '<div class="controls">'
-        f"{_choice('scope', 'Fed', ('all', 'local', 'end_to_end', 'over_steps'), 'local')}"
-        f"{_choice('phase', 'Phase', ('all', 'forward', 'backward', 'the rest'), 'all')}"
+        f"{choice('scope', 'Fed', ('all', 'local', 'end_to_end', 'over_steps'), 'local')}"
+        f"{choice('phase', 'Phase', ('all', 'forward', 'backward', 'the rest'), 'all')}"
         '<span class="stepper"><label>Step <input id="at" type="range" min="0" value="0"></label>'
         f'<output id="at-step"></output>{buttons}</span></div>'
         f'<div id="map" tabindex="0" role="application" aria-label="{esc(summary)} Arrow keys walk, Enter chooses.">'
@@ -179,7 +183,8 @@ def parity(heat: Mapping[str, Any] | None, checks: Checks) -> str:
     )
 
 
-def _choice(name: str, label: str, options: Sequence[str], chosen: str) -> str:
+def choice(name: str, label: str, options: Sequence[str], chosen: str) -> str:
+    """Radio buttons of which one is chosen."""
     radios = "".join(
         f'<label><input type="radio" name="{name}" value="{option}"{" checked" if option == chosen else ""}>'
         f"<span>{option.replace('_', ' ')}</span></label>"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from core.backend import StepRecord
 from core.checkpointer import Saved
+from core.metrics import SECONDS
 from core.parity.verdict import Check
-from core.sinks import phrases
+from core.sinks import phrases, tables
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,6 +53,8 @@ class ConsoleSink:
         self._agreed = self._judged = self._skipped = 0
         self._reason = ""
         self._latest: StepRecord | None = None
+        self._norms: tuple[int, Mapping[str, float]] = 0, {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._closed = False
         self._progress: Progress | None = self._bar(done) if self._console.is_terminal else None
 
@@ -65,12 +68,20 @@ class ConsoleSink:
         self._val_loss = record.metrics.get("val/loss", self._val_loss)
         for line in phrases.metric_lines(record.step, record.metrics, before.metrics if before else {}):
             self._print(line)
+        if record.left_out is not None:
+            self._print(phrases.left_out_line(record), "yellow")
+        self._seen(record)
         if record.sample is not None:
             self._print(f"step {record.step}: sample: {record.sample!r}")
+        due = record.step in (self._first, self._total) or record.step % self._every == 0
         if self._progress:
             self._progress.update(self._progress.task_ids[0], completed=record.step, status=self._status(record))
-        elif record.step in (self._first, self._total) or record.step % self._every == 0:
+        elif due:
             self._print_step(record)
+        if due and self._norms[1]:
+            for line in phrases.norm_lines(*self._norms):
+                self._print(line)
+            self._norms = 0, {}
 
     def check(self, check: Check) -> None:
         """Count the verdict and print it: red if it disagreed, yellow if nothing could be compared."""
@@ -105,8 +116,19 @@ class ConsoleSink:
             self._progress = None
         if self._latest and self._latest.step != self._last_printed:
             self._print_step(self._latest)
+        if self._seconds:
+            drawn = tables.where_the_time_went(self._seconds)
+            self._say(lambda: self._console.print(drawn))
         if verdict := phrases.verdicts(self._agreed, self._judged, self._skipped):
             self._print(verdict, "green" if self._agreed == self._judged and self._judged else "bold red")
+
+    def _seen(self, record: StepRecord) -> None:
+        """Keep what is said later: the last norms and memory, and where the time went."""
+        if found := {key: value for key, value in record.metrics.items() if key.startswith(phrases.NORMS)}:
+            self._norms = record.step, found
+        for key, seconds in record.metrics.items():
+            if key.startswith(SECONDS):
+                self._seconds[key.removeprefix(SECONDS)] += seconds
 
     def _bar(self, done: int) -> Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

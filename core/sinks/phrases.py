@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from core.backend import StepRecord
 from core.loss_scale import FINITE, SCALE, SKIPPED
-from core.metrics import RECOMPILED, SEQUENCE_LENGTH
+from core.metrics import ATTENTION_LOGIT, MEMORY, RECOMPILED, SEQUENCE_LENGTH
 from core.parity.verdict import Check, Finding
+
+# Metrics that `norm_lines` speaks of.
+NORMS = ("update_ratio/", "param_norm/", "grad_norm/", MEMORY)
 
 
 def count(value: float) -> str:
@@ -95,8 +98,11 @@ def metric_lines(step: int, metrics: Mapping[str, float], before: Mapping[str, f
         lines.append(f"step {step}: validation loss {metrics['val/loss']:.4f}{top1}")
     if "fp32/loss" in metrics:
         difference = f", training precision {metrics['fp32/difference']:+.1e}" if "fp32/difference" in metrics else ""
-        lines.append(f"step {step}: loss in FP32 {metrics['fp32/loss']:.4f}{difference}")
-    if metrics.get(SKIPPED, 0) > before.get(SKIPPED, 0) and metrics[FINITE] == 0:
+        top1 = f", top-1 {metrics['train/top1']:.1%}" if "train/top1" in metrics else ""
+        lines.append(f"step {step}: loss in FP32 {metrics['fp32/loss']:.4f}{difference}{top1} (a slice of the batch)")
+    if (largest := metrics.get(f"{ATTENTION_LOGIT}max")) is not None:
+        lines.append(f"step {step}: largest attention logit {largest:.3g}, in {_largest_of(metrics, ATTENTION_LOGIT)}")
+    if FINITE in metrics and metrics[SKIPPED] > before.get(SKIPPED, 0) and metrics[FINITE] == 0:
         skipped, scale = int(metrics[SKIPPED]), math.log2(metrics[SCALE])
         lines.append(
             f"step {step}: left out, gradients not finite; {skipped} so far, the loss scale is now 2^{scale:g}"
@@ -105,6 +111,30 @@ def metric_lines(step: int, metrics: Mapping[str, float], before: Mapping[str, f
         count = int(metrics[RECOMPILED])
         lines.append(f"step {step}: recompiled: torch.compile made the step's program anew ({count})")
     return lines
+
+
+def left_out_line(record: StepRecord) -> str:
+    """What is said of a step that was left out because it is not finite."""
+    so_far = int(record.metrics.get(SKIPPED, 1))
+    return f"step {record.step}: left out, not finite: {record.left_out}; {so_far} so far"
+
+
+def norm_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
+    """Lines for what updates do to weights, for norms by group, and for memory, as far as they are known."""
+
+    def under(prefix: str) -> dict[str, float]:
+        return {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+
+    ratios = ", ".join(f"{group} {value:.1e}" for group, value in under("update_ratio/").items())
+    weights, gradients = under("param_norm/"), under("grad_norm/")
+    norms = ", ".join(f"{group} {norm:.3g}/{gradients.get(group, math.nan):.2g}" for group, norm in weights.items())
+    sizes = ", ".join(f"{kind} {size / 1e9:.2f} GB" for kind, size in under(MEMORY).items())
+    said = {"update/weight": ratios, "norms, weights/gradients": norms, "memory": sizes}
+    return [f"step {step}: {what}: {text}" for what, text in said.items() if text]
+
+
+def _largest_of(metrics: Mapping[str, float], prefix: str) -> str:
+    return max((k for k in metrics if k.startswith(f"{prefix}blocks.")), key=lambda k: metrics[k]).removeprefix(prefix)
 
 
 def time_left(seconds: Sequence[float], steps: int) -> str:

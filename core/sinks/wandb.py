@@ -67,6 +67,8 @@ class WandbSink:
             **{f"mfu/{kind}": share for kind, share in record.mfu.items()},
             **record.metrics,
         }
+        if record.left_out is not None:
+            values["train/left_out"] = 1
         if record.sample is not None:
             values["sample"] = record.sample
         self._log(values)

@@ -326,3 +326,42 @@ def test_a_step_that_fp16_left_out_is_said_once():
     assert phrases.metric_lines(8, skipped | {"finite_steps": 1.0}, skipped) == []
     grown = {"loss_scale": 2.0**16, "finite_steps": 0.0, "skipped_steps": 1.0}
     assert phrases.metric_lines(9, grown, skipped) == []
+
+
+SEEN = {
+    "update_ratio/matrices": 2e-3,
+    "param_norm/matrices": 65.82,
+    "grad_norm/matrices": 0.3429,
+    "memory/resident": 6.6e8,
+    "memory/peak": 7.1e8,
+    "seconds/compute": 3.0,
+    "seconds/data": 1.0,
+}
+
+
+def test_norms_memory_and_time_are_shown():
+    def play(sink):
+        sink.record(record(1, metrics={"seconds/compute": 2.0, "seconds/data": 2.0}))
+        sink.record(record(2, metrics=SEEN))
+        sink.record(record(3, metrics={"train/top1": 0.25, "fp32/loss": 3.0, "attention_logit/max": 9.0} | LOGITS))
+
+    lines = shown(30, play).splitlines()
+    assert "step 2: update/weight: matrices 2.0e-03" in lines
+    assert "step 2: norms, weights/gradients: matrices 65.8/0.34" in lines
+    assert "step 2: memory: resident 0.66 GB, peak 0.71 GB" in lines
+    assert "step 3: loss in FP32 3.0000, top-1 25.0% (a slice of the batch)" in lines
+    assert "step 3: largest attention logit 9, in blocks.1" in lines
+    title = next(i for i, line in enumerate(lines) if line.startswith("Where the time went"))
+    table = [line.split("│") for line in lines[title:]]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in table if len(row) > 2]
+    assert cells == [["compute", "5.00", "62.5%"], ["data", "3.00", "37.5%"], ["all", "8.00", "100.0%"]]
+
+
+LOGITS = {"attention_logit/blocks.0": 8.0, "attention_logit/blocks.1": 9.0}
+
+
+def test_a_step_that_was_left_out_is_said():
+    text = shown(
+        9, lambda sink: sink.record(record(1, left_out="first in the loss (nan)", metrics={"skipped_steps": 3}))
+    )
+    assert "step 1: left out, not finite: first in the loss (nan); 3 so far" in text
