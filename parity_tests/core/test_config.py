@@ -182,6 +182,10 @@ BROKEN = {
     ("model.heads", "model.kv_heads"): [{"model.kv_heads": "3"}],
     ("train.batch_size", "train.ranks", "train.micro_batch_size"): [{"train.batch_size": "24"}, {"train.ranks": "2"}],
     ("optim.warmup_steps", "train.steps"): [{"optim.warmup_steps": "200"}, {"train.steps": "20"}],
+    ("precision.cpu_products", "device", "compile.enabled"): [
+        {"precision.cpu_products": "onednn", "device": "cpu"},
+        {"precision.cpu_products": "onednn", "compile.enabled": "false"},
+    ],
     ("precision.loss_scale",): [{"precision.loss_scale": "1000"}, {"precision.loss_scale": "1e300"}],
     ("recompute.parts", "recompute.keep_products", "recompute.every"): [
         {"recompute.parts": "mpl"},
