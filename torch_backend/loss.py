@@ -44,8 +44,8 @@ def logits_gradient(
     if _is_whole(logits):
         return _gradient(logits, targets, logsumexp, grad, z_loss)
     out = logits if overwrite else torch.empty_like(logits)
-    for out_N, *part in _blocks(logits if overwrite else out, logits, targets, logsumexp, grad):
-        _gradient_into(out_N, *part, z_loss)
+    for part in _blocks(out, logits, targets, logsumexp, grad):
+        _gradient_into(z_loss, *part)
     return out
 
 
@@ -58,7 +58,7 @@ def _gradient(logits: Tensor, targets: Tensor, logsumexp: Tensor, grad: Tensor, 
 
 
 def _gradient_into(
-    out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, logsumexp_N: Tensor, grad_N: Tensor, z_loss: float
+    z_loss: float, out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, logsumexp_N: Tensor, grad_N: Tensor
 ) -> None:
     """`_gradient` in one FP64 buffer: the same operations in the same order."""
     softmax = logits_NV.to(torch.float64, copy=True).sub_(logsumexp_N[:, None]).exp_()
