@@ -190,6 +190,9 @@ class PrecisionConfig(Section):
         "bf16",
         description="operands of the matrix products; fp64, fp32: no casts; fp8: bf16 but for the block linears",
     )
+    cpu_products: Literal["blas", "onednn"] = Field(
+        "blas", description="FP32 products on the CPU in eager: torch's BLAS, or oneDNN, which sums in another order"
+    )
     fp8_layers: str = Field("blocks.*", description="block linears in FP8, by name: patterns, separated by commas")
     fp8_fast_accumulation: bool = Field(True, description="FP8 on Hopper: the output's sums in its short accumulator")
     loss_scale: Annotated[float, Field(gt=0)] = Field(65536.0, description="fp16: the first loss scale, a power of two")
@@ -500,6 +503,12 @@ def _fp8_layers_are_there(policy: str, patterns: str, layers: int) -> str | None
     return None
 
 
+def _onednn_is_for_eager(products: str, device: str, enabled: bool) -> str | None:
+    if products == "onednn" and (device != "cpu" or enabled):
+        return "oneDNN makes the products of eager runs on the CPU: set device = cpu and compile.enabled = false"
+    return None
+
+
 def _scale_is_a_power_of_two(scale: float) -> str | None:
     if math.frexp(scale)[0] != 0.5 or scale > 2.0**120:
         return f"{scale:g} is not a power of two (up to 2^120): every other scale would round the gradients once more"
@@ -551,6 +560,7 @@ RULES = (
     Rule(("loss.head", "compile.enabled", "compile.scope"), _head_suits_program),
     Rule(("optim.eight_bit", "optim.name"), _eight_bits_are_asked_for),
     Rule(("optim.fused", "optim.name", "device"), _fused_can_be),
+    Rule(("precision.cpu_products", "device", "compile.enabled"), _onednn_is_for_eager),
     Rule(("precision.loss_scale",), _scale_is_a_power_of_two),
     Rule(("recompute.parts", "recompute.keep_products", "recompute.every"), _parts_are_known),
     Rule(("recompute.memory_budget", "compile.enabled", "compile.backend"), _budget_needs_inductor),

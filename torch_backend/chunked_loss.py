@@ -31,9 +31,9 @@ class _ChunkedLoss(torch.autograd.Function):
         targets_N: Tensor,
         weights_N: Tensor,
         total: Tensor,
-        settings: tuple[torch.dtype, float, int, bool],
+        settings: tuple[torch.dtype, float, int, bool, bool],
     ) -> tuple[Tensor, ...]:
-        operand, z_loss, chunk, show = settings
+        operand, z_loss, chunk, show, onednn = settings
         stream = x_ND.dtype
         x, weight = x_ND.to(operand), weight_VD.to(operand)
         shares_N = weights_N.double() / total.double()
@@ -42,13 +42,13 @@ class _ChunkedLoss(torch.autograd.Function):
         losses, grad_x, shown = [], [], []
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
-            logits = wide_product(x[rows], weight.T, stream)
+            logits = wide_product(x[rows], weight.T, stream, onednn)
             part, logsumexp = losses_and_logsumexp(logits, targets_N[rows], z_loss)
             # The share is rounded as the gradient of a loss is that autograd hands down.
-            grad = logits_gradient(logits, targets_N[rows], logsumexp, shares_N[rows].to(stream), z_loss)
+            grad = logits_gradient(logits, targets_N[rows], logsumexp, shares_N[rows].to(stream), z_loss, not show)
             narrow = grad.to(operand)
-            grad_x.append(narrow_product(narrow, weight, stream))
-            grad_weight += wide_product(narrow.T, x[rows], stream)
+            grad_x.append(narrow_product(narrow, weight, stream, onednn))
+            grad_weight += wide_product(narrow.T, x[rows], stream, onednn)
             loss = loss + (part.double() * weights_N[rows].double()).sum()
             losses.append(part)
             if show:
@@ -98,7 +98,7 @@ def chunked_loss(
 
     tap: sees `logits` and `nll`, and their gradients come back through it; None shows nothing and keeps nothing.
     """
-    batch, settings = targets_BS.shape, (policy.operand, z_loss, chunk, tap is not None)
+    batch, settings = targets_BS.shape, (policy.operand, z_loss, chunk, tap is not None, policy.onednn)
     arguments = x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), weights_BS.flatten(), total, settings
     loss, losses_N, *shown = _ChunkedLoss.apply(*arguments)
     losses_BS = losses_N.unflatten(0, batch)

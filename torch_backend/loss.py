@@ -12,29 +12,74 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Logits that the CPU widens to FP64 at a time, in eager: they stay in its caches. The bits do not know of it.
+AT_A_TIME = 2**17
+
 
 def losses_and_logsumexp(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """Per-token loss in the logits' dtype, and logsumexp(logits) in FP64: (…, V), (…) → (…), (…).
 
     The loss is −log softmax(logits)[target] + z_loss · logsumexp(logits)² (Chowdhery et al. 2022, section 5).
     """
+    parts = [_losses(logits_N, targets_N, z_loss) for logits_N, targets_N in _blocks(logits, targets)]
+    losses, logsumexp = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts, strict=True))
+    return losses.view(targets.shape), logsumexp.view(targets.shape)
+
+
+def _losses(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     logsumexp = torch.logsumexp(logits.double(), -1)
     chosen = logits.gather(-1, targets[..., None])[..., 0]
     wide = logsumexp - chosen.double()
     return (wide + z_loss * logsumexp.square() if z_loss else wide).to(logits.dtype), logsumexp
 
 
-def logits_gradient(logits: Tensor, targets: Tensor, logsumexp: Tensor, grad: Tensor, z_loss: float) -> Tensor:
+def logits_gradient(
+    logits: Tensor, targets: Tensor, logsumexp: Tensor, grad: Tensor, z_loss: float, overwrite: bool = False
+) -> Tensor:
     """The gradient of logits (…, V) in their dtype, given that of the per-token losses (…).
 
     softmax · (1 + 2 · z_loss · logsumexp) − onehot(target), times `grad`. Autograd would scatter into a second (…, V)
-    of zeros.
+    of zeros. overwrite: the logits are not needed any more; in eager on the CPU the gradient takes their place.
     """
+    if _is_whole(logits):
+        return _gradient(logits, targets, logsumexp, grad, z_loss)
+    out = logits if overwrite else torch.empty_like(logits)
+    for part in _blocks(out, logits, targets, logsumexp, grad):
+        _gradient_into(z_loss, *part)
+    return out
+
+
+def _gradient(logits: Tensor, targets: Tensor, logsumexp: Tensor, grad: Tensor, z_loss: float) -> Tensor:
     softmax = (logits.double() - logsumexp[..., None]).exp()
     if z_loss:
         softmax = softmax * (1 + 2 * z_loss * logsumexp)[..., None]
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[..., None]
     return ((softmax - is_target.double()) * grad.double()[..., None]).to(logits.dtype)
+
+
+def _gradient_into(
+    z_loss: float, out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, logsumexp_N: Tensor, grad_N: Tensor
+) -> None:
+    """`_gradient` in one FP64 buffer: the same operations in the same order."""
+    softmax = logits_NV.to(torch.float64, copy=True).sub_(logsumexp_N[:, None]).exp_()
+    if z_loss:
+        softmax.mul_((1 + 2 * z_loss * logsumexp_N)[:, None])
+    softmax.scatter_(1, targets_N[:, None], softmax.gather(1, targets_N[:, None]) - 1)
+    out_NV.copy_(softmax.mul_(grad_N.double()[:, None]))
+
+
+def _is_whole(logits: Tensor) -> bool:
+    """Whether all logits are taken at once: a compiler fuses what it is given, and a GPU likes few kernels."""
+    return torch.compiler.is_compiling() or logits.device.type != "cpu"
+
+
+def _blocks(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """Logits (…, V) and what is (…) or (…, V) like them, so many rows (N, V) at a time; views."""
+    if _is_whole(logits):
+        return [(logits, *others)]
+    rows = max(1, AT_A_TIME // logits.shape[-1])
+    last = logits.dim() - 2
+    return list(zip(*(x.flatten(0, last).split(rows) for x in (logits, *others)), strict=True))
 
 
 class _NegativeLogLikelihood(torch.autograd.Function):

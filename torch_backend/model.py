@@ -19,6 +19,7 @@ from torch_backend.attention import Kernel, Mask
 from torch_backend.chunked_loss import chunked_loss
 from torch_backend.embedding import embedding
 from torch_backend.float8 import Float8
+from torch_backend.lean import gated, scaled
 from torch_backend.library_heads import library_loss
 from torch_backend.loss import negative_log_likelihood, weighted_mean
 from torch_backend.precision import Policy, head, linear
@@ -46,7 +47,7 @@ def no_tap(name: str, value: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """X (…, D) / √(mean(x²) + eps) · gain (Zhang & Sennrich 2019)."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    return scaled(x, torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), weight)
 
 
 class RMSNorm(nn.Module):
@@ -157,7 +158,7 @@ class SwiGLU(nn.Module):
 
     def activate(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
         """silu(gate) ⊙ up."""
-        return F.silu(gate_BSF) * up_BSF
+        return gated(gate_BSF, up_BSF)
 
     def forward(self, x_BSD: Tensor, policy: Policy, tap: Tap, name: str) -> Tensor:
         """X (B, S, D), already normed → (B, S, D)."""

@@ -11,12 +11,15 @@ weight's gradient, a sum over all tokens that is made chunk by chunk, leaves the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from core.config import RunConfig
+from core.errors import UserError
 
 if TYPE_CHECKING:
     from torch_backend.float8 import Float8
@@ -24,11 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Policy:
-    """stream: dtype of everything but matrix operands. operand: dtype of both operands of a matrix product."""
+    """stream: dtype of everything but matrix operands. operand: dtype of both operands of a matrix product.
+
+    onednn: FP32 products on the CPU are oneDNN's, not those of torch's BLAS: the order of their sums is another one.
+    """
 
     name: str
     stream: torch.dtype
     operand: torch.dtype
+    onednn: bool = False
 
 
 # TF32 is what CUDA makes of FP32 operands (torch_backend/session.py asks for it). FP8 is the business of single layers.
@@ -43,6 +50,19 @@ POLICIES = {
 }
 
 
+def policy_of(config: RunConfig) -> Policy:
+    """The policy of a run. Raises UserError if it asks for oneDNN's products and torch was built without oneDNN."""
+    onednn = config.precision.cpu_products == "onednn"
+    if onednn and not torch.backends.mkldnn.is_available():
+        raise UserError("precision.cpu_products = 'onednn': this torch was built without oneDNN; take 'blas'")
+    return replace(POLICIES[config.precision.policy], onednn=onednn)
+
+
+def products_in_force(config: RunConfig) -> dict[str, str]:
+    """Whose FP32 products on the CPU are, for the table at start: said only where it is not torch's BLAS."""
+    return {"FP32 products": "oneDNN"} if config.precision.cpu_products == "onednn" else {}
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float8: Float8 | None = None) -> Tensor:
     """X (…, in), weight (out, in) → (…, out) in the stream dtype; the bias is added in the stream dtype.
 
@@ -53,6 +73,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float
         y = float8.product(x, weight)
     elif slow(x):
         y = F.linear(x.to(policy.stream), weight.to(policy.operand).to(policy.stream)).to(policy.operand)
+    elif policy.onednn and x.dtype == torch.float32:
+        y = _Linear.apply(x, weight)
     else:
         y = F.linear(x, weight.to(policy.operand))
     return y.to(policy.stream) if bias is None else y.to(policy.stream) + bias
@@ -61,27 +83,42 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float
 def head(x_BSD: Tensor, weight_VD: Tensor, policy: Policy) -> Tensor:
     """Logits (B, S, V) in the stream dtype: operands rounded to the operand dtype, output not rounded."""
     if policy.operand == policy.stream:
-        return F.linear(x_BSD, weight_VD)
-    logits: Tensor = _Head.apply(x_BSD, weight_VD, policy.operand)
+        return linear(x_BSD, weight_VD, None, policy)
+    logits: Tensor = _Head.apply(x_BSD, weight_VD, policy.operand, policy.onednn)
     return logits
+
+
+class _Linear(torch.autograd.Function):
+    """X (…, in) · Wᵀ in FP32, forward and backward, by oneDNN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return by_onednn(x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        return by_onednn(grad, weight).unflatten(0, x.shape[:-1]), by_onednn(grad.T, x.flatten(0, -2))
 
 
 class _Head(torch.autograd.Function):
     """Autograd would leave the gradient of FP32 logits in FP32; the policy rounds it before both products."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, weight_VD: Tensor, operand: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x_BSD: Tensor, weight_VD: Tensor, operand: torch.dtype, onednn: bool) -> Tensor:
         x, weight = x_BSD.to(operand), weight_VD.to(operand)
         ctx.save_for_backward(x, weight)
-        ctx.stream = x_BSD.dtype
-        return wide_product(x.flatten(0, -2), weight.T, x_BSD.dtype).unflatten(0, x.shape[:-1])
+        ctx.stream, ctx.onednn = x_BSD.dtype, onednn
+        return wide_product(x.flatten(0, -2), weight.T, x_BSD.dtype, onednn).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         grad = grads[0].to(x.dtype)
-        grad_x = narrow_product(grad.flatten(0, -2), weight, ctx.stream).unflatten(0, grad.shape[:-1])
-        return grad_x, wide_product(grad.flatten(0, -2).T, x.flatten(0, -2), ctx.stream), None
+        grad_x = narrow_product(grad.flatten(0, -2), weight, ctx.stream, ctx.onednn).unflatten(0, grad.shape[:-1])
+        return grad_x, wide_product(grad.flatten(0, -2).T, x.flatten(0, -2), ctx.stream, ctx.onednn), None, None
 
 
 def slow(x: Tensor) -> bool:
@@ -89,18 +126,26 @@ def slow(x: Tensor) -> bool:
     return x.dtype == torch.float16 and not x.is_cuda
 
 
-def narrow_product(left: Tensor, right: Tensor, out: torch.dtype) -> Tensor:
+def narrow_product(left: Tensor, right: Tensor, out: torch.dtype, onednn: bool = False) -> Tensor:
     """The product of two matrices of the operand dtype, rounded to that dtype, in the stream dtype `out`."""
-    if slow(left):
-        return wide_product(left, right, out).to(left.dtype).to(out)
+    if slow(left) or left.dtype == out:
+        return wide_product(left, right, out, onednn).to(left.dtype).to(out)
     return torch.mm(left, right).to(out)
 
 
-def wide_product(left: Tensor, right: Tensor, out: torch.dtype) -> Tensor:
+def wide_product(left: Tensor, right: Tensor, out: torch.dtype, onednn: bool = False) -> Tensor:
     """The product of two matrices of the operand dtype, in the stream dtype `out`: not rounded on the way out."""
-    if left.dtype == out:
-        return torch.mm(left, right)
-    if left.is_cuda:
+    if left.is_cuda and left.dtype != out:
         return torch.mm(left, right, out_dtype=out)
     # The CPU has no low-precision product with FP32 output; products of bf16 values are exact in FP32.
-    return torch.mm(left.to(out), right.to(out))
+    product = by_onednn if onednn and out == torch.float32 else torch.mm
+    return product(left.to(out), right.to(out))
+
+
+def by_onednn(left: Tensor, right: Tensor) -> Tensor:
+    """The product of two FP32 matrices on the CPU by oneDNN, (m, k) · (k, n).
+
+    MKL, torch's BLAS on x86, keeps to AVX2 on processors that are not Intel's; oneDNN uses AVX-512 wherever it is.
+    """
+    made: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
+    return made

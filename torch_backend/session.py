@@ -46,7 +46,7 @@ from torch_backend.optim import (
     set_learning_rate,
     write_moments,
 )
-from torch_backend.precision import POLICIES, Policy
+from torch_backend.precision import POLICIES, Policy, policy_of, products_in_force
 from torch_backend.ranges import in_force as ranges_in_force
 from torch_backend.ranges import marking, part
 from torch_backend.ranks import Ranks
@@ -78,7 +78,7 @@ class TorchSession:
         switch(config, self.device)
         # For the process, as torch has it; said anew by every session that computes in FP32.
         torch.set_float32_matmul_precision("high" if config.precision.policy == "tf32" else "highest")
-        self.policy: Policy = POLICIES[config.precision.policy]
+        self.policy: Policy = policy_of(config)
         self.float8 = float8(config.precision, self.device)
         # Gives the parts of a step their names (torch_backend/ranges.py).
         self.mark = marking(config, self.device)
@@ -641,6 +641,7 @@ class TorchBackend:
             "threads": torch.get_num_threads(),
             "in_force": {
                 "program": compiled,
+                **products_in_force(config),
                 "attention": in_force(config.attention, device, config.deterministic),
                 "loss head": loss_in_force(config.loss),
                 "recomputed": recompute_in_force(config.recompute),

@@ -200,6 +200,10 @@ BROKEN = {
         {"optim.decay_share": "0.2"},
         {"optim.schedule": "linear", "optim.decay_shape": "linear"},
     ],
+    ("precision.cpu_products", "device", "compile.enabled"): [
+        {"precision.cpu_products": "onednn", "device": "cpu"},
+        {"precision.cpu_products": "onednn", "compile.enabled": "false"},
+    ],
     ("precision.loss_scale",): [{"precision.loss_scale": "1000"}, {"precision.loss_scale": "1e300"}],
     ("recompute.parts", "recompute.keep_products", "recompute.every"): [
         {"recompute.parts": "mpl"},

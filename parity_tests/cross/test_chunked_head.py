@@ -43,7 +43,7 @@ def test_bf16_sums_would_show():
     """The negative twin: what is summed over chunks in bf16 is a thousand times farther off."""
     config = tiny_config("bf16", layers=1, train={"sequence_length": 32})
 
-    def in_bf16(left, right, out):
+    def in_bf16(left, right, out, onednn):
         return torch.mm(left, right).to(out)
 
     whole = gradients(config, head="full")

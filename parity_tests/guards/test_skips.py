@@ -26,7 +26,7 @@ from parity_tests.guards.test_not_finite import config_of, steps_until
 from parity_tests.loop.runs import Folder, one_line
 from parity_tests.tiny import text_batch, tiny_config
 from scripts import backends
-from torch_backend import parallel
+from torch_backend import world
 from torch_backend.session import TorchBackend, TorchSession
 
 SKIP = {"train.on_not_finite": "skip", "device": "cpu"}
@@ -35,7 +35,7 @@ SKIP = {"train.on_not_finite": "skip", "device": "cpu"}
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    parallel._let_go()
+    world.let_go()
 
 
 def skipping(ranks: int = 1, policy: str = "fp32", **optim: Any) -> RunConfig:

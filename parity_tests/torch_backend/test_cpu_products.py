@@ -1,0 +1,66 @@
+"""FP32 products by oneDNN: the same mathematics in another order of sums, in force wherever it was asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from core.errors import UserError
+from core.parity.evidence import uneven_weights
+from parity_tests.cross.variants import relative
+from parity_tests.tiny import text_batch, tiny_config
+from torch_backend import precision
+from torch_backend.session import TorchBackend
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+def gradients(products, policy, head="chunked", **model):
+    config = tiny_config(policy, hidden=256, ffn_hidden=512, **model).model_copy(update={"device": "cpu"})
+    config = config.model_copy(
+        update={
+            "precision": config.precision.model_copy(update={"cpu_products": products}),
+            "loss": config.loss.model_copy(update={"head": head, "chunk": 50}),
+        }
+    )
+    return TorchBackend().open_rank(config).gradients(uneven_weights(text_batch(config), 1))
+
+
+@pytest.mark.parametrize("head", ["full", "chunked"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp64"])
+def test_orders_of_sums_are_all_that_differs(policy, head):
+    """The longest sum has 512 terms: √512 · 2⁻²⁴ a product, a few times that through the chain; FP64 is not touched."""
+    blas, onednn = (gradients(which, policy, head, qkv_bias=True) for which in ("blas", "onednn"))
+    limit = {"fp32": 32 * np.sqrt(512) * 2.0**-24, "bf16": 32 * 2.0**-9, "fp64": 0.0}[policy]
+    apart = {name: relative(grad, blas.grads[name]) for name, grad in onednn.grads.items()}
+    assert len(apart) == len(blas.grads) and max(apart.values()) <= limit, apart
+    assert onednn.loss == pytest.approx(blas.loss, rel=1e-6 if policy != "bf16" else 1e-4)
+
+
+@pytest.mark.parametrize(("policy", "linears"), [("fp32", 14), ("bf16", 0)])
+def test_every_fp32_product_is_by_onednn(policy, linears, monkeypatch):
+    """Three products a linear and two micro-batches; of the head, three a chunk of 50 tokens or, under bf16, two."""
+    seen, real = [], precision.by_onednn
+    monkeypatch.setattr(precision, "by_onednn", lambda left, right: seen.append(left.shape) or real(left, right))
+    gradients("onednn", policy)
+    chunks = -(-2 * 64 // 50)
+    assert len(seen) == 2 * (3 * linears + chunks * (3 if policy == "fp32" else 2))
+    seen.clear()
+    gradients("blas", policy)
+    assert not seen
+
+
+def test_shapes_and_strides():
+    draw = torch.Generator().manual_seed(0)
+    for m, k, n in [(5, 3, 7), (1, 64, 1), (33, 17, 128)]:
+        left, right = torch.randn(k, m, generator=draw).T, torch.randn(k, n, generator=draw)
+        exact = left.double() @ right.double()
+        error = (precision.by_onednn(left, right).double() - exact).abs().max()
+        assert error <= k * 2.0**-24 * (left.abs().double() @ right.abs().double()).max()
+
+
+def test_a_torch_without_it_says_so(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with pytest.raises(UserError, match="built without oneDNN; take 'blas'"):
+        gradients("onednn", "fp32")
