@@ -204,6 +204,8 @@ def _options(command: type[T], name: str, read: Any, unknown: list[str]) -> tupl
     found, wrong = {}, _not_understood(unknown, command)
     for field in dataclasses.fields(command):  # type: ignore[arg-type]
         given = getattr(read, field.name)
+        if unknown and given == "[]":  # what tyro makes of an argument that was left out beside words not known to it
+            given = _ABSENT
         found[field.name] = None if field.default is dataclasses.MISSING else field.default
         if not _is_text(field):
             found[field.name] = given

@@ -51,6 +51,11 @@ def test_every_command_that_takes_settings_refuses_an_unknown_one(refused, run_f
     assert said == "command line: optim.peek_lr is not a setting; did you mean optim.peak_lr?"
 
 
+def test_an_unknown_option_beside_a_run_that_goes_on(refused) -> None:
+    said = refused("train", "--resume", "x", "--from", "20")
+    assert said == "command line: from is not a setting; did you mean from_step?"
+
+
 def test_a_missing_positional(refused) -> None:
     assert refused("parity").startswith("command line: CONFIG is missing: lockstep parity CONFIG")
     assert refused("report").startswith("command line: RUN is missing: lockstep report RUN")
