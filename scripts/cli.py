@@ -47,6 +47,7 @@ COMMANDS = {
     "report": ("scripts.report", "write a run's report.html"),
     "sample": ("scripts.sample", "text from a run's checkpoint, as it is written"),
     "profile": ("scripts.profile", "record three training steps, and say where their time goes"),
+    "plan": ("scripts.plan", "memory, time and cost of a run before anything is rented"),
     "bench step": ("scripts.bench", "time whole steps, row by row, beside the published figures and the floor"),
     "bench parity": ("scripts.bench_parity", "what a check costs, in training steps"),
 }

@@ -21,7 +21,8 @@ class Head:
 
     late: what follows the rest of the backward pass. Where table and head are one weight and the program is one, the
     compiler joins the head's product to the look-up's gradient by `addmm` (torch/_inductor/fx_passes/post_grad.py), so
-    that the logits' gradient stays until the end. logits: bytes of those that are there at a time.
+    that the logits' gradient stays until the end; not where a cast lies between product and sum, as under bf16 on CUDA.
+    logits: bytes of those that are there at a time.
     """
 
     saved: Mapping[str, float]
@@ -34,7 +35,9 @@ class Head:
 def head(z: Sizes, loss: LossConfig, tied: bool) -> Head:
     """The head of a run, from the final norm's output, (n, D) in the stream dtype, which is the caller's."""
     if loss.head == "full":
-        return _full_fused(z, tied) if z.fused else _full(z)
+        if z.fused:
+            return _full_fused(z, tied)
+        return _functional(z) if z.autocast else _full(z)
     if loss.head == "chunked":
         return _in_chunks(z, min(loss.chunk, z.tokens), math.ceil(z.tokens / loss.chunk))
     return _of_library(z, loss)
@@ -69,6 +72,25 @@ def _full(z: Sizes) -> Head:
     return Head(forward.there, forward.phase, back.phase, logits)
 
 
+def _functional(z: Sizes) -> Head:
+    """`torch.nn.functional.cross_entropy` of whole logits, eager: it keeps log softmax, in FP32 at least."""
+    n, V = z.tokens, z.vocab
+    wide = float(max(4, z.logits) * n * V)
+    forward = Tape()
+    forward.make(x=float(z.operand * n * z.hidden), w=float(z.operand * V * z.hidden) if z.casts else 0.0)
+    forward.make(logits=float(z.logits * n * V), cast=wide if z.casts else 0.0)
+    forward.make(log_softmax=wide)
+    forward.free("cast")
+    back = Tape(forward.there)
+    back.make(d_log_softmax=wide)
+    back.make(d_logits=wide)
+    back.free("d_log_softmax", "log_softmax", "logits")
+    back.make(d_x=float(z.stream * n * z.hidden))
+    back.make(gradient=float(z.stream * V * z.hidden))
+    back.free("d_logits", "x", "w")
+    return Head(forward.there, forward.phase, back.phase, wide)
+
+
 def _full_fused(z: Sizes, tied: bool) -> Head:
     n, V = z.tokens, z.vocab
     logits, weight = float(z.logits * n * V), float(z.stream * V * z.hidden)
@@ -92,10 +114,11 @@ def _full_fused(z: Sizes, tied: bool) -> Head:
     late = Tape({name: size for name, size in back.there.items() if name != "d_x"})
     if z.copies:
         late.make(wide=float(z.stream * n * V))
+        late.free("grad")
     late.make(gradient=weight)
-    late.free_if("wide", "logits")
-    late.free("grad", "x")
-    if tied and z.whole:
+    late.free_if("wide", "logits", "grad")
+    late.free("x")
+    if tied and z.whole and (z.copies or not z.casts):
         return Head(forward.there, forward.phase, back.phase, logits, late.phase)
     return Head(forward.there, forward.phase, back.phase + late.phase, logits)
 
@@ -177,10 +200,12 @@ def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int) -> None:
     forward.make(logits=logits)
     # In place of the logits where it has their dtype.
     forward.make(grad=float(z.operand * rows * V) if z.casts else 0.0)
+    if z.casts:
+        # The wide copy that the CPU's product reads takes the logits' place.
+        forward.free("grad" if z.copies else "logits")
     # A sum that goes from one tensor to another.
     forward.make(g_weight=weight)
-    forward.free_if("before", "copies")
-    forward.free("grad", "logits")
+    forward.free_if("before", "copies", "grad", "logits")
 
 
 # Tokens whose logits a library's kernel has at a time, for n tokens.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.budget import parameter_count, state_bytes
 from core.config import RunConfig
@@ -75,8 +75,11 @@ class Block:
 def block(config: RunConfig, z: Sizes, chosen: AbstractSet[str]) -> Block:
     """One block of which these parts are computed again. Its input is there before, its output after it."""
     keep, D = config.recompute.keep_products, _residual(z)
-    first, mixing, second, wide = norm(z), attention(z, config.attention.document_mask), norm(z), mlp(z)
-    if "norms" in chosen:
+    norms_again = "norms" in chosen
+    first, second = norm(z), norm(z)
+    mixing = attention(z, config.attention.document_mask, norms_again)
+    wide = mlp(z, norms_again, bool(chosen & {"mlp", "block"}))
+    if norms_again:
         first, second = _again(first, keep, 0.0), _again(second, keep, 0.0)
     products = first.products + mixing.products + wide.products
     if "attention" in chosen:
@@ -89,7 +92,8 @@ def block(config: RunConfig, z: Sizes, chosen: AbstractSet[str]) -> Block:
     forward += held(-2 * names.net)
     # The gradient that passes by each half is the caller's; what each half gives is added to it.
     backward = wide.backward.beside(D) + second.backward.beside(D) + held(-D)
-    backward += mixing.backward.beside(D) + first.backward.beside(D)
+    backward += mixing.backward.beside(D) + first.backward.beside(D) + wide.waiting
+    anew = first.forward + names + mixing.forward + names + held(D) + second.forward + (wide.again or wide.forward)
     saved = {
         "norms": _sum(first.saved) + _sum(second.saved),
         "attention": _sum(mixing.saved),
@@ -98,7 +102,7 @@ def block(config: RunConfig, z: Sizes, chosen: AbstractSet[str]) -> Block:
     }
     gradients = z.stream * _numbers(config, "blocks.0.")
     if "block" in chosen:
-        again = _again(Part({}, forward, backward, products), keep, 0.0)
+        again = _again(Part({}, forward, backward, products, again=anew + held(-2 * names.net)), keep, 0.0)
         forward, backward = again.forward, again.backward
         saved = {"block inputs": D, "kept products": again.saved["products"]}
     return Block(forward + held(D), backward + held(-D), saved, gradients)
@@ -109,8 +113,9 @@ def _again(part: Part, keep: bool, entry: float) -> Part:
     kept = {"input": entry, "products": part.products if keep else 0.0}
     there = _sum(kept)
     forward = Phase(there, max(there, part.forward.peak), part.forward.made)
-    anew = Phase(part.forward.net - kept["products"], part.forward.peak, part.forward.made)
-    return Part(kept, forward, anew + part.backward + held(-entry))
+    second = part.again or part.forward
+    anew = Phase(second.net - kept["products"], second.peak, second.made)
+    return Part(kept, forward, anew + part.backward + held(-entry), waiting=part.waiting)
 
 
 def _sum(sizes: Mapping[str, float]) -> float:
@@ -154,7 +159,9 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
     kept = block(config, z, frozenset())
     again = block(config, z, recompute.chosen) if recompute.chosen else kept
     groups, rest = divmod(layers, recompute.every)
-    top = head(z, config.loss, config.model.tied)
+    # Block by block, whole logits are computed outside of any program.
+    outside = z.fused and not z.whole and config.loss.head == "full"
+    top = head(replace(z, fused=False) if outside else z, config.loss, config.model.tied)
     leaves = 1.0 if later and not z.whole else 1 - 1 / shards
 
     forward = held(D) + (kept.forward.times(recompute.every - 1) + again.forward).times(groups)
@@ -168,12 +175,17 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
     # The look-up's gradient, a table of its own; a tied head's is added to it.
     backward += held(table) + top.late + held(-table if config.model.tied else 0.0) + held(-D)
     backward += held(-leaves * z.stream * _numbers(config, "embed.") * (1 if config.model.tied else 2))
-    saved: dict[str, float] = {"embedding": 0.0}
+    # Tokens, for the look-up's gradient; the tables in the stream dtype, once for all blocks.
+    saved: dict[str, float] = {"embedding": 8.0 * z.tokens}
     for one, count in ((again, groups), (kept, layers - groups)):
         for name, size in one.saved.items():
             saved[name] = saved.get(name, 0.0) + count * size
     saved["norms"] = saved.get("norms", 0.0) + _sum(last.saved)
     saved["block inputs"] += D
+    if z.whole and z.casts and not (recompute.chosen & {"block"} and recompute.every == 1):
+        # The first block's sum after attention is made again from the two it is of: nothing lies between them.
+        spared = (z.stream - z.operand) * z.tokens * z.hidden
+        saved["block inputs"] -= spared
     saved["head and loss"] = _sum(top.saved)
     return Passes(forward, top.forward + top.backward, backward, saved, top.logits)
 

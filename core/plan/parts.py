@@ -17,7 +17,7 @@ torch_backend/plan.py counts both for real; parity_tests/plan holds these formul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.plan.phase import Phase, Tape
 from core.plan.sizes import Sizes
@@ -32,7 +32,9 @@ class Part:
     """saved: bytes kept from forward to backward pass, by what they are.
 
     The forward phase ends with what is saved, the backward phase without it and with the weights' gradients. products:
-    bytes that `recompute.keep_products` keeps. entry: what is kept where the part is computed again, its input.
+    bytes that `recompute.keep_products` keeps. entry: what is kept where the part is computed again, its input. again:
+    the forward pass the second time, where it is another one. waiting: what follows the backward pass of the whole
+    block.
     """
 
     saved: Mapping[str, float]
@@ -40,6 +42,8 @@ class Part:
     backward: Phase
     products: float = 0.0
     entry: float = 0.0
+    again: Phase | None = None
+    waiting: Phase = field(default_factory=Phase)
 
 
 def kernel_saved(z: Sizes, masked: bool) -> dict[str, float]:
@@ -143,14 +147,17 @@ class _Products:
         tape.free("narrow_x")
 
 
-def attention(z: Sizes, masked: bool) -> Part:
-    """From the normed input to the output projection, without the residual sum."""
+def attention(z: Sizes, masked: bool, normed_again: bool = False) -> Part:
+    """From the normed input to the output projection, without the residual sum.
+
+    normed_again: the norm before it is computed again.
+    """
     n = z.tokens
     operand, narrow_kv = float(z.operand * n * z.hidden), float(z.operand * n * z.kv)
     kernel = kernel_saved(z, masked)
     products = 2 * operand + 2 * narrow_kv + kernel.get("out", 0.0) + kernel.get("logsumexp", 0.0)
     if z.fused:
-        return _fused_attention(z, kernel, products)
+        return _fused_attention(z, kernel, products, _read(z, normed_again))
     D, K = float(z.stream * n * z.hidden), float(z.stream * n * z.kv)
     forward = Tape()
     _attention_forward(forward, z, kernel, D, K)
@@ -222,13 +229,20 @@ def _attention_backward(tape: Tape, z: Sizes, kernel: Mapping[str, float], D: fl
     tape.free_if("qkv.x")
 
 
-def _fused_attention(z: Sizes, kernel: Mapping[str, float], products: float) -> Part:
+def _read(z: Sizes, normed_again: bool) -> float:
+    """Bytes that a compiled program keeps of a normed input: none if no cast lies between it and a norm made again."""
+    if normed_again and not z.casts:
+        return 0.0
+    return float((1 if z.fp8 else z.operand) * z.tokens * z.hidden)
+
+
+def _fused_attention(z: Sizes, kernel: Mapping[str, float], products: float, normed: float) -> Part:
     n = z.tokens
     operand, narrow_kv = float(z.operand * n * z.hidden), float(z.operand * n * z.kv)
     read = float((1 if z.fp8 else z.operand) * n * z.hidden)
     numbers = 2 * z.hidden**2 + 2 * z.hidden * z.kv
     forward = Tape()
-    forward.make(**{"qkv.x": read, COPIES: _copies(z, numbers)})
+    forward.make(**{"qkv.x": normed, COPIES: _copies(z, numbers)})
     forward.make(projected=operand + 2 * narrow_kv)
     forward.make(**kernel)
     forward.free("projected")
@@ -259,13 +273,17 @@ def _fused_attention(z: Sizes, kernel: Mapping[str, float], products: float) -> 
     return Part(forward.there, forward.phase, back.phase, products)
 
 
-def mlp(z: Sizes) -> Part:
-    """SwiGLU from the normed input to the down projection, without the residual sum."""
+def mlp(z: Sizes, normed_again: bool = False, recomputed: bool = False) -> Part:
+    """SwiGLU from the normed input to the down projection, without the residual sum.
+
+    normed_again: the norm before it is computed again. recomputed: so is this.
+    """
     n = z.tokens
     D, F = float(z.stream * n * z.hidden), float(z.stream * n * z.ffn)
     products = float(z.operand * n * (2 * z.ffn + z.hidden))
     if z.fused:
-        return _fused_mlp(z, products)
+        kept = _fused_mlp(z, products, _read(z, normed_again))
+        return _fused_mlp_again(z, kept) if recomputed else kept
     layer = _Products(z)
     forward = Tape()
     if not z.casts:
@@ -292,12 +310,12 @@ def mlp(z: Sizes) -> Part:
     return Part(forward.there, forward.phase, back.phase, products, D)
 
 
-def _fused_mlp(z: Sizes, products: float) -> Part:
+def _fused_mlp(z: Sizes, products: float, normed: float) -> Part:
     n, one = z.tokens, z.hidden * z.ffn
     operand, F = float(z.operand * n * z.hidden), float(z.operand * n * z.ffn)
     byte = 1 if z.fp8 else z.operand
     forward = Tape()
-    forward.make(**{"gate.x": float(byte * n * z.hidden), COPIES: _copies(z, 3 * one)})
+    forward.make(**{"gate.x": normed, COPIES: _copies(z, 3 * one)})
     forward.make(gate=F, up=F)
     forward.make(act=float(byte * n * z.ffn))
     forward.make(down=operand)
@@ -314,6 +332,31 @@ def _fused_mlp(z: Sizes, products: float) -> Part:
     back.make(g_gate=float(z.stream * one), g_up=float(z.stream * one))
     back.free("up", "d_gate", "d_up", "d_x", "gate.x", COPIES)
     return Part(forward.there, forward.phase, back.phase, products)
+
+
+def _fused_mlp_again(z: Sizes, kept: Part) -> Part:
+    """Computed again, silu(gate) is a tensor too; all of this size stay until the end of the block's backward pass.
+
+    Inductor lets weights' gradients wait (torch/_inductor/memory.py, `reorder_for_peak_memory`), and keeps a buffer
+    that the next block takes over (torch/_inductor/codegen/wrapper.py, `FreeIfNotReusedLine`).
+    """
+    n, one = z.tokens, z.hidden * z.ffn
+    operand, F = float(z.operand * n * z.hidden), float(z.operand * n * z.ffn)
+    anew = Tape()
+    anew.make(x=operand, w=_copies(z, 3 * one))
+    anew.make(gate=F, up=F)
+    anew.make(silu=F, act=F)
+    back = Tape(anew.there)
+    back.make(d_down=operand if z.casts else 0.0)
+    back.make(d_act=F)
+    # That of up takes up's place.
+    back.make(d_gate=F)
+    back.make(d_x=2 * operand)
+    back.free("d_x", "w")
+    after = Tape(back.there)
+    after.make(gradients=float(3 * z.stream * one))
+    after.free("x", "gate", "up", "silu", "act", "d_act", "d_gate", "d_down")
+    return Part(kept.saved, kept.forward, back.phase, kept.products, 0.0, anew.phase, after.phase)
 
 
 def _copies(z: Sizes, numbers: float) -> float:

@@ -349,12 +349,13 @@ _COMMAND_OPTIONS = {
     "data prepare": "scripts.prepare:Prepare",
     "faults": "scripts.faults:Faults",
     "profile": "scripts.profile:Profile",
+    "plan": "scripts.plan:Plan",
     "bench step": "scripts.bench:Bench",
     "bench parity": "scripts.bench_parity:BenchParity",
 }
 assert set(_COMMAND_OPTIONS) == set(COMMANDS), "every command is fuzzed"
-TAKES_SETTINGS = ("train", "parity", "data prepare", "faults", "profile", "bench step")
-TAKES_A_RUN_FILE = ("train", "parity", "data prepare", "profile", "bench step")
+TAKES_SETTINGS = ("train", "parity", "data prepare", "faults", "profile", "plan", "bench step")
+TAKES_A_RUN_FILE = ("train", "parity", "data prepare", "profile", "plan", "bench step")
 TAKES_A_RUN = ("report", "replay", "bisect", "sample")
 
 
