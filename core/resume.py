@@ -19,6 +19,9 @@ ELASTIC = frozenset(
         "train.ranks",
         "train.micro_batch_size",
         "parallel.bucket_mb",
+        "parallel.strategy",
+        "parallel.reshard_after_forward",
+        "parallel.reduce_every_micro_batch",
     }
 )
 SECTIONS = ("checkpoint.", "eval.", "log.", "parity.")

@@ -330,6 +330,17 @@ class RunDir:
         state, extra = checkpoint.load_checkpoint(path, read)
         return state, extra, checkpoint.read_random(path)
 
+    def restore_latest(
+        self, warn: Callable[[str], None], restore: checkpoint.Restore
+    ) -> tuple[int, dict[str, Any], dict[str, np.ndarray]]:
+        """Let a session take the last intact checkpoint over; its step, extra and random states.
+
+        Raises UserError if there is none, and what `restore` raises.
+        """
+        path = self.last_intact(warn)
+        step, extra = checkpoint.restore_checkpoint(path, restore)
+        return step, extra, checkpoint.read_random(path)
+
     def last_intact(self, warn: Callable[[str], None]) -> Path:
         """The last checkpoint whose files are what was written; `warn` is told of each one passed over.
 

@@ -178,26 +178,31 @@ def _alarm(
 
 def _load(run: RunDir, data: RunData, session: Session, console: Console) -> int:
     """Bring session and run directory back to the last checkpoint; returns its step."""
-    from core.backend import Reads
+    from core.backend import Reads, Restores
     from core.random_state import restore_random_state
 
     def warn(text: str) -> None:
         console.print(text, style="yellow", markup=False, soft_wrap=True)
 
-    read = session.read if isinstance(session, Reads) else None
-    state, extra, random = run.load_latest(warn, read)
+    try:
+        if isinstance(session, Restores):
+            step, extra, random = run.restore_latest(warn, session.restore)
+        else:
+            state, extra, random = run.load_latest(warn, session.read if isinstance(session, Reads) else None)
+            step = state.step
+            session.load(state)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{run.path}: its checkpoint does not fit its settings: {error}") from error
     if extra.get("data_fingerprint") != data.dataset.fingerprint:
         raise UserError(
             f"{run.path}: its checkpoint was made with another data set than {data.config.data.path} holds now"
         )
-    try:
-        session.load(state)
-    except ValueError as error:
-        raise UserError(f"{run.path}: its checkpoint does not fit its settings: {error}") from error
     restore_random_state(session, random)
-    run.resume_from(state.step, warn)
-    console.print(f"{run.path}: going on from step {state.step}", markup=False, soft_wrap=True)
-    return state.step
+    run.resume_from(step, warn)
+    console.print(f"{run.path}: going on from step {step}", markup=False, soft_wrap=True)
+    return step
 
 
 def _exit_code(run: RunDir) -> int:
