@@ -332,6 +332,15 @@ class Reads(Protocol):
         ...
 
 
+@runtime_checkable
+class Restores(Protocol):
+    """A session that reads a checkpoint's tensors itself, of each what it needs."""
+
+    def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
+        """Take over the state in a folder of safetensors (core/stored.py). Raises ValueError as `load` does."""
+        ...
+
+
 class Backend(Protocol):
     """Opens sessions. `--candidate FILE.py:NAME` names a callable without arguments that returns one."""
 

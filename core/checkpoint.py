@@ -35,6 +35,8 @@ _SHARDS = "DCP_SHARDING_INFO"
 
 # Reads the tensors of a format of its own from a checkpoint's folder.
 Read = Callable[[Path], State]
+# Takes over the state in a checkpoint's folder: folder, step, scalars.
+Restore = Callable[[Path, int, Mapping[str, float]], None]
 
 
 class CorruptCheckpoint(UserError):
@@ -201,6 +203,19 @@ def load_checkpoint(folder: Path, read: Read | None = None) -> tuple[State, dict
     return replace(read(folder), step=manifest["step"], scalars=manifest.get("scalars", {})), extra
 
 
+def restore_checkpoint(folder: Path, restore: Restore) -> tuple[int, dict[str, Any]]:
+    """Verify every file and let a session read what it needs itself (`Restores`); returns (step, extra).
+
+    Raises as `load_checkpoint` does, and what `restore` raises.
+    """
+    manifest = verify_checkpoint(folder)
+    if manifest["format"] != SAFETENSORS:
+        state, extra = load_checkpoint(folder)  # which says what to do
+        return state.step, extra
+    restore(folder, manifest["step"], manifest.get("scalars", {}))
+    return manifest["step"], json.loads((folder / EXTRA).read_text(encoding="utf-8"))
+
+
 def verify_checkpoint(folder: Path) -> dict[str, Any]:
     """Its manifest, once every file is found to be what was written. Raises CorruptCheckpoint."""
     manifest = _read_manifest(folder)
@@ -285,11 +300,13 @@ def _load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, list[int]] | Non
     from safetensors import safe_open
 
     with safe_open(path, framework="numpy") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        shards = (file.metadata() or {}).get(_SHARDS)
-    if shards is None:
-        return tensors, None
-    return tensors, {name: entry["saved_offsets"] for name, entry in json.loads(shards).items()}
+        return {name: file.get_tensor(name) for name in file.keys()}, offsets_of(file)  # noqa: SIM118 - not a mapping
+
+
+def offsets_of(file: Any) -> dict[str, list[int]] | None:
+    """Where each tensor of an open file of safetensors begins in its whole; None if the file holds no parts."""
+    shards = (file.metadata() or {}).get(_SHARDS)
+    return None if shards is None else {name: entry["saved_offsets"] for name, entry in json.loads(shards).items()}
 
 
 def _joined(name: str, parts: list[tuple[list[int], np.ndarray]]) -> np.ndarray:

@@ -294,6 +294,15 @@ class CompileConfig(Section):
 class ParallelConfig(Section):
     """Data parallel training over `train.ranks` processes (torchrun)."""
 
+    strategy: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="whole weights on every rank, or weights, gradients and moments cut over ranks (FSDP2)"
+    )
+    reshard_after_forward: bool = Field(
+        True, description="fsdp: a block's gathered weights are freed after its forward pass, and gathered again"
+    )
+    reduce_every_micro_batch: bool = Field(
+        False, description="fsdp: gradients are summed after each micro-batch, and no rank keeps whole ones; off: once"
+    )
     gradient_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="in which gradients are summed over ranks"
     )
@@ -554,7 +563,39 @@ def _head_suits_program(head: str, enabled: bool, scope: str) -> str | None:
     return None
 
 
+def _sharded_program_is_of_blocks(strategy: str, enabled: bool, scope: str, mode: str) -> str | None:
+    if strategy != "fsdp" or not enabled:
+        return None
+    if scope == "model":
+        return "FSDP gathers weights between blocks, outside any graph; take compile.scope = 'blocks'"
+    if mode != "default":
+        return "a CUDA graph cannot hold weights that FSDP frees and gathers; take compile.mode = 'default'"
+    return None
+
+
+def _eight_bits_can_be_cut(strategy: str, name: str, eight_bit: str) -> str | None:
+    if strategy == "fsdp" and name == "adamw8bit" and eight_bit == "bitsandbytes":
+        return "bitsandbytes' 8-bit optimizer knows no parts of tensors; take optim.eight_bit = 'torchao'"
+    return None
+
+
+def _reduction_of_each_is_exact(each: bool, strategy: str, gradient_dtype: str) -> str | None:
+    if not each:
+        return None
+    if strategy != "fsdp":
+        return "parallel.strategy = 'ddp' sums gradients once a step; take 'fsdp'"
+    if gradient_dtype != "fp32":
+        return f"every micro-batch would be rounded to {gradient_dtype}; take parallel.gradient_dtype = 'fp32'"
+    return None
+
+
 RULES = (
+    Rule(("parallel.strategy", "compile.enabled", "compile.scope", "compile.mode"), _sharded_program_is_of_blocks),
+    Rule(("parallel.strategy", "optim.name", "optim.eight_bit"), _eight_bits_can_be_cut),
+    Rule(
+        ("parallel.reduce_every_micro_batch", "parallel.strategy", "parallel.gradient_dtype"),
+        _reduction_of_each_is_exact,
+    ),
     Rule(("loss.head", "loss.z_loss"), _head_has_z_loss),
     Rule(("loss.head", "precision.policy"), _head_suits_policy),
     Rule(("loss.head", "compile.enabled", "compile.scope"), _head_suits_program),

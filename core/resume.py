@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from core.backend import State
-from core.config import PrecisionConfig, RunConfig, flatten
+from core.config import RunConfig, flatten
 from core.errors import UserError
-from core.loss_scale import SKIPPED, first_scale
 
 # Neither the samples, nor their order, nor what a step computes from them depends on these; rounding may. What is
 # done about a step that is not finite may be changed: that is how a run goes on beyond one.
@@ -25,6 +23,9 @@ ELASTIC = frozenset(
         "train.on_not_finite",
         "train.skips_in_a_row",
         "parallel.bucket_mb",
+        "parallel.strategy",
+        "parallel.reshard_after_forward",
+        "parallel.reduce_every_micro_batch",
     }
 )
 SECTIONS = ("checkpoint.", "eval.", "log.", "parity.")
@@ -113,22 +114,6 @@ def _cannot_branch(branch: Mapping[str, tuple[Any, Any]], own: RunConfig, asked:
     if "precision.loss_scale" in branch and policies[0] == "fp16":
         wrong.append("precision.loss_scale is the first one of a run; this run has its own, in its state")
     return wrong
-
-
-def under_policy(state: State, precision: PrecisionConfig) -> State:
-    """A state as a run of this precision has it: with a loss scale under fp16 alone.
-
-    Raises UserError if fp16 left out updates: a state without a loss scale counts as many updates as steps.
-    """
-    scalars = first_scale(precision)
-    if bool(state.scalars) == bool(scalars):
-        return state
-    if left_out := int(state.scalars.get(SKIPPED, 0)):
-        raise UserError(
-            f"precision.policy: fp16 left out {left_out} updates before step {state.step}, and {precision.policy} "
-            "counts an update for every step"
-        )
-    return replace(state, scalars=scalars)
 
 
 def other_data(made_with: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

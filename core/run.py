@@ -360,9 +360,13 @@ class RunDir:
 
         read: as `load_checkpoint` takes it. step: that checkpoint and no other. Raises UserError if there is none.
         """
-        path = self.last_intact(warn) if step is None else self.checkpoint_after(step)
+        path = self.checkpoint(warn, step)
         state, extra = checkpoint.load_checkpoint(path, read)
         return state, extra, checkpoint.read_random(path)
+
+    def checkpoint(self, warn: Callable[[str], None], step: int | None = None) -> Path:
+        """The last intact checkpoint, or that of `step`, which is not verified. Raises UserError if there is none."""
+        return self.last_intact(warn) if step is None else self.checkpoint_after(step)
 
     def checkpoint_after(self, step: int) -> Path:
         """The checkpoint of `step`, not verified. Raises UserError that says which there are, if not that one."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
+from core.backend import State
 from core.config import RunConfig
 from core.loss_scale import SCALE, SKIPPED, first_scale, scale_after
 
@@ -38,6 +40,11 @@ def own_scalars(config: RunConfig, scalars: Mapping[str, float]) -> dict[str, fl
     first = first_scalars(config)
     kept = {name: value for name, value in scalars.items() if name in first or name == SKIPPED}
     return first | kept
+
+
+def as_its_own(config: RunConfig, state: State) -> State:
+    """A state as a session of `config` takes it over: under another precision policy with a loss scale, or without."""
+    return replace(state, scalars=own_scalars(config, state.scalars))
 
 
 def scalars_after(config: RunConfig, scalars: Mapping[str, float], made: bool) -> dict[str, float]:

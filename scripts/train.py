@@ -185,32 +185,38 @@ def _alarm(
 
 def _load(run: RunDir, data: RunData, session: Session, console: Console, going_on: _GoingOn) -> int:
     """Bring session and run directory back to the checkpoint; returns its step."""
-    from core.backend import Reads
+    from core.backend import Reads, Restores
+    from core.checkpoint import checkpoint_step, load_checkpoint, read_random, restore_checkpoint
     from core.history import BRANCH, in_words
     from core.random_state import restore_random_state
-    from core.resume import under_policy
+    from core.skips import as_its_own
 
     def warn(text: str) -> None:
         console.print(text, style="yellow", markup=False, soft_wrap=True)
 
-    read = session.read if isinstance(session, Reads) else None
-    state, extra, random = run.load_latest(warn, read, going_on.from_step)
-    going_on.require(run, state.step)
+    path = run.checkpoint(warn, going_on.from_step)
+    going_on.require(run, checkpoint_step(path) or 0)
+    try:
+        if isinstance(session, Restores):
+            step, extra = restore_checkpoint(path, session.restore)
+        else:
+            state, extra = load_checkpoint(path, session.read if isinstance(session, Reads) else None)
+            step = state.step
+            session.load(as_its_own(run.config, state))
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{run.path}: its checkpoint does not fit its settings: {error}") from error
     if extra.get("data_fingerprint") != data.dataset.fingerprint:
         raise UserError(
             f"{run.path}: its checkpoint was made with another data set than {data.config.data.path} holds now"
         )
-    state = under_policy(state, run.config.precision)
-    try:
-        session.load(state)
-    except ValueError as error:
-        raise UserError(f"{run.path}: its checkpoint does not fit its settings: {error}") from error
-    restore_random_state(session, random)
-    run.resume_from(state.step, warn)
-    console.print(f"{run.path}: going on from step {state.step}", markup=False, soft_wrap=True)
+    restore_random_state(session, read_random(path))
+    run.resume_from(step, warn)
+    console.print(f"{run.path}: going on from step {step}", markup=False, soft_wrap=True)
     if BRANCH in (last := run.info["resumes"][-1]):
         console.print(in_words(last), markup=False, soft_wrap=True)
-    return state.step
+    return step
 
 
 def _exit_code(run: RunDir) -> int:

@@ -1,8 +1,9 @@
 """A session's state into a checkpoint's folder by torch.distributed.checkpoint, while training goes on.
 
-Every rank copies its share of the tensors to host memory, which is what training waits for, and writes it to a file of
-safetensors of its own. Those files say which part of which tensor they hold (`HuggingFaceStorageWriter`; torch's other
-writer leaves a pickle), and core/checkpoint.py reads them without torch.
+Every rank copies its share of the tensors, or its part of each where they are cut over ranks, to host memory, which is
+what training waits for, and writes it to a file of safetensors of its own. Those files say which part of which tensor
+they hold (`HuggingFaceStorageWriter`; torch's other writer leaves a pickle), and core/checkpoint.py reads them without
+torch.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from core.backend import State
 from core.checkpoint import PARAMS, SAFETENSORS
 from core.groups import moment_names
 from torch_backend.optim import moment_of
+from torch_backend.sharded import local
 
 if TYPE_CHECKING:
     from torch_backend.session import TorchSession
@@ -44,6 +48,7 @@ class Writer:
         self._session = session
         self._staged: dict[str, Tensor] = {}
         self._group: dist.ProcessGroup | None = None
+        self._mesh: DeviceMesh | None = None
 
     def join_ranks(self) -> None:
         """Make the group over which ranks agree on a checkpoint: not that of a step, whose messages it must not meet.
@@ -52,23 +57,40 @@ class Writer:
         """
         self._group = dist.new_group(backend="gloo", timeout=MEETING)
         dist.distributed_c10d._set_pg_timeout(PATIENCE, self._group)
+        if self._session.root is not None:
+            self._mesh = DeviceMesh.from_group(self._group, "cpu")
 
     def begin(self, folder: Path) -> WritingTorch:
         """Copy this rank's share to host memory. Every rank of the session calls it, and `wait` of what it gives."""
         session, ranks = self._session, self._session.ranks
         tensors = named_tensors(session)
         mine = list(tensors)
-        if ranks is not None:
+        if ranks is not None and not ranks.sharded:
             sizes = [session.parameters[name.partition("/")[2]].numel() for name in mine]
             mine = [mine[number] for number in shares(sizes, ranks.count)[ranks.rank]]
+        parts: dict[str, Tensor] = {}
         for name in mine:
-            tensor = tensors[name]()
+            whole = tensors[name]()
+            tensor = local(whole)
+            if not tensor.numel():  # more ranks than rows: others have them
+                continue
+            parts[name] = whole
             if name not in self._staged:
                 self._staged[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._staged[name].copy_(tensor, non_blocking=True)
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)
-        return WritingTorch(session.steps_done, dict(session.scalars), dict(self._staged), folder, self._group)
+        staged = {name: self._as_part(self._staged[name], whole) for name, whole in parts.items()}
+        return WritingTorch(session.steps_done, dict(session.scalars), staged, folder, self._group)
+
+    def _as_part(self, staged: Tensor, whole: Tensor) -> Tensor:
+        """What was copied to host memory, as the part of a tensor that it is; ranks meet over this writer's group."""
+        if not isinstance(whole, DTensor):
+            return staged
+        assert self._mesh is not None
+        return DTensor.from_local(
+            staged, self._mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
 
 
 class WritingTorch:
@@ -89,7 +111,7 @@ class WritingTorch:
 
     def not_finite(self) -> Sequence[str]:
         """Names of this rank's tensors; of another's it is only known that there are some. Every rank calls it."""
-        odd = [name for name, tensor in self._tensors.items() if not torch.isfinite(tensor).all()]
+        odd = [name for name, tensor in self._tensors.items() if not torch.isfinite(local(tensor)).all()]
         if self._group is not None:
             found = torch.tensor(len(odd))
             dist.all_reduce(found, group=self._group)

@@ -13,9 +13,10 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,13 +34,15 @@ from core.parity.load import module_from_file
 from core.parity.step import flat
 from torch_backend.checkpoint import WritingTorch
 from torch_backend.links import PATIENCE, Links, group_backend, join_group, of_link, take_device
-from torch_backend.ranks import Ranks
+from torch_backend.ranks import Sharing
 
 if TYPE_CHECKING:
     from torch_backend.session import TorchBackend, TorchSession
 
 # In these, ranks wait for each other; what is raised in one of them ends the ranks.
 TOGETHER = ("open", "step", "gradients", "step_and_gradients", "costs_of_determinism")
+# And in these, where none of them has all of the weights.
+GATHERING = ("look", "own_gradients", "report")
 # What of a follower's result rank 0 wants to hear.
 HEARD = ("own_gradients", "report", "random_state")
 STEPS = ("step", "step_and_gradients")
@@ -148,8 +151,16 @@ class Member:
         assert self.session.ranks is not None
         micros = batch.cut(self.session.config.train)
         # Not as the session shares them, which may be what is wrong.
-        mine = Ranks.share(self.session.ranks, micros)
-        return [self.session.gradients(micro).grads for micro in mine]
+        mine = Sharing.share(self.session.ranks, micros)
+        return [self.session.own_gradients(micro) for micro in mine]
+
+    def look(self, what: str, *arguments: Any) -> Any:
+        """A method of the session that changes nothing, on all ranks because it needs all of the weights."""
+        return getattr(self.session, what)(*arguments)
+
+    def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
+        """Take over a checkpoint, of which this rank reads what it holds."""
+        self.session.restore(folder, step, scalars)
 
     def report(self) -> RankReport:
         """The last record, and a digest of each array of the state."""
@@ -187,11 +198,17 @@ def serve(links: Links) -> int:
             links.answer("not finite", found.where)
         except Exception as error:
             words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-            if what not in TOGETHER:
+            if not ends_all(what, members.get(number)):
                 links.answer("raised", words)
                 continue
             links.leave_words("link" if of_link(error) else "own", words)
             return 1  # sockets close with the process: whoever waits for this rank hears of it at once
+
+
+def ends_all(what: str, member: Member | None) -> bool:
+    """Whether other ranks wait for one that raises in this command."""
+    sharded = member is not None and member.session.root is not None
+    return what in TOGETHER or (sharded and what in GATHERING)
 
 
 @contextmanager
@@ -200,10 +217,13 @@ def marked(links: Links, command: int, member: Member | None) -> Iterator[None]:
     ranks = member.session.ranks if member else None
     links.mark(command, 0)
     if ranks is not None:
-        sent = count(1)
-        ranks.on_sent = lambda: links.mark(command, next(sent))
+        ranks.on_sent = partial(_mark_next, links, command, count(1))
     yield
     links.mark(command, DONE)
+
+
+def _mark_next(links: Links, command: int, numbers: Iterator[int], what: str) -> None:
+    links.mark(command, next(numbers), what)
 
 
 def _opened(links: Links, pickled: bytes, file: str | None, config: RunConfig) -> TorchSession:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,14 @@ def group_backend(device: torch.device) -> str:
 def join_group(rank: int, ranks: int, store: Store, device: torch.device) -> None:
     """Make the default process group over a store."""
     dist.init_process_group(group_backend(device), store=store, rank=rank, world_size=ranks, timeout=PATIENCE)
+
+
+class Mark(NamedTuple):
+    """How far a rank is (`Links.mark`)."""
+
+    command: int
+    phase: int
+    what: str
 
 
 class Links:
@@ -93,17 +101,20 @@ class Links:
             return "" if timed_out(error) else str(error).splitlines()[0]
         return ""
 
-    def mark(self, command: int, phase: int) -> None:
-        """Note how far this rank is: in which command, and in it 0 begun, n after it sent n parts, or DONE."""
-        self._store.set(f"lockstep/mark/{self.rank}", f"{command} {phase}")
+    def mark(self, command: int, phase: int, what: str = "") -> None:
+        """Note how far this rank is: in which command, and in it 0 begun, n when it sends its n-th part, or DONE.
 
-    def marks(self) -> dict[int, tuple[int, int]]:
-        """(command, phase) of each rank; (0, 0) of one that has marked nothing."""
+        what: the name of that part, where it has one.
+        """
+        self._store.set(f"lockstep/mark/{self.rank}", f"{command} {phase} {what}")
+
+    def marks(self) -> dict[int, Mark]:
+        """Of each rank; zeros of one that has marked nothing."""
         found = {}
         for rank in range(self.count):
             said = self._said(f"lockstep/mark/{rank}")
-            command, phase = (said or "0 0").split()
-            found[rank] = int(command), int(phase)
+            command, phase, what = (said or "0 0 ").split(" ", 2)
+            found[rank] = Mark(int(command), int(phase), what)
         return found
 
     def leave_words(self, kind: str, words: str) -> None:

@@ -36,6 +36,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,6 +47,7 @@ from core.groups import BLOCK, by_muon, group_settings, in_eight_bits, moment_ki
 from core.names import GROUPS, group_of
 from torch_backend.bitsandbytes_adamw import bitsandbytes_adamw, by_bitsandbytes, read_moment, written_moment
 from torch_backend.quiet import quiet_import
+from torch_backend.sharded import as_part, local, rows_of, whole
 
 # Newton–Schulz: the quintic's coefficients, and the least norm that is divided by (Jordan 2024).
 A, B, C, LEAST_NORM = 3.4445, -4.7750, 2.0315, 1e-7
@@ -143,14 +145,16 @@ class Muon(torch.optim.Optimizer):
                     continue
                 if "momentum_buffer" not in self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                buffer = self.state[p]["momentum_buffer"]
-                buffer.lerp_(p.grad, 1 - momentum)
-                update = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+                grad, buffer = local(p.grad), local(self.state[p]["momentum_buffer"])
+                buffer.lerp_(grad, 1 - momentum)
+                # Of a matrix that is cut over ranks each makes all of the update, and keeps its own rows.
+                update = whole(as_part(grad.lerp(buffer, momentum) if group["nesterov"] else buffer, like=p))
                 # Under the fp64 policy nothing is rounded to a narrower format.
                 dtype = torch.float64 if p.dtype == torch.float64 else NS_DTYPES[group["ns_dtype"]]
                 made = orthogonal(update.to(dtype), group["ns_steps"])
-                p.mul_(1 - lr * group["weight_decay"])
-                p.add_(made.to(p.dtype), alpha=-lr * self.length(*p.shape))
+                part = local(p)
+                part.mul_(1 - lr * group["weight_decay"])
+                part.add_(made[rows_of(p)].to(p.dtype), alpha=-lr * self.length(*p.shape))
 
     def length(self, rows: int, columns: int) -> float:
         """What lr is multiplied by, for an update with AdamW's root mean square."""
@@ -257,28 +261,47 @@ def moment_of(optimizer: torch.optim.Optimizer, p: nn.Parameter, kind: str) -> T
     if "state1" in entry:  # bitsandbytes'
         return read_moment(entry, kind)
     value: Tensor = entry.get(kind, torch.zeros_like(p)).detach()
-    return value.dequantize() if hasattr(value, "codes") else value
+    part: Any = local(value)
+    return as_part(part.dequantize(), like=p) if hasattr(part, "codes") else value
 
 
 def write_moments(
     config: OptimConfig, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: State
 ) -> None:
     """Put a canonical state's moments and step count into the optimizer. Raises KeyError for a missing name."""
+    put_moments(
+        config,
+        optimizer,
+        parameters,
+        state.updates,
+        lambda kind, name: np.array(state.optimizer[kind][name][rows_of(parameters[name])]),
+    )
+
+
+def put_moments(
+    config: OptimConfig,
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    updates: int,
+    read: Callable[[str, str], np.ndarray],
+) -> None:
+    """Put moments, by kind and parameter what this rank holds of them, and a count of updates into the optimizer."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for name, p in parameters.items():
         # A fused step counts on the device.
-        count = torch.tensor(float(state.updates), device=p.device if fused else "cpu")
+        count = torch.tensor(float(updates), device=p.device if fused else "cpu")
         entry: dict[str, Any] = {} if by_muon(config, name) else {"step": count}
         library = p.dtype == torch.float32 and by_bitsandbytes(config)
         if library:
-            entry = {"step": int(state.updates)}
+            entry = {"step": updates}
         quantised = p.dtype == torch.float32 and in_eight_bits(config, tuple(p.shape))
         for kind in moment_kinds(config, name):
-            value = torch.tensor(state.optimizer[kind][name]).to(device=p.device, dtype=p.dtype)
+            value = torch.from_numpy(read(kind, name)).to(device=p.device, dtype=p.dtype)
             if library:
                 entry |= written_moment(optimizer, value, kind, quantised)
             else:
-                entry[kind] = eight_bits(value, signed=kind == "exp_avg") if quantised else value
+                value = eight_bits(value, signed=kind == "exp_avg") if quantised else value
+                entry[kind] = as_part(value, like=p)
         optimizer.state[p] = entry
 
 

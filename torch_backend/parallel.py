@@ -92,12 +92,17 @@ class RankedSession:
         return self._mine.session
 
     def state(self) -> State:
-        """A copy of rank 0's state."""
-        return self.own.state()
+        """A copy of rank 0's state, or of what all ranks hold together."""
+        state: State = self._look("state")
+        return state
 
     def load(self, state: State) -> None:
         """Every rank takes the state over. Raises ValueError if names or shapes are not the model's."""
         self._do("load", state)
+
+    def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
+        """Every rank reads what it holds from a checkpoint's folder. Raises ValueError as `load` does."""
+        self._do("restore", folder, step, scalars)
 
     def write(self, folder: Path) -> WritingTorch:
         """Begin to write the state, each rank its share; `wait` is for all of them."""
@@ -120,21 +125,19 @@ class RankedSession:
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """One optimizer step on every rank. Raises ValueError for a batch that ranks cannot share."""
-        self._require_shared(batch)
-        record: StepRecord = self._do("step", batch, own=(batch, norms))
+        record: StepRecord = self._step("step", batch, norms)
         return record
 
     def gradients(self, batch: Batch) -> Gradients:
         """Per-token NLL, loss and gradients of `batch`, reduced over ranks if they share it."""
-        if not self._shared(batch):
+        if not self._shared(batch) and self.own.root is None:
             return self.own.gradients(batch)
         found: Gradients = self._do("gradients", batch)
         return found
 
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
         """`step`, and the gradients that it made before clipping."""
-        self._require_shared(batch)
-        found: tuple[StepRecord, Gradients | None] = self._do("step_and_gradients", batch, own=(batch, norms))
+        found: tuple[StepRecord, Gradients | None] = self._step("step_and_gradients", batch, norms)
         return found
 
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
@@ -146,33 +149,38 @@ class RankedSession:
     def rank_gradients(self, batch: Batch) -> list[Arrays]:
         """Gradients of each micro-batch of `batch` by itself, made by the rank whose share it is and not reduced."""
         self._require_shared(batch)
-        mine, others = self._world.do("own_gradients", self._number, (batch,), lambda: self._mine.own_gradients(batch))
+        own = partial(self._mine.own_gradients, batch)
+        mine, others = self._world.do("own_gradients", self._number, (batch,), own, self._mine)
         return [found for of_rank in (mine, *others) for found in of_rank]
 
     def rank_reports(self) -> list[RankReport]:
         """What each rank says of the last step, rank 0 first."""
-        mine, others = self._world.do("report", self._number, (), self._mine.report)
+        mine, others = self._world.do("report", self._number, (), self._mine.report, self._mine)
         return [mine, *others]
 
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
         """As rank 0's session."""
-        return self.own.observe(batch, taps)
+        found: Arrays = self._look("observe", batch, taps)
+        return found
 
     def sketch(self, batch: Batch) -> dict[str, Observation]:
         """As rank 0's session."""
-        return self.own.sketch(batch)
+        found: dict[str, Observation] = self._look("sketch", batch)
+        return found
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
-        """As rank 0's session."""
+        """As rank 0's session, from the inputs alone."""
         return self.own.run_stage(stage, inputs)
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """As rank 0's session."""
-        return self.own.evaluate(batch, policy)
+        found: Arrays = self._look("evaluate", batch, policy)
+        return found
 
     def attention_logits(self, batch: Batch) -> np.ndarray:
         """As rank 0's session."""
-        return self.own.attention_logits(batch)
+        found: np.ndarray = self._look("attention_logits", batch)
+        return found
 
     def seconds_of_step(self) -> Mapping[str, float]:
         """As rank 0 spent them."""
@@ -184,7 +192,8 @@ class RankedSession:
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
         """As rank 0's session."""
-        return self.own.next_token_logits(tokens)
+        found: np.ndarray = self._look("next_token_logits", tokens)
+        return found
 
     def close(self) -> None:
         """Close rank 0's session; the others let theirs go with the next command, or with this process."""
@@ -192,10 +201,23 @@ class RankedSession:
         self._world.open.discard(self)
         self.own.close()
 
+    def _step(self, what: str, batch: Batch, norms: bool) -> Any:
+        self._require_shared(batch)
+        # Norms of whole weights rank 0 computes alone.
+        of_all = norms and self.own.root is not None
+        return self._do(what, batch, of_all, own=(batch, norms))
+
+    def _look(self, what: str, *arguments: Any) -> Any:
+        """A method of rank 0's session that changes nothing; where the weights are cut all ranks take part."""
+        if self.own.root is None:
+            return getattr(self.own, what)(*arguments)
+        return self._do("look", what, *arguments)
+
     def _do(self, what: str, *arguments: Any, own: Sequence[Any] | None = None) -> Any:
         """A member's method on every rank; `own`: other arguments for rank 0."""
         mine = getattr(self._mine, what)
-        asked = f"{what.replace('_', ' ')} {self.own.steps_done + 1}" if what.startswith("step") else what
+        said = arguments[0] if what == "look" else what
+        asked = f"{what.replace('_', ' ')} {self.own.steps_done + 1}" if what.startswith("step") else said
         return self._world.do(
             what, self._number, arguments, lambda: mine(*(own or arguments)), self._mine, f"`{asked}`"
         )[0]

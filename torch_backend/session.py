@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.backend import Arrays, Batch, Gradients, NotSupported, Session, State, StepRecord
+from core.checkpoint import PARAMS
 from core.config import LossConfig, RunConfig
 from core.errors import UserError
 from core.finite import NotFinite, first_place
 from core.groups import check_state, moment_names
-from core.init import init_parameters
+from core.init import init_parameter, init_parameters
 from core.loss_scale import SCALE
 from core.metrics import RECOMPILED, norms_by_group
 from core.names import GRADIENT, edge_names, probe_shapes, tap_names
@@ -27,6 +29,7 @@ from core.parity.observations import PARAMETER, PROBE_NLL, Observation
 from core.parity.sketch import K
 from core.schedule import learning_rate
 from core.skips import first_scalars, is_made, leaves_out, own_scalars, scalars_after
+from core.stored import Stored
 from torch_backend.attention import check_kernel, in_force
 from torch_backend.attention_logits import largest_logits
 from torch_backend.bitsandbytes_adamw import check_bitsandbytes
@@ -42,6 +45,7 @@ from torch_backend.optim import (
     clip_coefficient,
     global_norm,
     in_words,
+    put_moments,
     read_moments,
     set_learning_rate,
     write_moments,
@@ -49,9 +53,11 @@ from torch_backend.optim import (
 from torch_backend.precision import POLICIES, Policy, policy_of, products_in_force
 from torch_backend.ranges import in_force as ranges_in_force
 from torch_backend.ranges import marking, part
-from torch_backend.ranks import Ranks
+from torch_backend.ranks import Ranks, Sharing
 from torch_backend.ranks import in_force as ranks_in_force
 from torch_backend.recompute import in_force as recompute_in_force
+from torch_backend.sharded import Root, check_sharded, cut, is_sharded, local, put, rows_of, whole
+from torch_backend.sharded_ranks import ShardedRanks
 from torch_backend.sketch import (
     Kept,
     lift,
@@ -87,6 +93,8 @@ class TorchSession:
         self.programs, self._stepped = 0, set[int]()
         self.scalars = first_scalars(config)
         self.clock = StepClock(self.device)
+        # The outermost module of a model whose weights are cut over ranks.
+        self.root: Root | None = None
         self.model = self.build_model()
         if self.model.has_own_head:
             self.model.head = config.loss.model_copy(update={"head": "full"})
@@ -99,15 +107,18 @@ class TorchSession:
         self._program_gradients: dict[str, Tensor] | None = None
         self._of_step: Gradients | None = None
         self._show_step = False
-        self.ranks: Ranks | None = None
+        self.ranks: Sharing | None = None
         self._writer = Writer(self)
-        self._load_parameters(init_parameters(config.model, config.seed))
+        self._initialise()
 
     def build_model(self) -> Llama:
         """The model with unset weights in the policy's stream dtype (RoPE tables stay FP64 until they are used)."""
         with torch.device("meta"):
             model = Llama(self.config)
-        model.to_empty(device=self.device).to(self.policy.stream)
+        model.to(self.policy.stream)
+        if is_sharded(self.config) and dist.is_initialized():
+            self.root = cut(model, self.config, self.device)
+        (self.root or model).to_empty(device=self.device)
         model.place_rope(self.device)
         for name, module in model.named_modules():
             if isinstance(module, Linear) and self.config.precision.is_fp8(name):
@@ -136,12 +147,12 @@ class TorchSession:
         self._micro_loss = self.ranks.alone
         self._writer.join_ranks()
 
-    def build_ranks(self) -> Ranks:
+    def build_ranks(self) -> Sharing:
         """How this session shares its batches with the other ranks."""
-        return Ranks(self)
+        return Ranks(self) if self.root is None else ShardedRanks(self)
 
     def state(self) -> State:
-        """A copy of weights, moments and step count."""
+        """A copy of weights, moments and step count. Where weights are cut over ranks, every rank calls it."""
         moments = read_moments(self.config.optim, self.optimizer, self.parameters)
         return State(
             self.steps_done,
@@ -155,8 +166,30 @@ class TorchSession:
         check_state(self.config, state)
         self._load_parameters(state.params)
         write_moments(self.config.optim, self.optimizer, self.parameters, state)
-        self.steps_done = state.step
-        self.scalars = own_scalars(self.config, state.scalars)
+        self._go_on_from(state.step, state.scalars)
+
+    def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
+        """Take over the state in a checkpoint's folder; of each tensor, what this rank holds is all that is read.
+
+        Raises ValueError if names or shapes are not this model's, and what reading raises.
+        """
+        with Stored(folder) as stored:
+            check_state(self.config, stored.shaped(step, scalars))
+            for name, p in self.parameters.items():
+                local(p).copy_(torch.from_numpy(stored.read(PARAMS, name, rows_of(p))))
+            updates = State(step, {}, {}, scalars).updates
+            put_moments(
+                self.config.optim,
+                self.optimizer,
+                self.parameters,
+                updates,
+                lambda kind, name: stored.read(kind, name, rows_of(self.parameters[name])),
+            )
+        self._go_on_from(step, scalars)
+
+    def _go_on_from(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.steps_done = step
+        self.scalars = own_scalars(self.config, scalars)
 
     @part("checkpoint")
     def write(self, folder: Path) -> WritingTorch:
@@ -194,9 +227,11 @@ class TorchSession:
         if self._show_step:
             with self.clock.aside("checks"):
                 self._of_step = self._gradients(loss, nll)
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        grads = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
         with self.mark("clip"):
             norm = global_norm(grads)
+            if self.ranks is not None:
+                norm = self.ranks.norm(norm)
         if norms:
             with self.clock.aside("logging"):
                 before = {n: p.detach().clone() for n, p in self.parameters.items()}
@@ -247,11 +282,16 @@ class TorchSession:
     def attention_logits(self, batch: Batch) -> np.ndarray:
         """(layers,) the largest attention logit of each layer (torch_backend/attention_logits.py), in eager."""
         tokens, _, _ = self.to_device(batch)
-        return largest_logits(self.model, tokens, self.policy, *self.documents(batch))
+        with torch.no_grad():
+            found = self._run(partial(largest_logits, self.model), tokens, self.policy, *self.documents(batch))
+        largest: np.ndarray = found
+        return largest
 
     def _first_not_finite(self, loss: float) -> str:
         """Where this rank, by itself, first had what is not finite; nothing if it had not."""
-        found = [n for n, p in self.parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        odd = [p.grad is not None and not bool(local(p.grad).isfinite().all()) for p in self.parameters.values()]
+        odd = odd if self.ranks is None else list(self.ranks.everywhere(odd))
+        found = [name for name, is_odd in zip(self.parameters, odd, strict=True) if is_odd]
         if self.ranks is not None:
             loss, own = self.ranks.not_finite()
             found = [name for name in found if id(self.parameters[name]) in own]
@@ -272,6 +312,13 @@ class TorchSession:
         self.optimizer.zero_grad(set_to_none=True)
         of_program, self._program_gradients = self._program_gradients, None
         return replace(found, program={name: _numpy(g) for name, g in of_program.items()})
+
+    def own_gradients(self, micro: Batch) -> Arrays:
+        """Gradients of a micro-batch as this rank by itself has them; all ranks call it, each with its own."""
+        if not isinstance(self.ranks, ShardedRanks):
+            return self.gradients(micro).grads
+        inputs = *self.to_device(micro), self.total_weight(micro), *self.documents(micro)
+        return {n: _numpy(g / self.scale) for n, g in self.ranks.unreduced(self.micro_loss, *inputs).items()}
 
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
         """`step`, and the gradients that it made before clipping; None if a subclass steps without showing them."""
@@ -301,7 +348,7 @@ class TorchSession:
         program = self._tapped_programs.get(names)
         if program is None:
             program = partial(self.tapped_micro_loss, frozenset(n for n in names if not n.startswith(GRADIENT)))
-            program = self._tapped_programs[names] = self.compiled(program) if self.config.compile.enabled else program
+            program = self._tapped_programs[names] = self.compiled(program) if self._compiles_whole else program
         asked = [name.removeprefix(GRADIENT) for name in names if name.startswith(GRADIENT)]
         shapes = probe_shapes(self.config.model, *batch.tokens.shape)
         probes = {
@@ -309,10 +356,11 @@ class TorchSession:
             for name in sorted(asked)
             if name not in self.parameters
         }
+        inputs = *self.to_device(batch), self._total_alone(batch), probes, *self.documents(batch)
         with torch.set_grad_enabled(bool(asked)):
-            loss, seen = program(*self.to_device(batch), self.total_weight(batch), probes, *self.documents(batch))
+            loss, seen = self._run(program, *inputs)
         wanted = probes | {name: p for name, p in self.parameters.items() if name in asked}
-        grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True) if wanted else ()
+        grads = self._grads(loss, list(wanted.values())) if wanted else ()
         found = seen | {GRADIENT + n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
         return {n: _numpy(v / self.scale if n.startswith(GRADIENT) else v) for n, v in found.items()}
 
@@ -365,19 +413,21 @@ class TorchSession:
             table = sign_table(max(*sizes, *(p.numel() for p in self.parameters.values())), self.device)
             of_taps, of_gradients = self.sketched_micro_loss, sketches_of
             if self.config.compile.enabled:
-                of_taps, of_gradients = self.compiled(of_taps), self.compiled(of_gradients)
+                of_gradients = self.compiled(of_gradients)
+            if self._compiles_whole:
+                of_taps = self.compiled(of_taps)
             self._sketching = of_taps, of_gradients, table
         of_taps, of_gradients, table = self._sketching
         zeros = {
             name: torch.zeros(K, dtype=self.policy.stream, device=self.device, requires_grad=True)
             for name in tap_names(model)
         }
-        inputs = *self.to_device(batch), self.total_weight(batch)
+        inputs = *self.to_device(batch), self._total_alone(batch)
         documents = self.documents(batch)
-        loss, seen = of_taps(*inputs, torch.tensor(rows, device=self.device), zeros, table, *documents)
-        by_tap = torch.autograd.grad(loss, list(zeros.values()), allow_unused=True)
+        loss, seen = self._run(of_taps, *inputs, torch.tensor(rows, device=self.device), zeros, table, *documents)
+        by_tap = self._grads(loss, list(zeros.values()))
         loss, _ = self._micro_loss(*inputs, *documents)
-        by_parameter = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
+        by_parameter = self._grads(loss, list(self.parameters.values()))
         found = {name: whole_observation(kept, shapes[name]) for name, kept in seen.items()}
         for name, grad in zip(zeros, by_tap, strict=True):
             if grad is not None:
@@ -450,7 +500,7 @@ class TorchSession:
         tokens, targets, _ = self.to_device(batch)
         chosen = POLICIES[policy] if policy else self.policy
         with torch.no_grad():
-            nll, top1 = self.model.scores(tokens, targets, chosen, *self.documents(batch))
+            nll, top1 = self._run(self.model.scores, tokens, targets, chosen, *self.documents(batch))
             return {"nll": _numpy(nll), "top1": _numpy(top1)}
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
@@ -460,7 +510,10 @@ class TorchSession:
         """
         with torch.no_grad():
             ids = torch.tensor(tokens[None], dtype=torch.long, device=self.device)
-            return _numpy(self.model.logits(self.model.trunk(ids, self.policy)[:, -1:], self.policy)[0, 0])
+            return _numpy(self._run(self._next_logits, ids))
+
+    def _next_logits(self, ids: Tensor) -> Tensor:
+        return self.model.logits(self.model.trunk(ids, self.policy)[:, -1:], self.policy)[0, 0]
 
     def close(self) -> None:
         """Nothing is held beyond the object itself."""
@@ -511,7 +564,7 @@ class TorchSession:
         if self._program_gradients is not None and len(micros) == 1:
             self._program_gradients = {name: g / self.scale for name, g in grads.items()}
         if self.scale != 1:
-            torch._foreach_div_(list(grads.values()), self.scale)
+            torch._foreach_div_([local(grad) for grad in grads.values()], self.scale)
         return loss / self.scale, nll
 
     @part("micro-batch")
@@ -582,15 +635,45 @@ class TorchSession:
 
         return made if budget == 1.0 else run
 
+    def _run(self, program: Any, *inputs: Any) -> Any:
+        """A program over the model's weights, on this rank alone or, where they are cut, on all of them."""
+        return program(*inputs) if self.ranks is None else self.ranks.run(program, *inputs)
+
+    def _grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        if self.ranks is None:
+            return torch.autograd.grad(loss, wanted, allow_unused=True)
+        return self.ranks.grads(loss, wanted)
+
+    def _total_alone(self, batch: Batch) -> Tensor:
+        """`total_weight` of what rank 0 computes alone."""
+        total = self.total_weight(batch)
+        return total if self.ranks is None else self.ranks.total(total)
+
+    @property
+    def _compiles_whole(self) -> bool:
+        """Whether a program of the whole model can be compiled: not around what gathers its weights."""
+        return self.config.compile.enabled and self.root is None
+
+    def _initialise(self) -> None:
+        """The initial weights; where they are cut, a parameter at a time, so that nobody holds the whole model."""
+        model, seed = self.config.model, self.config.seed
+        if self.root is None:
+            self._load_parameters(init_parameters(model, seed))
+            return
+        for name, p in self.parameters.items():
+            put(p, init_parameter(model, seed, name, tuple(p.shape)))
+
     def _load_parameters(self, params: Arrays) -> None:
-        with torch.no_grad():
-            for name, p in self.parameters.items():
-                p.copy_(torch.from_numpy(np.ascontiguousarray(params[name])))
+        for name, p in self.parameters.items():
+            put(p, params[name])
 
     def _norms(self, tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
-        present = {name: t for name, t in tensors.items() if t is not None}
-        norms = torch._foreach_norm(list(present.values()))
-        return dict(zip(present, torch.stack(list(norms)).tolist(), strict=True)) if norms else {}
+        present = {name: local(t) for name, t in tensors.items() if t is not None}
+        if not present:
+            return {}
+        norms = torch.stack(list(torch._foreach_norm(list(present.values()))))
+        norms = norms if self.ranks is None else self.ranks.norm(norms)
+        return dict(zip(present, norms.tolist(), strict=True))
 
 
 class TorchBackend:
@@ -610,6 +693,7 @@ class TorchBackend:
         check_head(config.loss, resolve_device(config))
         check_bitsandbytes(config.optim)
         check_deterministic(config, resolve_device(config))
+        check_sharded(config)
         if config.train.ranks == 1:
             return self.open_rank(config)
         from torch_backend.parallel import open_ranked
@@ -627,6 +711,7 @@ class TorchBackend:
         check_head(config.loss, device)
         check_bitsandbytes(config.optim)
         check_deterministic(config, device)
+        check_sharded(config)
         float8(config.precision, device)
         scope = "" if config.compile.scope == "model" else ", block by block"
         mode = "" if config.compile.mode == "default" else f", {config.compile.mode}"
@@ -682,5 +767,5 @@ def loss_in_force(loss: LossConfig) -> str:
 
 def _numpy(tensor: Tensor | None) -> np.ndarray:
     assert tensor is not None
-    array: np.ndarray = tensor.detach().to("cpu", copy=True).numpy()
+    array: np.ndarray = whole(tensor.detach()).to("cpu", copy=True).numpy()
     return array

@@ -25,8 +25,8 @@ from core.backend import NotSupported
 from core.errors import UserError
 from core.finite import NotFinite, of_ranks
 from core.launch import launched
-from torch_backend.following import DONE, STEPS, TOGETHER, Member, left_out, marked, saying, spawned
-from torch_backend.links import PATIENCE, Links, RankError, group_backend, join_group, take_device, timed_out
+from torch_backend.following import DONE, STEPS, Member, ends_all, left_out, marked, saying, spawned
+from torch_backend.links import PATIENCE, Links, Mark, RankError, group_backend, join_group, take_device, timed_out
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class World:
                 with marked(self._links, command, member):
                     mine = own()
             except Exception as error:
-                if what in TOGETHER and not isinstance(error, (NotSupported, NotFinite)):
+                if ends_all(what, member) and not isinstance(error, (NotSupported, NotFinite)):
                     raise
                 raised = error
             answers = [self._links.answered(rank) for rank in range(1, self.ranks)]
@@ -201,14 +201,17 @@ class World:
         if self._calling is not None:
             return f"rank {self._calling}: {waited} to {asked}: it does not take the command"
         marks = self._links.marks()
-        behind = [rank for rank, mark in marks.items() if mark == min(marks.values())]
+        last, first = min(marks.values(), key=_place), max(marks.values(), key=_place)
+        behind = [rank for rank, mark in marks.items() if _place(mark) == _place(last)]
         if len(behind) == self.ranks:
             return f"{waited} to {asked}, and no rank is behind the others: what lies between them carries nothing"
-        begun, sent = marks[behind[0]]
+        begun, sent, _ = last
         how_far = (
             "it has not begun"
             if begun < command
             else f"it has begun, and sent {sent or 'none'} of its gradients' parts"
+            if not first.what
+            else f"it has begun, and is not yet in {first.what}"
         )
         if sent == DONE and begun == command:
             how_far = "it has done it, and not said so"
@@ -233,6 +236,10 @@ class World:
             dist.destroy_process_group()
         if _world is self:
             _world = None
+
+
+def _place(mark: Mark) -> tuple[int, int]:
+    return mark.command, mark.phase
 
 
 _world: World | None = None

@@ -24,8 +24,8 @@ from core.parity.record import probe_of
 from core.parity.reference_check import sound_reference
 from core.parity.rerun import Rerun, StoredStates, differing_fields, judged
 from core.parity.verdict import Check
-from core.resume import under_policy
 from core.run import RunDir
+from core.skips import as_its_own
 
 How = Literal["sketches", "run again", "not covered"]
 
@@ -171,7 +171,7 @@ def _from_sketches(
         return Replayed(step, "not covered", None, ("its sketches are of another branch of the run",))
     if about["batch"] != batch.digest():
         return Replayed(step, "sketches", other_batch(step, batch.tokens.size))
-    probe, state = probe_of(batch, reference.config), under_policy(state, reference.config.precision)
+    probe, state = probe_of(batch, reference.config), as_its_own(reference.config, state)
     if about["probe"] != probe.digest():
         return Replayed(step, "not covered", None, ("its sketches are of sequences that this version does not choose",))
     try:

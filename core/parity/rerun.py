@@ -20,9 +20,8 @@ from core.parity.closer import look_closer
 from core.parity.evidence import Evidence, gather
 from core.parity.judge import Reference, judge
 from core.parity.verdict import Check
-from core.resume import under_policy
 from core.run import RunDir
-from core.skips import first_scalars
+from core.skips import as_its_own, first_scalars
 
 # What a record says of the step's arithmetic: bit-equal if the step was repeated.
 COMPARED = ("digest", "loss", "loss_weight", "lr", "grad_norm", "clip_coefficient")
@@ -134,7 +133,7 @@ class Rerun:
             self._session.close()
             self._session, self._config = self._backend.open(config), config
         try:
-            self._session.load(under_policy(state, config.precision))
+            self._session.load(as_its_own(config, state))
         except (ValueError, KeyError) as error:
             raise UserError(f"the candidate does not take the run's state: {error}") from error
 

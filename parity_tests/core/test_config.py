@@ -172,7 +172,19 @@ def test_a_wrong_override_is_blamed_on_the_command_line(write, key, text):
 
 # Rules over several fields
 
+FSDP = {"parallel.strategy": "fsdp", "compile.scope": "blocks"}
 BROKEN = {
+    ("parallel.strategy", "compile.enabled", "compile.scope", "compile.mode"): [
+        {"parallel.strategy": "fsdp"},
+        {**FSDP, "compile.mode": "reduce-overhead", "device": "cuda"},
+    ],
+    ("parallel.strategy", "optim.name", "optim.eight_bit"): [
+        {**FSDP, "optim.name": "adamw8bit", "optim.eight_bit": "bitsandbytes"},
+    ],
+    ("parallel.reduce_every_micro_batch", "parallel.strategy", "parallel.gradient_dtype"): [
+        {"parallel.reduce_every_micro_batch": "true"},
+        {**FSDP, "parallel.reduce_every_micro_batch": "true", "parallel.gradient_dtype": "bf16"},
+    ],
     ("loss.head", "loss.z_loss"): [
         {"loss.head": "torch", "loss.z_loss": "1e-4"},
         {"loss.head": "cce", "compile.scope": "blocks", "loss.z_loss": "1e-4"},
