@@ -339,6 +339,9 @@ class ParityConfig(Section):
     timeout_seconds: Positive = Field(
         1800, description="a reference that gives nothing for so long, with a check to judge, is ended"
     )
+    reference_devices: Positive = Field(
+        1, description="devices of the reference: sequences, weights and moments are cut over them (JAX)"
+    )
     on_alarm: Literal["log", "stop", "roll_back"] = Field(
         "log", description="after a check that disagreed: go on, stop, or stop at the last checkpoint before it"
     )

@@ -53,6 +53,7 @@ class RunDir:
         self.path = path
         self._changes = changes
         self._configs: dict[tuple[tuple[str, str], ...], RunConfig] = {}
+        self._view: Callable[[RunConfig], RunConfig] = lambda config: config
         self.config = config
         self._info = dict(info)
         self._lock = lock
@@ -168,8 +169,13 @@ class RunDir:
             return self.config
         key = tuple(sorted(settings.items()))
         if key not in self._configs:
-            self._configs[key] = load_config(self.path / CONFIG, settings)
+            self._configs[key] = self._view(load_config(self.path / CONFIG, settings))
         return self._configs[key]
+
+    def read_through(self, view: Callable[[RunConfig], RunConfig]) -> None:
+        """See every configuration of this run through `view`, which changes what is the reader's business alone."""
+        self.config, self._view = view(self.config), view
+        self._configs.clear()
 
     def update_info(self, **changes: Any) -> None:
         """Change keys of run.json, atomically."""

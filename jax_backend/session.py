@@ -35,9 +35,10 @@ from jax_backend import checkpoint
 from jax_backend.attention_logits import largest_logits
 from jax_backend.checkpoint import WritingJax
 from jax_backend.loss import negative_log_likelihood, weighted_mean
-from jax_backend.model import Llama
+from jax_backend.model import Llama, no_tap
 from jax_backend.optim import Terms, Tree, clip_coefficient, global_norm, in_words, next_state
 from jax_backend.precision import POLICIES, Kernel, Policy
+from jax_backend.sharding import Shards
 from jax_backend.stages import in_stream, stage_functions, with_gradients
 
 Names = frozenset[str]
@@ -55,6 +56,7 @@ class JaxSession:
         self.policy: Policy = replace(
             POLICIES[config.precision.policy], kernel="math" if config.attention.kernel == "math" else kernel
         )
+        self.shards = Shards(config.parity.reference_devices)
         self.steps_done = 0
         self.scalars = first_scalars(config)
         self._seconds: dict[str, float] = {}
@@ -62,13 +64,15 @@ class JaxSession:
         self._paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(abstract)}
         self.params = self._arrays(init_parameters(config.model, config.seed))
         kinds = moment_names(config.optim, self.params)
-        self.moments = {kind: {n: jnp.zeros_like(self.params[n]) for n in names} for kind, names in kinds.items()}
-        self._micro_gradients = jax.jit(jax.value_and_grad(self.micro_loss, has_aux=True))
+        self.moments = {kind: {n: self._zeros(n) for n in names} for kind, names in kinds.items()}
+        places = self.shards.of_tree(self.params)
+        places_of_moments = {kind: self.shards.of_tree(by_name) for kind, by_name in self.moments.items()}
+        self._micro_gradients = self.shards.jit(jax.value_and_grad(self.micro_loss, has_aux=True), (None, places))
         self._add = jax.jit(partial(jax.tree.map, jnp.add))
-        self._sum = jax.jit(summed)
+        self._sum = self.shards.jit(summed, places)
         self._norm = jax.jit(global_norm)
         self._leaf_norms = jax.jit(partial(jax.tree.map, lambda x: jnp.linalg.norm(x.ravel())))
-        self._move = jax.jit(self.move)
+        self._move = self.shards.jit(self.move, (None, places_of_moments))
         self._observe = jax.jit(self.observed, static_argnums=6)
         functions = stage_functions(config, self.policy)
         # Stages that are one function share its compiled programs.
@@ -185,16 +189,13 @@ class JaxSession:
         grads = [name.removeprefix(GRADIENT) for name in taps if name.startswith(GRADIENT)]
         shapes = probe_shapes(self.config.model, *batch.tokens.shape)
         probes = {n: jnp.zeros(shapes[n], self.policy.stream) for n in sorted(grads) if n not in self.params}
-        weights = jnp.asarray(batch.weights, self.policy.stream)
         seen, by_probe, by_parameter = self._observe(
             self.params,
             probes,
-            batch.tokens,
-            batch.targets,
-            weights,
+            *self._inputs(batch),
             self.total_weight(batch),
             frozenset(taps),
-            batch.documents_for(self.config.attention),
+            self._documents(batch),
         )
         by_name = self._unscaled({**by_probe, **by_parameter})
         found = seen | {GRADIENT + n: g for n, g in by_name.items() if n in grads}
@@ -217,8 +218,10 @@ class JaxSession:
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """Per-token `nll` and `top1` of `batch`, under the run's policy or a named one."""
-        documents = batch.documents_for(self.config.attention)
-        nll, top1 = self._scores(self.params, batch.tokens, batch.targets, documents, policy=policy or self.policy.name)
+        tokens, targets, _ = self._inputs(batch)
+        nll, top1 = self._scores(
+            self.params, tokens, targets, self._documents(batch), policy=policy or self.policy.name
+        )
         return {"nll": np.array(nll), "top1": np.array(top1)}
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
@@ -254,9 +257,8 @@ class JaxSession:
         loss, nll = jnp.zeros((), jnp.float64), []
         sums: list[Tree] = []
         for number, micro in enumerate(micros, 1):
-            weights = jnp.asarray(micro.weights, self.policy.stream)
             (part, micro_nll), micro_grads = self._micro_gradients(
-                self.params, micro.tokens, micro.targets, weights, total, micro.documents_for(self.config.attention)
+                self.params, *self._inputs(micro), total, self._documents(micro)
             )
             if number % share == 1 % share:
                 sums.append(micro_grads)
@@ -280,7 +282,7 @@ class JaxSession:
         documents: Array | None = None,
     ) -> tuple[Array, Array]:
         """Σ weight·nll / total of one micro-batch, and its per-token nll (B, S)."""
-        nll = self.model(params)(tokens, targets, self.policy, documents_BS=documents)
+        nll = self.model(params)(tokens, targets, self.policy, self.shards.tap(no_tap), documents)
         return weighted_mean(nll, weights, total), nll
 
     @property
@@ -333,7 +335,7 @@ class JaxSession:
                     seen[name] = value
                 return value
 
-            nll = self.model(params)(tokens, targets, self.policy, tap, documents)
+            nll = self.model(params)(tokens, targets, self.policy, self.shards.tap(tap), documents)
             return weighted_mean(nll, weights, total), seen
 
         if not any(name.startswith(GRADIENT) for name in names):
@@ -351,7 +353,8 @@ class JaxSession:
     def logits(self, params: Tree, tokens: Array, documents: Array | None, policy: str) -> Array:
         """Logits (B, S, V) under a named policy."""
         model = self.model(params)
-        return model.logits(model.trunk(tokens, POLICIES[policy], documents_BS=documents), POLICIES[policy])
+        tap = self.shards.tap(no_tap)
+        return model.logits(model.trunk(tokens, POLICIES[policy], tap, documents), POLICIES[policy])
 
     def largest_logits(self, params: Tree, tokens: Array, documents: Array | None) -> Array:
         """(layers,) the largest attention logit of each layer."""
@@ -368,9 +371,20 @@ class JaxSession:
         out = {f"params/{n}": np.array(p) for n, p in new.items()}
         return out | {f"{kind}/{n}": np.array(m) for kind, tree in after.items() for n, m in tree.items()}
 
+    def _inputs(self, batch: Batch) -> tuple[Array, Array, Array]:
+        """Tokens, targets and weights of a batch, each device with its sequences."""
+        weights = np.asarray(batch.weights, self.policy.stream)
+        return self.shards.rows(batch.tokens), self.shards.rows(batch.targets), self.shards.rows(weights)
+
+    def _documents(self, batch: Batch) -> Array | None:
+        return self.shards.rows(batch.documents_for(self.config.attention))
+
     def _arrays(self, params: Mapping[str, np.ndarray]) -> Tree:
-        # A copy: on the CPU, `asarray` would share an aligned array's memory with its owner, who may write to it.
-        return {name: jnp.array(params[name], self.policy.stream) for name in self._paths if name in params}
+        return {n: self.shards.parameter(params[n], self.policy.stream) for n in self._paths if n in params}
+
+    def _zeros(self, name: str) -> Array:
+        p = self.params[name]
+        return jnp.zeros(p.shape, p.dtype, device=self.shards.of(p.shape))
 
 
 def summed(terms: Terms) -> Tree:
@@ -384,16 +398,24 @@ class JaxBackend:
     name = "jax"
 
     def open(self, config: RunConfig) -> JaxSession:
-        """A session at the initial weights of `config`."""
+        """A session at the initial weights of `config`. Raises UserError if it asks for more devices than there are."""
         return JaxSession(config)
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Versions, device and what is in force. Raises UserError if XLA must be told to be deterministic."""
+        """Versions, device and what is in force.
+
+        Raises UserError if XLA must be told to be deterministic, or has fewer devices than were asked for.
+        """
         if config.deterministic and jax.default_backend() == "gpu" and XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
             raise UserError(f"deterministic = true needs XLA_FLAGS={XLA_FLAG} in the environment before JAX starts")
         return {
             "backend": self.name,
             "versions": {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__},
             "device": jax.devices()[0].device_kind,
-            "in_force": {"program": "jax.jit", "attention": "written out", "optimizer": in_words(config)},
+            "in_force": {
+                "program": "jax.jit",
+                "attention": "written out",
+                "optimizer": in_words(config),
+                **Shards(config.parity.reference_devices).in_force(),
+            },
         }

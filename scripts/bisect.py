@@ -47,6 +47,10 @@ class Bisect:
         tyro.conf.arg(metavar="auto|cpu|cuda", help_behavior_hint="(default: as recorded)"),
     ] = None
     """where the candidate runs steps again"""
+    reference_devices: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as recorded)")
+    ] = None
+    """devices of the reference (docs/reference_sharding.md)"""
     no_cause: bool = False
     """stop at the origin: do not vary the configuration to find what makes it vanish"""
 
@@ -61,7 +65,7 @@ def main(argv: list[str]) -> int:
 
     options, _ = parse(Bisect, "bisect", argv, with_settings=False)
     check_file("json", options.json)
-    run, data = open_run(options.run, options.branch)
+    run, data = open_run(options.run, options.branch, options.reference_devices)
     recipe = bands.recipe_of(run.config)
     require_bands(run)
     name = options.candidate or str(run.info.get("backend", "torch"))

@@ -57,6 +57,10 @@ class Replay:
         tyro.conf.arg(metavar="auto|cpu|cuda", help_behavior_hint="(default: as recorded)"),
     ] = None
     """where the candidate runs steps again"""
+    reference_devices: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as recorded)")
+    ] = None
+    """devices of the reference (docs/reference_sharding.md)"""
 
 
 def main(argv: list[str]) -> int:
@@ -87,13 +91,14 @@ def _capsule(console: Console, options: Replay) -> int:
     if options.step not in (None, capsule.step):
         raise UserError(f"{options.path} holds step {capsule.step}, not step {options.step}")
     bands.require(capsule.config)
+    made = on_reference_devices(capsule.config, options.reference_devices)
     name = options.candidate or str(capsule.about["candidate"])
     packed = capsule.verdict
     console.print(f"step {capsule.step}, packed as: {_said(packed)}", markup=False, soft_wrap=True)
     for line in other_versions(capsule, versions()):
         console.print(f"other versions: {line}", style="yellow", markup=False, soft_wrap=True)
     candidate, reference = load_backend(spec(name)), load_backend(spec(options.reference))
-    config = attempt(lambda: on_device(capsule.config, options.device, candidate))
+    config = attempt(lambda: on_device(made, options.device, candidate))
     found = attempt(lambda: replay_capsule(capsule, candidate, reference, config))
     context = {"candidate": name, "reference": options.reference, "packed": packed.get("origin")}
     code = _report(console, [found], bands.recipe_of(config), options.json, context)
@@ -137,7 +142,7 @@ def _run(console: Console, options: Replay) -> int:
     from core.parity.load import load_backend
     from core.parity.replay import replay_run
 
-    run, data = open_run(options.path, options.branch)
+    run, data = open_run(options.path, options.branch, options.reference_devices)
     require_bands(run)
     name = options.candidate or str(run.info.get("backend", "torch"))
     reference = load_backend(spec(options.reference))
@@ -214,7 +219,16 @@ def _said(verdict: Any) -> str:
     return f"{verdict['verdict']}, origin {origin['stage']} ({origin['phase']}{layer}) at {origin['tap']}"
 
 
-def open_run(path: Path, branch: int | None = None) -> tuple[RunDir, RunData]:
+def on_reference_devices(config: RunConfig, count: int | None) -> RunConfig:
+    """The configuration with so many devices of the reference, if a number is given."""
+    if count is None:
+        return config
+    if count < 1:
+        raise UserError(f"reference_devices = {count}: must be at least 1")
+    return config.model_copy(update={"parity": config.parity.model_copy(update={"reference_devices": count})})
+
+
+def open_run(path: Path, branch: int | None = None, reference_devices: int | None = None) -> tuple[RunDir, RunData]:
     """A run directory, or a branch of it, to read, and its data. Raises UserError if either is not there."""
     from core.parity.branch import Branch
     from core.run import CONFIG, RunDir
@@ -222,6 +236,8 @@ def open_run(path: Path, branch: int | None = None) -> tuple[RunDir, RunData]:
     if not path.is_dir():
         raise UserError(f"no such run: {path}")
     run = RunDir.open(path)
+    run = Branch(run, branch) if branch is not None else run
+    run.read_through(lambda config: on_reference_devices(config, reference_devices))
     data = open_data(run.config, path / CONFIG, {})
     made_with = run.info.get("data", {}).get("fingerprint")
     if made_with != data.dataset.fingerprint:
@@ -229,7 +245,7 @@ def open_run(path: Path, branch: int | None = None) -> tuple[RunDir, RunData]:
             f"{path} was made with another data set: {str(made_with)[:16]}, "
             f"but {run.config.data.path} holds {data.dataset.fingerprint[:16]}"
         )
-    return (Branch(run, branch) if branch is not None else run), data
+    return run, data
 
 
 def require_bands(run: RunDir) -> None:

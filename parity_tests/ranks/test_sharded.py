@@ -140,6 +140,7 @@ def test_what_is_looked_at_is_the_weights_of_now() -> None:
         seen, expected = parts.observe(MICRO, taps), one.observe(MICRO, taps)
         assert seen.keys() == expected.keys()
         assert all(np.array_equal(seen[name], expected[name]) for name in seen)
+        assert np.array_equal(parts.attention_logits(MICRO), one.attention_logits(MICRO))  # type: ignore[attr-defined]
         kept, other = parts.sketch(MICRO), one.sketch(MICRO)  # type: ignore[attr-defined]
         assert kept.keys() == other.keys()
         assert all(np.array_equal(kept[name].sketch, other[name].sketch) for name in kept)

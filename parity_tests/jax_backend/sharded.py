@@ -1,0 +1,230 @@
+"""What the reference computes on four devices, beside what it computes on one; run in a process that has four.
+
+`python -m parity_tests.jax_backend.sharded` with JAX_NUM_CPU_DEVICES=4 prints one JSON object (test_sharding.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from core.backend import Gradients
+from core.checkpoint import begin_checkpoint, load_checkpoint
+from core.config import AttentionConfig, RunConfig
+from jax_backend import checkpoint
+from jax_backend.session import JaxBackend, JaxSession
+from jax_backend.sharding import AXIS, Shards
+from parity_tests.cross.variants import VARIANTS, shaken_state
+from parity_tests.tiny import text_batch, tiny_config
+
+DEVICES = 4
+TRAIN = {"batch_size": 8, "micro_batch_size": 4, "sequence_length": 32}
+STEPS = 4
+
+
+def config_of(devices: int, policy: str = "fp64", variant: str = "tied", **optim: Any) -> RunConfig:
+    """A tiny run. Its vocabulary is not divided by the devices, its other sizes are."""
+    config = tiny_config(policy, train=TRAIN, vocab_size=258, **VARIANTS[variant])
+    parity = config.parity.model_copy(update={"reference_devices": devices})
+    return config.model_copy(update={"parity": parity, "optim": config.optim.model_copy(update=optim)})
+
+
+def session_of(config: RunConfig) -> JaxSession:
+    """A session in which no gain is 1 and no bias 0."""
+    session = JaxBackend().open(config)
+    state = session.state()
+    shaken = shaken_state(config.model).params
+    session.load(type(state)(0, shaken, state.optimizer, state.scalars))
+    return session
+
+
+def apart(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
+    """The largest |difference| of any array, in units of that array's largest number."""
+    assert ours.keys() == theirs.keys()
+    return max(float(np.abs(ours[n] - theirs[n]).max() / np.abs(theirs[n]).max()) for n in theirs)
+
+
+def gradients(config: RunConfig) -> Gradients:
+    """Of eight sequences of text, in two micro-batches."""
+    return session_of(config).gradients(text_batch(config))
+
+
+def exact(variant: str) -> dict[str, float]:
+    """FP64: how far NLL and gradients on four devices are from those on one."""
+    ours, theirs = (gradients(config_of(n, variant=variant)) for n in (DEVICES, 1))
+    return {
+        "nll": float(np.abs(ours.nll - theirs.nll).max()),
+        "loss": abs(ours.loss - theirs.loss),
+        "grads": apart(dict(ours.grads), dict(theirs.grads)),
+    }
+
+
+def trained(**optim: Any) -> dict[str, float]:
+    """FP64: weights after some steps, in units of how far one device moved them."""
+    ours, theirs = (session_of(config_of(n, **optim)) for n in (DEVICES, 1))
+    first = theirs.state().params
+    for seed in range(STEPS):
+        records = [s.step(text_batch(s.config, seed), norms=True) for s in (ours, theirs)]
+    moved = {name: theirs.state().params[name] - first[name] for name in first}
+    by_ours = {name: ours.state().params[name] - first[name] for name in first}
+    return {"weights": apart(by_ours, moved), "loss": abs(records[0].loss - records[1].loss)}
+
+
+def under(policy: str) -> dict[str, float]:
+    """Under a policy: gradients on four devices from those on one, in units of what the policy costs."""
+    truth = gradients(config_of(1))
+    ours, theirs = (gradients(config_of(n, policy)) for n in (DEVICES, 1))
+    distance = []
+    for name, t in truth.grads.items():
+        cost = np.linalg.norm(theirs.grads[name] - t)
+        distance.append(float(np.linalg.norm(ours.grads[name].astype(np.float64) - theirs.grads[name]) / cost))
+    return {"largest": max(distance), "median": float(np.median(distance))}
+
+
+def memory() -> dict[str, Any]:
+    """Bytes of weights, moments and gradients on each device, and on one if it held them all."""
+    session = session_of(config_of(DEVICES))
+    session.step(text_batch(session.config))
+    _, _, grads = session.accumulate(text_batch(session.config))
+    held = dict.fromkeys(map(str, jax.devices()), 0)
+    whole = 0
+    for tree in (session.params, *session.moments.values(), grads):
+        for array in tree.values():
+            whole += array.nbytes
+            for shard in array.addressable_shards:
+                held[str(shard.device)] += shard.data.nbytes
+    return {"held": list(held.values()), "whole": whole}
+
+
+def places() -> dict[str, Any]:
+    """How arrays of some shapes are cut, and batches of some numbers of sequences."""
+    shards = Shards(DEVICES)
+    shapes = [(64, 128), (128, 64), (64, 64), (258, 64), (3, 5), (6,), (8,)]
+    rows = {n: str(shards.rows(np.zeros((n, 6))).sharding.spec) for n in (8, 2)}
+    return {"parameters": [str(shards.of(shape).spec) for shape in shapes], "rows": rows}  # type: ignore[union-attr]
+
+
+def one_device_program() -> bool:
+    """Whether a reference of one device runs the program that it would run if there were no others."""
+    session = session_of(config_of(1))
+    return all(len(p.sharding.device_set) == 1 for p in session.params.values())
+
+
+def documents() -> float:
+    """FP64 gradients where documents do not see each other."""
+    found = []
+    for devices in (DEVICES, 1):
+        config = config_of(devices)
+        attention = AttentionConfig(document_mask=True, reset_positions=True)
+        found.append(gradients(config.model_copy(update={"attention": attention})))
+    return apart(dict(found[0].grads), dict(found[1].grads))
+
+
+def evaluated() -> float:
+    """Validation, and the logits of samples, on four devices from those on one."""
+    ours, theirs = (session_of(config_of(n)) for n in (DEVICES, 1))
+    batch, tokens = text_batch(ours.config), np.arange(7, dtype=np.int32)
+    nll = np.abs(ours.evaluate(batch)["nll"] - theirs.evaluate(batch)["nll"]).max()
+    logits = np.abs(ours.next_token_logits(tokens) - theirs.next_token_logits(tokens)).max()
+    return float(max(nll, logits))
+
+
+def stored() -> bool:
+    """Whether a checkpoint of four devices is read bit for bit on one."""
+    session = session_of(config_of(DEVICES))
+    session.step(text_batch(session.config))
+    state = session.state()
+    with tempfile.TemporaryDirectory() as folder:
+        path = begin_checkpoint(Path(folder) / "step_000001", 1, session.write, {}).commit()
+        read, _ = load_checkpoint(path, partial(checkpoint.read_state, config=config_of(1)))
+    arrays = [(read.params, state.params), *((read.optimizer[kind], state.optimizer[kind]) for kind in state.optimizer)]
+    return all(np.array_equal(a[name], b[name]) for a, b in arrays for name in b)
+
+
+# Faults: gradients that a device has lost, or that were counted several times
+
+
+def not_summed(session: JaxSession) -> Callable[..., Any]:
+    """Every device keeps the gradients of its own sequences; the first one's are taken for all."""
+    own = jax.value_and_grad(partial(JaxSession.micro_loss, session), has_aux=True)
+    rows, whole = PartitionSpec(AXIS), PartitionSpec()
+    mesh = session.shards._mesh
+
+    def program(params: Any, tokens: Any, targets: Any, weights: Any, total: Any, documents: Any) -> Any:
+        alone = jax.shard_map(
+            lambda *inputs: own(*inputs, None),
+            mesh=mesh,
+            in_specs=(whole, rows, rows, rows, whole),
+            out_specs=((whole, rows), whole),
+            check_vma=False,
+        )
+        with mock.patch.object(session.shards, "tap", lambda tap: tap):
+            return alone(params, tokens, targets, weights, total)
+
+    return jax.jit(program)
+
+
+def counted_again(session: JaxSession) -> Callable[..., Any]:
+    """The batch is whole on every device, and yet its gradients are summed over them."""
+    own = session._micro_gradients
+
+    def program(*inputs: Any) -> Any:
+        found, grads = own(*inputs)
+        return found, {name: g * DEVICES for name, g in grads.items()}
+
+    return program
+
+
+def one_twice(session: JaxSession) -> Callable[..., Any]:
+    """The last device has the sequences of the first."""
+    own = session._micro_gradients
+
+    def program(params: Any, tokens: Any, targets: Any, *more: Any) -> Any:
+        part = len(tokens) // DEVICES
+        order = np.r_[: len(tokens) - part, :part]
+        return own(params, session.shards.rows(tokens[order]), session.shards.rows(targets[order]), *more)
+
+    return program
+
+
+FAULTS = {"not summed": not_summed, "counted again": counted_again, "one twice": one_twice}
+
+
+def faulty(fault: Callable[[JaxSession], Any]) -> float:
+    """How far gradients are from those of one device with this fault."""
+    session = session_of(config_of(DEVICES))
+    session._micro_gradients = fault(session)
+    found = session.gradients(text_batch(session.config))
+    return apart(dict(found.grads), dict(gradients(config_of(1)).grads))
+
+
+def main() -> None:
+    """Everything, as JSON."""
+    assert len(jax.devices()) == DEVICES, jax.devices()
+    found = {
+        "exact": {variant: exact(variant) for variant in ("tied", "untied-biased")},
+        "trained": {name: trained(name=name) for name in ("adamw", "muon")},
+        "under": {policy: under(policy) for policy in ("fp32", "bf16", "fp8_tensorwise")},
+        "memory": memory(),
+        "places": places(),
+        "one": one_device_program(),
+        "documents": documents(),
+        "evaluated": evaluated(),
+        "stored": stored(),
+        "faults": {name: faulty(fault) for name, fault in FAULTS.items()},
+    }
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
