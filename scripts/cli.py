@@ -46,6 +46,10 @@ COMMANDS = {
     "convert": ("scripts.convert", "a checkpoint or a run between torch, JAX and plain safetensors, bit for bit"),
     "report": ("scripts.report", "write a run's report.html"),
     "bench step": ("scripts.bench", "time whole steps, row by row, beside the published figures and the floor"),
+    "bench peers": (
+        "scripts.bench_peers",
+        "the same model beside Hugging Face's Trainer and a nanoGPT-like loop",
+    ),
     "bench parity": ("scripts.bench_parity", "what a check costs, in training steps"),
 }
 

@@ -348,11 +348,12 @@ _COMMAND_OPTIONS = {
     "data prepare": "scripts.prepare:Prepare",
     "faults": "scripts.faults:Faults",
     "bench step": "scripts.bench:Bench",
+    "bench peers": "scripts.bench_peers:BenchPeers",
     "bench parity": "scripts.bench_parity:BenchParity",
 }
 assert set(_COMMAND_OPTIONS) == set(COMMANDS), "every command is fuzzed"
-TAKES_SETTINGS = ("train", "parity", "data prepare", "faults", "bench step")
-TAKES_A_RUN_FILE = ("train", "parity", "data prepare", "bench step")
+TAKES_SETTINGS = ("train", "parity", "data prepare", "faults", "bench step", "bench peers")
+TAKES_A_RUN_FILE = ("train", "parity", "data prepare", "bench step", "bench peers")
 TAKES_A_RUN = ("report", "replay", "bisect")
 
 
