@@ -113,15 +113,18 @@ def test_losses_that_were_not_compared_do_not_agree():
     assert disagreement(config(), {"a": [6.0], "b": [6.0 + 5 * bound(config(), 1)]}) is None
 
 
-def test_what_the_peers_do_not_know_is_refused():
-    for key, value in {
-        "optim.name": "muon",
-        "loss.z_loss": "0.1",
-        "attention.document_mask": "true",
-        "model.qkv_bias": "true",
-    }.items():
-        with pytest.raises(UserError, match=f"the peers know no {key}"):
-            check_comparable(config(**{key: value}))
+UNKNOWN = {
+    "optim.name": "muon",
+    "loss.z_loss": "0.1",
+    "attention.document_mask": "true",
+    "model.qkv_bias": "true",
+}
+
+
+@pytest.mark.parametrize("key", UNKNOWN)
+def test_what_the_peers_do_not_know_is_refused(key):
+    with pytest.raises(UserError, match=f"the peers know no {key}"):
+        check_comparable(config(**{key: UNKNOWN[key]}))
 
 
 def test_the_page_says_why_a_row_has_no_figure():
