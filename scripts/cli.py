@@ -45,6 +45,7 @@ COMMANDS = {
     "faults": ("scripts.faults", "plant the known faults and print the scoreboard"),
     "convert": ("scripts.convert", "a checkpoint or a run between torch, JAX and plain safetensors, bit for bit"),
     "report": ("scripts.report", "write a run's report.html"),
+    "plan": ("scripts.plan", "memory, time and cost of a run before anything is rented"),
     "bench step": ("scripts.bench", "time whole steps, row by row, beside the published figures and the floor"),
     "bench peers": (
         "scripts.bench_peers",

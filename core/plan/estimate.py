@@ -1,0 +1,78 @@
+"""One configuration on one kind of device: does it fit, how long does a step take, what does the run cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.budget import flops_per_token
+from core.config import RunConfig
+from core.plan.gpus import Gpu, gpu_named
+from core.plan.memory import Memory, memory
+from core.plan.seconds import Seconds, seconds
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """memory: of each device. seconds: of a step; None where the device's rates are not known."""
+
+    config: RunConfig
+    gpu: Gpu
+    memory: Memory
+    seconds: Seconds | None
+
+    @property
+    def peak(self) -> float:
+        """Bytes that a device needs: the peak of what is allocated, CUDA's context and the allocator's reserve."""
+        return self.memory.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is there; a device whose memory is not known has enough."""
+        return not self.gpu.memory or self.peak <= self.gpu.memory
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Time of a step."""
+        return None if self.seconds is None else self.seconds.step
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all devices."""
+        train = self.config.train
+        return None if self.seconds is None else train.batch_size * train.sequence_length / self.seconds.step
+
+    @property
+    def mfu(self) -> dict[str, float]:
+        """Model FLOP utilisation in the conventions of core/budget.py, against the operand's dense peak."""
+        if self.tokens_per_second is None:
+            return {}
+        flops = flops_per_token(self.config.model, self.config.train.sequence_length)
+        peak = self.peak_flops * self.config.train.ranks
+        return {kind: value * self.tokens_per_second / peak for kind, value in flops.items()}
+
+    @property
+    def peak_flops(self) -> float:
+        """The dense peak that the run is held against: FP8's if any layer is in FP8."""
+        return self.gpu.peaks["fp8" if self.config.precision.fp8 and "fp8" in self.gpu.peaks else self._operand]
+
+    @property
+    def _operand(self) -> str:
+        return self.config.precision.operand
+
+    @property
+    def days(self) -> float | None:
+        """Of all steps."""
+        return None if self.seconds is None else self.seconds.step * self.config.train.steps / 86400
+
+    def cost(self, price: float) -> float | None:
+        """Dollars of all steps, at so many a GPU hour."""
+        return None if self.days is None else self.days * 24 * price * self.config.train.ranks
+
+
+def fits(config: RunConfig, gpu: Gpu | str = "h100", *, sharded: bool = False) -> Estimate:
+    """What `config` needs and takes on a device. Framework-free, a few milliseconds at most.
+
+    sharded: see core/plan/memory.py. Raises UserError for the name of a device that is not known.
+    """
+    device = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    return Estimate(config, device, memory(config, device, sharded=sharded), seconds(config, device))

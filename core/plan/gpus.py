@@ -1,0 +1,145 @@
+"""Devices that a run can be planned for: memory, bandwidth, links and peaks, with where each number is from.
+
+Peaks are dense (core/budget.py): the datasheets' "1,979 TFLOPS" for bf16 on an H100 is with 2:4 sparsity, which no
+pretraining uses.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from core.budget import PEAK_FLOPS
+from core.errors import UserError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of device.
+
+    title: as the vendor calls it. memory: bytes that torch reports as the device's total; 0: not known. bandwidth: of
+    its memory, bytes/s, read and written. link: to the other GPUs of its node, bytes/s in one direction. peaks: dense
+    FLOP/s by operand. shares: what large products reach of the peak, by operand. attention: the same by kernel, over
+    forward and backward pass. price: dollars an hour, an assumption. sources: of the numbers.
+    """
+
+    name: str
+    title: str
+    memory: float
+    bandwidth: float
+    link: float
+    peaks: Mapping[str, float]
+    shares: Mapping[str, float]
+    attention: Mapping[str, float]
+    price: float
+    sources: tuple[str, ...]
+
+    @property
+    def cuda(self) -> bool:
+        """Whether it is a GPU, and not this machine's processor."""
+        return self.name != "cpu"
+
+    def rate(self, operand: str) -> float | None:
+        """FLOP/s that large products of this operand are taken to reach; None where the device has no such format."""
+        peak = self.peaks.get(operand)
+        return None if peak is None else peak * self.shares.get(operand, self.shares["bf16"])
+
+
+# What products reach of the dense peak: Maximum Achievable Matmul FLOPS, measured with torch 2.6 and 2.7 (S. Bekman,
+# Machine Learning Engineering, compute/accelerator): H100 SXM 794.5 of 989 in bf16 and 1402.6 of 1979 in FP8, A100 SXM
+# 271.2 of 312, the A100 over PCIe 252.9. Products of FP32 and TF32 are taken to reach bf16's share.
+_MAMF = "achievable products: S. Bekman, Machine Learning Engineering, MAMF table"
+_HOPPER = {"bf16": 0.803, "fp16": 0.803, "fp8": 0.709}
+_AMPERE = {"bf16": 0.869, "fp16": 0.869}
+# Attention: FlashAttention-2 reaches 35 % of an H100, FlashAttention-3 up to 75 % forward at long sequences (Shah et
+# al. 2024, arXiv 2407.08608); over forward and backward pass at 2048 tokens, causal, its figures 5 and 6 are near half.
+# cuDNN's is of its kind. The others are taken as FlashAttention-2, and the written-out one is bound by memory.
+_HOPPER_ATTENTION = {"flash": 0.35, "efficient": 0.25, "cudnn": 0.5, "fa3": 0.5, "flex": 0.35, "math": 0.1}
+# FlashAttention-2 reaches 50 to 73 % of an A100 (Dao 2023, arXiv 2307.08691).
+_AMPERE_ATTENTION = {"flash": 0.55, "efficient": 0.4, "cudnn": 0.55, "flex": 0.45, "math": 0.1}
+_A100 = {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12, "fp64": 19.5e12}
+_H100, _PCIE = PEAK_FLOPS["NVIDIA H100 80GB HBM3"], PEAK_FLOPS["NVIDIA H100 PCIe"]
+
+
+def _with_fp16(peaks: Mapping[str, float]) -> dict[str, float]:
+    return {**peaks, "fp16": peaks["bf16"]}
+
+
+# Prices: round numbers for on-demand GPUs of specialised clouds, 2025-26. They differ by a factor of three between
+# sellers: an assumption, to be replaced by `--price`.
+_KNOWN = (
+    Gpu(
+        "h100",
+        "NVIDIA H100 SXM 80 GB",
+        79.1 * GIB,
+        3.35e12,
+        450e9,
+        _with_fp16(_H100),
+        _HOPPER,
+        _HOPPER_ATTENTION,
+        3.0,
+        ("NVIDIA H100 datasheet: 80 GB, 3.35 TB/s, NVLink 900 GB/s both ways, 989 TFLOPS bf16 dense", _MAMF),
+    ),
+    Gpu(
+        "h100-pcie",
+        "NVIDIA H100 PCIe 80 GB",
+        79.1 * GIB,
+        2.0e12,
+        64e9,
+        _with_fp16(_PCIE),
+        _HOPPER,
+        _HOPPER_ATTENTION,
+        2.5,
+        ("NVIDIA H100 PCIe product brief: 80 GB, 2.0 TB/s, PCIe 5 128 GB/s both ways, 756 TFLOPS bf16 dense", _MAMF),
+    ),
+    Gpu(
+        "h200",
+        "NVIDIA H200 SXM 141 GB",
+        139.8 * GIB,
+        4.8e12,
+        450e9,
+        _with_fp16(_H100),
+        _HOPPER,
+        _HOPPER_ATTENTION,
+        4.0,
+        ("NVIDIA H200 datasheet: 141 GB, 4.8 TB/s, NVLink 900 GB/s both ways, products as the H100 SXM", _MAMF),
+    ),
+    Gpu(
+        "a100-80",
+        "NVIDIA A100 SXM 80 GB",
+        79.1 * GIB,
+        2.039e12,
+        300e9,
+        _A100,
+        _AMPERE,
+        _AMPERE_ATTENTION,
+        1.8,
+        ("NVIDIA A100 datasheet: 80 GB, 2,039 GB/s, NVLink 600 GB/s both ways, 312 TFLOPS bf16 dense", _MAMF),
+    ),
+    Gpu(
+        "cpu",
+        "this machine's processor",
+        0.0,
+        0.0,
+        0.0,
+        {},
+        {"bf16": 1.0},
+        {},
+        0.0,
+        ("memory only: no peak is assumed of a processor",),
+    ),
+)
+GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _KNOWN}
+
+
+def gpu_named(name: str) -> Gpu:
+    """The device of this name. Raises UserError that lists the known ones."""
+    found = GPUS.get(name.lower())
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), GPUS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"command line: gpu = {name or repr(name)}: not known; {hint}known are {', '.join(GPUS)}")
+    return found

@@ -1,0 +1,241 @@
+"""The head's memory: logits, loss and their gradients, by `loss.head`. Beside torch_backend/{loss,chunked_loss}.py.
+
+Eager, the loss is computed in FP64 of all logits that are there (torch_backend/loss.py), several tensors of 8 bytes a
+logit; fused, those never leave the kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from core.config import LossConfig
+from core.plan.phase import Phase, Tape
+from core.plan.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Head:
+    """saved: bytes from forward to backward pass. backward ends with the weight's gradient and that of the input.
+
+    late: what follows the rest of the backward pass. Where table and head are one weight and the program is one, the
+    compiler joins the head's product to the look-up's gradient by `addmm` (torch/_inductor/fx_passes/post_grad.py), so
+    that the logits' gradient stays until the end; not where a cast lies between product and sum, as under bf16 on CUDA.
+    logits: bytes of those that are there at a time.
+    """
+
+    saved: Mapping[str, float]
+    forward: Phase
+    backward: Phase
+    logits: float
+    late: Phase = field(default_factory=Phase)
+
+
+def head(z: Sizes, loss: LossConfig, tied: bool) -> Head:
+    """The head of a run, from the final norm's output, (n, D) in the stream dtype, which is the caller's."""
+    if loss.head == "full":
+        if z.fused:
+            return _full_fused(z, tied)
+        return _functional(z) if z.autocast else _full(z)
+    if loss.head == "chunked":
+        return _in_chunks(z, min(loss.chunk, z.tokens), math.ceil(z.tokens / loss.chunk))
+    return _of_library(z, loss)
+
+
+def _full(z: Sizes) -> Head:
+    n, V = z.tokens, z.vocab
+    logits, weight = float(z.logits * n * V), float(z.stream * V * z.hidden)
+    D, operand = float(z.stream * n * z.hidden), float(z.operand * n * z.hidden)
+    forward = Tape()
+    forward.make(x=operand if z.casts else D, w=float(z.operand * V * z.hidden) if z.casts else 0.0)
+    _copied(forward, z, n)
+    forward.make(logits=logits)
+    forward.free_if("copies")
+    forward.make(double=8.0 * n * V)
+    forward.make(exp=8.0 * n * V)
+    forward.free("exp", "double")
+    forward.make(logsumexp=16.0 * n)
+    back = Tape(forward.there)
+    _gradient(back, 8.0 * n * V, n * V, logits)
+    back.free("logits")
+    if z.casts:
+        back.make(narrow=float(z.operand * n * V))
+    back.make(narrow_x=operand if z.casts else 0.0)
+    back.make(d_x=D)
+    back.free("narrow_x")
+    if z.copies:
+        back.make(wide=float(z.stream * n * V) + D)
+    back.make(gradient=weight)
+    back.free_if("wide", "narrow")
+    back.free("grad", "x", "w", "logsumexp")
+    return Head(forward.there, forward.phase, back.phase, logits)
+
+
+def _functional(z: Sizes) -> Head:
+    """`torch.nn.functional.cross_entropy` of whole logits, eager: it keeps log softmax, in FP32 at least."""
+    n, V = z.tokens, z.vocab
+    wide = float(max(4, z.logits) * n * V)
+    forward = Tape()
+    forward.make(x=float(z.operand * n * z.hidden), w=float(z.operand * V * z.hidden) if z.casts else 0.0)
+    forward.make(logits=float(z.logits * n * V), cast=wide if z.casts else 0.0)
+    forward.make(log_softmax=wide)
+    forward.free("cast")
+    back = Tape(forward.there)
+    back.make(d_log_softmax=wide)
+    back.make(d_logits=wide)
+    back.free("d_log_softmax", "log_softmax", "logits")
+    back.make(d_x=float(z.stream * n * z.hidden))
+    back.make(gradient=float(z.stream * V * z.hidden))
+    back.free("d_logits", "x", "w")
+    return Head(forward.there, forward.phase, back.phase, wide)
+
+
+def _full_fused(z: Sizes, tied: bool) -> Head:
+    n, V = z.tokens, z.vocab
+    logits, weight = float(z.logits * n * V), float(z.stream * V * z.hidden)
+    D, operand = float(z.stream * n * z.hidden), float(z.operand * n * z.hidden)
+    forward = Tape()
+    forward.make(x=D if z.copies or not z.casts else operand, w=float(z.operand * V * z.hidden) if z.casts else 0.0)
+    if z.copies:
+        forward.make(copies=weight)
+    forward.make(logits=logits)
+    forward.free_if("copies")
+    forward.make(logsumexp=8.0 * n)
+    back = Tape(forward.there)
+    # In place of the logits where it has their dtype; else in the operand dtype, as products read it.
+    in_place = z.logits == z.operand
+    back.make(grad=0.0 if in_place else float(z.operand * n * V))
+    if not in_place:
+        back.free("logits")
+    back.make(narrow_x=operand if z.casts else 0.0)
+    back.make(d_x=D)
+    back.free("narrow_x", "w", "logsumexp")
+    late = Tape({name: size for name, size in back.there.items() if name != "d_x"})
+    if z.copies:
+        late.make(wide=float(z.stream * n * V))
+        late.free("grad")
+    late.make(gradient=weight)
+    late.free_if("wide", "logits", "grad")
+    late.free("x")
+    if tied and z.whole and (z.copies or not z.casts):
+        return Head(forward.there, forward.phase, back.phase, logits, late.phase)
+    return Head(forward.there, forward.phase, back.phase + late.phase, logits)
+
+
+def _copied(tape: Tape, z: Sizes, rows: int) -> None:
+    if z.copies:
+        tape.make(copies=float(z.stream * z.hidden * (rows + z.vocab)))
+
+
+def _gradient(tape: Tape, wide: float, ones: float, out: float) -> None:
+    """`logits_gradient`, eager: it leaves `grad`."""
+    tape.make(double=wide)
+    tape.make(shifted=wide)
+    tape.free("double")
+    tape.make(softmax=wide)
+    tape.free("shifted")
+    tape.make(is_target=ones)
+    tape.make(target=wide)
+    tape.make(difference=wide)
+    tape.free("target")
+    tape.make(scaled=wide)
+    tape.free("difference")
+    tape.make(grad=out)
+    tape.free("scaled", "softmax", "is_target")
+
+
+def _in_chunks(z: Sizes, rows: int, chunks: int) -> Head:
+    n, V = z.tokens, z.vocab
+    logits, narrow = float(z.stream * rows * V), float(z.operand * rows * V) if z.casts else 0.0
+    weight, D = float(z.stream * V * z.hidden), float(z.stream * n * z.hidden)
+    forward = Tape()
+    if z.casts:
+        forward.make(x=float(z.operand * n * z.hidden), w=float(z.operand * V * z.hidden))
+    if z.fused:
+        _chunk_fused(forward, z, rows, chunks)
+    else:
+        forward.make(g_weight=weight, g_x=D)
+        if chunks > 1:
+            # Of the chunk before: Python keeps them until they are assigned anew.
+            forward.make(grad_before=logits, narrow_before=narrow)
+        _copied(forward, z, rows)
+        forward.make(logits=logits)
+        forward.free_if("copies")
+        forward.make(double=8.0 * rows * V)
+        forward.make(exp=8.0 * rows * V)
+        forward.free("exp", "double")
+        _gradient(forward, 8.0 * rows * V, rows * V, logits)
+        forward.free_if("grad_before", "narrow_before")
+        forward.make(narrow=narrow)
+        if z.copies:
+            forward.make(wide=logits)
+        forward.make(part=weight)
+        forward.free_if("wide")
+        forward.free("narrow", "part", "grad", "logits")
+        forward.make(together=D)
+        forward.free("g_x")
+    forward.free_if("x", "w")
+    back = Tape(forward.there)
+    back.make(d_x=D)
+    if not z.fused:
+        back.make(gradient=weight)
+        back.free("g_weight")
+    # Fused, the weight's gradient is scaled in place.
+    back.free("together")
+    once = forward.phase
+    # The other chunks move as much and hold no more.
+    made = once.made + (chunks - 1) * (2 * logits + narrow + weight)
+    return Head(forward.there, Phase(once.net, once.peak, made), back.phase, logits)
+
+
+def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int) -> None:
+    n, V = z.tokens, z.vocab
+    logits, weight = float(z.stream * rows * V), float(z.stream * V * z.hidden)
+    forward.make(together=float(z.operand * n * z.hidden))
+    if z.copies:
+        forward.make(copies=weight + float(z.stream * rows * z.hidden))
+    if chunks > 1:
+        forward.make(before=weight)
+    forward.make(logits=logits)
+    # In place of the logits where it has their dtype.
+    forward.make(grad=float(z.operand * rows * V) if z.casts else 0.0)
+    if z.casts:
+        # The wide copy that the CPU's product reads takes the logits' place.
+        forward.free("grad" if z.copies else "logits")
+    # A sum that goes from one tensor to another.
+    forward.make(g_weight=weight)
+    forward.free_if("before", "copies", "grad", "logits")
+
+
+# Tokens whose logits a library's kernel has at a time, for n tokens.
+def _library_rows(z: Sizes, loss: LossConfig) -> int:
+    if loss.head == "liger":
+        # liger_kernel/ops/fused_linear_cross_entropy.py: as much of the logits as the hidden states take.
+        pieces = math.ceil(z.vocab / z.hidden)
+        return min(z.tokens, 1 << max(0, math.ceil(math.log2(max(1, math.ceil(z.tokens / pieces))))))
+    return min(loss.chunk, z.tokens) if loss.head == "torch" else 0
+
+
+def _of_library(z: Sizes, loss: LossConfig) -> Head:
+    """A library's: gradients in the operand dtype (liger: the weight's summed in FP32), logits of some rows."""
+    n, V = z.tokens, z.vocab
+    D, operand = float(z.stream * n * z.hidden), float(z.operand * n * z.hidden)
+    weight = float(z.stream * V * z.hidden)
+    narrow = float((4 if loss.head == "liger" else z.operand) * V * z.hidden)
+    logits = float(z.operand * _library_rows(z, loss) * V)
+    forward = Tape()
+    forward.make(x=operand, w=float(z.operand * V * z.hidden) if z.casts else 0.0)
+    forward.make(logits=logits, softmax=4.0 * _library_rows(z, loss) * V)
+    made_in_forward = loss.head != "cce"
+    forward.make(g_x=operand if made_in_forward else 0.0, g_weight=narrow if made_in_forward else 0.0)
+    forward.free("logits", "softmax")
+    forward.make(losses=8.0 * n)
+    back = Tape(forward.there)
+    if not made_in_forward:
+        back.make(d=operand, g=narrow)
+    back.make(d_x=D)
+    back.make(gradient=weight)
+    back.free_if("d", "g")
+    back.free("x", "w", "g_x", "g_weight", "losses")
+    return Head(forward.there, forward.phase, back.phase, logits)

@@ -1,0 +1,251 @@
+"""Memory of a training step by component, and its peak: the parts of core/plan/parts.py put in the step's order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+from core.budget import parameter_count, state_bytes
+from core.config import RunConfig
+from core.groups import by_muon
+from core.names import GROUPS, group_of, parameter_shapes
+from core.plan.gpus import Gpu
+from core.plan.head import head
+from core.plan.parts import Part, attention, mlp, norm
+from core.plan.phase import Phase, held
+from core.plan.sizes import Sizes, sizes_of
+
+# CUDA's context with the kernels of cuBLAS, cuDNN and torch, and cuBLAS's workspaces: an assumption (0.5 to 0.7 GB are
+# usual on Hopper). NCCL's buffers, for several ranks: another.
+CONTEXT, NCCL = 0.6e9, 0.4e9
+# What the caching allocator holds beyond the peak of what is allocated, as blocks do not fit together: an assumption.
+RESERVE = 0.04
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    state: what stays between steps: weights, moments, buffers. gradients. activations: kept from forward to backward
+    pass of a micro-batch, by part. working: beyond those at the peak. peak: the most that is allocated at a time.
+    where: in which pass. outside: context and reserve. total: peak and outside.
+    """
+
+    state: Mapping[str, float]
+    gradients: float
+    activations: Mapping[str, float]
+    working: float
+    peak: float
+    where: str
+    outside: Mapping[str, float]
+
+    @property
+    def steady(self) -> float:
+        """Weights and moments: what is allocated between steps."""
+        return self.state["weights"] + self.state["moments"]
+
+    @property
+    def saved(self) -> float:
+        """All activations that are kept."""
+        return sum(self.activations.values())
+
+    @property
+    def activation_peak(self) -> float:
+        """The peak of a forward and backward pass above what stays between steps."""
+        return self.peak - sum(self.state.values())
+
+    @property
+    def total(self) -> float:
+        """What the device must have."""
+        return self.peak + sum(self.outside.values())
+
+
+@dataclass(frozen=True)
+class Block:
+    """The passes of one block; gradients: bytes of its weights'."""
+
+    forward: Phase
+    backward: Phase
+    saved: Mapping[str, float]
+    gradients: float
+
+
+def block(config: RunConfig, z: Sizes, chosen: AbstractSet[str]) -> Block:
+    """One block of which these parts are computed again. Its input is there before, its output after it."""
+    keep, D = config.recompute.keep_products, _residual(z)
+    norms_again = "norms" in chosen
+    first, second = norm(z), norm(z)
+    mixing = attention(z, config.attention.document_mask, norms_again)
+    wide = mlp(z, norms_again, bool(chosen & {"mlp", "block"}))
+    if norms_again:
+        first, second = _again(first, keep, 0.0), _again(second, keep, 0.0)
+    products = first.products + mixing.products + wide.products
+    if "attention" in chosen:
+        mixing = _again(mixing, keep, mixing.entry)
+    if "mlp" in chosen:
+        wide = _again(wide, keep, wide.entry)
+    # Eager, the normed input and the mixed output live on as Python's names in `Block.forward`.
+    names = held(0.0 if z.fused else D)
+    forward = first.forward + names + mixing.forward + names + held(D) + second.forward + wide.forward
+    forward += held(-2 * names.net)
+    # The gradient that passes by each half is the caller's; what each half gives is added to it.
+    backward = wide.backward.beside(D) + second.backward.beside(D) + held(-D)
+    backward += mixing.backward.beside(D) + first.backward.beside(D) + wide.waiting
+    anew = first.forward + names + mixing.forward + names + held(D) + second.forward + (wide.again or wide.forward)
+    saved = {
+        "norms": _sum(first.saved) + _sum(second.saved),
+        "attention": _sum(mixing.saved),
+        "mlp": _sum(wide.saved),
+        "block inputs": 2 * D,
+    }
+    gradients = z.stream * _numbers(config, "blocks.0.")
+    if "block" in chosen:
+        again = _again(Part({}, forward, backward, products, again=anew + held(-2 * names.net)), keep, 0.0)
+        forward, backward = again.forward, again.backward
+        saved = {"block inputs": D, "kept products": again.saved["products"]}
+    return Block(forward + held(D), backward + held(-D), saved, gradients)
+
+
+def _again(part: Part, keep: bool, entry: float) -> Part:
+    """A part that the backward pass computes again: its input stays, and its products if so configured."""
+    kept = {"input": entry, "products": part.products if keep else 0.0}
+    there = _sum(kept)
+    forward = Phase(there, max(there, part.forward.peak), part.forward.made)
+    second = part.again or part.forward
+    anew = Phase(second.net - kept["products"], second.peak, second.made)
+    return Part(kept, forward, anew + part.backward + held(-entry), waiting=part.waiting)
+
+
+def _sum(sizes: Mapping[str, float]) -> float:
+    return float(sum(sizes.values()))
+
+
+def _residual(z: Sizes) -> float:
+    return float(z.stream * z.tokens * z.hidden)
+
+
+def _numbers(config: RunConfig, prefix: str) -> int:
+    return sum(math.prod(shape) for name, shape in parameter_shapes(config.model).items() if name.startswith(prefix))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Forward and backward pass of one micro-batch. saved: by part. largest: the one tensor of the head's."""
+
+    forward: Phase
+    head: Phase
+    backward: Phase
+    saved: Mapping[str, float]
+    largest: float
+
+    @property
+    def whole(self) -> Phase:
+        """All three in a row."""
+        return self.forward + self.head + self.backward
+
+
+def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) -> Passes:
+    """The passes of one micro-batch, from no gradients to all of them, or its part of them.
+
+    later: there are gradients already that new ones are added to: an eager program frees each new one as it is added, a
+    compiled one hands all of them over at its end. shards: of a block's gradients one in so many stays on this device.
+    """
+    recompute, layers = config.recompute, config.model.layers
+    D, last = _residual(z), norm(z)
+    if "norms" in recompute.chosen:
+        last = _again(last, recompute.keep_products, 0.0)
+    kept = block(config, z, frozenset())
+    again = block(config, z, recompute.chosen) if recompute.chosen else kept
+    groups, rest = divmod(layers, recompute.every)
+    # Block by block, whole logits are computed outside of any program.
+    outside = z.fused and not z.whole and config.loss.head == "full"
+    top = head(replace(z, fused=False) if outside else z, config.loss, config.model.tied)
+    leaves = 1.0 if later and not z.whole else 1 - 1 / shards
+
+    forward = held(D) + (kept.forward.times(recompute.every - 1) + again.forward).times(groups)
+    # The final norm's output is the head's input.
+    forward += kept.forward.times(rest) + last.forward + held(D)
+    table = float(z.stream * config.model.vocab_size * config.model.hidden)
+    backward = held(-D) if z.casts or config.loss.head != "full" else Phase()
+    backward += last.backward + held(-D)
+    of_kept, of_again = (one.backward.beside(D) + held(-leaves * one.gradients) for one in (kept, again))
+    backward += of_kept.times(rest) + (of_again + of_kept.times(recompute.every - 1)).times(groups)
+    # The look-up's gradient, a table of its own; a tied head's is added to it.
+    backward += held(table) + top.late + held(-table if config.model.tied else 0.0) + held(-D)
+    backward += held(-leaves * z.stream * _numbers(config, "embed.") * (1 if config.model.tied else 2))
+    # Tokens, for the look-up's gradient; the tables in the stream dtype, once for all blocks.
+    saved: dict[str, float] = {"embedding": 8.0 * z.tokens}
+    for one, count in ((again, groups), (kept, layers - groups)):
+        for name, size in one.saved.items():
+            saved[name] = saved.get(name, 0.0) + count * size
+    saved["norms"] = saved.get("norms", 0.0) + _sum(last.saved)
+    saved["block inputs"] += D
+    if z.whole and z.casts and not (recompute.chosen & {"block"} and recompute.every == 1):
+        # The first block's sum after attention is made again from the two it is of: nothing lies between them.
+        spared = (z.stream - z.operand) * z.tokens * z.hidden
+        saved["block inputs"] -= spared
+    saved["head and loss"] = _sum(top.saved)
+    return Passes(forward, top.forward + top.backward, backward, saved, top.logits)
+
+
+def optimizer_working(config: RunConfig, z: Sizes) -> float:
+    """Bytes that the update holds for itself, and what the norms of a step need where they are recorded.
+
+    AdamW a list operation at a time: the square root of a group's second moments (torch/optim/adam.py,
+    `_multi_tensor_adamw`). 8-bit: the largest tensor's moments, in FP32. Muon: the largest matrix, its update, in FP32
+    and in two narrow copies and a product. Norms: the weights before, and the updates.
+    """
+    shapes = parameter_shapes(config.model)
+    sizes = {name: z.stream * math.prod(shape) for name, shape in shapes.items()}
+    optim = config.optim
+    working = 0.0
+    if optim.name == "adamw8bit":
+        working = 2.0 * max(sizes.values())
+    if optim.name == "muon":
+        working = 3.0 * max((size for name, size in sizes.items() if by_muon(optim, name)), default=0)
+    fused = optim.fused is True or (optim.fused == "auto" and not z.on_cpu)
+    if optim.name != "adamw8bit" and not fused:
+        by_group = dict.fromkeys(GROUPS, 0.0)
+        for name, size in sizes.items():
+            by_group[group_of(name)] += 0.0 if by_muon(optim, name) else size
+        working = max(working, *by_group.values())
+    norms = 2.0 * sum(sizes.values()) if config.log.norms_every else 0.0
+    return max(working + norms / 2, norms)
+
+
+def memory(config: RunConfig, gpu: Gpu, *, sharded: bool = False, autocast: bool = False) -> Memory:
+    """What a step of this run needs of each device.
+
+    sharded: weights, gradients and moments are divided over `train.ranks` (FSDP: Zhao et al. 2023, arXiv 2304.11277),
+    each block's weights gathered when it is computed, the next one's beside it. autocast: see core/plan/sizes.py.
+    """
+    z = sizes_of(config, gpu, autocast)
+    count, ranks = parameter_count(config.model), config.train.ranks
+    shards = ranks if sharded else 1
+    weights = float(z.stream * count)
+    moments = state_bytes(config) - 2 * weights
+    tables = 2 * 8.0 * config.train.sequence_length * config.model.head_dim / 2
+    state = {"weights": weights / shards, "moments": moments / shards, "buffers": tables}
+    if ranks > 1 and not sharded:
+        # DDP's buckets are the gradients' memory (`gradient_as_bucket_view`), and stay.
+        state["communication buckets"] = weights
+    gathered = 0.0
+    if sharded:
+        gathered = 2.0 * z.stream * max(_numbers(config, "blocks.0."), _numbers(config, "embed."))
+    of_one = passes(config, z, shards=shards)
+    candidates = {"first micro-batch": of_one.whole.peak}
+    if config.train.accumulation > 1:
+        candidates["later micro-batch"] = weights / shards + passes(config, z, True, shards).whole.peak
+    candidates["optimizer"] = (weights + optimizer_working(config, z)) / shards
+    where = max(candidates, key=lambda name: candidates[name])
+    above = candidates[where] + gathered
+    activations = dict(of_one.saved)
+    gradients = weights / shards
+    outside = {}
+    peak = _sum(state) + above
+    if gpu.cuda:
+        outside = {"CUDA context": CONTEXT + (NCCL if ranks > 1 else 0.0), "allocator's reserve": RESERVE * peak}
+    working = above - _sum(activations)
+    return Memory(state, gradients, activations, working, peak, where, outside)

@@ -1,0 +1,165 @@
+"""A plan as rows of tables, and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from core.budget import flops_per_token, parameter_count, parameter_count_by_group
+from core.config import RunConfig
+from core.plan.choices import Choice, micro_batches, own_name
+from core.plan.estimate import Estimate
+from core.plan.gpus import Gpu
+from core.plan.published import PARAMETERS, beside, savings
+
+Rows = list[list[object]]
+CONVENTIONS = {"6N": "6N", "causal": "+ causal attention", "full": "+ full attention"}
+
+
+def gb(size: float) -> str:
+    """Bytes in GB (10⁹); in MB where that is little."""
+    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
+
+
+def model_rows(estimate: Estimate) -> Rows:
+    """Parameters by group, FLOPs a token, the peak."""
+    config = estimate.config
+    rows: Rows = [["parameters", f"{parameter_count(config.model):,}"]]
+    rows += [[f"  {group}", f"{count:,}"] for group, count in parameter_count_by_group(config.model).items()]
+    flops = flops_per_token(config.model, config.train.sequence_length)
+    rows += [[f"FLOPs a token, {CONVENTIONS[kind]}", f"{value / 1e9:,.3f} G"] for kind, value in flops.items()]
+    if estimate.seconds:
+        rows.append(["peak", peak_words(estimate)])
+    return rows
+
+
+def peak_words(estimate: Estimate) -> str:
+    """The peak that utilisation is of."""
+    peak = f"{estimate.peak_flops / 1e12:,.1f} TFLOP/s, dense"
+    sparse = " (1979 is the sparse one)" if round(estimate.peak_flops / 1e11) == 9894 else ""
+    return f"{peak}{sparse}"
+
+
+def memory_rows(estimate: Estimate) -> Rows:
+    """Components, what stays between steps, the peak, and what the device must have."""
+    found = estimate.memory
+    rows: Rows = [[name, gb(size)] for name, size in found.state.items()]
+    rows.append(["steady: weights and moments", gb(found.steady)])
+    rows.append(["gradients", gb(found.gradients)])
+    rows += [[f"activations: {name}", gb(size)] for name, size in found.activations.items() if size]
+    rows.append(["activations kept", gb(found.saved)])
+    rows.append([f"peak allocated ({found.where})", gb(found.peak)])
+    rows.append(["  of it working memory and new gradients", gb(max(0.0, found.working))])
+    rows += [[name, gb(size)] for name, size in found.outside.items()]
+    there = f" of {gb(estimate.gpu.memory)}" if estimate.gpu.memory else ""
+    rows.append(["needed", gb(found.total) + there + ("" if estimate.fits else ": does not fit")])
+    return rows
+
+
+def time_rows(estimate: Estimate, price: float) -> Rows:
+    """Step by what it is made of, tokens a second, utilisation, days and dollars; nothing where rates are not known."""
+    time, train = estimate.seconds, estimate.config.train
+    if time is None or estimate.tokens_per_second is None or estimate.days is None:
+        return []
+    rows: Rows = [[name, f"{value:.3f} s"] for name, value in asdict(time).items() if value]
+    rows.append(["step", f"{time.step:.3f} s"])
+    rows.append(["tokens/s", f"{estimate.tokens_per_second:,.0f}"])
+    rows += [[f"MFU, {CONVENTIONS[kind]}", f"{value:.1%}"] for kind, value in estimate.mfu.items()]
+    tokens = train.steps * train.batch_size * train.sequence_length
+    rows.append([f"{tokens:,} tokens", f"{estimate.days:,.2f} days on {train.ranks} × {estimate.gpu.title}"])
+    rows.append([f"at ${price:g} a GPU hour (an assumption: --price)", f"${estimate.cost(price):,.0f}"])
+    return rows
+
+
+def choice_table(config: RunConfig, found: Sequence[Choice]) -> tuple[list[str], Rows]:
+    """Headers and rows: GB needed by policy and micro-batch; the configuration's own in brackets; ! what does not fit."""
+    micros = micro_batches(config)
+    headers = ["computed again", *(str(micro) for micro in micros), "largest", "that divides", "tokens/s there"]
+    rows: Rows = []
+    for choice in found:
+        cells = [_cell(choice, micro, config) for micro in micros]
+        speed = choice.best and choice.best.tokens_per_second
+        mark = "→ " if choice.own else ""
+        rows.append(
+            [
+                f"{mark}{choice.name}",
+                *cells,
+                str(choice.largest or "none"),
+                str(choice.largest_dividing or "none"),
+                f"{speed:,.0f}" if speed else "",
+            ]
+        )
+    return headers, rows
+
+
+def _cell(choice: Choice, micro: int, config: RunConfig) -> str:
+    estimate = choice.by_micro[micro]
+    text = f"{estimate.peak / 1e9:.3g}" if estimate.peak >= 1e8 else f"{estimate.peak / 1e9:.2g}"
+    if estimate.peak >= 1e12:
+        text = f"{estimate.peak / 1e9:,.0f}"
+    text += "" if estimate.fits else "!"
+    return f"({text})" if choice.own and micro == config.train.micro_batch_size else text
+
+
+def is_published_model(config: RunConfig) -> bool:
+    """Whether the run has the shapes of the published figures."""
+    return parameter_count(config.model) == PARAMETERS and config.train.sequence_length == 2048
+
+
+PUBLISHED = ("row", "published GB, reserved", "estimated GB, allocated", "published s", "estimated s", "remark")
+SAVED = ("computed again, [16, 2048]", "published", "estimated", "points")
+
+
+def published_rows(config: RunConfig) -> Rows:
+    """Published rows beside ours, with the difference."""
+    rows: Rows = []
+    for row in beside(config):
+        theirs = "" if row.theirs is None else f"{row.theirs / 1e9:.1f}"
+        more = "" if row.theirs is None else f" ({row.ours / row.theirs - 1:+.0%})"
+        seconds = "" if row.our_seconds is None else f"{row.our_seconds:.3f}"
+        if row.their_seconds and row.our_seconds:
+            seconds += f" ({row.our_seconds / row.their_seconds - 1:+.0%})"
+        published = f"{row.their_seconds:.3f}" if row.their_seconds else ""
+        rows.append([f"{row.name}: {row.about}", theirs, f"{row.ours / 1e9:.1f}{more}", published, seconds, row.why])
+    return rows
+
+
+def saving_rows(config: RunConfig) -> Rows:
+    """The published checkpointing table beside ours."""
+    return [[s.about, f"{s.theirs:.1%}", f"{s.ours:.1%}", f"{100 * (s.ours - s.theirs):+.1f}"] for s in savings(config)]
+
+
+def as_data(estimate: Estimate, found: Sequence[Choice], price: float) -> dict[str, Any]:
+    """The whole plan for `--json`: bytes, seconds, dollars."""
+    config, memory = estimate.config, estimate.memory
+    return {
+        "gpu": _gpu(estimate.gpu),
+        "parameters": parameter_count(config.model),
+        "parameters_by_group": parameter_count_by_group(config.model),
+        "flops_per_token": flops_per_token(config.model, config.train.sequence_length),
+        "memory": {**asdict(memory), "steady": memory.steady, "saved": memory.saved, "needed": memory.total},
+        "fits": estimate.fits,
+        "policy": own_name(config),
+        "seconds": estimate.seconds and {**asdict(estimate.seconds), "step": estimate.seconds.step},
+        "tokens_per_second": estimate.tokens_per_second,
+        "mfu": estimate.mfu,
+        "days": estimate.days,
+        "price_per_gpu_hour": price,
+        "cost": estimate.cost(price),
+        "choices": [
+            {
+                "policy": choice.name,
+                "needed_by_micro_batch": {str(micro): one.peak for micro, one in choice.by_micro.items()},
+                "largest": choice.largest,
+                "largest_dividing": choice.largest_dividing,
+                "tokens_per_second": choice.best and choice.best.tokens_per_second,
+            }
+            for choice in found
+        ],
+        "published": [asdict(row) for row in beside(config)] if is_published_model(config) else [],
+    }
+
+
+def _gpu(gpu: Gpu) -> dict[str, Any]:
+    return asdict(gpu)
