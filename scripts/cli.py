@@ -47,6 +47,7 @@ COMMANDS = {
     "report": ("scripts.report", "write a run's report.html"),
     "plan": ("scripts.plan", "memory, time and cost of a run before anything is rented"),
     "bench step": ("scripts.bench", "time whole steps, row by row, beside the published figures and the floor"),
+    "bench best": ("scripts.bench_best", "search the fastest configuration of a run within a time limit"),
     "bench peers": (
         "scripts.bench_peers",
         "the same model beside Hugging Face's Trainer and a nanoGPT-like loop",

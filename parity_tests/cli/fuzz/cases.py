@@ -349,12 +349,13 @@ _COMMAND_OPTIONS = {
     "faults": "scripts.faults:Faults",
     "plan": "scripts.plan:Plan",
     "bench step": "scripts.bench:Bench",
+    "bench best": "scripts.bench_best:BenchBest",
     "bench peers": "scripts.bench_peers:BenchPeers",
     "bench parity": "scripts.bench_parity:BenchParity",
 }
 assert set(_COMMAND_OPTIONS) == set(COMMANDS), "every command is fuzzed"
-TAKES_SETTINGS = ("train", "parity", "data prepare", "faults", "plan", "bench step", "bench peers")
-TAKES_A_RUN_FILE = ("train", "parity", "data prepare", "plan", "bench step", "bench peers")
+TAKES_SETTINGS = ("train", "parity", "data prepare", "faults", "plan", "bench step", "bench best", "bench peers")
+TAKES_A_RUN_FILE = ("train", "parity", "data prepare", "plan", "bench step", "bench best", "bench peers")
 TAKES_A_RUN = ("report", "replay", "bisect")
 
 
