@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +54,18 @@ def test_a_search_with_one_that_cannot_run(lockstep: Lockstep, here: Path, monke
 )
 def test_refusals(refused, arguments: list[str], said: str) -> None:
     assert refused("bench", "best", *arguments).startswith(said)
+
+
+def test_gpu_check_finds_both_and_compares_their_curves(tmp_path: Path) -> None:
+    """On the CPU at tiny size: a search for bf16, a search for FP8, real steps of both winners."""
+    for kind in ("best_bf16", "best_fp8", "curves"):
+        done = subprocess.run(
+            ["bash", str(REPO / "scripts/gpu_check.sh"), "--tiny", "--minutes", "1", "--only", kind, str(tmp_path)],
+            env=os.environ | {"PYTHON": sys.executable, "COLUMNS": "120"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    for kind, policy in (("bf16", "bf16"), ("fp8", "fp8_tensorwise")):
+        assert load_config(tmp_path / f"best_{kind}.toml").precision.policy == policy
+    assert "over the last quarter: " in done.stdout and "DISAGREED" not in done.stdout
