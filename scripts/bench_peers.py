@@ -52,7 +52,7 @@ class BenchPeers:
     """steps of each that count"""
     warmup: int = 8
     """steps of each before them, whose losses are compared"""
-    seconds: float = 40.0
+    seconds: float = 30.0
     """of a row after the warm-up; then no further round begins"""
     threads: int = 0
     """of each contender; 0 = as many as there are cores"""
