@@ -1,9 +1,7 @@
-"""What a check costs, in compiled training steps of the same micro-batch. Writes docs/bench_parity.json and .md.
+"""`lockstep bench parity`: what a check costs, in time and bytes a step.
 
-lockstep bench parity [--config configs/quickstart.toml]
-
-All rows are measured in one process, in turns, after compilation; medians. A training step here is forward and backward
-of one micro-batch and the optimizer's update, through the compiled program.
+All rows of a model are measured in one process, in turns, after compilation; medians. A training step here is forward
+and backward of one micro-batch and the optimizer's update, through the compiled program.
 """
 
 from __future__ import annotations
@@ -18,7 +16,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -26,40 +26,56 @@ import jax
 import torch
 from torch import Tensor
 
-from core.config import ModelConfig, RunConfig
+from core.atomic import write_atomically
+from core.bench import parity_costs
+from core.bench.parity_costs import CHECK, OFF, SHADOW, SKETCHES
+from core.budget import parameter_count
+from core.config import RunConfig
 from core.config_file import load_config
 from core.errors import UserError
-from core.names import parameter_shapes, tap_names
 from core.parity import end_to_end, local
 from core.parity.compare import Reference
 from core.parity.evidence import gather
-from core.parity.observations import Observation
+from core.parity.judge import judge
 from core.parity.record import observe, probe_of, save_observations
 from core.parity.shadow import Shadow
-from core.parity.sketch import K
 from core.run_data import RunData
 from jax_backend.session import JaxBackend
-from scripts.arguments import parse
+from scripts.arguments import check_file, parse
 from scripts.backends import REFERENCE
+from torch_backend.bench import random_batches
 from torch_backend.session import TorchBackend, TorchSession
 from torch_backend.sketch import sign_table, sketch, sketches_of
 
 ROOT = Path(__file__).resolve().parent.parent
-JSON, PAGE = ROOT / "docs/bench_parity.json", ROOT / "docs/bench_parity.md"
-CHECK_EVERY = 100
+LARGE = ROOT / "configs/llama-1b.toml"
+# The 1.24B model's blocks where memory is short: width, heads and feed-forward are its own.
+SCALED = {"model.layers": "1", "model.vocab_size": "4096", "train.sequence_length": "128"}
+SCALED |= {"train.batch_size": "1", "train.micro_batch_size": "1", "device": "cpu", "train.ranks": "1"}
 MOST_THREADS = 1024
 
 
 @dataclass
 class BenchParity:
-    """Measure what a check costs."""
+    """Measure what looking at a step costs: taps off, sketches every step, a full check every N, the shadow.
+
+    For the quickstart model whole, and for blocks of the 1.24B model's shapes, whose bytes are computed for all of it.
+    """
 
     config: Path = ROOT / "configs/quickstart.toml"
-    """run file"""
+    """run file, measured whole"""
+    every: int = 100
+    """N: steps from one check to the next"""
     repeats: int = 7
     """of each row, in turns; the median counts"""
     threads: int = 0
     """of torch; 0 = one less than there are cores, which leaves one to the reference"""
+    small: bool = False
+    """leave out the 1.24B model's shapes, which take 2.5 GB"""
+    json: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("bench_parity.json")
+    """where results are kept"""
+    page: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
+    """measure nothing: write the results as a page in Markdown"""
 
 
 def in_turns(rows: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
@@ -91,7 +107,6 @@ def sketch_all(session: TorchSession, of_all: Callable[..., Any]) -> Callable[[]
 
 def measure(options: BenchParity) -> dict[str, Any]:
     """Every row, in seconds and in steps."""
-    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
     whole = load_config(options.config, {"device": "cpu", "compile.enabled": "true"})
     config = whole
     one = config.train.model_copy(update={"batch_size": config.train.micro_batch_size})
@@ -115,6 +130,12 @@ def measure(options: BenchParity) -> dict[str, Any]:
     def every_stage(side: str) -> Callable[[], Any]:
         return lambda: list(local.stages(evidence, of(side), []))
 
+    folder = tempfile.TemporaryDirectory()
+
+    def sketched() -> None:
+        session.step(batch)
+        save_observations(Path(folder.name), 1, batch, probe, observe(session, config, probe))
+
     rows = {
         "training step": lambda: session.step(batch),
         "sketches of all gradients": sketch_all(session, sketches_alone),
@@ -125,30 +146,102 @@ def measure(options: BenchParity) -> dict[str, Any]:
         "local stages, twin": every_stage("twin"),
         "local stages, truth": every_stage("truth"),
         "evidence of a check during training": lambda: gather(session, config, batch, probe),
+        SKETCHES: sketched,
+        CHECK: lambda: judge(gather(session, config, batch, probe), reference),
     }
     seconds = in_turns(rows, options.repeats)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        size = save_observations(Path(folder), 1, batch, probe, kept).stat().st_size
+    size = save_observations(Path(folder.name), 1, batch, probe, kept).stat().st_size
+    folder.cleanup()
+    step, evident = medians["training step"], parity_costs.array_bytes(evidence)
+    shadow = shadow_overhead(whole, options.repeats, options.every)
+    waits = (medians[CHECK] - step) / options.every
+    modes = {
+        OFF: _mode(step, step, 0, 0),
+        SKETCHES: _mode(medians[SKETCHES], step, size, size),
+        CHECK: _mode(step + waits, step, (evident + size) / options.every, (evident + size) / options.every),
+        SHADOW: _mode(step * (1 + shadow["share"]), step, *[(evident + size) / options.every] * 2),
+    }
+    model = {
+        "name": whole.name,
+        "scaled": "",
+        "modes": modes,
+        "remarks": [
+            f"A full check takes {medians[CHECK]:.3f} s with its step; the trainer waits for all of it.",
+            f"A step that the shadow checks, with all its micro-batches, takes {shadow['checked_step']:.3f} s instead "
+            f"of {shadow['step']:.3f} s, the worker at work beside it.",
+            f"A step's observations: {size:,} bytes; the evidence of a check, which is handed over and not kept: "
+            f"{evident:,}.",
+        ],
+    }
     return {
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
-        "versions": {"torch": torch.__version__, "jax": jax.__version__, "python": platform.python_version()},
         "config": str(options.config.name),
         "seconds": seconds,
         "medians": medians,
-        "steps": {name: value / medians["training step"] for name, value in medians.items()},
-        "shadow": shadow_overhead(whole, options.repeats),
-        "observation_bytes": size,
-        "observation_bytes_1b": observation_bytes(load_config(ROOT / "configs/llama-1b.toml", {}).model),
+        "steps": {name: value / step for name, value in medians.items()},
+        "shadow": shadow,
+        "models": [model],
     }
 
 
-def shadow_overhead(config: RunConfig, repeats: int) -> dict[str, float]:
+def _mode(seconds: float | None, step: float, size: float | None, whole: float | None) -> dict[str, Any]:
+    more = None if seconds is None else seconds / step - 1
+    return {"seconds": seconds, "more": more, "bytes": size, "bytes_whole": whole}
+
+
+def measure_large(options: BenchParity) -> dict[str, Any]:
+    """Blocks of the 1.24B model's shapes: step and sketches measured, all bytes computed for the whole of it."""
+    whole = load_config(LARGE)
+    config = load_config(LARGE, {**SCALED, "compile.enabled": "true"})
+    session, batch = TorchBackend().open_rank(config), random_batches(config, 1)[0]
+    probe = probe_of(batch, config)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def sketched() -> int:
+            session.step(batch)
+            found = observe(session, config, probe)
+            return save_observations(Path(folder), 1, batch, probe, found).stat().st_size
+
+        size = sketched()
+        taken = in_turns({OFF: lambda: session.step(batch), SKETCHES: sketched}, options.repeats)
+    step, seen = (statistics.median(taken[mode]) for mode in (OFF, SKETCHES))
+    observed = parity_costs.observation_bytes(whole)
+    handed = (parity_costs.evidence_bytes(whole) + observed) / options.every
+    here = (parity_costs.evidence_bytes(config, 1) + parity_costs.observation_bytes(config)) / options.every
+    model, train = config.model, config.train
+    return {
+        "name": f"{whole.name}, blocks of its shapes",
+        "scaled": f"Measured with {model.layers} layer of {whole.model.layers}, a vocabulary of {model.vocab_size:,} "
+        f"of {whole.model.vocab_size:,}, [{train.batch_size}, {train.sequence_length}] tokens instead of "
+        f"[{whole.train.micro_batch_size}, {whole.train.sequence_length}]; hidden {model.hidden}, {model.heads} heads, "
+        f"{model.kv_heads} KV heads and feed-forward {model.ffn_hidden:,} as they are: {parameter_count(model):,} "
+        f"parameters of {parameter_count(whole.model):,}. The last column is computed for all of it.",
+        "modes": {
+            OFF: _mode(step, step, 0, 0),
+            SKETCHES: _mode(seen, step, size, observed),
+            CHECK: _mode(None, step, here, handed),
+            SHADOW: _mode(None, step, here, handed),
+        },
+        "seconds": taken,
+        "remarks": [
+            f"Sketches, computed: {len(parity_costs.observation_names(whole))} of {4 * 1021:,} bytes are "
+            f"{parity_costs.sketch_bytes(whole):,}; with statistics and names {observed:,}. They do not grow with the "
+            f"batch: against a step of 2²⁰ tokens the time of a sketch is a smaller share than against one of "
+            f"{train.batch_size * train.sequence_length}.",
+            f"The evidence of a check, computed: {parity_costs.evidence_bytes(whole):,} bytes, of which weights, "
+            "moments and gradients before and after are the most.",
+            "A full check and the shadow are not measured: weights, moments and evidence of several copies, FP64 "
+            "among them, are more than the memory that was given.",
+        ],
+    }
+
+
+def shadow_overhead(config: RunConfig, repeats: int, every: int) -> dict[str, float]:
     """Seconds that a check adds to the trainer's own step, the worker running beside it."""
     data = RunData.open(config)
     session = TorchBackend().open_rank(config)
     plain, checked = [], []
-    parity = config.parity.model_copy(update={"every": CHECK_EVERY, "queue": 1})
+    parity = config.parity.model_copy(update={"every": every, "queue": 1})
     with Shadow(config.model_copy(update={"parity": parity}), REFERENCE) as shadow:
         for number in range(repeats + 1):
             started = time.perf_counter()
@@ -163,58 +256,50 @@ def shadow_overhead(config: RunConfig, repeats: int) -> dict[str, float]:
                 checked.append(taken)
     step, check = statistics.median(plain), statistics.median(checked)
     extra = check - step
-    return {"step": step, "checked_step": check, "added": extra, "share": extra / (CHECK_EVERY * step)}
-
-
-def observation_bytes(model: ModelConfig) -> int:
-    """Bytes of a step's observations: a sketch and six numbers for each tap, its gradient and each parameter's."""
-    names = [n for tap in tap_names(model) for n in (tap, f"grad/{tap}")]
-    names += [f"gradient/{name}" for name in parameter_shapes(model)] + ["nll/probe"]
-    statistics_of_each = len(Observation.__dataclass_fields__) - 1
-    return len(names) * (4 * K + 8 * statistics_of_each + max(map(len, names)))
-
-
-def page(found: dict[str, Any]) -> str:
-    """docs/bench_parity.md."""
-    steps, machine, versions = found["steps"], found["machine"], found["versions"]
-    lines = [
-        "# What a check costs",
-        "",
-        f"Made by `lockstep bench parity`: {found['config']}, one micro-batch a step, bf16, torch.compile; "
-        f"torch {versions['torch'].split('+')[0]}, jax {versions['jax']}, {machine['processor']} CPU, "
-        f"{machine['cores']} cores, {machine['threads']} threads; medians of interleaved repetitions, compilation "
-        "aside ([every repetition](bench_parity.json)).",
-        "",
-        "| what | seconds | in training steps |",
-        "|---|---|---|",
-        *(f"| {name} | {value:.3f} | {steps[name]:.3g} |" for name, value in found["medians"].items()),
-        "",
-        f"- End to end, twin and truth together: {steps['end to end, twin'] + steps['end to end, truth']:.1f} steps.",
-        f"- All local stages, twin and truth: {steps['local stages, twin'] + steps['local stages, truth']:.1f} steps.",
-        f"- Sketching all gradients: {100 * steps['sketches of all gradients']:.1f} % of a step; with norm, largest "
-        "magnitude, mean and count of non-finite values, which is another pass over them, "
-        f"{100 * steps['sketches and statistics of all gradients']:.1f} %.",
-        f"- Shadow, one check in {CHECK_EVERY} steps, the worker at work beside the trainer: a checked step, "
-        f"with all its micro-batches, takes {found['shadow']['checked_step']:.3f} s instead of "
-        f"{found['shadow']['step']:.3f} s, "
-        f"{100 * found['shadow']['share']:.2f} % of the time of {CHECK_EVERY} steps.",
-        f"- Observations: {found['observation_bytes']:,} bytes a step ({found['observation_bytes'] / 2**20:.2f} MiB); "
-        f"for the 1.24B model, computed: {found['observation_bytes_1b']:,} bytes "
-        f"({found['observation_bytes_1b'] / 2**20:.2f} MiB).",
-        "",
-    ]
-    return "\n".join(lines)
+    return {"step": step, "checked_step": check, "added": extra, "share": extra / (every * step)}
 
 
 def main(argv: list[str]) -> int:
-    """Measure and write both files."""
+    """Measure, or write the page."""
     options, _ = parse(BenchParity, "bench parity", argv, with_settings=False)
-    if options.repeats < 1:
-        raise UserError(f"command line: repeats = {options.repeats}: at least one is needed")
+    for name in ("repeats", "every"):
+        if getattr(options, name) < 1:
+            raise UserError(f"command line: {name} = {getattr(options, name)}: at least one is needed")
     if not 0 <= options.threads <= MOST_THREADS:
         raise UserError(f"command line: threads = {options.threads}: must be a number from 0 to {MOST_THREADS}")
-    found = measure(options)
-    JSON.write_text(json.dumps(found, indent=1) + "\n")
-    PAGE.write_text(page(found))
-    print(page(found))
+    check_file("json", options.json)
+    check_file("page", options.page)
+    if options.page:
+        return _write_page(options.json, options.page)
+    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
+    found = {
+        "schema": parity_costs.SCHEMA,
+        "suite": parity_costs.SUITE,
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "versions": {"torch": torch.__version__, "jax": jax.__version__, "python": platform.python_version()},
+        "every": options.every,
+        **measure(options),
+    }
+    if not options.small:
+        found["models"].append(measure_large(options))
+    write_atomically(options.json, [(json.dumps(found, indent=1) + "\n").encode()])
+    print(parity_costs.page(found))
+    return 0
+
+
+def _write_page(source: Path, target: Path) -> int:
+    try:
+        found = json.loads(source.read_text())
+        right = (found["schema"], found["suite"]) == (parity_costs.SCHEMA, parity_costs.SUITE)
+    except OSError as error:
+        raise UserError(f"cannot read {source}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError):
+        right = False
+    if not right:
+        raise UserError(f"{source} is no JSON of `lockstep bench parity` (schema {parity_costs.SCHEMA})")
+    try:
+        target.write_text(parity_costs.page(found))
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror}") from error
+    print(target)
     return 0

@@ -49,6 +49,11 @@ COMMANDS = {
     "profile": ("scripts.profile", "record three training steps, and say where their time goes"),
     "plan": ("scripts.plan", "memory, time and cost of a run before anything is rented"),
     "bench step": ("scripts.bench", "time whole steps, row by row, beside the published figures and the floor"),
+    "bench best": ("scripts.bench_best", "search the fastest configuration of a run within a time limit"),
+    "bench peers": (
+        "scripts.bench_peers",
+        "the same model beside Hugging Face's Trainer and a nanoGPT-like loop",
+    ),
     "bench parity": ("scripts.bench_parity", "what a check costs, in training steps"),
 }
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command: its tests, a parity check against JAX, and the bench of whole steps.
 #
-#   scripts/gpu_check.sh [--minutes N] [--only tests|parity|bench] [--from BENCH.json] [--tiny] [OUT] [-- BENCH ARGUMENTS]
+#   scripts/gpu_check.sh [--minutes N] [--only PART] [--from BENCH.json] [--tiny] [OUT] [-- BENCH ARGUMENTS]
 #
 #   --minutes N   for all of it (default 10); what the bench does not get done is left for the next call
-#   --only PART   one of the three parts
+#   --only PART   tests, parity or bench, of the three that run without it; or one that needs a call of its own:
+#                 best_bf16, best_fp8 (the best configuration of [64, 2048]), curves (256 real steps of both, three
+#                 seeds of the first; what is in OUT/curves.json is not trained again, so call it until it says)
 #   --from FILE   a bench_step.json of an earlier call: its rows are not measured again
 #   --tiny        on the CPU, at the size of configs/bench-tiny.toml, to see that the command itself works
 #   OUT           where everything is written (default: $OUT, else gpu_check)
@@ -16,7 +18,7 @@ set -uo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 minutes=10 only= from= tiny= out=${OUT:-gpu_check}
 usage() {
-    sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit "$1"
 }
 value() { [ $# -ge 2 ] || { printf 'gpu_check: %s needs a value\n' "$1" >&2; exit 2; }; }
@@ -32,7 +34,7 @@ while [ $# -gt 0 ]; do
         *) out=$1; shift ;;
     esac
 done
-case "$only" in "" | tests | parity | bench) ;; *) usage 2 >&2 ;; esac
+case "$only" in "" | tests | parity | bench | best_bf16 | best_fp8 | curves) ;; *) usage 2 >&2 ;; esac
 case "$minutes" in '' | *[!0-9]* | 0) printf 'gpu_check: --minutes %s: a whole number of minutes\n' "$minutes" >&2; exit 2 ;; esac
 if [ -n "$from" ] && [ ! -f "$from" ]; then printf 'gpu_check: no such file: %s\n' "$from" >&2; exit 2; fi
 
@@ -64,6 +66,11 @@ part() { # name, command…: what it says goes to the screen and to OUT/name.log
     [ "$code" -eq 0 ] || bad+=("$name: exit code $code")
 }
 wanted() { [ -z "$only" ] || [ "$only" = "$1" ]; }
+in_minutes() { # so many seconds less than what is left
+    local seconds=$(($(left) - $1))
+    [ "$seconds" -gt 0 ] || seconds=1
+    awk "BEGIN { print $seconds / 60 }"
+}
 
 if [ -z "$tiny" ]; then
     device=cuda config=configs/quickstart.toml
@@ -104,13 +111,36 @@ fi
 
 if wanted bench; then
     # Half a minute for the table and for what ends late.
-    seconds=$(($(left) - 30))
-    [ "$seconds" -gt 0 ] || seconds=1
     part bench_step "$python" -m scripts.cli bench step "${bench[@]}" --resume --json "$out/bench_step.json" \
-        --minutes "$(awk "BEGIN { print $seconds / 60 }")" "$@"
+        --minutes "$(in_minutes 30)" "$@"
     [ ! -f "$out/bench_step.json" ] ||
         "$python" -m scripts.cli bench step --json "$out/bench_step.json" --page "$out/bench_step.md" ||
         bad+=("the page of the bench")
+fi
+
+large=configs/llama-1b.toml steps=256 batch=8 few=()
+[ -z "$tiny" ] || { large=configs/bench-tiny.toml steps=8 batch=4 few=(--few 1 --many 1 --batch 1); }
+for kind in bf16 fp8; do
+    policy=bf16
+    [ "$kind" = bf16 ] || policy=fp8_tensorwise
+    if [ "$only" = "best_$kind" ]; then
+        part "best_$kind" "$python" -m scripts.cli bench best "$large" --precision.policy "$policy" --device "$device" \
+            --minutes "$(in_minutes 30)" "${few[@]}" --out "$out/best_$kind.toml"
+    fi
+done
+
+if [ "$only" = curves ]; then
+    # Real text; a step of few sequences, so that a run takes a minute or two.
+    for kind in bf16 fp8; do
+        [ -f "$out/best_$kind.toml" ] && continue
+        printf 'gpu_check: no %s/best_%s.toml: call --only best_%s first\n' "$out" "$kind" "$kind" >&2
+        exit 2
+    done
+    data=(--data.source "$repo/core" --data.path "$out/curve_data")
+    part curve_data "$python" -m scripts.cli data prepare "$config" --workers 1 "${data[@]}"
+    part curves "$python" -m scripts.two_curves "$out/best_bf16.toml" "$out/best_fp8.toml" --steps "$steps" \
+        --minutes "$(in_minutes 30)" --json "$out/curves.json" "${data[@]}" --device "$device" \
+        --train.batch-size "$batch" --train.micro-batch-size "$((batch / 2))" --train.ranks 1
 fi
 
 if [ ${#bad[@]} -gt 0 ]; then

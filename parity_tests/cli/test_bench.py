@@ -102,6 +102,19 @@ def test_refusals(refused, arguments: list[str], said: str) -> None:
     assert refused("bench", "step", *arguments) == said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--every", "0"], "command line: every = 0: at least one is needed"),
+        (["--repeats", "0"], "command line: repeats = 0: at least one is needed"),
+        (["--threads", "-1"], "command line: threads = -1: must be a number from 0 to 1024"),
+        (["--page", "page.md"], "cannot read bench_parity.json: No such file or directory"),
+    ],
+)
+def test_refusals_of_bench_parity(refused, arguments: list[str], said: str) -> None:
+    assert refused("bench", "parity", *arguments) == said
+
+
 def test_bench_alone_names_its_suites(refused) -> None:
     assert refused("bench") == "bench is not a command; did you mean bench step?"
     assert refused("bench", "party") == "bench party is not a command; did you mean bench parity?"

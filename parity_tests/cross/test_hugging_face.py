@@ -20,22 +20,13 @@ from core.parity.evidence import uneven_weights
 from jax_backend.session import JaxBackend
 from parity_tests.cross.variants import ALL_BIASES, relative, shaken_state
 from parity_tests.tiny import text_batch, tiny_config
+from torch_backend.peers.hugging_face import their_config, their_name
 from torch_backend.session import TorchBackend
 
 VARIANTS = {
     "tied, 2 KV heads": {},
     "untied, 4 KV heads, biases, theta 10^4": {"tied": False, "kv_heads": 4, "rope_theta": 1e4, **ALL_BIASES},
     "untied, 1 KV head, eps 10^-3": {"tied": False, "kv_heads": 1, "norm_eps": 1e-3},
-}
-
-# Ours to theirs, longest first.
-WORDS = {
-    "attn_norm.": "input_layernorm.",
-    "mlp_norm.": "post_attention_layernorm.",
-    "attn.": "self_attn.",
-    "blocks.": "model.layers.",
-    "embed.": "model.embed_tokens.",
-    "final_norm.": "model.norm.",
 }
 
 
@@ -53,29 +44,9 @@ def widened(monkeypatch):
     monkeypatch.setattr(modeling_llama, "torch", _WideTorch("torch"))
 
 
-def their_name(name):
-    for ours, theirs in WORDS.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
 def build_theirs(model, params, length, **other):
     """LlamaForCausalLM in FP64 with our weights under its names."""
-    settings = {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn_hidden,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "max_position_embeddings": length,
-        "rms_norm_eps": model.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "tie_word_embeddings": model.tied,
-        "attention_bias": model.qkv_bias,
-        "mlp_bias": model.mlp_bias,
-        "attn_implementation": "eager",
-    }
+    settings = {**their_config(model, length), "attn_implementation": "eager"}
     theirs = LlamaForCausalLM(LlamaConfig(**(settings | other))).double()
     weights = {their_name(name): torch.from_numpy(p) for name, p in params.items()}
     missing, unexpected = theirs.load_state_dict(weights, strict=False)

@@ -351,11 +351,13 @@ _COMMAND_OPTIONS = {
     "profile": "scripts.profile:Profile",
     "plan": "scripts.plan:Plan",
     "bench step": "scripts.bench:Bench",
+    "bench best": "scripts.bench_best:BenchBest",
+    "bench peers": "scripts.bench_peers:BenchPeers",
     "bench parity": "scripts.bench_parity:BenchParity",
 }
 assert set(_COMMAND_OPTIONS) == set(COMMANDS), "every command is fuzzed"
-TAKES_SETTINGS = ("train", "parity", "data prepare", "faults", "profile", "plan", "bench step")
-TAKES_A_RUN_FILE = ("train", "parity", "data prepare", "profile", "plan", "bench step")
+TAKES_A_RUN_FILE = ("train", "parity", "data prepare", "profile", "plan", "bench step", "bench best", "bench peers")
+TAKES_SETTINGS = (*TAKES_A_RUN_FILE, "faults")
 TAKES_A_RUN = ("report", "replay", "bisect", "sample")
 
 

@@ -376,6 +376,7 @@ def _cuts(case: Case) -> list[Any]:
         mock.patch("inspect.getsource", _source),
         mock.patch("core.data.prepare.list_source", listed),
         mock.patch("core.bench.suite.Worker.__call__", _answer),
+        mock.patch("core.bench.turns.Side.__init__", _reached),
         mock.patch("scripts.bench_parity.RunData", types.SimpleNamespace(open=_reached)),
         mock.patch("scripts.faults.run", _reached),
         mock.patch("scripts.profile.batches_of", _reached),

@@ -1,0 +1,113 @@
+"""`lockstep bench parity`: what looking at a step costs, in bytes by formula; the page of what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from core.budget import parameter_count
+from core.config import RunConfig
+from core.names import parameter_shapes, probe_shapes, tap_names
+from core.parity.observations import Observation
+from core.parity.sketch import K
+
+SCHEMA, SUITE = 1, "parity"
+# Modes of looking, as `modes` has them.
+OFF, SKETCHES, CHECK, SHADOW = "taps off", "sketches every step", "full check every N", "shadow every N"
+
+
+def observation_names(config: RunConfig) -> list[str]:
+    """What a step's observations hold: each tap, its gradient, each parameter's gradient, the probe's NLL."""
+    model = config.model
+    names = [n for tap in tap_names(model) for n in (tap, f"grad/{tap}")]
+    return [*names, *(f"gradient/{name}" for name in parameter_shapes(model)), "nll/probe"]
+
+
+def sketch_bytes(config: RunConfig) -> int:
+    """Bytes of a step's sketches alone: 1021 FP32 numbers each, whatever the size of the tensor."""
+    return len(observation_names(config)) * 4 * K
+
+
+def observation_bytes(config: RunConfig) -> int:
+    """Bytes of a step's observations: a sketch, six numbers and a name each."""
+    names = observation_names(config)
+    statistics_of_each = len(Observation.__dataclass_fields__) - 1
+    return len(names) * (4 * K + 8 * statistics_of_each + max(map(len, names)))
+
+
+def array_bytes(found: Any) -> int:
+    """Bytes of all arrays inside dataclasses, mappings and sequences; one that stands there twice counts once."""
+    return sum({id(array): array.nbytes for array in _arrays(found)}.values())
+
+
+def _arrays(found: Any) -> Iterator[np.ndarray]:
+    if isinstance(found, np.ndarray):
+        yield found
+    elif isinstance(found, Mapping):
+        for value in found.values():
+            yield from _arrays(value)
+    elif isinstance(found, tuple | list):
+        for value in found:
+            yield from _arrays(value)
+    elif is_dataclass(found):
+        for field in fields(found):
+            yield from _arrays(getattr(found, field.name))
+
+
+def evidence_bytes(config: RunConfig, sequences: int = 2) -> int:
+    """Bytes of the evidence of a check during training, in FP32, without the batches and per-token losses.
+
+    Weights and two moments before and after the step; gradients of the step, of the probe as they were accumulated and
+    as its program gave them, and through the tapped program; every tap of the probed `sequences`, and the gradient of
+    every tap and edge.
+    """
+    state = (3 + 3 + 1 + 2 + 1) * parameter_count(config.model)
+    shapes = probe_shapes(config.model, sequences, config.train.sequence_length)
+    taps = sum(math.prod(shapes[name]) for name in tap_names(config.model))
+    gradients = sum(math.prod(shape) for shape in shapes.values())
+    return 4 * (state + taps + gradients)
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """docs/bench_parity.md."""
+    machine, versions = found["machine"], found["versions"]
+    lines = [
+        "# What a check costs",
+        "",
+        "Made from [bench_parity.json](bench_parity.json) by `lockstep bench parity --page docs/bench_parity.md`; "
+        f"measured by `lockstep bench parity`: torch {versions['torch'].split('+')[0]}, jax {versions['jax']}, "
+        f"{machine['processor']} CPU, {machine['cores']} cores, {machine['threads']} threads; medians of interleaved "
+        "repetitions, compilation aside.",
+        "",
+        f"{OFF.capitalize()}: the training step alone. {SKETCHES.capitalize()}: `parity.record_every = 1`, "
+        "observations written. "
+        f"{CHECK.capitalize()}: evidence gathered and judged while the trainer waits. {SHADOW.capitalize()}: "
+        "`parity.every`, the reference in a process of its own on the same cores.",
+        "",
+    ]
+    for one in found["models"]:
+        lines += _model(one, found["every"])
+    steps, seconds = found["steps"], found["medians"]
+    lines += [f"## Parts of a check, {found['config']}", "", "One micro-batch a step, in its training steps.", ""]
+    lines += ["| what | seconds | in training steps |", "|---|---|---|"]
+    lines += [f"| {name} | {value:.3f} | {steps[name]:.3g} |" for name, value in seconds.items()]
+    return "\n".join([*lines, ""])
+
+
+def _model(one: Mapping[str, Any], every: int) -> list[str]:
+    lines = [f"## {one['name']}", "", *([one["scaled"], ""] if one["scaled"] else [])]
+    lines += [f"| mode, N = {every} | seconds a step | more than with taps off | bytes a step | the whole model's |"]
+    lines += ["|---|---|---|---|---|"]
+    for mode, row in one["modes"].items():
+        known = row["seconds"] is not None
+        time = f"{row['seconds']:.4g} | {100 * row['more']:+.1f} %" if known else "not measured |"
+        lines.append(f"| {mode} | {time} | {_bytes(row['bytes'])} | {_bytes(row['bytes_whole'])} |")
+    return [*lines, "", *(f"- {line}" for line in one["remarks"]), ""]
+
+
+def _bytes(size: float | None) -> str:
+    return "not known" if size is None else f"{size:,.0f}"

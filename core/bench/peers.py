@@ -1,0 +1,238 @@
+"""`lockstep bench peers`: contenders, what each row sets, whether they do the same work, and by how much they differ.
+
+The JSON:
+```
+{"schema": 1, "suite": "peers", "device": {…}, "versions": {…}, "config": {…}, "rows": [
+  {"row": NAME, "status": "measured" | "not_the_same_work" | "failed", "reason": … or null,
+   "contenders": {NAME: {"seconds": [every counted step], "median": …, "tokens_per_second": …, "losses": [first steps],
+                         "memory": peak bytes or null}},
+   "ratios": {PEER: {OURS: {"median": …, "low": …, "high": …}}}}]}
+```
+A ratio is Lockstep's tokens a second / the peer's.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from core.config import RunConfig
+from core.errors import UserError
+
+SCHEMA, SUITE = 1, "peers"
+# Steps whose losses must agree.
+COMPARED = 8
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who takes part. program: module:function. settings: over the row's. eager: knows no compiled row."""
+
+    name: str
+    about: str
+    program: str
+    ours: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
+    eager: bool = False
+
+
+LOCKSTEP = "torch_backend.peers.lockstep:run"
+CONTENDERS = (
+    Contender("lockstep", "Lockstep", LOCKSTEP, ours=True),
+    Contender(
+        "lockstep-onednn",
+        "Lockstep, precision.cpu_products = onednn",
+        LOCKSTEP,
+        ours=True,
+        settings={"precision.cpu_products": "onednn"},
+        eager=True,
+    ),
+    Contender("nanogpt", "a loop in the manner of nanoGPT", "torch_backend.peers.nanogpt:run"),
+    Contender("hugging-face", "Hugging Face Trainer, LlamaForCausalLM", "torch_backend.peers.hugging_face:run"),
+)
+EAGER, COMPILED = {"compile.enabled": "false"}, {"compile.enabled": "true"}
+ROWS: dict[str, dict[str, str]] = {
+    "fp32-eager": {"precision.policy": "fp32", **EAGER},
+    "bf16-eager": {"precision.policy": "bf16", **EAGER},
+    "fp32-compiled": {"precision.policy": "fp32", **COMPILED},
+    "bf16-compiled": {"precision.policy": "bf16", **COMPILED},
+}
+# Half a unit in the last place, relative, of what a row rounds to.
+ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-9}
+
+
+def taking_part(row: str, device: str, contenders: Sequence[Contender] = CONTENDERS) -> list[Contender]:
+    """Who takes part in a row: oneDNN's products are for eager rows on the CPU."""
+    fits = ROWS[row] | EAGER == ROWS[row] and device == "cpu"
+    return [contender for contender in contenders if fits or not contender.eager]
+
+
+def check_comparable(config: RunConfig) -> None:
+    """Raise UserError for a run whose step the peers do not know."""
+    unknown = {
+        f"optim.name = {config.optim.name!r}": config.optim.name != "adamw",
+        f"loss.z_loss = {config.loss.z_loss:g}": config.loss.z_loss != 0,
+        "attention.document_mask": config.attention.document_mask,
+        "attention.reset_positions": config.attention.reset_positions,
+        f"train.ranks = {config.train.ranks}": config.train.ranks != 1,
+        "model.qkv_bias without model.o_bias (Hugging Face has both or none)": config.model.qkv_bias
+        != config.model.o_bias,
+    }
+    if found := [what for what, is_there in unknown.items() if is_there]:
+        raise UserError(f"bench peers: the peers know no {', '.join(found)}; name a run without")
+
+
+def bound(config: RunConfig, step: int) -> float:
+    """By how much the losses of two honest contenders may differ after `step` steps, relative.
+
+    Two sides, each a rounding error of the loss. Under FP32 that of its longest sum of n terms, √n · 2⁻²⁴, which every
+    token may share. Under bf16 a chain of 12 roundings a block, √(12·layers) · 2⁻⁹ a token, each token with its own:
+    the mean over a step's tokens has 1/√tokens of it. Every update may add as much.
+    """
+    model, train = config.model, config.train
+    roundoff = ROUNDOFF[config.precision.policy]
+    if config.precision.policy == "fp32":
+        terms = float(max(model.vocab_size, model.ffn_hidden, train.micro_batch_size * train.sequence_length))
+    else:
+        terms = 12.0 * model.layers / (train.batch_size * train.sequence_length)
+    return 2 * step * roundoff * math.sqrt(terms)
+
+
+def disagreement(config: RunConfig, losses: Mapping[str, Sequence[float]]) -> str | None:
+    """The first step at which a contender's loss is not that of the first contender, in words; None if all agree.
+
+    Nothing compared is a disagreement too.
+    """
+    names = list(losses)
+    steps = min((len(found) for found in losses.values()), default=0)
+    if len(names) < 2 or not steps:
+        return "no losses to compare"
+    for index in range(min(steps, COMPARED)):
+        expected = losses[names[0]][index]
+        for name in names[1:]:
+            found, limit = losses[name][index], bound(config, index + 1) * abs(expected)
+            if not abs(found - expected) <= limit:
+                return (
+                    f"step {index + 1}: the loss of {name} is {found:.7g}, that of {names[0]} {expected:.7g}; "
+                    f"rounding explains {limit:.1e}"
+                )
+    return None
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float], draws: int = 2000) -> dict[str, float]:
+    """Their seconds / ours, round by round: the median, and its 95 % interval by bootstrap over the rounds."""
+    each = np.array(theirs, float) / np.array(ours, float)
+    chosen = np.random.default_rng(0).integers(0, len(each), (draws, len(each)))
+    low, high = np.quantile(np.median(each[chosen], axis=1), [0.025, 0.975])
+    return {"median": float(np.median(each)), "low": float(low), "high": float(high)}
+
+
+def result(
+    row: str,
+    config: RunConfig,
+    contenders: Sequence[Contender],
+    taken: Mapping[str, Sequence[float]],
+    losses: Mapping[str, Sequence[float]],
+    memory: Mapping[str, int | None],
+) -> dict[str, Any]:
+    """One row's result."""
+    tokens = config.train.batch_size * config.train.sequence_length
+    found: dict[str, Any] = {"row": row, "status": "measured", "reason": disagreement(config, losses)}
+    found["contenders"] = {
+        name: {
+            "seconds": list(taken[name]),
+            "median": statistics.median(taken[name]),
+            "tokens_per_second": tokens / statistics.median(taken[name]),
+            "losses": list(losses[name][:COMPARED]),
+            "memory": memory[name],
+        }
+        for name in (contender.name for contender in contenders)
+    }
+    if found["reason"]:
+        return found | {"status": "not_the_same_work", "ratios": {}}
+    ours = [contender.name for contender in contenders if contender.ours]
+    peers = [contender.name for contender in contenders if not contender.ours]
+    found["ratios"] = {peer: {own: ratio(taken[own], taken[peer]) for own in ours} for peer in peers}
+    return found
+
+
+def answers(found: Mapping[str, Any], contenders: Sequence[Contender] = CONTENDERS) -> list[str]:
+    """What a measured row says of Lockstep: against the fastest peer, each peer, and the leanest one."""
+    if found["status"] != "measured":
+        return []
+    of = found["contenders"]
+    peers = [c.name for c in contenders if not c.ours and c.name in of]
+    fastest = max(peers, key=lambda name: of[name]["tokens_per_second"])
+    lines = []
+    for own in (c.name for c in contenders if c.ours and c.name in of):
+        said = ", ".join(f"{_ratio(found['ratios'][peer][own])} of {peer}" for peer in peers)
+        line = f"{own}: {said}; fastest peer {fastest}"
+        known = [name for name in peers if of[name]["memory"] is not None]
+        if known and of[own]["memory"] is not None:
+            leanest = min(known, key=lambda name: of[name]["memory"])
+            line += f"; memory {of[own]['memory'] / of[leanest]['memory']:.2f}× of {leanest}, the leanest"
+        lines.append(line)
+    return lines
+
+
+def _ratio(value: Mapping[str, float]) -> str:
+    return f"{value['median']:.2f}× ({value['low']:.2f} to {value['high']:.2f})"
+
+
+HEADERS = ("contender", "step", "tokens/s", "memory", "loss, step 1", f"step {COMPARED}")
+
+
+def cells(found: Mapping[str, Any], contenders: Sequence[Contender] = CONTENDERS) -> list[list[str]]:
+    """A row's contenders under HEADERS."""
+    lines = []
+    for contender in contenders:
+        one = found["contenders"].get(contender.name)
+        if one is None:
+            continue
+        spread = f"{min(one['seconds']):.4g} to {max(one['seconds']):.4g}"
+        memory = "not known" if one["memory"] is None else f"{one['memory'] / 1e6:,.0f} MB"
+        first, last = f"{one['losses'][0]:.6f}", f"{one['losses'][-1]:.6f}"
+        step = f"{one['median']:.4g} s ({spread}; {len(one['seconds'])} steps)"
+        lines.append([contender.about, step, f"{one['tokens_per_second']:,.0f}", memory, first, last])
+    return lines
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """docs/bench_peers.md."""
+    device, config = results["device"], results["config"]
+    model, train = config["model"], config["train"]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    where = device["name"] + (f", {device['cores']} cores, {device['threads']} threads" if "threads" in device else "")
+    lines = [
+        "# Beside other trainers",
+        "",
+        "Made from [bench_peers.json](bench_peers.json) by `lockstep bench peers --page docs/bench_peers.md`; measured "
+        f"by `lockstep bench peers`. {where}; {versions}. Run file {config['name']}: {model['layers']} layers of "
+        f"{model['hidden']}, vocabulary {model['vocab_size']:,}, [{train['batch_size']}, {train['sequence_length']}] "
+        f"tokens a step in micro-batches of {train['micro_batch_size']}, AdamW, clipping at a norm.",
+        "",
+        "All start from the same weights and see the same tokens. Their processes are alive side by side with as many "
+        "threads each and make one step in turn, round by round; a ratio is Lockstep's tokens a second over a peer's: "
+        "the median over rounds, with its 95 % interval by bootstrap. Where losses of the first "
+        f"{COMPARED} steps differ by more than rounding explains, a row is no comparison and has no ratio. Memory: the "
+        "largest resident set above what the process held after its imports; compiled rows hold the compiler as well.",
+        "",
+        "The peers have their best settings: fused AdamW (Lockstep's is torch's foreach on the CPU), gradients set to "
+        "None, torch's attention, RMSNorm and cross-entropy; under bf16, autocast. Lockstep computes its loss in FP64 "
+        "from FP32 logits and its gradient norm in FP64, and makes no synchronisation that they do not make.",
+        "",
+    ]
+    for found in results["rows"]:
+        lines += [f"## {found['row']}", ""]
+        if found["status"] != "measured":
+            lines += [f"{found['status'].replace('_', ' ').capitalize()}: {found['reason']}", ""]
+        if found.get("contenders"):
+            lines += [f"| {' | '.join(HEADERS)} |", f"|{'---|' * len(HEADERS)}"]
+            lines += [f"| {' | '.join(line)} |" for line in cells(found)]
+            lines += ["", *(f"- {line}" for line in answers(found)), ""]
+    return "\n".join(lines)

@@ -1,0 +1,135 @@
+"""Contenders are compared where they do the same work, and not otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+
+from core.bench import peers
+from core.bench.peers import CONTENDERS, Contender, answers, bound, cells, check_comparable, disagreement, page, ratio
+from core.bench.turns import Side, in_turns
+from core.config_file import load_config
+from core.errors import UserError
+from parity_tests.conftest import REPO
+
+TINY = REPO / "configs/bench-tiny.toml"
+OVERRIDES = {"device": "cpu", "optim.warmup_steps": "0", **peers.ROWS["fp32-eager"]}
+LOCKSTEP, ONEDNN, NANOGPT, HUGGING_FACE = CONTENDERS
+FAULTY = "parity_tests.bench.faulty_peers"
+
+
+def race(tmp_path, *contenders, warmup=8, rounds=2, **given):
+    """Seconds, losses and memory of contenders at tiny size."""
+    sides = []
+    with (tmp_path / "log").open("w") as log:
+        try:
+            for one in contenders:
+                config = load_config(TINY, {**OVERRIDES, **given, **one.settings})
+                job = {"program": one.program, "config": config.model_dump(mode="json"), "threads": 1}
+                command = [sys.executable, "-m", "scripts.bench_peer"]
+                sides.append(Side(one.name, command, REPO, log, {"OMP_NUM_THREADS": "1"}))
+                sides[-1].ask(json.dumps(job), 120)
+            taken, losses = in_turns(sides, warmup, rounds, 30, 60)
+            memory = {side.name: side.ask("end", 60)["memory"] for side in sides}
+        finally:
+            for side in sides:
+                side.close()
+    return taken, losses, memory
+
+
+def config(**given):
+    return load_config(TINY, {**OVERRIDES, **given})
+
+
+@pytest.mark.parametrize("given", [{}, {"model.tied": "false", "model.qkv_bias": "true", "model.o_bias": "true"}])
+def test_all_do_the_same_work(tmp_path, given):
+    pytest.importorskip("accelerate")
+    taken, losses, memory = race(tmp_path, *CONTENDERS, **given)
+    assert disagreement(config(**given), losses) is None
+    assert {name: len(found) for name, found in taken.items()} == dict.fromkeys(taken, 2)
+    assert all(0 < bytes_ < 2**30 for bytes_ in memory.values()) or not os.path.exists("/proc/self/status")
+    found = peers.result("fp32-eager", config(**given), CONTENDERS, taken, losses, memory)
+    assert found["status"] == "measured" and set(found["ratios"]) == {"nanogpt", "hugging-face"}
+    assert len(cells(found)) == 4 and len(answers(found)) == 2
+
+
+@pytest.mark.parametrize(("fault", "step"), [("one_token_less", 1), ("other_weights", 1), ("other_rate", 2)])
+def test_a_peer_that_does_other_work_has_no_ratio(tmp_path, fault, step):
+    wrong = Contender("peer", "a peer", f"{FAULTY}:{fault}")
+    taken, losses, memory = race(tmp_path, LOCKSTEP, wrong)
+    found = peers.result("fp32-eager", config(), [LOCKSTEP, wrong], taken, losses, memory)
+    assert found["status"] == "not_the_same_work" and found["ratios"] == {} and answers(found) == []
+    said = int(found["reason"].split(":")[0].removeprefix("step "))
+    assert said <= step + 3 and "the loss of peer is" in found["reason"]
+
+
+@pytest.mark.parametrize(("fault", "said"), [("refuses", "peer: no such device"), ("dies", "peer: its process ended")])
+def test_a_peer_that_cannot_is_named(tmp_path, fault, said):
+    with pytest.raises(UserError, match=said):
+        race(tmp_path, Contender("peer", "a peer", f"{FAULTY}:{fault}"))
+
+
+def test_one_that_hangs_is_ended(tmp_path):
+    with (tmp_path / "log").open("w") as log:
+        side = Side("peer", [sys.executable, "-c", "import time; time.sleep(60)"], REPO, log, {})
+        with pytest.raises(UserError, match="peer: gave nothing for 1 s"):
+            side.ask("go", 1)
+        side.close()
+
+
+class Fake:
+    """Answers at once; says in which order it was asked."""
+
+    def __init__(self, name, order):
+        self.name, self.order = name, order
+
+    def ask(self, message, limit):
+        self.order.append(self.name)
+        return {"seconds": 1.0, "loss": 2.0}
+
+
+def test_who_begins_moves_on():
+    order: list[str] = []
+    taken, losses = in_turns([Fake("a", order), Fake("b", order)], 1, 2, 60.0, 1.0)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert len(taken["a"]) == 2 and len(losses["a"]) == 3
+
+
+def test_a_ratio_is_taken_round_by_round():
+    """A machine that is slower in some rounds is slower for both: the ratio does not move."""
+    ours = [1.0, 5.0, 2.0, 1.5]
+    assert ratio(ours, [2 * x for x in ours]) == {"median": 2.0, "low": 2.0, "high": 2.0}
+    found = ratio([1.0] * 9, [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 3.0])
+    assert found["median"] == pytest.approx(1.4) and found["low"] < 1.4 < found["high"]
+
+
+def test_losses_that_were_not_compared_do_not_agree():
+    assert disagreement(config(), {"a": [1.0], "b": []}) == "no losses to compare"
+    assert disagreement(config(), {"a": [1.0]}) == "no losses to compare"
+    assert "step 1" in (disagreement(config(), {"a": [1.0], "b": [float("nan")]}) or "")
+    assert disagreement(config(), {"a": [6.0], "b": [6.0 + 5 * bound(config(), 1)]}) is None
+
+
+UNKNOWN = {
+    "optim.name": "muon",
+    "loss.z_loss": "0.1",
+    "attention.document_mask": "true",
+    "model.qkv_bias": "true",
+}
+
+
+@pytest.mark.parametrize("key", UNKNOWN)
+def test_what_the_peers_do_not_know_is_refused(key):
+    with pytest.raises(UserError, match=f"the peers know no {key}"):
+        check_comparable(config(**{key: UNKNOWN[key]}))
+
+
+def test_the_page_says_why_a_row_has_no_figure():
+    about = {"device": {"name": "x86_64 CPU", "cores": 4, "threads": 4}, "versions": {"torch": "2.13.0"}}
+    dumped = config().model_dump(mode="json")
+    rows = [{"row": "fp32-eager", "status": "failed", "reason": "nanogpt: its process ended"}]
+    written = page({**about, "config": dumped, "rows": rows})
+    assert "Failed: nanogpt: its process ended" in written and "4 cores, 4 threads" in written
