@@ -126,7 +126,7 @@ def profile(options: Profile, config: RunConfig, given: Mapping[str, str], argv:
     say(f"Profile of {config.name}", found)
     print(f"written: {', '.join(str(out / name) for name in (TRACE, SUMMARY, PAGE))}")
     if about["device_kind"] == "cuda":
-        print("for Nsight Systems: " + nsys(out, argv))
+        print("for Nsight Systems: " + nsys(out, argv, config.train.ranks))
     return 0
 
 
@@ -158,9 +158,10 @@ def floor_of(config: RunConfig) -> float | None:
     return floor_seconds(config.model_copy(update={"train": train}), measured["rates"], measured["bandwidth"])
 
 
-def nsys(out: Path, argv: list[str]) -> str:
+def nsys(out: Path, argv: list[str], ranks: int = 1) -> str:
     """The command that shows the same steps in Nsight Systems."""
-    return f"{NSYS} --output={shlex.quote(str(out / 'nsys'))} lockstep {shlex.join(['profile', *argv, '--nvtx'])}"
+    lockstep = "lockstep" if ranks == 1 else f"torchrun --nproc-per-node {ranks} --module scripts.cli"
+    return f"{NSYS} --output={shlex.quote(str(out / 'nsys'))} {lockstep} {shlex.join(['profile', *argv, '--nvtx'])}"
 
 
 def make(folder: Path) -> None:

@@ -67,3 +67,4 @@ def test_nsight_records_from_outside(refused, run_file: Path) -> None:
     said = nsys(Path("a b"), ["run.toml", "--train.steps", "3"])
     assert said.startswith("nsys profile --trace=cuda,nvtx") and "--capture-range=cudaProfilerApi" in said
     assert said.endswith("--output='a b/nsys' lockstep profile run.toml --train.steps 3 --nvtx")
+    assert " torchrun --nproc-per-node 2 --module scripts.cli profile run.toml" in nsys(Path("a"), ["run.toml"], 2)
