@@ -39,7 +39,7 @@ class Choice:
     own: bool
 
 
-def choices(config: RunConfig, gpu: Gpu, *, sharded: bool = False) -> list[Choice]:
+def choices(config: RunConfig, gpu: Gpu, *, sharded: bool | None = None) -> list[Choice]:
     """Every policy, in the order of POLICIES; a configuration's own comes first if it is none of those."""
     known = dict(POLICIES)
     if own_name(config) not in known:
@@ -70,7 +70,7 @@ def with_settings(config: RunConfig, micro: int, recompute: RecomputeConfig) -> 
     return config.model_copy(update={"train": train, "recompute": recompute})
 
 
-def _choice(config: RunConfig, gpu: Gpu, name: str, policy: RecomputeConfig, sharded: bool) -> Choice:
+def _choice(config: RunConfig, gpu: Gpu, name: str, policy: RecomputeConfig, sharded: bool | None) -> Choice:
     def ask(micro: int) -> Estimate:
         return fits(with_settings(config, micro, policy), gpu, sharded=sharded)
 

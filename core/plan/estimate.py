@@ -69,10 +69,10 @@ class Estimate:
         return None if self.days is None else self.days * 24 * price * self.config.train.ranks
 
 
-def fits(config: RunConfig, gpu: Gpu | str = "h100", *, sharded: bool = False) -> Estimate:
+def fits(config: RunConfig, gpu: Gpu | str = "h100", *, sharded: bool | None = None) -> Estimate:
     """What `config` needs and takes on a device. Framework-free, a few milliseconds at most.
 
-    sharded: see core/plan/memory.py. Raises UserError for the name of a device that is not known.
+    sharded: see core/plan/memory.py; None: as configured. Raises UserError for the name of a device that is not known.
     """
     device = gpu_named(gpu) if isinstance(gpu, str) else gpu
     return Estimate(config, device, memory(config, device, sharded=sharded), seconds(config, device))

@@ -114,7 +114,9 @@ def _again(part: Part, keep: bool, entry: float) -> Part:
     there = _sum(kept)
     forward = Phase(there, max(there, part.forward.peak), part.forward.made)
     second = part.again or part.forward
-    anew = Phase(second.net - kept["products"], second.peak, second.made)
+    # Kept products are given up as they are used, and not made.
+    spared = kept["products"]
+    anew = Phase(second.net - spared, max(0.0, second.peak - spared), second.made - spared)
     return Part(kept, forward, anew + part.backward + held(-entry), waiting=part.waiting)
 
 
@@ -182,6 +184,8 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
             saved[name] = saved.get(name, 0.0) + count * size
     saved["norms"] = saved.get("norms", 0.0) + _sum(last.saved)
     saved["block inputs"] += D
+    if not z.fused and not recompute.chosen & {"attention", "block"}:
+        saved["attention"] += float(z.stream * z.length * config.model.head_dim)
     if z.whole and z.casts and not (recompute.chosen & {"block"} and recompute.every == 1):
         # The first block's sum after attention is made again from the two it is of: nothing lies between them.
         spared = (z.stream - z.operand) * z.tokens * z.hidden
@@ -215,15 +219,28 @@ def optimizer_working(config: RunConfig, z: Sizes) -> float:
     return max(working + norms / 2, norms)
 
 
-def memory(config: RunConfig, gpu: Gpu, *, sharded: bool = False, autocast: bool = False) -> Memory:
+def is_sharded(config: RunConfig) -> bool:
+    """Whether the run cuts weights over ranks (`parallel.strategy` = fsdp)."""
+    return getattr(config.parallel, "strategy", "ddp") == "fsdp"
+
+
+def _whole_gradients(config: RunConfig) -> bool:
+    """Whether a sharded rank keeps whole gradients until its last micro-batch, which alone is reduced."""
+    return config.train.accumulation > 1 and not getattr(config.parallel, "reduce_every_micro_batch", False)
+
+
+def memory(config: RunConfig, gpu: Gpu, *, sharded: bool | None = None, autocast: bool = False) -> Memory:
     """What a step of this run needs of each device.
 
     sharded: weights, gradients and moments are divided over `train.ranks` (FSDP: Zhao et al. 2023, arXiv 2304.11277),
-    each block's weights gathered when it is computed, the next one's beside it. autocast: see core/plan/sizes.py.
+    each block's weights gathered when it is computed, the next one's beside it; None: as configured. autocast: see
+    core/plan/sizes.py.
     """
     z = sizes_of(config, gpu, autocast)
     count, ranks = parameter_count(config.model), config.train.ranks
+    sharded = is_sharded(config) if sharded is None else sharded
     shards = ranks if sharded else 1
+    left = 1 if _whole_gradients(config) else shards
     weights = float(z.stream * count)
     moments = state_bytes(config) - 2 * weights
     tables = 2 * 8.0 * config.train.sequence_length * config.model.head_dim / 2
@@ -234,15 +251,15 @@ def memory(config: RunConfig, gpu: Gpu, *, sharded: bool = False, autocast: bool
     gathered = 0.0
     if sharded:
         gathered = 2.0 * z.stream * max(_numbers(config, "blocks.0."), _numbers(config, "embed."))
-    of_one = passes(config, z, shards=shards)
+    of_one = passes(config, z, shards=left)
     candidates = {"first micro-batch": of_one.whole.peak}
     if config.train.accumulation > 1:
-        candidates["later micro-batch"] = weights / shards + passes(config, z, True, shards).whole.peak
+        candidates["later micro-batch"] = weights / left + passes(config, z, True, left).whole.peak
     candidates["optimizer"] = (weights + optimizer_working(config, z)) / shards
     where = max(candidates, key=lambda name: candidates[name])
     above = candidates[where] + gathered
     activations = dict(of_one.saved)
-    gradients = weights / shards
+    gradients = weights / left
     outside = {}
     peak = _sum(state) + above
     if gpu.cuda:
