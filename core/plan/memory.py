@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from core.budget import parameter_count, state_bytes
-from core.config import RunConfig
+from core.config import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 from core.groups import by_muon
 from core.names import GROUPS, group_of, parameter_shapes
 from core.plan.gpus import Gpu
@@ -129,7 +130,9 @@ def _residual(z: Sizes) -> float:
 
 
 def _numbers(config: RunConfig, prefix: str) -> int:
-    return sum(math.prod(shape) for name, shape in parameter_shapes(config.model).items() if name.startswith(prefix))
+    # One block stands for all: models of thousands are planned as quickly.
+    shapes = parameter_shapes(config.model.model_copy(update={"layers": 1}))
+    return sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(prefix))
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,13 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
     return Passes(forward, top.forward + top.backward, backward, saved, top.logits)
 
 
+@lru_cache(maxsize=16)
+def _of_state(model: ModelConfig, optim: OptimConfig, precision: PrecisionConfig) -> tuple[int, float]:
+    """Number of parameters, and bytes of weights, gradients and moments, counted once a model."""
+    config = RunConfig().model_copy(update={"model": model, "optim": optim, "precision": precision})
+    return parameter_count(model), state_bytes(config)
+
+
 def optimizer_working(config: RunConfig, z: Sizes) -> float:
     """Bytes that the update holds for itself, and what the norms of a step need where they are recorded.
 
@@ -201,9 +211,9 @@ def optimizer_working(config: RunConfig, z: Sizes) -> float:
     `_multi_tensor_adamw`). 8-bit: the largest tensor's moments, in FP32. Muon: the largest matrix, its update, in FP32
     and in two narrow copies and a product. Norms: the weights before, and the updates.
     """
-    shapes = parameter_shapes(config.model)
+    model, optim = config.model, config.optim
+    shapes = parameter_shapes(model.model_copy(update={"layers": 1}))
     sizes = {name: z.stream * math.prod(shape) for name, shape in shapes.items()}
-    optim = config.optim
     working = 0.0
     if optim.name == "adamw8bit":
         working = 2.0 * max(sizes.values())
@@ -213,9 +223,11 @@ def optimizer_working(config: RunConfig, z: Sizes) -> float:
     if optim.name != "adamw8bit" and not fused:
         by_group = dict.fromkeys(GROUPS, 0.0)
         for name, size in sizes.items():
-            by_group[group_of(name)] += 0.0 if by_muon(optim, name) else size
+            times = model.layers if name.startswith("blocks.") else 1
+            by_group[group_of(name)] += 0.0 if by_muon(optim, name) else size * times
         working = max(working, *by_group.values())
-    norms = 2.0 * sum(sizes.values()) if config.log.norms_every else 0.0
+    count, _ = _of_state(model, optim, config.precision)
+    norms = 2.0 * z.stream * count if config.log.norms_every else 0.0
     return max(working + norms / 2, norms)
 
 
@@ -237,12 +249,12 @@ def memory(config: RunConfig, gpu: Gpu, *, sharded: bool | None = None, autocast
     core/plan/sizes.py.
     """
     z = sizes_of(config, gpu, autocast)
-    count, ranks = parameter_count(config.model), config.train.ranks
+    (count, all_state), ranks = _of_state(config.model, config.optim, config.precision), config.train.ranks
     sharded = is_sharded(config) if sharded is None else sharded
     shards = ranks if sharded else 1
     left = 1 if _whole_gradients(config) else shards
     weights = float(z.stream * count)
-    moments = state_bytes(config) - 2 * weights
+    moments = all_state - 2 * weights
     tables = 2 * 8.0 * config.train.sequence_length * config.model.head_dim / 2
     state = {"weights": weights / shards, "moments": moments / shards, "buffers": tables}
     if ranks > 1 and not sharded:

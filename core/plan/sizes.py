@@ -18,8 +18,8 @@ class Sizes:
     """Tokens of a micro-batch and widths of the model; stream, operand: bytes of a number (torch_backend/precision.py).
 
     fused: a compiler makes one kernel of neighbouring pointwise operations. whole: the forward pass is one program.
-    kernel: attention's. logits: bytes of a logit. autocast: see `sizes_of`. slow:
-    FP16 on the CPU, whose products are made in FP32 (torch_backend/precision.py).
+    kernel: attention's. logits: bytes of a logit. autocast: see `sizes_of`. slow: FP16 on the CPU, whose products are
+    made in FP32.
     """
 
     tokens: int
