@@ -1,4 +1,4 @@
-"""Measure what `lockstep plan` estimates, on the CPU, and write docs/plan.md's table: `python -m scripts.plan_check`.
+"""Measure what `lockstep plan` estimates, on the CPU, and write docs/plan.md's tables: `python -m scripts.plan_check`.
 
 Each case is a real forward and backward pass; the CPU allocator reports every tensor (torch_backend/plan.py). Ends 1 if
 any estimate is more than 10 % off.
@@ -9,20 +9,20 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from core.config import RunConfig
 from core.config_file import load_config
-from core.plan.gpus import GPUS
+from core.plan import GPUS, fits, words
 from core.plan.memory import memory
 from torch_backend.plan import measured_peak
 
 ALLOWED = 0.10
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "plan.md"
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+ROOT = PAGE.parent.parent
 BASE = {
     "device": "cpu",
     "model.vocab_size": "2048",
@@ -83,7 +83,12 @@ def main() -> int:
     """Measure every case; the table goes to docs/plan.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose words contain this; the page is not written")
-    only = parser.parse_args().only
+    parser.add_argument("--estimates", action="store_true", help="measure nothing; write the tables of estimates")
+    options = parser.parse_args()
+    only = options.only
+    if options.estimates:
+        write(estimates())
+        return 0
     rows, worst = [], 0.0
     for settings in grid():
         words = in_words(settings)
@@ -97,16 +102,60 @@ def main() -> int:
         print(rows[-1], flush=True)
     print(f"{len(rows)} cases, the worst {worst:.1%} off")
     if not only:
-        _write(rows, worst)
+        about = f"{len(rows)} cases, the worst {worst:.1%} off; torch {torch.__version__}, {platform.machine()} CPU."
+        header = ["| case | estimated MB | measured MB | off |", "|---|---|---|---|"]
+        write({**estimates(), "measured": "\n".join([about, "", *header, *rows])})
     return 1 if worst > ALLOWED else 0
 
 
-def _write(rows: list[str], worst: float) -> None:
-    about = f"{len(rows)} cases, the worst {worst:.1%} off; torch {torch.__version__}, {platform.machine()} CPU."
-    lines = [about, "", "| case | estimated MB | measured MB | off |", "|---|---|---|---|", *rows]
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}")
+def estimates() -> dict[str, str]:
+    """The page's sections that nothing is measured for."""
+    config = load_config(ROOT / "configs/llama-1b.toml")
+    return {
+        "savings": markdown(words.SAVED, words.saving_rows(config)),
+        "published": markdown(words.PUBLISHED, words.published_rows(config)),
+        "stages": markdown(STAGE, list(map(_stage, STAGES))),
+    }
+
+
+STAGES = ("laptop", "h100x1", "h100x2", "h100x8")
+STAGE = (
+    "configs/rollout/",
+    "GPUs",
+    "micro-batch",
+    "memory needed",
+    "step",
+    "tokens/s",
+    "days",
+    "dollars (assumed price)",
+)
+
+
+def _stage(name: str) -> list[object]:
+    config = load_config(ROOT / f"configs/rollout/{name}.toml")
+    gpu = GPUS["cpu" if config.device == "cpu" else "h100"]
+    plan, train = fits(config, gpu), config.train
+    cells: list[object] = [f"{name}.toml", f"{train.ranks} × {gpu.name}", train.micro_batch_size, words.gb(plan.peak)]
+    if plan.seconds is None:
+        return [*cells, "", "", "", ""]
+    speed, cost = plan.tokens_per_second or 0.0, plan.cost(gpu.price) or 0.0
+    return [*cells, f"{plan.seconds.step:.2f} s", f"{speed:,.0f}", f"{plan.days:.2f}", f"{cost:,.0f}"]
+
+
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = [list(headers), ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
+
+
+def write(sections: dict[str, str]) -> None:
+    """Put sections between their marks in docs/plan.md."""
+    page = PAGE.read_text()
+    for name, text in sections.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

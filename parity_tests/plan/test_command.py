@@ -8,7 +8,7 @@ from core.config_file import load_config
 from core.plan import GPUS, fits
 from core.plan.choices import POLICIES, choices, micro_batches, smallest_change, with_settings
 from parity_tests.conftest import REPO
-from scripts import cli
+from scripts import cli, plan_check
 
 LLAMA = str(REPO / "configs/llama-1b.toml")
 
@@ -62,6 +62,7 @@ def test_what_fits_nowhere_ends_with_2(capsys):
         (["plan", LLAMA, "--price", "-1"], "price = -1: must be a number of at least 0"),
         (["plan", LLAMA, "--price", "nan"], "price = nan"),
         (["plan", LLAMA, "--price", "cheap"], "price = 'cheap'"),
+        (["plan", LLAMA, "--gpu", "a100-80", "--precision.policy", "fp8_rowwise"], "NVIDIA A100 SXM 80 GB has no FP8"),
         (["plan"], "nothing to plan: name a run file"),
         (["plan", LLAMA, "--json", "nowhere/plan.json"], "json = nowhere/plan.json: not a file"),
         (["plan", LLAMA, "--train.micro-batch-size", "7"], "512 sequences are not divided"),
@@ -77,6 +78,13 @@ def test_a_processor_has_memory_alone(capsys):
     assert cli.run(["plan", str(REPO / "configs/rollout/laptop.toml")]) == 0
     out = capsys.readouterr().out
     assert "steady" in out and "tokens/s  " not in out and "MFU" not in out
+
+
+def test_the_page_s_estimates_are_these():
+    """Else: python -m scripts.plan_check --estimates."""
+    page = plan_check.PAGE.read_text()
+    for name, text in plan_check.estimates().items():
+        assert f"<!-- {name}: begin -->\n{text}\n<!-- {name}: end -->" in page
 
 
 def test_thousands_of_layers_are_planned_as_one():
