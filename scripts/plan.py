@@ -32,7 +32,9 @@ class Plan:
     not fit and another micro-batch or policy would, which is said; 2 if nothing fits.
     """
 
-    config: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")] = None
+    config: Annotated[
+        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="(required)")
+    ] = None
     """run file (TOML)"""
     gpu: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: h100; cpu for device = cpu)")] = ""
     """h100, h100-pcie, h200, a100-80 or cpu"""

@@ -6,6 +6,7 @@ The formulas of core/plan are held to both (parity_tests/plan, docs/plan.md).
 from __future__ import annotations
 
 import gc
+import math
 from collections import Counter
 from typing import Any
 
@@ -123,8 +124,13 @@ def _handed_over(graph: torch.fx.GraphModule, outputs: Any) -> int:
             node = node.args[0]
         value = node.meta["val"]
         if node.op == "call_function" and isinstance(value, Tensor):
-            bases[node] = value.numel() * value.itemsize
+            bases[node] = math.prod(map(_known, value.shape)) * value.itemsize
     return sum(bases.values())
+
+
+def _known(size: int | torch.SymInt) -> int:
+    """A size that a checkpointed part may have as a symbol."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
 def _fake(config: RunConfig) -> tuple[Llama, tuple[Any, ...]]:

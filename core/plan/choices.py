@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
+from itertools import chain
 
 from core.config import RecomputeConfig, RunConfig
 from core.plan.estimate import Estimate, fits
@@ -39,7 +40,7 @@ class Choice:
     own: bool
 
 
-def choices(config: RunConfig, gpu: Gpu, *, sharded: bool = False) -> list[Choice]:
+def choices(config: RunConfig, gpu: Gpu, *, sharded: bool | None = None) -> list[Choice]:
     """Every policy, in the order of POLICIES; a configuration's own comes first if it is none of those."""
     known = dict(POLICIES)
     if own_name(config) not in known:
@@ -58,9 +59,9 @@ def own_name(config: RunConfig) -> str:
 
 
 def micro_batches(config: RunConfig) -> list[int]:
-    """Powers of two that divide a rank's part of the batch, and the configuration's own micro-batch."""
+    """Powers of two up to 512 that divide a rank's part of the batch, and the configuration's own micro-batch."""
     share = config.train.batch_size // config.train.ranks
-    powers = {2**k for k in range(share.bit_length()) if share % 2**k == 0}
+    powers = {2**k for k in range(10) if share % 2**k == 0}
     return sorted(powers | {config.train.micro_batch_size})
 
 
@@ -70,7 +71,7 @@ def with_settings(config: RunConfig, micro: int, recompute: RecomputeConfig) -> 
     return config.model_copy(update={"train": train, "recompute": recompute})
 
 
-def _choice(config: RunConfig, gpu: Gpu, name: str, policy: RecomputeConfig, sharded: bool) -> Choice:
+def _choice(config: RunConfig, gpu: Gpu, name: str, policy: RecomputeConfig, sharded: bool | None) -> Choice:
     def ask(micro: int) -> Estimate:
         return fits(with_settings(config, micro, policy), gpu, sharded=sharded)
 
@@ -82,16 +83,20 @@ def _choice(config: RunConfig, gpu: Gpu, name: str, policy: RecomputeConfig, sha
         middle = (low + high + 1) // 2
         low, high = (middle, high) if ask(middle).fits else (low, middle - 1)
     largest = low if gpu.memory else share
-    dividing = max(_divisors_up_to(share, largest), default=0)
+    dividing = _largest_divisor(share, largest)
     best = ask(dividing) if dividing else None
     return Choice(name, policy, by_micro, dividing, largest, best, name == own_name(config))
 
 
-def _divisors_up_to(number: int, limit: int) -> Iterator[int]:
-    root = int(number**0.5)
-    for low in range(1, root + 1):
-        if number % low == 0:
-            yield from (d for d in (low, number // low) if d <= limit)
+def _largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`; 0 without any."""
+    if not limit:
+        return 0
+    root, least = math.isqrt(number), -(-number // limit)
+    # Each divisor above the root belongs to one below.
+    above = (number // d for d in range(least, root + 1) if number % d == 0)
+    below = (d for d in range(min(limit, root), 0, -1) if number % d == 0)
+    return next(chain(above, below))
 
 
 def smallest_change(config: RunConfig, found: list[Choice]) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from core.budget import flops_per_token
 from core.config import RunConfig
+from core.errors import UserError
 from core.plan.gpus import Gpu, gpu_named
 from core.plan.memory import Memory, memory
 from core.plan.seconds import Seconds, seconds
@@ -69,10 +70,13 @@ class Estimate:
         return None if self.days is None else self.days * 24 * price * self.config.train.ranks
 
 
-def fits(config: RunConfig, gpu: Gpu | str = "h100", *, sharded: bool = False) -> Estimate:
+def fits(config: RunConfig, gpu: Gpu | str = "h100", *, sharded: bool | None = None) -> Estimate:
     """What `config` needs and takes on a device. Framework-free, a few milliseconds at most.
 
-    sharded: see core/plan/memory.py. Raises UserError for the name of a device that is not known.
+    sharded: see core/plan/memory.py; None: as configured. Raises UserError for the name of a device that is not known,
+    and for FP8 on one without.
     """
     device = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    if config.precision.fp8 and device.cuda and "fp8" not in device.peaks:
+        raise UserError(f"precision.policy = {config.precision.policy!r}: {device.title} has no FP8; use bf16")
     return Estimate(config, device, memory(config, device, sharded=sharded), seconds(config, device))

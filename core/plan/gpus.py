@@ -56,10 +56,11 @@ _HOPPER = {"bf16": 0.803, "fp16": 0.803, "fp8": 0.709}
 _AMPERE = {"bf16": 0.869, "fp16": 0.869}
 # Attention: FlashAttention-2 reaches 35 % of an H100, FlashAttention-3 up to 75 % forward at long sequences (Shah et
 # al. 2024, arXiv 2407.08608); over forward and backward pass at 2048 tokens, causal, its figures 5 and 6 are near half.
-# cuDNN's is of its kind. The others are taken as FlashAttention-2, and the written-out one is bound by memory.
-_HOPPER_ATTENTION = {"flash": 0.35, "efficient": 0.25, "cudnn": 0.5, "fa3": 0.5, "flex": 0.35, "math": 0.1}
+# cuDNN's is of its kind; the others are taken as FlashAttention-2 or below. Written out, it is products at their own
+# share over all S positions, twice what causal attention counts; its traffic is counted as memory.
+_HOPPER_ATTENTION = {"flash": 0.35, "efficient": 0.25, "cudnn": 0.5, "fa3": 0.5, "flex": 0.35, "math": 0.4}
 # FlashAttention-2 reaches 50 to 73 % of an A100 (Dao 2023, arXiv 2307.08691).
-_AMPERE_ATTENTION = {"flash": 0.55, "efficient": 0.4, "cudnn": 0.55, "flex": 0.45, "math": 0.1}
+_AMPERE_ATTENTION = {"flash": 0.55, "efficient": 0.4, "cudnn": 0.55, "flex": 0.45, "math": 0.43}
 _A100 = {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12, "fp64": 19.5e12}
 _H100, _PCIE = PEAK_FLOPS["NVIDIA H100 80GB HBM3"], PEAK_FLOPS["NVIDIA H100 PCIe"]
 

@@ -55,7 +55,8 @@ def _full(z: Sizes) -> Head:
     forward.make(double=8.0 * n * V)
     forward.make(exp=8.0 * n * V)
     forward.free("exp", "double")
-    forward.make(logsumexp=16.0 * n)
+    # Beside them the targets, and what the loss is divided by.
+    forward.make(logsumexp=24.0 * n + 8)
     back = Tape(forward.there)
     _gradient(back, 8.0 * n * V, n * V, logits)
     back.free("logits")

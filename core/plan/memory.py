@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from core.budget import parameter_count, state_bytes
-from core.config import RunConfig
+from core.config import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 from core.groups import by_muon
 from core.names import GROUPS, group_of, parameter_shapes
 from core.plan.gpus import Gpu
@@ -114,7 +115,9 @@ def _again(part: Part, keep: bool, entry: float) -> Part:
     there = _sum(kept)
     forward = Phase(there, max(there, part.forward.peak), part.forward.made)
     second = part.again or part.forward
-    anew = Phase(second.net - kept["products"], second.peak, second.made)
+    # Kept products are given up as they are used, and not made.
+    spared = kept["products"]
+    anew = Phase(second.net - spared, max(0.0, second.peak - spared), second.made - spared)
     return Part(kept, forward, anew + part.backward + held(-entry), waiting=part.waiting)
 
 
@@ -127,7 +130,9 @@ def _residual(z: Sizes) -> float:
 
 
 def _numbers(config: RunConfig, prefix: str) -> int:
-    return sum(math.prod(shape) for name, shape in parameter_shapes(config.model).items() if name.startswith(prefix))
+    # One block stands for all: models of thousands are planned as quickly.
+    shapes = parameter_shapes(config.model.model_copy(update={"layers": 1}))
+    return sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(prefix))
 
 
 @dataclass(frozen=True)
@@ -182,12 +187,21 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
             saved[name] = saved.get(name, 0.0) + count * size
     saved["norms"] = saved.get("norms", 0.0) + _sum(last.saved)
     saved["block inputs"] += D
+    if not z.fused and not recompute.chosen & {"attention", "block"}:
+        saved["attention"] += float(z.stream * z.length * config.model.head_dim)
     if z.whole and z.casts and not (recompute.chosen & {"block"} and recompute.every == 1):
         # The first block's sum after attention is made again from the two it is of: nothing lies between them.
         spared = (z.stream - z.operand) * z.tokens * z.hidden
         saved["block inputs"] -= spared
     saved["head and loss"] = _sum(top.saved)
     return Passes(forward, top.forward + top.backward, backward, saved, top.logits)
+
+
+@lru_cache(maxsize=16)
+def _of_state(model: ModelConfig, optim: OptimConfig, precision: PrecisionConfig) -> tuple[int, float]:
+    """Number of parameters, and bytes of weights, gradients and moments, counted once a model."""
+    config = RunConfig().model_copy(update={"model": model, "optim": optim, "precision": precision})
+    return parameter_count(model), state_bytes(config)
 
 
 def optimizer_working(config: RunConfig, z: Sizes) -> float:
@@ -197,9 +211,9 @@ def optimizer_working(config: RunConfig, z: Sizes) -> float:
     `_multi_tensor_adamw`). 8-bit: the largest tensor's moments, in FP32. Muon: the largest matrix, its update, in FP32
     and in two narrow copies and a product. Norms: the weights before, and the updates.
     """
-    shapes = parameter_shapes(config.model)
+    model, optim = config.model, config.optim
+    shapes = parameter_shapes(model.model_copy(update={"layers": 1}))
     sizes = {name: z.stream * math.prod(shape) for name, shape in shapes.items()}
-    optim = config.optim
     working = 0.0
     if optim.name == "adamw8bit":
         working = 2.0 * max(sizes.values())
@@ -209,23 +223,38 @@ def optimizer_working(config: RunConfig, z: Sizes) -> float:
     if optim.name != "adamw8bit" and not fused:
         by_group = dict.fromkeys(GROUPS, 0.0)
         for name, size in sizes.items():
-            by_group[group_of(name)] += 0.0 if by_muon(optim, name) else size
+            times = model.layers if name.startswith("blocks.") else 1
+            by_group[group_of(name)] += 0.0 if by_muon(optim, name) else size * times
         working = max(working, *by_group.values())
-    norms = 2.0 * sum(sizes.values()) if config.log.norms_every else 0.0
+    count, _ = _of_state(model, optim, config.precision)
+    norms = 2.0 * z.stream * count if config.log.norms_every else 0.0
     return max(working + norms / 2, norms)
 
 
-def memory(config: RunConfig, gpu: Gpu, *, sharded: bool = False, autocast: bool = False) -> Memory:
+def is_sharded(config: RunConfig) -> bool:
+    """Whether the run cuts weights over ranks (`parallel.strategy` = fsdp)."""
+    return getattr(config.parallel, "strategy", "ddp") == "fsdp"
+
+
+def _whole_gradients(config: RunConfig) -> bool:
+    """Whether a sharded rank keeps whole gradients until its last micro-batch, which alone is reduced."""
+    return config.train.accumulation > 1 and not getattr(config.parallel, "reduce_every_micro_batch", False)
+
+
+def memory(config: RunConfig, gpu: Gpu, *, sharded: bool | None = None, autocast: bool = False) -> Memory:
     """What a step of this run needs of each device.
 
     sharded: weights, gradients and moments are divided over `train.ranks` (FSDP: Zhao et al. 2023, arXiv 2304.11277),
-    each block's weights gathered when it is computed, the next one's beside it. autocast: see core/plan/sizes.py.
+    each block's weights gathered when it is computed, the next one's beside it; None: as configured. autocast: see
+    core/plan/sizes.py.
     """
     z = sizes_of(config, gpu, autocast)
-    count, ranks = parameter_count(config.model), config.train.ranks
+    (count, all_state), ranks = _of_state(config.model, config.optim, config.precision), config.train.ranks
+    sharded = is_sharded(config) if sharded is None else sharded
     shards = ranks if sharded else 1
+    left = 1 if _whole_gradients(config) else shards
     weights = float(z.stream * count)
-    moments = state_bytes(config) - 2 * weights
+    moments = all_state - 2 * weights
     tables = 2 * 8.0 * config.train.sequence_length * config.model.head_dim / 2
     state = {"weights": weights / shards, "moments": moments / shards, "buffers": tables}
     if ranks > 1 and not sharded:
@@ -234,15 +263,15 @@ def memory(config: RunConfig, gpu: Gpu, *, sharded: bool = False, autocast: bool
     gathered = 0.0
     if sharded:
         gathered = 2.0 * z.stream * max(_numbers(config, "blocks.0."), _numbers(config, "embed."))
-    of_one = passes(config, z, shards=shards)
+    of_one = passes(config, z, shards=left)
     candidates = {"first micro-batch": of_one.whole.peak}
     if config.train.accumulation > 1:
-        candidates["later micro-batch"] = weights / shards + passes(config, z, True, shards).whole.peak
+        candidates["later micro-batch"] = weights / left + passes(config, z, True, left).whole.peak
     candidates["optimizer"] = (weights + optimizer_working(config, z)) / shards
     where = max(candidates, key=lambda name: candidates[name])
     above = candidates[where] + gathered
     activations = dict(of_one.saved)
-    gradients = weights / shards
+    gradients = weights / left
     outside = {}
     peak = _sum(state) + above
     if gpu.cuda:

@@ -111,8 +111,8 @@ class _Products:
         """An eager layer: its input's copy and its weight's stay, its output is `name` in the stream dtype."""
         z, n = self.z, self.z.tokens
         if z.casts:
-            tape.make(**{f"{name}.x": float(z.operand * n * into)})
-            tape.make(**{f"{name}.w": 0.0 if z.fp8 else float(z.operand * into * out)})
+            tape.make(**{f"{name}.x": float(z.read * n * into)})
+            tape.make(**{f"{name}.w": 0.0 if z.fp8 else float(z.read * into * out)})
             tape.make(fp8=self.narrow * (n * into + into * out))
             tape.make(product=float(z.operand * n * out))
             tape.free("fp8")

@@ -15,9 +15,10 @@ Nothing for launches, gaps between kernels, data or checkpoints: a floor with ho
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from core.budget import forward_products, newton_schulz_flops, optimizer_bytes, parameter_count
-from core.config import BLOCK_LINEARS, RunConfig
+from core.config import BLOCK_LINEARS, ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 from core.plan.gpus import Gpu
 from core.plan.memory import passes
 from core.plan.sizes import sizes_of
@@ -55,21 +56,20 @@ def seconds(config: RunConfig, gpu: Gpu, *, autocast: bool = False) -> Seconds |
         return None
     attention_rate = gpu.peaks[operand] * gpu.attention.get(z.kernel, min(gpu.attention.values()))
     narrow = gpu.rate("fp8") or rate
-    train, layers, of = config.train, config.model.layers, forward_products(config.model, config.train.sequence_length)
+    train, layers = config.train, config.model.layers
+    of = forward_products(config.model.model_copy(update={"layers": 1}), train.sequence_length)
     tokens = train.batch_size * train.sequence_length / train.ranks
-    linear = {
-        name: sum(of[name] / (narrow if config.precision.is_fp8(f"blocks.{i}.{name}") else rate) for i in range(layers))
-        for name in BLOCK_LINEARS
-    }
+    in_fp8 = _layers_in_fp8(config.precision, layers)
+    linear = {n: of[n] * (in_fp8[n] / narrow + (layers - in_fp8[n]) / rate) for n in BLOCK_LINEARS}
     products = 3 * tokens * (sum(linear.values()) + of["head"] / rate)
     attention = 3.5 * tokens * layers * of["attention"] / attention_rate
     recomputed = tokens * _again(config, linear, layers * of["attention"] / attention_rate)
     bandwidth = gpu.bandwidth * BANDWIDTH_SHARE
     moved = 2 * passes(config, z).whole.made * train.accumulation
-    weights = float(z.stream * parameter_count(config.model))
-    by_muon = newton_schulz_flops(config)
+    weights = _weights(config.model, z.stream)
+    by_muon, update = _of_update(config.model, config.optim, config.precision)
     ns_rate = gpu.rate(config.optim.ns_dtype) or rate
-    optimizer = (optimizer_bytes(config) + 3 * weights) / bandwidth + by_muon / ns_rate
+    optimizer = (update + 3 * weights) / bandwidth + by_muon / ns_rate
     last_backward = (products + attention) * 2 / 3 / train.accumulation
     return Seconds(
         products,
@@ -79,6 +79,26 @@ def seconds(config: RunConfig, gpu: Gpu, *, autocast: bool = False) -> Seconds |
         optimizer,
         _exposed(config, gpu, weights, z.stream, last_backward),
     )
+
+
+@lru_cache(maxsize=16)
+def _weights(model: ModelConfig, stream: int) -> float:
+    return float(stream * parameter_count(model))
+
+
+@lru_cache(maxsize=16)
+def _layers_in_fp8(precision: PrecisionConfig, layers: int) -> dict[str, int]:
+    """In how many blocks each linear layer is in FP8."""
+    if precision.fp8 is None:
+        return dict.fromkeys(BLOCK_LINEARS, 0)
+    return {name: sum(precision.is_fp8(f"blocks.{i}.{name}") for i in range(layers)) for name in BLOCK_LINEARS}
+
+
+@lru_cache(maxsize=16)
+def _of_update(model: ModelConfig, optim: OptimConfig, precision: PrecisionConfig) -> tuple[float, float]:
+    """FLOPs of Muon's products and bytes of the update, counted once a model."""
+    config = RunConfig().model_copy(update={"model": model, "optim": optim, "precision": precision})
+    return newton_schulz_flops(config), optimizer_bytes(config)
 
 
 def _again(config: RunConfig, linear: dict[str, float], attention: float) -> float:

@@ -18,7 +18,8 @@ class Sizes:
     """Tokens of a micro-batch and widths of the model; stream, operand: bytes of a number (torch_backend/precision.py).
 
     fused: a compiler makes one kernel of neighbouring pointwise operations. whole: the forward pass is one program.
-    kernel: attention's. logits: bytes of a logit. autocast: see `sizes_of`.
+    kernel: attention's. logits: bytes of a logit. autocast: see `sizes_of`. slow: FP16 on the CPU, whose products are
+    made in FP32.
     """
 
     tokens: int
@@ -35,6 +36,7 @@ class Sizes:
     whole: bool
     kernel: str
     on_cpu: bool
+    slow: bool
     logits: int
     autocast: bool
 
@@ -42,6 +44,11 @@ class Sizes:
     def copies(self) -> bool:
         """Whether products with wide outputs are made of copies of their operands, as the CPU's are."""
         return self.on_cpu and self.casts
+
+    @property
+    def read(self) -> int:
+        """Bytes of a number that a linear layer keeps of its input and weight: FP32 where FP16 is slow."""
+        return self.stream if self.slow else self.operand
 
     @property
     def casts(self) -> bool:
@@ -72,6 +79,7 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         whole=config.compile.enabled and config.compile.backend == "inductor" and config.compile.scope == "model",
         kernel=kernel_of(config, gpu),
         on_cpu=not gpu.cuda,
+        slow=not gpu.cuda and policy == "fp16",
         logits=operand if autocast else stream,
         autocast=autocast,
     )

@@ -73,7 +73,7 @@ def time_rows(estimate: Estimate, price: float) -> Rows:
 
 
 def choice_table(config: RunConfig, found: Sequence[Choice]) -> tuple[list[str], Rows]:
-    """Headers and rows: GB needed by policy and micro-batch; its own in brackets; ! what does not fit."""
+    """Headers and rows: GB needed by policy and micro-batch; brackets: as configured, !: does not fit."""
     micros = micro_batches(config)
     headers = ["computed again", *(str(micro) for micro in micros), "largest", "that divides", "tokens/s there"]
     rows: Rows = []

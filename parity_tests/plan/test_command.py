@@ -1,0 +1,92 @@
+"""`lockstep plan` in this process: what it prints and writes, how it ends, what it refuses."""
+
+import json
+
+import pytest
+
+from core.config_file import load_config
+from core.plan import GPUS, fits
+from core.plan.choices import POLICIES, choices, micro_batches, smallest_change, with_settings
+from parity_tests.conftest import REPO
+from scripts import cli, plan_check
+
+LLAMA = str(REPO / "configs/llama-1b.toml")
+
+
+def test_the_published_run(capsys, tmp_path):
+    assert cli.run(["plan", LLAMA, "--json", str(tmp_path / "plan.json")]) == 0
+    out = capsys.readouterr().out
+    for said in ("1,241,581,568", "14.90 GB", "7.449 G", "7.852 G", "8.255 G", "1979 is the sparse"):
+        assert said in out
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert (data["parameters"], data["fits"], data["policy"]) == (1_241_581_568, True, "none")
+    assert {choice["policy"] for choice in data["choices"]} == set(POLICIES)
+    assert data["cost"] == pytest.approx(data["days"] * 24 * GPUS["h100"].price)
+
+
+def test_a_price(capsys, tmp_path):
+    assert cli.run(["plan", LLAMA, "--price", "7.5", "--json", str(tmp_path / "plan.json")]) == 0
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["cost"] == pytest.approx(data["days"] * 24 * 7.5)
+
+
+def test_a_run_that_does_not_fit_is_told_with_what_would(capsys):
+    assert cli.run(["plan", LLAMA, "--train.micro-batch-size", "64"]) == 0
+    told = capsys.readouterr().err
+    assert "what would fit: train.micro_batch_size = 16; or recompute.parts = " in told
+
+
+def test_what_is_said_to_fit_fits():
+    config = load_config(REPO / "configs/llama-1b.toml", {"train.micro_batch_size": "64"})
+    gpu = GPUS["h100"]
+    assert not fits(config, gpu).fits
+    for choice in choices(config, gpu):
+        own = with_settings(config, choice.largest, choice.recompute)
+        assert fits(own, gpu).fits
+        assert not fits(with_settings(config, choice.largest + 1, choice.recompute), gpu).fits
+        share = config.train.batch_size // config.train.ranks
+        fitting = [n for n in range(1, choice.largest + 1) if share % n == 0]
+        assert choice.largest_dividing == max(fitting)
+    assert 64 in micro_batches(config) and len(smallest_change(config, choices(config, gpu))) == 2
+
+
+def test_what_fits_nowhere_ends_with_2(capsys):
+    assert cli.run(["plan", LLAMA, "--model.layers", "400"]) == 2
+    assert "no micro-batch or checkpointing policy makes it fit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", LLAMA, "--gpu", "h1000"], "gpu = h1000: not known; did you mean h100? known are h100, h100-pcie,"),
+        (["plan", LLAMA, "--price", "-1"], "price = -1: must be a number of at least 0"),
+        (["plan", LLAMA, "--price", "nan"], "price = nan"),
+        (["plan", LLAMA, "--price", "cheap"], "price = 'cheap'"),
+        (["plan", LLAMA, "--gpu", "a100-80", "--precision.policy", "fp8_rowwise"], "NVIDIA A100 SXM 80 GB has no FP8"),
+        (["plan"], "nothing to plan: name a run file"),
+        (["plan", LLAMA, "--json", "nowhere/plan.json"], "json = nowhere/plan.json: not a file"),
+        (["plan", LLAMA, "--train.micro-batch-size", "7"], "512 sequences are not divided"),
+    ],
+)
+def test_refused_in_one_line(words, said, capsys):
+    assert cli.run(words) == 2
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+def test_a_processor_has_memory_alone(capsys):
+    assert cli.run(["plan", str(REPO / "configs/rollout/laptop.toml")]) == 0
+    out = capsys.readouterr().out
+    assert "steady" in out and "tokens/s  " not in out and "MFU" not in out
+
+
+def test_the_page_s_estimates_are_these():
+    """Else: python -m scripts.plan_check --estimates."""
+    page = plan_check.PAGE.read_text()
+    for name, text in plan_check.estimates().items():
+        assert f"<!-- {name}: begin -->\n{text}\n<!-- {name}: end -->" in page
+
+
+def test_thousands_of_layers_are_planned_as_one():
+    config = load_config(REPO / "configs/llama-1b.toml", {"model.layers": "10000"})
+    assert fits(config).peak > 1e13

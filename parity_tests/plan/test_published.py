@@ -1,0 +1,77 @@
+"""The published run, planned: parameters, steady memory, the checkpointing table. Nothing is fitted to it."""
+
+import pytest
+
+from core.config_file import load_config
+from core.plan import GPUS, fits
+from core.plan.published import PARAMETERS, STEADY, beside, savings
+from core.plan.words import model_rows, peak_words
+from parity_tests.conftest import REPO
+
+
+@pytest.fixture(scope="module")
+def config():
+    return load_config(REPO / "configs/llama-1b.toml")
+
+
+def test_parameters_and_steady_memory(config):
+    estimate = fits(config, "h100")
+    assert ["parameters", f"{PARAMETERS:,}"] in model_rows(estimate)
+    assert PARAMETERS == 1_241_581_568
+    assert estimate.memory.steady == 12 * PARAMETERS
+    assert round(estimate.memory.steady / 1e9, 2) == STEADY / 1e9 == 14.90
+
+
+def test_each_saving_within_eight_points_and_in_their_order(config):
+    found = savings(config)
+    for saving in found:
+        assert abs(saving.ours - saving.theirs) <= 0.08, saving
+    ours = {saving.name: saving.ours for saving in found}
+    # Nothing of note for embedding and norms, as published; then attention, SwiGLU, the whole block.
+    assert abs(ours["recompute-embedding"]) < 0.01 and abs(ours["recompute-norms"]) < 0.01
+    assert -0.01 > ours["recompute-attention"] > ours["recompute-mlp"] > ours["checkpoint-1"]
+
+
+def test_savings_see_what_attention_keeps(config, monkeypatch):
+    from core.plan import memory
+
+    honest = memory.block
+    monkeypatch.setattr(memory, "block", lambda config, z, chosen: honest(config, z, chosen - {"mlp"}))
+    with pytest.raises(AssertionError):
+        test_each_saving_within_eight_points_and_in_their_order(config)
+
+
+def test_the_run_without_checkpointing_and_with(config):
+    rows = {row.name: row for row in beside(config)}
+    for name in ("fused", "checkpoint-1", "recompute-mlp", "recompute-attention", "fp32-eager"):
+        assert rows[name].ours == pytest.approx(rows[name].theirs, rel=0.08), name
+
+
+def test_steps_are_a_floor_of_the_published(config):
+    """Compiled bf16, one micro-batch: no published step beats the roofline, none takes twice as long."""
+    for row in beside(config):
+        if row.name in ("bf16", "fused", "checkpoint-1", "checkpoint-2", "recompute-mlp", "checkpoint-1-64"):
+            assert 0.5 < row.our_seconds / row.their_seconds < 1.0, row.name
+
+
+def test_the_peak_is_the_dense_one(config):
+    assert peak_words(fits(config, "h100")) == "989.4 TFLOP/s, dense (1979 is the sparse one)"
+
+
+def test_mfu_is_of_all_devices():
+    config = load_config(REPO / "configs/llama-1b.toml", {"train.ranks": "8", "train.micro_batch_size": "8"})
+    one, eight = fits(config.model_copy(update={"train": config.train.model_copy(update={"ranks": 1})})), fits(config)
+    assert eight.mfu["6N"] == pytest.approx(one.mfu["6N"], rel=0.02)
+    assert eight.tokens_per_second == pytest.approx(8 * one.tokens_per_second, rel=0.02)
+
+
+def test_sharding_divides_the_state():
+    config = load_config(REPO / "configs/llama-1b.toml", {"train.ranks": "8", "train.micro_batch_size": "8"})
+    whole, sharded = fits(config, "h100", sharded=False).memory, fits(config, "h100", sharded=True).memory
+    assert sharded.steady == pytest.approx(whole.steady / 8)
+    assert sharded.peak < whole.peak
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_device_has_sources(gpu):
+    assert GPUS[gpu].sources
