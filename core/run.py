@@ -181,7 +181,9 @@ class RunDir:
         """Append a line to records.jsonl."""
         self._writer()
         assert self._records is not None
-        self._records.append(asdict(record) | {"mfu": dict(record.mfu), "metrics": dict(record.metrics)})
+        self._records.append(
+            asdict(record) | {"mfu": dict(record.mfu), "metrics": dict(record.metrics), "host": dict(record.host)}
+        )
 
     def append_check(self, line: Mapping[str, Any]) -> None:
         """Append a line to parity.jsonl: `Check.to_json()`, or what says why a check was skipped."""
