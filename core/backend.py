@@ -143,6 +143,8 @@ class StepRecord:
     seconds, tokens_per_second, mfu: filled in by the loop; mfu by FLOP convention (core/budget.py), empty if the peak
                       is unknown.
     metrics:          values that are due at an interval of their own (validation, norms by group, …), by name.
+    host:             what depends on the machine: seconds since the last record by part (`seconds/compute`, …), and
+                      bytes of memory when due (`memory/peak`, …).
     sample:           text written from a prompt, when due.
     left_out:         where the step was first not finite, in words, if it was left out (`train.on_not_finite`).
     """
@@ -159,6 +161,7 @@ class StepRecord:
     tokens_per_second: float = 0.0
     mfu: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    host: Mapping[str, float] = field(default_factory=dict)
     sample: str | None = None
     left_out: str | None = None
 

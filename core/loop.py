@@ -111,13 +111,14 @@ def step_records(
                 metrics = dict(record.metrics) | measured(session, data, batch, step)
                 text = sample(session, data, step) if due(config.log.sample_every, step, last) else None
             with stalls.part("logging"):
-                metrics |= memory(session) if due(config.log.memory_every, step, last) else {}
+                host = memory(session) if due(config.log.memory_every, step, last) else {}
                 metrics |= spikes.look(record, batch) if spikes else {}
             yield replace(
                 record,
                 tokens_per_second=rate,
                 mfu=mfu(config.model, batch.tokens.shape[1], rate, device, config.precision.policy),
-                metrics=metrics | stalls.lap(),
+                metrics=metrics,
+                host=stalls.lap() | host,
                 sample=text,
             )
 

@@ -11,9 +11,9 @@ from core.names import GROUPS, group_of, layer_of
 RECOMPILED = "compile/recompiled"
 # Tokens a sequence of this step, where they are not the same in every step of the run.
 SEQUENCE_LENGTH = "train/sequence_length"
-# What the time since the last record went into (core/stalls.py): `seconds/compute`, …
+# In a record's `host`: what the time since the last record went into (core/stalls.py), `seconds/compute`, …, and bytes
+# of memory: `memory/allocated`, `memory/reserved`, `memory/peak` of the device, `memory/resident` of the process.
 SECONDS = "seconds/"
-# Bytes of memory: `memory/allocated`, `memory/reserved`, `memory/peak` of the device, `memory/resident` of the process.
 MEMORY = "memory/"
 # Largest attention logit of the slice, over all layers and by block: `attention_logit/max`, `attention_logit/blocks.0`.
 ATTENTION_LOGIT = "attention_logit/"

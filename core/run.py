@@ -208,7 +208,8 @@ class RunDir:
         assert self._records is not None
         branch = branch_of(self._info)
         told = {BRANCH: branch} if branch > 1 else {}
-        self._records.append(asdict(record) | {"mfu": dict(record.mfu), "metrics": dict(record.metrics)} | told)
+        plain = {"mfu": dict(record.mfu), "metrics": dict(record.metrics), "host": dict(record.host)}
+        self._records.append(asdict(record) | plain | told)
 
     def append_check(self, line: Mapping[str, Any]) -> None:
         """Append a line to parity.jsonl: `Check.to_json()`, or what says why a check was skipped."""

@@ -26,6 +26,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,18 @@ MOST = 32
 def expected(steps: Sequence[int], losses: Sequence[float], step: int) -> tuple[float, float]:
     """(loss expected at `step`, sigma) from the losses before it, as the module says."""
     s, loss = np.asarray(steps, np.float64), np.asarray(losses, np.float64)
-    i, j = np.triu_indices(len(s), 1)
+    i, j = _pairs(len(s))
     trend = float(np.median((loss[j] - loss[i]) / (s[j] - s[i])))
     flat = loss - trend * (s - s.mean())
     level = float(np.median(flat))
     sigma = max(1.4826 * float(np.median(np.abs(flat - level))), FLOOR * abs(level))
     return level + max(trend, 0.0) * (step - float(s.mean())), sigma
+
+
+@cache
+def _pairs(count: int) -> tuple[np.ndarray, np.ndarray]:
+    i, j = np.triu_indices(count, 1)
+    return i, j
 
 
 class SpikeDetector:

@@ -81,7 +81,7 @@ fp32_loss_every = 0
 
 How = Literal["bit", "byte", "cut"]
 Lines = Mapping[str, Mapping[int, Mapping[str, Any]]]
-TIMING = ("seconds", "tokens_per_second", "mfu")
+TIMING = ("seconds", "tokens_per_second", "mfu", "host")
 REFUSED, FELL_BACK, TOLD, NO_EFFECT, WRONG = "refused", "fell back", "told", "no effect", "WRONG"
 OUTCOMES = {
     REFUSED: "ended 2 with one line that names the file",

@@ -59,7 +59,7 @@ norms_every = 5
 fp32_loss_every = 0
 """
 # Of a record, all but what it took.
-TIMES = ("seconds", "tokens_per_second", "mfu")
+TIMES = ("seconds", "tokens_per_second", "mfu", "host")
 
 
 @dataclass(frozen=True)

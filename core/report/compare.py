@@ -11,7 +11,7 @@ from typing import Any
 
 from core.atomic import write_atomically
 from core.errors import UserError
-from core.metrics import ATTENTION_LOGIT
+from core.metrics import ATTENTION_LOGIT, SECONDS
 from core.report import parts
 from core.report.build import page
 from core.report.checks import Checks, read_checks
@@ -181,7 +181,7 @@ def _places(run: Run) -> dict[int, tuple[float, float, float]]:
     tokens, spent = 0, 0.0
     for record in run.records:
         tokens += record["tokens"] if isinstance(record.get("tokens"), int) else 0
-        times = [v for k, v in section(record, "metrics").items() if k.startswith("seconds/")]
+        times = [v for k, v in section(record, "host").items() if k.startswith(SECONDS)]
         own = record.get("seconds")
         seconds = sum(times) if times else own if isinstance(own, int | float) else 0.0
         spent += seconds if math.isfinite(seconds) else 0.0

@@ -92,6 +92,11 @@ def metric(records: Records, name: str) -> Pairs:
     return _inner(records, "metrics", name)
 
 
+def host(records: Records, name: str) -> Pairs:
+    """(step, value) of what the machine gave, at the steps where it was due."""
+    return _inner(records, "host", name)
+
+
 def at_spikes(records: Records) -> Pairs:
     """(step, loss) of each loss spike."""
     found = {step for step, _ in metric(records, SPIKE)}

@@ -14,7 +14,7 @@ from core.config import flatten
 from core.loss_scale import SKIPPED
 from core.metrics import MEMORY
 from core.report.checks import Checks
-from core.report.curves import Pairs, at_spikes, field, left_out, metric, mfu, smooth, smoothing_steps
+from core.report.curves import Pairs, at_spikes, field, host, left_out, metric, mfu, smooth, smoothing_steps
 from core.report.read import Run, section
 from core.report.seeing import seconds
 from core.report.text import count, number
@@ -45,7 +45,7 @@ def figures(run: Run, checks: Checks) -> dict[str, Figure]:
     best = min(validation, key=lambda pair: pair[1], default=None)
     speeds = [v for _, v in _finite(field(records, "tokens_per_second"))]
     top1 = metric(records, "val/top1")
-    peak = max((v for _, v in _finite(metric(records, f"{MEMORY}peak"))), default=None)
+    peak = max((v for _, v in _finite(host(records, f"{MEMORY}peak"))), default=None)
     shares = [(name, 100 * statistics.median(v for _, v in mfu(records, name))) for name in section(last, "mfu")]
     tau = smoothing_steps(len(loss))
     smoothed = smooth(loss, tau)

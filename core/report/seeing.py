@@ -15,6 +15,7 @@ from core.report.curves import (
     at_spikes,
     chart_of,
     groups_of,
+    host,
     keys_of,
     left_out,
     metric,
@@ -80,7 +81,7 @@ def seconds(records: Records) -> dict[str, float]:
     sums = dict.fromkeys(PARTS, 0.0)
     for record in records:
         for part in PARTS:
-            value = section(record, "metrics").get(SECONDS + part)
+            value = section(record, "host").get(SECONDS + part)
             sums[part] += value if isinstance(value, int | float) else 0.0
     return {part: total for part, total in sums.items() if total}
 
@@ -111,7 +112,7 @@ def stacked(records: Records) -> list[Json]:
 def _times(record: Mapping[str, Any]) -> dict[str, float]:
     found = {
         key.removeprefix(SECONDS): value
-        for key, value in section(record, "metrics").items()
+        for key, value in section(record, "host").items()
         if key.startswith(SECONDS) and isinstance(value, int | float) and value > 0
     }
     return {part: value for part, value in found.items() if part in PARTS}
@@ -128,7 +129,7 @@ def _attention(records: Records) -> list[Json]:
 
 def _memory(records: Records) -> list[Json]:
     colours = {"peak": "c2", "reserved": "c3", "allocated": "c1", "resident": "c6"}
-    return [series_of(k, c, "line", _scaled(metric(records, MEMORY + k), 1e-9)) for k, c in colours.items()]
+    return [series_of(k, c, "line", _scaled(host(records, MEMORY + k), 1e-9)) for k, c in colours.items()]
 
 
 def _scaled(pairs: Pairs, factor: float) -> Pairs:

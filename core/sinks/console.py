@@ -124,9 +124,10 @@ class ConsoleSink:
 
     def _seen(self, record: StepRecord) -> None:
         """Keep what is said later: the last norms and memory, and where the time went."""
-        if found := {key: value for key, value in record.metrics.items() if key.startswith(phrases.NORMS)}:
+        seen = {**record.metrics, **record.host}
+        if found := {key: value for key, value in seen.items() if key.startswith(phrases.NORMS)}:
             self._norms = record.step, found
-        for key, seconds in record.metrics.items():
+        for key, seconds in record.host.items():
             if key.startswith(SECONDS):
                 self._seconds[key.removeprefix(SECONDS)] += seconds
 

@@ -66,6 +66,7 @@ class WandbSink:
             "train/tokens_per_second": record.tokens_per_second,
             **{f"mfu/{kind}": share for kind, share in record.mfu.items()},
             **record.metrics,
+            **record.host,
         }
         if record.left_out is not None:
             values["train/left_out"] = 1

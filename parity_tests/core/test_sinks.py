@@ -332,17 +332,14 @@ SEEN = {
     "update_ratio/matrices": 2e-3,
     "param_norm/matrices": 65.82,
     "grad_norm/matrices": 0.3429,
-    "memory/resident": 6.6e8,
-    "memory/peak": 7.1e8,
-    "seconds/compute": 3.0,
-    "seconds/data": 1.0,
 }
+HOST = {"memory/resident": 6.6e8, "memory/peak": 7.1e8, "seconds/compute": 3.0, "seconds/data": 1.0}
 
 
 def test_norms_memory_and_time_are_shown():
     def play(sink):
-        sink.record(record(1, metrics={"seconds/compute": 2.0, "seconds/data": 2.0}))
-        sink.record(record(2, metrics=SEEN))
+        sink.record(record(1, host={"seconds/compute": 2.0, "seconds/data": 2.0}))
+        sink.record(record(2, metrics=SEEN, host=HOST))
         sink.record(record(3, metrics={"train/top1": 0.25, "fp32/loss": 3.0, "attention_logit/max": 9.0} | LOGITS))
 
     lines = shown(30, play).splitlines()

@@ -202,7 +202,7 @@ def test_the_command(runs: list[Path], tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def timed(step: int, **spent: float) -> dict[str, Any]:
-    return {"step": step, "loss": 1.0, "metrics": {f"seconds/{part}": value for part, value in spent.items()}}
+    return {"step": step, "loss": 1.0, "host": {f"seconds/{part}": value for part, value in spent.items()}}
 
 
 def test_shares_stack_up_to_everything() -> None:
