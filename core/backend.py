@@ -344,6 +344,15 @@ class Restores(Protocol):
         ...
 
 
+@runtime_checkable
+class ManyPlaces(Protocol):
+    """A session whose ranks may be on several machines."""
+
+    def require_shared(self, folder: Path) -> None:
+        """Raise UserError unless all ranks see this folder and run the same code."""
+        ...
+
+
 class Backend(Protocol):
     """Opens sessions. `--candidate FILE.py:NAME` names a callable without arguments that returns one."""
 

@@ -17,6 +17,20 @@ def launched() -> tuple[int, int] | None:
     return rank, world
 
 
+def launch_id() -> str | None:
+    """What names this launch through all of torchrun's restarts and Slurm's requeues: its --rdzv-id; None without one.
+
+    `--standalone` draws one. Without either torchrun says "none", which names nothing.
+    """
+    found = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return None if found in ("", "none") else found
+
+
+def restarts() -> int:
+    """How often torchrun, or Slurm, has started this launch's ranks anew."""
+    return _count("TORCHELASTIC_RESTART_COUNT", "0") + _count("SLURM_RESTART_COUNT", "0")
+
+
 def _count(name: str, default: str) -> int:
     text = os.environ.get(name, default)
     if not (text.isascii() and text.isdigit() and len(text) < 10):

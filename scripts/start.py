@@ -16,9 +16,11 @@ from core.budget import flops_per_token, parameter_count, parameter_count_by_gro
 from core.config import BLOCK_LINEARS, RunConfig, TrainConfig
 from core.curriculum import last_steps
 from core.groups import group_settings
+from core.launch import launch_id
 from core.parity.bands import recipe_of
 from core.schedule import batch_size, decay_steps, sequence_length
 from core.sinks.tables import GroupRow, facts, losses_to_know, parameter_groups
+from scripts.restart import LAUNCH
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +47,7 @@ def run_info(config: RunConfig, backend: str, about: Mapping[str, Any], data: Ru
         "parameters": parameter_count(config.model),
         "data": data_facts(data),
         "wandb_id": None,
+        LAUNCH: launch_id(),
     }
 
 

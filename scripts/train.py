@@ -20,6 +20,7 @@ from core.launch import launched, require_ranks
 from scripts.arguments import parse
 from scripts.backends import REFERENCE, on_its_device, spec
 from scripts.open_data import open_data
+from scripts.restart import is_of_this_launch, note_launch, run_of_this_launch, with_ranks_that_are_left
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,6 +61,7 @@ class Train:
 
 def main(argv: list[str]) -> int:
     """Open everything that can fail, then make the run directory, then train."""
+    from core.backend import ManyPlaces
     from core.config_file import load_config
     from core.deterministic import place, require_same_place
     from core.parity import bands
@@ -80,12 +82,20 @@ def main(argv: list[str]) -> int:
     if options.from_step is not None and options.resume is None:
         raise UserError("--from-step says where --resume RUN goes on: name a run")
     resumed = RunDir.open(options.resume) if options.resume else None
+    again = None if resumed else _of_this_launch(options, given)
+    if again and again.latest_checkpoint() is not None:
+        resumed = again
+    if again or (resumed and is_of_this_launch(resumed)):
+        given = with_ranks_that_are_left(given)
+        # Where the launch began. Started anew it goes on from where it has come to.
+        options.from_step = None
     going_on = _going_on(resumed, options, given) if resumed else None
     config = going_on.config if going_on else load_config(options.config, given)
     name = resumed.info.get("backend", "torch") if resumed else options.backend
     require_ranks(config.train.ranks, " ".join(["train", *argv]))
     path = resumed.path if resumed else options.out / config.name
     if not resumed:
+        options.overwrite |= again is not None
         RunDir.check_free(path, options.overwrite)
     data = open_data(config, options.config or path / CONFIG, given)
     backend = load_backend(spec(name))
@@ -106,6 +116,9 @@ def main(argv: list[str]) -> int:
         if not resumed:
             run = stack.enter_context(_create(path, options, config, name, about, data))
             stack.push(_Unbegun(run))
+            note_launch(run, again, 0)
+        if isinstance(session, ManyPlaces):
+            session.require_shared(run.path)
         return _train(stack, run, data, session, about, going_on)
 
 
@@ -213,10 +226,18 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
         )
     restore_random_state(session, read_random(path))
     run.resume_from(step, warn)
-    console.print(f"{run.path}: going on from step {step}", markup=False, soft_wrap=True)
+    started = note_launch(run, None, step)
+    why = f" after restart {started} of this launch" if started else ""
+    console.print(f"{run.path}: going on from step {step}{why}", markup=False, soft_wrap=True)
     if BRANCH in (last := run.info["resumes"][-1]):
         console.print(in_words(last), markup=False, soft_wrap=True)
     return step
+
+
+def _of_this_launch(options: Train, given: Mapping[str, str]) -> RunDir | None:
+    from core.config_file import load_config
+
+    return run_of_this_launch(options.out / load_config(options.config, given).name, options.overwrite)
 
 
 def _exit_code(run: RunDir) -> int:

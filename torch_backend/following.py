@@ -33,7 +33,8 @@ from core.launch import launched
 from core.parity.load import module_from_file
 from core.parity.step import flat
 from torch_backend.checkpoint import WritingTorch
-from torch_backend.links import PATIENCE, Links, group_backend, join_group, of_link, take_device
+from torch_backend.links import Links, join_group, meet, of_link, take_device
+from torch_backend.places import Place, look_round
 from torch_backend.ranks import Sharing
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ TOGETHER = ("open", "step", "gradients", "step_and_gradients", "costs_of_determi
 # And in these, where none of them has all of the weights.
 GATHERING = ("look", "own_gradients", "report")
 # What of a follower's result rank 0 wants to hear.
-HEARD = ("own_gradients", "report", "random_state")
+HEARD = ("own_gradients", "report", "random_state", "look_round")
 STEPS = ("step", "step_and_gradients")
 
 
@@ -68,12 +69,16 @@ def follow() -> int:
     place = launched()
     assert place is not None
     rank, ranks = place
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 finishes its step, and says when it is over
-        signal.signal(number, signal.SIG_IGN)
+    stops = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    for number in stops:
+        signal.signal(number, signal.SIG_DFL)
     device = take_device(int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.is_available())
     print(f"rank {rank} of {ranks}: pid {os.getpid()}, device {device}", flush=True)
-    dist.init_process_group(group_backend(device), timeout=PATIENCE)
-    return serve(Links())
+    join_group(*meet(), device)
+    links = Links()
+    for number in stops:  # rank 0 finishes its step, and says when it is over
+        signal.signal(number, signal.SIG_IGN)
+    return serve(links)
 
 
 def spawned(rank: int, ranks: int, port: int, cuda: bool, threads: int) -> None:
@@ -153,6 +158,10 @@ class Member:
         # Not as the session shares them, which may be what is wrong.
         mine = Sharing.share(self.session.ranks, micros)
         return [self.session.own_gradients(micro) for micro in mine]
+
+    def look_round(self, file: Path) -> Place:
+        """Where this rank runs, and whether it sees a file."""
+        return look_round(file)
 
     def look(self, what: str, *arguments: Any) -> Any:
         """A method of the session that changes nothing, on all ranks because it needs all of the weights."""

@@ -8,13 +8,18 @@ farthest behind is named.
 
 from __future__ import annotations
 
+import os
 import pickle
+import secrets
+import socket
+import time
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from core.errors import UserError
 
@@ -22,6 +27,9 @@ from core.errors import UserError
 PATIENCE = timedelta(minutes=10)
 # How long a follower waits for its next command: rank 0 may judge a check or write a checkpoint meanwhile.
 IDLE = timedelta(days=7)
+# How long a rank waits at a place where rank 0 may no longer be.
+KNOCK = timedelta(seconds=2)
+WHERE, WORD = "lockstep/where rank 0 is", "lockstep/word"
 # Words that gloo and nccl have for a wait that was too long.
 TIMED_OUT = ("timed out", "timeout")
 
@@ -43,6 +51,36 @@ def take_device(local: int, cuda: bool) -> torch.device:
 def group_backend(device: torch.device) -> str:
     """What carries tensors of the CPU, and those of the device."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def meet() -> tuple[int, int, Store]:
+    """(rank, ranks, store) of torchrun's ranks: a store that no earlier start of them has written to.
+
+    torchrun's own lives as long as torchrun, and what ranks that are gone have left in it would be believed
+    (pytorch#135712); nor can it be cut by the count of restarts, of which each agent has its own. So rank 0 opens
+    another one and says there where it is. Who reads what an earlier rank 0 has said finds nobody, and reads again.
+    """
+    shared, rank, ranks = next(rendezvous("env://", timeout=PATIENCE))
+    if rank == 0:
+        word = secrets.token_hex(8)
+        store = TCPStore(os.environ["MASTER_ADDR"], 0, ranks, True, wait_for_workers=False, timeout=PATIENCE)
+        store.set(WORD, word)
+        shared.set(WHERE, f"{store.port} {word}")
+        return rank, ranks, store
+    until = time.monotonic() + PATIENCE.total_seconds()
+    while True:
+        port, word = shared.get(WHERE).decode().split()
+        try:
+            # Torch itself would say much of a door that nobody opens.
+            socket.create_connection((os.environ["MASTER_ADDR"], int(port)), KNOCK.total_seconds()).close()
+            store = TCPStore(os.environ["MASTER_ADDR"], int(port), ranks, False, timeout=KNOCK)
+            if store.get(WORD).decode() == word:
+                store.set_timeout(PATIENCE)
+                return rank, ranks, store
+        except (RuntimeError, OSError):
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.2)
 
 
 def join_group(rank: int, ranks: int, store: Store, device: torch.device) -> None:

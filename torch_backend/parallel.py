@@ -25,6 +25,7 @@ from core.launch import launched, require_ranks
 from core.parity.observations import Observation
 from torch_backend.checkpoint import WritingTorch
 from torch_backend.following import Member
+from torch_backend.places import look_round, token
 from torch_backend.world import World, ranks_of
 
 if TYPE_CHECKING:
@@ -103,6 +104,28 @@ class RankedSession:
     def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
         """Every rank reads what it holds from a checkpoint's folder. Raises ValueError as `load` does."""
         self._do("restore", folder, step, scalars)
+
+    def require_shared(self, folder: Path) -> None:
+        """Raise UserError unless every rank sees this folder, where each writes its part of a checkpoint, and is alike.
+
+        Alike: the same sources of Lockstep, and the same torch.
+        """
+        folder = folder.resolve()
+        with token(folder) as name:
+            mine, others = self._world.do(
+                "look_round", self._number, (folder / name,), lambda: look_round(folder / name)
+            )
+        for rank, found in enumerate(others, 1):
+            if not found.sees:
+                raise UserError(
+                    f"rank {rank} on {found.host} does not see {folder}: it must lie where all nodes have it, by the "
+                    "same name; every rank writes its part of a checkpoint there"
+                )
+            if found.code != mine.code:
+                raise UserError(
+                    f"rank {rank} on {found.host} does not run what rank 0 on {mine.host} does: {found.torch} and "
+                    f"Lockstep {found.code[:12]} there, {mine.torch} and {mine.code[:12]} here"
+                )
 
     def write(self, folder: Path) -> WritingTorch:
         """Begin to write the state, each rank its share; `wait` is for all of them."""

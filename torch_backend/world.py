@@ -26,7 +26,7 @@ from core.errors import UserError
 from core.finite import NotFinite, of_ranks
 from core.launch import launched
 from torch_backend.following import DONE, STEPS, Member, ends_all, left_out, marked, saying, spawned
-from torch_backend.links import PATIENCE, Links, Mark, RankError, group_backend, join_group, take_device, timed_out
+from torch_backend.links import PATIENCE, Links, Mark, RankError, join_group, meet, take_device, timed_out
 
 T = TypeVar("T")
 
@@ -48,8 +48,8 @@ class World:
         self.processes: dict[int, BaseProcess] = {}
         place = launched()
         if place is not None:
-            take_device(int(os.environ.get("LOCAL_RANK", 0)), cuda)
-            dist.init_process_group(group_backend(torch.device("cuda" if cuda else "cpu")), timeout=PATIENCE)
+            device = take_device(int(os.environ.get("LOCAL_RANK", 0)), cuda)
+            join_group(*meet(), device)
         else:
             self._spawn(cuda)
         self._links = Links()

@@ -13,14 +13,14 @@ from core.stalls import PARTS
 from jax_backend.session import JaxSession
 from parity_tests.loop.runs import Folder
 from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import parallel
+from torch_backend import world
 from torch_backend.session import TorchBackend, TorchSession
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    parallel._let_go()
+    world.let_go()
 
 
 def seconds(record: dict) -> dict[str, float]:

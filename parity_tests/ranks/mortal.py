@@ -1,0 +1,39 @@
+"""Trainers of which a rank is killed in the midst of a step of the first start, as the kernel kills for memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from core.backend import Batch
+from torch_backend.session import TorchBackend, TorchSession
+
+
+def killed(rank: int, step: int) -> type[TorchSession]:
+    """A session whose rank dies at a step, unless torchrun has started it anew."""
+
+    class Session(TorchSession):
+        def total_weight(self, batch: Batch) -> object:  # type: ignore[override]
+            first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+            mine = self.ranks is not None and self.ranks.rank == rank
+            if first and mine and self.steps_done + 1 == step:
+                while step > 3 and not Path("runs/tiny/checkpoints/step_000003").exists():  # it is being written
+                    time.sleep(0.05)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().total_weight(batch)
+
+    return Session
+
+
+class KilledRankZero(TorchBackend):
+    session_class = killed(0, 6)
+
+
+class KilledRankOne(TorchBackend):
+    session_class = killed(1, 6)
+
+
+class KilledBeforeACheckpoint(TorchBackend):
+    session_class = killed(1, 2)
