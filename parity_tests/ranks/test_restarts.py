@@ -166,7 +166,7 @@ def test_fewer_ranks_go_on_if_the_batch_divides(
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert cli.run(arguments) == 0
     info = RunDir.open(run).info
-    assert info["resumes"][-1]["settings"] == {"train.ranks": "1"} and info["restarts"][-1]["step"] == 6
+    assert info["resumes"][-1]["settings"]["train.ranks"] == "1" and info["restarts"][-1]["step"] == 6
 
 
 # What the nodes have before them
