@@ -170,15 +170,18 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
     leaves = 1.0 if later and not z.whole else 1 - 1 / shards
 
     forward = held(D) + (kept.forward.times(recompute.every - 1) + again.forward).times(groups)
-    # The final norm's output is the head's input.
-    forward += kept.forward.times(rest) + last.forward + held(D)
+    # The final norm's output is the head's input; in one program it is never there but as the head keeps it.
+    normed = 0.0 if z.whole else D
+    spared = _spared(config, z)
+    forward += kept.forward.times(rest) + last.forward + held(normed - spared)
     table = float(z.stream * config.model.vocab_size * config.model.hidden)
-    backward = held(-D) if z.casts or config.loss.head != "full" else Phase()
+    backward = held(-normed) if z.casts or config.loss.head != "full" else Phase()
     backward += last.backward + held(-D)
     of_kept, of_again = (one.backward.beside(D) + held(-leaves * one.gradients) for one in (kept, again))
     backward += of_kept.times(rest) + (of_again + of_kept.times(recompute.every - 1)).times(groups)
     # The look-up's gradient, a table of its own; a tied head's is added to it.
     backward += held(table) + top.late + held(-table if config.model.tied else 0.0) + held(-D)
+    backward += held(spared)
     backward += held(-leaves * z.stream * _numbers(config, "embed.") * (1 if config.model.tied else 2))
     # Tokens, for the look-up's gradient; the tables in the stream dtype, once for all blocks.
     saved: dict[str, float] = {"embedding": 8.0 * z.tokens}
@@ -189,10 +192,7 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
     saved["block inputs"] += D
     if not z.fused and not recompute.chosen & {"attention", "block"}:
         saved["attention"] += float(z.stream * z.length * config.model.head_dim)
-    if z.whole and z.casts and not (recompute.chosen & {"block"} and recompute.every == 1):
-        # The first block's sum after attention is made again from the two it is of: nothing lies between them.
-        spared = (z.stream - z.operand) * z.tokens * z.hidden
-        saved["block inputs"] -= spared
+    saved["block inputs"] -= spared
     saved["head and loss"] = _sum(top.saved)
     return Passes(forward, top.forward + top.backward, backward, saved, top.logits)
 
@@ -239,6 +239,14 @@ def is_sharded(config: RunConfig) -> bool:
 def _whole_gradients(config: RunConfig) -> bool:
     """Whether a sharded rank keeps whole gradients until its last micro-batch, which alone is reduced."""
     return config.train.accumulation > 1 and not getattr(config.parallel, "reduce_every_micro_batch", False)
+
+
+def _spared(config: RunConfig, z: Sizes) -> float:
+    """The first block's sum after attention is made again from the two it is of: nothing lies between them."""
+    recompute = config.recompute
+    if not (z.whole and z.casts) or ("block" in recompute.chosen and recompute.every == 1):
+        return 0.0
+    return float((z.stream - z.operand) * z.tokens * z.hidden)
 
 
 def memory(config: RunConfig, gpu: Gpu, *, sharded: bool | None = None, autocast: bool = False) -> Memory:

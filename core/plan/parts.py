@@ -322,15 +322,16 @@ def _fused_mlp(z: Sizes, products: float, normed: float) -> Part:
     forward.free("down")
     back = Tape(forward.there)
     back.make(d_down=operand if z.casts else 0.0)
+    back.make(g_down=float(z.operand * one))
+    back.free("act")
     back.make(d_act=F)
-    back.make(g_down=float(z.stream * one))
-    back.free("act", "d_down")
+    back.make(wide_g=float((z.stream - z.operand) * one))
     # That of up takes up's place.
     back.make(d_gate=F, d_up=0.0)
     back.free("d_act", "gate")
     back.make(d_x=2 * operand)
     back.make(g_gate=float(z.stream * one), g_up=float(z.stream * one))
-    back.free("up", "d_gate", "d_up", "d_x", "gate.x", COPIES)
+    back.free("d_down", "up", "d_gate", "d_up", "d_x", "gate.x", COPIES)
     return Part(forward.there, forward.phase, back.phase, products)
 
 
