@@ -78,8 +78,9 @@ def main(argv: list[str]) -> int:
     again = None if resumed else _of_this_launch(options, given)
     if again and again.latest_checkpoint() is not None:
         resumed = again
-    if again or (resumed and is_of_this_launch(resumed)):
-        given = with_ranks_that_are_left(given)
+    known = again or resumed
+    if known and is_of_this_launch(known):
+        given = with_ranks_that_are_left(given, known)
     changed = _changed(resumed, options.config, given) if resumed else {}
     config = load_config(*_settings(resumed, changed)) if resumed else load_config(options.config, given)
     name = resumed.info.get("backend", "torch") if resumed else options.backend
