@@ -44,10 +44,13 @@ def run_of_this_launch(path: Path, overwrite: bool) -> RunDir | None:
     return run if is_of_this_launch(run) and not replaced else None
 
 
-def with_ranks_that_are_left(given: Mapping[str, str]) -> dict[str, str]:
-    """The settings of a command line, `train.ranks` being what torchrun could start anew (`--nnodes MIN:MAX`)."""
+def with_ranks_that_are_left(given: Mapping[str, str], run: RunDir) -> dict[str, str]:
+    """A command line's settings, `train.ranks` being what torchrun could start anew (`--nnodes MIN:MAX`).
+
+    The device is the run's, which knows what `auto` has come to.
+    """
     place = launched()
-    return {**given, "train.ranks": str(place[1] if place else 1)}
+    return {"device": run.config.device, **given, "train.ranks": str(place[1] if place else 1)}
 
 
 def note_launch(run: RunDir, before: RunDir | None, step: int) -> int:

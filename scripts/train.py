@@ -85,8 +85,9 @@ def main(argv: list[str]) -> int:
     again = None if resumed else _of_this_launch(options, given)
     if again and again.latest_checkpoint() is not None:
         resumed = again
-    if again or (resumed and is_of_this_launch(resumed)):
-        given = with_ranks_that_are_left(given)
+    known = again or resumed
+    if known and is_of_this_launch(known):
+        given = with_ranks_that_are_left(given, known)
         # Where the launch began. Started anew it goes on from where it has come to.
         options.from_step = None
     going_on = _going_on(resumed, options, given) if resumed else None

@@ -154,6 +154,8 @@ def guarded(session: TorchSession, micro: Batch) -> Iterator[None]:
 
 def _place(session: TorchSession, micro: Batch) -> str:
     """Where in the step an operation is refused: eagerly once more, noting the taps that are passed."""
+    if session.root is not None:
+        return "in a program over weights that are cut; parallel.strategy = 'ddp' would say where"
     forward: list[str] = []
     backward: list[str] = []
 

@@ -70,6 +70,27 @@ def test_one_two_four_one_ranks(folder: Folder, monkeypatch: pytest.MonkeyPatch)
     assert folder.run("ranks").config.train.ranks == 1
 
 
+def test_from_whole_weights_to_parts_and_back(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {
+        "precision.policy": "fp64",
+        "train.micro_batch_size": 1,
+        "checkpoint.keep": 9,
+        "compile.scope": "blocks",
+    }
+    assert folder.train("alone", settings) == 0
+    three_steps(monkeypatch)
+    assert folder.train("parts", settings) == 130
+    for ranks, strategy, code in (("2", "fsdp", 130), ("2", "ddp", 130), ("1", "fsdp", 0)):
+        assert folder.resume("parts", "--train.ranks", ranks, "--parallel.strategy", strategy) == code
+    alone, parts = folder.records("alone"), folder.records("parts")
+    assert [r["digest"] for r in parts] == [r["digest"] for r in alone]
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose([r[key] for r in parts], [r[key] for r in alone], rtol=WITHIN["fp64"])
+    one, other = (stored(folder.path / name / "checkpoints" / f"step_{STEPS:06d}") for name in ("alone", "parts"))
+    for name, p in one.params.items():
+        assert np.linalg.norm(other.params[name] - p) <= 1e-9 * np.linalg.norm(p), name
+
+
 def test_another_micro_batch(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"precision.policy": "fp64", "train.micro_batch_size": 1, "eval.every": 3, "eval.batches": 4}
     assert folder.train("alone", settings) == 0
