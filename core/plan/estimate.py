@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 from core.budget import flops_per_token
 from core.config import RunConfig
+from core.curriculum import last_steps, pieces
 from core.errors import UserError
 from core.plan.gpus import Gpu, gpu_named
 from core.plan.memory import Memory, memory
@@ -60,14 +63,42 @@ class Estimate:
     def _operand(self) -> str:
         return self.config.precision.operand
 
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, Estimate], ...]:
+        """The steps at each sequence length of the run's curriculum, and their estimate; one piece without any."""
+        train = self.config.train
+        ends = last_steps(train.curriculum, train.steps)
+        if not ends:
+            return ((train.steps, self),)
+        counts = (last - first for first, last in pairwise((0, *ends)))
+        found = []
+        for piece, count in zip(pieces(train.curriculum), counts, strict=True):
+            own = piece.length == train.sequence_length
+            found.append((count, self if own else fits(at_length(self.config, piece.length), self.gpu)))
+        return tuple(found)
+
     @property
     def days(self) -> float | None:
-        """Of all steps."""
-        return None if self.seconds is None else self.seconds.step * self.config.train.steps / 86400
+        """Of all steps, each at its sequence length."""
+        if self.seconds is None:
+            return None
+        return sum(count * (estimate.step_seconds or 0.0) for count, estimate in self.pieces) / 86400
 
     def cost(self, price: float) -> float | None:
         """Dollars of all steps, at so many a GPU hour."""
         return None if self.days is None else self.days * 24 * price * self.config.train.ranks
+
+
+def at_length(config: RunConfig, length: int) -> RunConfig:
+    """The configuration of the steps at one sequence length of its curriculum: as many tokens, in other sequences."""
+    train = config.train
+    sizes = {
+        "sequence_length": length,
+        "curriculum": "",
+        "batch_size": train.batch_size * train.sequence_length // length,
+        "micro_batch_size": train.micro_batch_of(length),
+    }
+    return config.model_copy(update={"train": train.model_copy(update=sizes)})
 
 
 def fits(config: RunConfig, gpu: Gpu | str = "h100", *, sharded: bool | None = None) -> Estimate:

@@ -1,7 +1,7 @@
 """The head's memory: logits, loss and their gradients, by `loss.head`. Beside torch_backend/{loss,chunked_loss}.py.
 
-Eager, the loss is computed in FP64 of all logits that are there (torch_backend/loss.py), several tensors of 8 bytes a
-logit; fused, those never leave the kernel.
+Eager, the loss is computed in FP64 (torch_backend/loss.py): on CUDA of all logits that are there, several tensors of 8
+bytes a logit; on the CPU of a cache's worth at a time. Fused, those never leave the kernel.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from core.config import LossConfig
 from core.plan.phase import Phase, Tape
 from core.plan.sizes import Sizes
+
+# Logits that the CPU widens to FP64 at a time (`AT_A_TIME` in torch_backend/loss.py, to which a test holds it).
+AT_A_TIME = 2**17
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,11 @@ def _full(z: Sizes) -> Head:
     _copied(forward, z, n)
     forward.make(logits=logits)
     forward.free_if("copies")
-    forward.make(double=8.0 * n * V)
-    forward.make(exp=8.0 * n * V)
-    forward.free("exp", "double")
+    _losses(forward, z, n)
     # Beside them the targets, and what the loss is divided by.
     forward.make(logsumexp=24.0 * n + 8)
     back = Tape(forward.there)
-    _gradient(back, 8.0 * n * V, n * V, logits)
+    _gradient(back, z, n)
     back.free("logits")
     if z.casts:
         back.make(narrow=float(z.operand * n * V))
@@ -129,14 +130,34 @@ def _copied(tape: Tape, z: Sizes, rows: int) -> None:
         tape.make(copies=float(z.stream * z.hidden * (rows + z.vocab)))
 
 
-def _gradient(tape: Tape, wide: float, ones: float, out: float) -> None:
-    """`logits_gradient`, eager: it leaves `grad`."""
+def _at_a_time(z: Sizes, rows: int) -> int:
+    """Of so many rows of logits, those that are widened to FP64 at a time."""
+    return min(rows, max(1, AT_A_TIME // z.vocab)) if z.on_cpu else rows
+
+
+def _losses(tape: Tape, z: Sizes, rows: int) -> None:
+    """`losses_and_logsumexp`, eager."""
+    wide = 8.0 * _at_a_time(z, rows) * z.vocab
+    tape.make(double=wide)
+    tape.make(exp=wide)
+    tape.free("exp", "double")
+
+
+def _gradient(tape: Tape, z: Sizes, rows: int, overwrite: bool = False) -> None:
+    """`logits_gradient`, eager: it leaves `grad`; on the CPU in the place of `logits` if they may be overwritten."""
+    out = float(z.stream * rows * z.vocab)
+    if z.on_cpu:
+        tape.make(grad=0.0 if overwrite else out)
+        tape.make(softmax=8.0 * _at_a_time(z, rows) * z.vocab)
+        tape.free("softmax")
+        return
+    wide = 8.0 * rows * z.vocab
     tape.make(double=wide)
     tape.make(shifted=wide)
     tape.free("double")
     tape.make(softmax=wide)
     tape.free("shifted")
-    tape.make(is_target=ones)
+    tape.make(is_target=float(rows * z.vocab))
     tape.make(target=wide)
     tape.make(difference=wide)
     tape.free("target")
@@ -159,14 +180,13 @@ def _in_chunks(z: Sizes, rows: int, chunks: int) -> Head:
         forward.make(g_weight=weight, g_x=D)
         if chunks > 1:
             # Of the chunk before: Python keeps them until they are assigned anew.
+            # On the CPU the gradient is the logits' own tensor.
             forward.make(grad_before=logits, narrow_before=narrow)
         _copied(forward, z, rows)
         forward.make(logits=logits)
         forward.free_if("copies")
-        forward.make(double=8.0 * rows * V)
-        forward.make(exp=8.0 * rows * V)
-        forward.free("exp", "double")
-        _gradient(forward, 8.0 * rows * V, rows * V, logits)
+        _losses(forward, z, rows)
+        _gradient(forward, z, rows, overwrite=True)
         forward.free_if("grad_before", "narrow_before")
         forward.make(narrow=narrow)
         if z.copies:

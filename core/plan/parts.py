@@ -4,7 +4,8 @@ Read beside torch_backend/model.py, line by line. A capital is a tensor's bytes:
 (n, feed-forward), n tokens of the micro-batch.
 
 **Eager**: autograd keeps what each operation's derivative needs (torch, tools/autograd/derivatives.yaml): inputs of a
-product in the operand dtype, a copy of its weight in it, both factors of a product of numbers, silu's input.
+product in the operand dtype, a copy of its weight in it, both factors of a product of numbers, silu's input; products
+that torch_backend/lean.py makes again are not among them.
 
 **Fused**: the rule of torch's min-cut partitioner (torch/_functorch/partitioners.py): what feeds a product or an
 attention kernel of the backward pass is kept (`ban_recompute_materialized_backward`: it could not be fused there),
@@ -84,11 +85,14 @@ def norm(z: Sizes) -> Part:
     forward.free("square")
     forward.make(normed=D)
     forward.make(out=D)
-    forward.free("out")
+    forward.free("normed", "out")
     back = Tape(forward.there)
-    back.make(d_normed=D, by_gain=D)
+    # Not kept (torch_backend/lean.py): made again for the gain's gradient.
+    back.make(normed=D)
+    back.make(by_gain=D)
     back.make(gradient=gain)
     back.free("by_gain", "normed")
+    back.make(d_normed=D)
     back.make(d_x=D)
     back.make(d_rms=D)
     back.free("d_rms", "d_normed")
@@ -292,6 +296,7 @@ def mlp(z: Sizes, normed_again: bool = False, recomputed: bool = False) -> Part:
     layer.forward(forward, "up", z.hidden, z.ffn)
     forward.make(silu=F)
     forward.make(act=F)
+    forward.free("silu")
     layer.forward(forward, "down", z.ffn, z.hidden)
     forward.free("down")
     if z.casts:
@@ -300,10 +305,12 @@ def mlp(z: Sizes, normed_again: bool = False, recomputed: bool = False) -> Part:
     layer.backward(back, "down", z.ffn, z.hidden, own=False)
     back.free_if("act")
     back.make(d_silu=F)
-    back.make(d_up=F)
-    back.free("d_down.x", "silu", "up")
     back.make(d_gate=F)
-    back.free("d_silu", "gate")
+    back.free("d_silu")
+    # Not kept (torch_backend/lean.py).
+    back.make(silu=F)
+    back.make(d_up=F)
+    back.free("d_down.x", "silu", "up", "gate")
     layer.backward(back, "up", z.hidden, z.ffn, own=True, last=False)
     layer.backward(back, "gate", z.hidden, z.ffn, own=True)
     back.free("d_up.x", "d_gate.x")

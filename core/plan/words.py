@@ -27,8 +27,12 @@ def model_rows(estimate: Estimate) -> Rows:
     config = estimate.config
     rows: Rows = [["parameters", f"{parameter_count(config.model):,}"]]
     rows += [[f"  {group}", f"{count:,}"] for group, count in parameter_count_by_group(config.model).items()]
-    flops = flops_per_token(config.model, config.train.sequence_length)
+    first, *others = config.train.lengths
+    flops = flops_per_token(config.model, first)
     rows += [[f"FLOPs a token, {CONVENTIONS[kind]}", f"{value / 1e9:,.3f} G"] for kind, value in flops.items()]
+    for length in others:
+        of_length = flops_per_token(config.model, length)
+        rows.append([f"  at {length} tokens", f"{of_length['causal'] / 1e9:,.3f} G, {of_length['full'] / 1e9:,.3f} G"])
     if estimate.seconds:
         rows.append(["peak", peak_words(estimate)])
     return rows
@@ -54,6 +58,9 @@ def memory_rows(estimate: Estimate) -> Rows:
     rows += [[name, gb(size)] for name, size in found.outside.items()]
     there = f" of {gb(estimate.gpu.memory)}" if estimate.gpu.memory else ""
     rows.append(["needed", gb(found.total) + there + ("" if estimate.fits else ": does not fit")])
+    for _, other in estimate.pieces if len(estimate.pieces) > 1 else ():
+        train = other.config.train
+        rows.append([f"needed at [{train.micro_batch_size}, {train.sequence_length}]", gb(other.peak)])
     return rows
 
 
@@ -66,6 +73,9 @@ def time_rows(estimate: Estimate, price: float) -> Rows:
     rows.append(["step", f"{time.step:.3f} s"])
     rows.append(["tokens/s", f"{estimate.tokens_per_second:,.0f}"])
     rows += [[f"MFU, {CONVENTIONS[kind]}", f"{value:.1%}"] for kind, value in estimate.mfu.items()]
+    for count, other in estimate.pieces if len(estimate.pieces) > 1 else ():
+        at = f"{count:,} steps of [{other.config.train.batch_size}, {other.config.train.sequence_length}]"
+        rows.append([at, f"{other.step_seconds:.3f} s each"])
     tokens = train.steps * train.batch_size * train.sequence_length
     rows.append([f"{tokens:,} tokens", f"{estimate.days:,.2f} days on {train.ranks} × {estimate.gpu.title}"])
     rows.append([f"at ${price:g} a GPU hour (an assumption: --price)", f"${estimate.cost(price):,.0f}"])

@@ -7,6 +7,7 @@ import pytest
 from core.config_file import load_config
 from core.plan import GPUS, fits
 from core.plan.choices import POLICIES, choices, micro_batches, smallest_change, with_settings
+from core.plan.estimate import at_length
 from parity_tests.conftest import REPO
 from scripts import cli, plan_check
 
@@ -22,6 +23,14 @@ def test_the_published_run(capsys, tmp_path):
     assert (data["parameters"], data["fits"], data["policy"]) == (1_241_581_568, True, "none")
     assert {choice["policy"] for choice in data["choices"]} == set(POLICIES)
     assert data["cost"] == pytest.approx(data["days"] * 24 * GPUS["h100"].price)
+
+
+def test_steps_of_another_length_take_their_own_time():
+    config = load_config(REPO / "configs/llama-1b.toml")
+    alone = {n: fits(at_length(config, n), "h100") for n in (2048, 4096)}
+    found = fits(config, "h100")
+    assert found.days == pytest.approx((18_000 * alone[2048].step_seconds + 2_000 * alone[4096].step_seconds) / 86400)
+    assert alone[4096].config.train.micro_batch_size == 8 and alone[4096].step_seconds > alone[2048].step_seconds
 
 
 def test_a_price(capsys, tmp_path):
@@ -65,7 +74,7 @@ def test_what_fits_nowhere_ends_with_2(capsys):
         (["plan", LLAMA, "--gpu", "a100-80", "--precision.policy", "fp8_rowwise"], "NVIDIA A100 SXM 80 GB has no FP8"),
         (["plan"], "nothing to plan: name a run file"),
         (["plan", LLAMA, "--json", "nowhere/plan.json"], "json = nowhere/plan.json: not a file"),
-        (["plan", LLAMA, "--train.micro-batch-size", "7"], "512 sequences are not divided"),
+        (["plan", LLAMA, "--train.micro-batch-size", "6"], "512 sequences are not divided"),
     ],
 )
 def test_refused_in_one_line(words, said, capsys):

@@ -64,9 +64,10 @@ def test_the_laptop_s_stage_trains(text: Path):
     }
     told = {
         "train.steps": 3,
-        "train.batch_size": 2,
-        "train.micro_batch_size": 1,
+        "train.batch_size": 4,
+        "train.micro_batch_size": 2,
         "train.sequence_length": 16,
+        "train.curriculum": "16:0.6, 32:0.4",
         "optim.warmup_steps": 1,
         "compile.enabled": "false",
         "eval.every": 0,

@@ -81,7 +81,7 @@ def test_the_count_sees_a_forgotten_tensor(monkeypatch):
 
     def forgetful(*arguments, **more):
         part = honest(*arguments, **more)
-        return parts.Part({k: v for k, v in part.saved.items() if k != "silu"}, part.forward, part.backward)
+        return parts.Part({k: v for k, v in part.saved.items() if k != "up"}, part.forward, part.backward)
 
     monkeypatch.setattr(memory, "mlp", forgetful)
     with pytest.raises(AssertionError):
