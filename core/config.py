@@ -190,8 +190,10 @@ class PrecisionConfig(Section):
         "bf16",
         description="operands of the matrix products; fp64, fp32: no casts; fp8: bf16 but for the block linears",
     )
-    cpu_products: Literal["blas", "onednn"] = Field(
-        "blas", description="FP32 products on the CPU in eager: torch's BLAS, or oneDNN, which sums in another order"
+    cpu_products: Literal["auto", "blas", "onednn"] = Field(
+        "auto",
+        description="FP32 products on the CPU in eager: of torch's BLAS, or of oneDNN, which sums in another order; "
+        "auto: oneDNN's under fp32 and tf32",
     )
     fp8_layers: str = Field("blocks.*", description="block linears in FP8, by name: patterns, separated by commas")
     fp8_fast_accumulation: bool = Field(True, description="FP8 on Hopper: the output's sums in its short accumulator")

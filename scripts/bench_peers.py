@@ -47,7 +47,7 @@ class BenchPeers:
     rows: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: all)")] = ()
     """of fp32-eager, bf16-eager, fp32-compiled, bf16-compiled"""
     without: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: nobody)")] = ()
-    """who does not take part, of lockstep-onednn, nanogpt, hugging-face"""
+    """who does not take part, of lockstep-blas, nanogpt, hugging-face"""
     rounds: int = 30
     """steps of each that count"""
     warmup: int = 8

@@ -13,7 +13,7 @@ from torch import Tensor
 from core.backend import Arrays
 from core.config import AttentionConfig, CompileConfig, RecomputeConfig, RunConfig
 from torch_backend.model import Llama, Tap, no_tap, rope_at
-from torch_backend.precision import POLICIES
+from torch_backend.precision import policy_of
 from torch_backend.session import resolve_device
 
 KEYS, VALUES = ".attn.k_rope", ".attn.v"
@@ -68,7 +68,7 @@ class Decoder:
         config = config.model_copy(update=eager)
         self.device = resolve_device(config)
         torch.set_float32_matmul_precision("high" if operand == "tf32" else "highest")
-        self.policy = POLICIES[operand]
+        self.policy = policy_of(config, self.device)
         with torch.device("meta"):
             self._model = Llama(config)
         self._model.to_empty(device=self.device).to(self.policy.stream)

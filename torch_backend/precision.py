@@ -50,17 +50,25 @@ POLICIES = {
 }
 
 
-def policy_of(config: RunConfig) -> Policy:
+def policy_of(config: RunConfig, device: torch.device) -> Policy:
     """The policy of a run. Raises UserError if it asks for oneDNN's products and torch was built without oneDNN."""
-    onednn = config.precision.cpu_products == "onednn"
-    if onednn and not torch.backends.mkldnn.is_available():
-        raise UserError("precision.cpu_products = 'onednn': this torch was built without oneDNN; take 'blas'")
-    return replace(POLICIES[config.precision.policy], onednn=onednn)
+    return replace(POLICIES[config.precision.policy], onednn=_by_onednn(config, device))
 
 
-def products_in_force(config: RunConfig) -> dict[str, str]:
+def products_in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
     """Whose FP32 products on the CPU are, for the table at start: said only where it is not torch's BLAS."""
-    return {"FP32 products": "oneDNN"} if config.precision.cpu_products == "onednn" else {}
+    return {"FP32 products": "oneDNN"} if _by_onednn(config, device) else {}
+
+
+def _by_onednn(config: RunConfig, device: torch.device) -> bool:
+    asked, available = config.precision.cpu_products, torch.backends.mkldnn.is_available()
+    if asked == "onednn" and not available:
+        raise UserError("precision.cpu_products = 'onednn': this torch was built without oneDNN; take 'blas'")
+    if asked != "auto":
+        return asked == "onednn"
+    # Under bf16 the few FP32 products, the head's, stay those that bounds were measured with.
+    wide = config.precision.policy in ("fp32", "tf32")
+    return available and wide and device.type == "cpu" and not config.compile.enabled
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float8: Float8 | None = None) -> Tensor:

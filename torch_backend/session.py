@@ -84,7 +84,7 @@ class TorchSession:
         switch(config, self.device)
         # For the process, as torch has it; said anew by every session that computes in FP32.
         torch.set_float32_matmul_precision("high" if config.precision.policy == "tf32" else "highest")
-        self.policy: Policy = policy_of(config)
+        self.policy: Policy = policy_of(config, self.device)
         self.float8 = float8(config.precision, self.device)
         # Gives the parts of a step their names (torch_backend/ranges.py).
         self.mark = marking(config, self.device)
@@ -498,7 +498,7 @@ class TorchSession:
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """Per-token `nll` and `top1` of `batch` in eager, under the run's policy or a named one."""
         tokens, targets, _ = self.to_device(batch)
-        chosen = POLICIES[policy] if policy else self.policy
+        chosen = replace(POLICIES[policy], onednn=self.policy.onednn) if policy else self.policy
         with torch.no_grad():
             nll, top1 = self._run(self.model.scores, tokens, targets, chosen, *self.documents(batch))
             return {"nll": _numpy(nll), "top1": _numpy(top1)}
@@ -726,7 +726,7 @@ class TorchBackend:
             "threads": torch.get_num_threads(),
             "in_force": {
                 "program": compiled,
-                **products_in_force(config),
+                **products_in_force(config, device),
                 "attention": in_force(config.attention, device, config.deterministic),
                 "loss head": loss_in_force(config.loss),
                 "recomputed": recompute_in_force(config.recompute),

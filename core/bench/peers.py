@@ -45,11 +45,11 @@ LOCKSTEP = "torch_backend.peers.lockstep:run"
 CONTENDERS = (
     Contender("lockstep", "Lockstep", LOCKSTEP, ours=True),
     Contender(
-        "lockstep-onednn",
-        "Lockstep, precision.cpu_products = onednn",
+        "lockstep-blas",
+        "Lockstep, precision.cpu_products = blas",
         LOCKSTEP,
         ours=True,
-        settings={"precision.cpu_products": "onednn"},
+        settings={"precision.cpu_products": "blas"},
         eager=True,
     ),
     Contender("nanogpt", "a loop in the manner of nanoGPT", "torch_backend.peers.nanogpt:run"),

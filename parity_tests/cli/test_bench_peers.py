@@ -17,10 +17,10 @@ QUICK = ("--rounds", "2", "--warmup", "2", "--threads", "1", "--without", "huggi
 def test_a_row_its_file_and_its_page(lockstep: Lockstep, here: Path) -> None:
     done = lockstep("bench", "peers", TINY, "--rows", "fp32-eager", *QUICK)
     assert (done.code, done.err) == (0, ""), done
-    assert "lockstep-onednn: " in done.out and "of nanogpt" in done.out
+    assert "lockstep-blas: " in done.out and "of nanogpt" in done.out
     found = json.loads((here / "bench_peers.json").read_text())
     (row,) = found["rows"]
-    assert row["status"] == "measured" and set(row["contenders"]) == {"lockstep", "lockstep-onednn", "nanogpt"}
+    assert row["status"] == "measured" and set(row["contenders"]) == {"lockstep", "lockstep-blas", "nanogpt"}
     assert str(here) not in json.dumps(found) and str(REPO) not in json.dumps(found)
     done = lockstep("bench", "peers", "--page", "page.md")
     assert done.code == 0 and "## fp32-eager" in (here / "page.md").read_text()
@@ -30,7 +30,7 @@ def test_a_row_its_file_and_its_page(lockstep: Lockstep, here: Path) -> None:
     ("arguments", "said"),
     [
         (["--rows", "fp33"], "command line: rows: fp33 is not a row; they are fp32-eager, bf16-eager, "),
-        (["--without", "keras"], "command line: without: keras is nobody; they are lockstep-onednn, nanogpt, "),
+        (["--without", "keras"], "command line: without: keras is nobody; they are lockstep-blas, nanogpt, "),
         (["--without", "nanogpt", "hugging-face"], "command line: without: nobody is left to compare with"),
         (["--rounds", "0"], "command line: rounds and warmup: at least one step each is needed"),
         (["--threads", "-1"], "command line: threads = -1: must be a number from 0 to 1024"),

@@ -51,6 +51,17 @@ def test_every_fp32_product_is_by_onednn(policy, linears, monkeypatch):
     assert not seen
 
 
+@pytest.mark.parametrize(
+    ("policy", "compiled", "onednn"), [("fp32", 0, 1), ("tf32", 0, 1), ("bf16", 0, 0), ("fp32", 1, 0)]
+)
+def test_auto(policy, compiled, onednn):
+    config = tiny_config(policy)
+    config = config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": bool(compiled)})})
+    assert precision.policy_of(config, torch.device("cpu")).onednn is bool(onednn)
+    assert not precision.policy_of(config, torch.device("cuda")).onednn
+    assert bool(precision.products_in_force(config, torch.device("cpu"))) is bool(onednn)
+
+
 def test_shapes_and_strides():
     draw = torch.Generator().manual_seed(0)
     for m, k, n in [(5, 3, 7), (1, 64, 1), (33, 17, 128)]:
