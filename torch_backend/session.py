@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.backend import Arrays, Batch, Gradients, NotSupported, Session, State, StepRecord
-from core.checkpoint import PARAMS
+from core.checkpoint import PARAMS, read_state
 from core.config import LossConfig, RunConfig
 from core.errors import UserError
 from core.finite import NotFinite, first_place
@@ -173,6 +173,9 @@ class TorchSession:
 
         Raises ValueError if names or shapes are not this model's, and what reading raises.
         """
+        if self.root is None:
+            self.load(read_state(folder, step, scalars))
+            return
         with Stored(folder) as stored:
             check_state(self.config, stored.shaped(step, scalars))
             for name, p in self.parameters.items():

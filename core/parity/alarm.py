@@ -22,7 +22,7 @@ from core.parity.step import flat
 from core.parity.verdict import Check, Finding
 
 # What a step's record holds besides its arithmetic.
-CLOCK = ("seconds", "tokens_per_second", "mfu", "metrics", "sample")
+CLOCK = ("seconds", "tokens_per_second", "mfu", "metrics", "host", "sample")
 NAMED = 5
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from core import checkpoint
+from core.backend import State
 from scripts import killed_at
+from torch_backend.session import TorchSession
 
 VARIABLE = "LOCKSTEP_FAULT"
 
@@ -30,16 +33,13 @@ def in_place() -> None:
 
 def moments_lost() -> None:
     """A resume begins with moments of zero."""
-    load = checkpoint.load_checkpoint
+    load = TorchSession.load
 
-    def without(folder: Path, read: Any = None) -> Any:
-        state, extra = load(folder, read)
-        for arrays in state.optimizer.values():
-            for name, array in arrays.items():
-                arrays[name] = 0 * array  # type: ignore[index]
-        return state, extra
+    def without(self: TorchSession, state: State) -> None:
+        zeros = {kind: {name: 0 * array for name, array in of.items()} for kind, of in state.optimizer.items()}
+        load(self, replace(state, optimizer=zeros))
 
-    checkpoint.load_checkpoint = without
+    TorchSession.load = without  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from parity_tests.loop.runs import STEPS, Folder
 Straight = Callable[[str], Folder]
 PACKAGES = ("core", "torch_backend", "jax_backend", "scripts")
 # Where the wall clock may be asked: what stands in run.json as a date.
-LABELS = {"core/run.py"}
+LABELS = {"core/run.py", "scripts/restart.py"}
 
 
 def test_a_clock_that_jumps_moves_no_number(
