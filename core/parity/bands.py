@@ -105,8 +105,10 @@ def carriers(x: np.ndarray) -> int:
 
 def participation(energy: np.ndarray) -> int:
     """How many of these non-negative numbers carry their sum: (Σe)² / Σe², their count if they are all alike."""
-    squares = float(np.square(energy).sum())
-    ratio = float(energy.sum()) ** 2 / squares if squares else math.nan
+    # In units of a power of two near the largest: the squares of energies of 1e160 are beyond FP64.
+    share = np.ldexp(energy, -int(np.frexp(energy.max())[1])) if energy.size else energy
+    squares = float(np.square(share).sum())
+    ratio = float(share.sum()) ** 2 / squares if squares else math.nan
     return max(1, round(ratio)) if math.isfinite(ratio) else energy.size
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from core.backend import Arrays, NotSupported
 from core.loss_scale import SCALE
 from core.names import GRADIENT, parameter_shapes
-from core.parity import bands
+from core.parity import bands, scalars
 from core.parity.compare import (
     Noise,
     Reference,
@@ -193,7 +193,7 @@ def _same_on_every_rank(evidence: Evidence) -> Iterator[Finding]:
     first, *others = evidence.ranks
     for key, stage in OF_EVERY_RANK.items():
         values = [getattr(report.record, key) for report in evidence.ranks]
-        differ = sum(value != values[0] for value in values[1:])
+        differ = sum(not scalars.same(value, values[0]) for value in values[1:])
         note = f"{key} by rank: {', '.join(map(str, values))}" if differ else ""
         yield exact(stage, f"{key}_of_ranks", differ, len(others), "equal on every rank", note)
     unequal = [

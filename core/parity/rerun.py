@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +18,7 @@ from core.init import init_parameters
 from core.parity.closer import look_closer
 from core.parity.evidence import Evidence, gather
 from core.parity.judge import Reference, judge
+from core.parity.scalars import same
 from core.parity.verdict import Check
 from core.run import RunDir
 from core.skips import as_its_own, first_scalars
@@ -147,7 +147,7 @@ def differing_fields(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> 
     """(field, then, now) of what two records of one step say differently; nothing if there is no record to compare."""
     if then is None:
         return []
-    return [(key, then.get(key), now[key]) for key in COMPARED if not _same(then.get(key), now[key])]
+    return [(key, then.get(key), now[key]) for key in COMPARED if not same(then.get(key), now[key])]
 
 
 def judged(evidence: Evidence, reference: Reference) -> Check:
@@ -158,11 +158,6 @@ def judged(evidence: Evidence, reference: Reference) -> Check:
         raise
     except (ValueError, KeyError) as error:
         raise UserError(f"the reference does not take this state: {error}") from error
-
-
-def _same(one: Any, other: Any) -> bool:
-    numbers = isinstance(one, float) and isinstance(other, float)
-    return one == other or (numbers and math.isnan(one) and math.isnan(other))
 
 
 def _step(path: Path) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,12 @@ CONFIDENCE = 6.0
 LANES, LONGEST_RUN = 16, 2**20
 # A handful of rounded operations: one division, one addition, one minimum.
 FEW_ULPS = 4.0
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of a record are equal: a NaN is what another NaN is, as in a step that was left out."""
+    numbers = isinstance(one, float) and isinstance(other, float)
+    return one == other or (numbers and math.isnan(one) and math.isnan(other))
 
 
 def ulps(value: float, exact: float, dtype: np.dtype[np.floating]) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 from core.atomic import write_atomically
 from core.errors import UserError
+from core.history import branches_begun, in_words
 from core.metrics import ATTENTION_LOGIT, SECONDS
 from core.report import parts
 from core.report.build import page
@@ -68,9 +69,15 @@ def build_comparison(folders: Sequence[Path], warn: Callable[[str], None] = lamb
         notes += [f"{name}: {note}" for note in (*run.notes, *own)]
     for note in notes:
         warn(note)
+    notes += [
+        f"{name}: settings were changed on purpose: {in_words(resume)}."
+        for run, name in zip(runs, names, strict=True)
+        for resume in branches_begun(run.about)
+    ]
     specs = charts(runs, names)
     every = [step for run in runs for step in (run.records[0]["step"], run.records[-1]["step"])]
-    data = {"domain": [min(every), max(every)], "charts": specs, "checks": [], "axes": AXES}
+    # No marks: a branch is one run's, at a step, and these curves are drawn by tokens and minutes as well.
+    data = {"domain": [min(every), max(every)], "charts": specs, "marks": [], "checks": [], "axes": AXES}
     body = "\n".join(
         [
             '<header class="head"><p class="eyebrow">Lockstep comparison</p>'

@@ -169,3 +169,11 @@ def test_tokens_of_one_prediction_count_once():
     weights[:] = 0.0
     weights[1, 1] = 1.0
     assert errors_of_loss(np.linspace(2.0, 2.5, 16).reshape(2, 8), batch) == 16
+
+
+def test_energies_beyond_the_root_of_fp64_are_counted_as_others() -> None:
+    """Gradients of 1e80 have energies whose squares FP64 does not hold."""
+    energy = np.array([1.0, 2.0, 3.0, 0.5])
+    assert bands.participation(energy * 2.0**600) == bands.participation(energy) == 3
+    assert bands.participation(np.array([np.inf, 1.0])) == 2
+    assert bands.participation(np.zeros(3)) == 3

@@ -94,3 +94,12 @@ def test_ranks_must_say_the_same(key: str, stage: str) -> None:
     changed: dict[str, Any] = {key: 3}
     other = replace(SAME, record=replace(RECORD, **changed))
     assert broken(judged(ranks=(SAME, other))) == [(stage, f"{key}_of_ranks")]
+
+
+def test_norms_that_are_nan_on_every_rank_are_the_same() -> None:
+    """A step that was left out: every rank says NaN. One that says a number has another norm."""
+    reports = [
+        replace(SAME, record=replace(RECORD, grad_norm=float("nan"), clip_coefficient=float("nan"))) for _ in range(2)
+    ]
+    assert broken(judged(ranks=tuple(reports))) == []
+    assert ("grad_norm", "grad_norm_of_ranks") in broken(judged(ranks=(reports[0], SAME)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -54,6 +55,22 @@ def page(runs: list[Path]) -> str:
 def figure_cells(page: str, name: str) -> list[str]:
     row = page.split(f'<th scope="row">{name}</th>')[1].split("</tr>")[0]
     return [cell.split("<small>")[0].replace("<b>", "").replace("</b>", "") for cell in row.split('<td class="n">')[1:]]
+
+
+def test_a_page_has_the_data_that_its_scripts_ask_for(page: str, runs: list[Path]) -> None:
+    """Both pages share page.js: what one of them does not carry ends its script before the first curve."""
+    for html in (page, build_report(runs[0])):
+        script = html.rsplit("<script>", 1)[1]
+        assert set(re.findall(r"\bdata\.(\w+)", script)) <= set(embedded(html))
+
+
+def test_branches_are_told(tmp_path: Path) -> None:
+    one, two = with_name(write_run(tmp_path / "a", steps=20), "one"), with_name(write_run(tmp_path / "b"), "two")
+    begun = {"step": 10, "branch": 2, "changed": {"optim.peak_lr": [0.003, 0.001]}, "settings": {}}
+    write_info(two / "run.json", read_info(two / "run.json") | {"resumes": [begun]})
+    assert "two: settings were changed on purpose: branch 2 from step 10: optim.peak_lr 0.003 → 0.001." in (
+        build_comparison([one, two])
+    )
 
 
 def test_curves_are_those_of_the_records_on_every_axis(page: str, runs: list[Path]) -> None:
