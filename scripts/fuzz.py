@@ -172,7 +172,7 @@ The cases stay in the pool.
 |---|---|
 | `report RUN --out DEVICE` or a pipe, as root | the device was replaced by a file |
 | a flag with the value `None` | it was taken for not given, silently |
-| stdout read by nobody (`… | head`) | exit code 1, which says that a check disagreed |
+| stdout read by nobody (`\\| head`) | exit code 1, which says that a check disagreed |
 | `--help` on a terminal of two columns | no end |
 | `--help` with stdout closed | an exception out of tyro |
 | `--json` or `--page` on a pipe that nobody reads | no end, after all the work |
