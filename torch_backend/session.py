@@ -219,22 +219,16 @@ class TorchSession:
 
         If the loss or a gradient is not finite, weights and moments stay: raises NotFinite, or counts a step left out.
         """
-        made, length = self.programs, batch.tokens.shape[1]
+        made = self.programs
         self.clock.begin()
         loss, nll = self.accumulate(batch)
         self.clock.mark(ACCUMULATED)
-        # A program for each of the run's lengths is no news.
-        due = not self._stepped or length in set(self.config.train.lengths) - self._stepped
-        anew = 0 if due else self.programs - made
-        self._stepped.add(length)
+        anew = self._made_anew(self.programs - made, batch.tokens.shape[1])
         if self._show_step:
             with self.clock.aside("checks"):
                 self._of_step = self._gradients(loss, nll)
         grads = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
-        with self.mark("clip"):
-            norm = global_norm(grads)
-            if self.ranks is not None:
-                norm = self.ranks.norm(norm)
+        norm = self._global_norm(grads)
         if norms:
             with self.clock.aside("logging"):
                 before = {n: p.detach().clone() for n, p in self.parameters.items()}
@@ -258,6 +252,27 @@ class TorchSession:
             raise NotFinite(record, self._first_not_finite(told_loss))
         if not finite and SCALE not in self.scalars:
             record = replace(record, left_out=self._first_not_finite(told_loss))
+        self._update(grads, coefficient, lr, finite)
+        metrics = dict(self.scalars) | ({RECOMPILED: float(anew)} if anew else {})
+        if norms:
+            with self.clock.aside("logging"):
+                updates = {n: p.detach() - before[n] for n, p in self.parameters.items()}
+                metrics |= norms_by_group(group_norms, self._norms(before), self._norms(updates))
+        self.clock.end()
+        return replace(record, metrics=metrics)
+
+    def _made_anew(self, programs: int, length: int) -> int:
+        """Of the programs that a step had made, those that are news: one for each of the run's lengths is none."""
+        due = not self._stepped or length in set(self.config.train.lengths) - self._stepped
+        self._stepped.add(length)
+        return 0 if due else programs
+
+    def _global_norm(self, grads: list[Tensor]) -> Tensor:
+        with self.mark("clip"):
+            norm = global_norm(grads)
+            return norm if self.ranks is None else self.ranks.norm(norm)
+
+    def _update(self, grads: list[Tensor], coefficient: Tensor, lr: float, finite: bool) -> None:
         with self.mark("clip"):
             torch._foreach_mul_(grads, coefficient)
         set_learning_rate(self.optimizer, lr)
@@ -266,13 +281,6 @@ class TorchSession:
                 self.optimizer.step()
         self.scalars = self.scalars_after(finite)
         self.steps_done += 1
-        metrics = dict(self.scalars) | ({RECOMPILED: float(anew)} if anew else {})
-        if norms:
-            with self.clock.aside("logging"):
-                updates = {n: p.detach() - before[n] for n, p in self.parameters.items()}
-                metrics |= norms_by_group(group_norms, self._norms(before), self._norms(updates))
-        self.clock.end()
-        return replace(record, metrics=metrics)
 
     def seconds_of_step(self) -> Mapping[str, float]:
         """Seconds of the last step by part, as `StepClock.take` says."""

@@ -255,6 +255,11 @@ function makeChart(spec) {
       body.append(element("path", {
         d: path(s, inside), fill: "none", stroke: colour, "stroke-linejoin": "round", "stroke-width": thin ? 1 : 1.7, opacity: thin ? 0.38 : 1,
       }));
+      // A line of one point has no length.
+      s.x.forEach((step, i) => {
+        const alone = inside(s.y[i]) && !(i > 0 && inside(s.y[i - 1])) && !(i + 1 < s.y.length && inside(s.y[i + 1]));
+        if (alone) body.append(element("circle", { cx: x(step), cy: y(s.y[i]), r: 2.5, fill: colour }));
+      });
     }
     s.x.forEach((step, i) => {
       const v = s.y[i], px = x(step);
