@@ -4,7 +4,7 @@
     python -m scripts.parity_matrix --page     the page alone
 
 A design in which every pair of values of two levers meets in some run, found greedily (Cohen et al. 1997, The AETG
-system): interactions of two levers are what the published stories are about, and all 720 combinations would take days.
+system): interactions of two levers are what the published stories are about, and all combinations would take days.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ LEVERS: dict[str, tuple[str, ...]] = {
     "head": ("full", "chunked", "torch"),
     "recomputed": ("none", "mlp", "block"),
     "micro-batches": ("1", "4"),
-    "ranks": ("1", "2"),
+    "ranks": ("1", "2, DDP", "2, FSDP"),
     "optimizer": ("adamw", "adamw8bit", "muon"),
 }
-# A model of two blocks in which every lever has something to do: several chunks, 8-bit blocks of 256 numbers.
+# A model of two blocks in which every lever has something to do: several chunks, 8-bit blocks of 256 numbers also on
+# each of two ranks.
 SMALL = {
     "model.layers": "2",
-    "model.hidden": "64",
+    "model.hidden": "128",
     "model.heads": "4",
     "model.kv_heads": "2",
-    "model.ffn_hidden": "128",
+    "model.ffn_hidden": "256",
     "train.sequence_length": "64",
     "train.batch_size": "16",
     "loss.chunk": "100",
@@ -74,14 +75,17 @@ def design(levers: Mapping[str, Sequence[str]]) -> list[Cell]:
 def settings(cell: Cell) -> dict[str, str]:
     """What a cell sets, as on the command line."""
     of = dict(zip(LEVERS, cell, strict=True))
-    size = int(SMALL["train.batch_size"]) // int(of["micro-batches"]) // int(of["ranks"])
-    return SMALL | {
+    ranks, _, strategy = of["ranks"].partition(", ")
+    size = int(SMALL["train.batch_size"]) // int(of["micro-batches"]) // int(ranks)
+    of_ranks = {"train.ranks": ranks} | ({"parallel.strategy": strategy.lower()} if strategy else {})
+    # Weights that are gathered block by block are compiled so.
+    scope = {"compile.scope": "blocks"} if strategy == "FSDP" else {}
+    return SMALL | of_ranks | scope | {
         "compile.enabled": str(of["program"] == "compiled").lower(),
         "precision.policy": of["precision"],
         "loss.head": of["head"],
         "recompute.parts": "" if of["recomputed"] == "none" else of["recomputed"],
         "train.micro_batch_size": str(size),
-        "train.ranks": of["ranks"],
         "optim.name": of["optimizer"],
     }
 
