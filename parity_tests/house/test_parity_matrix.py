@@ -32,7 +32,8 @@ def test_a_cell_fewer_is_a_pair_fewer():
 @pytest.mark.parametrize("cell", design(LEVERS), ids=" ".join)
 def test_every_cell_is_a_run(cell):
     config = load_config(REPO / CONFIG, settings(cell))
-    assert (config.train.accumulation, config.train.ranks) == (int(cell[4]), int(cell[5]))
+    assert (config.train.accumulation, config.train.ranks) == (int(cell[4]), int(cell[5][0]))
+    assert cell[5] == "1" or config.parallel.strategy == cell[5].split(", ")[1].lower()
     assert (config.precision.policy, config.optim.name) == (cell[1], cell[6])
     # Several chunks, or the chunked head is the whole one.
     assert config.train.micro_batch_size * config.train.sequence_length > config.loss.chunk
