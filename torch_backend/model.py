@@ -23,7 +23,7 @@ from torch_backend.lean import gated, scaled
 from torch_backend.library_heads import library_loss
 from torch_backend.loss import negative_log_likelihood, weighted_mean
 from torch_backend.precision import Policy, head, linear
-from torch_backend.recompute import Recompute, of_layer
+from torch_backend.recompute import KEPT, Recompute, of_layer
 
 Tap = Callable[[str, Tensor], Tensor]
 
@@ -221,6 +221,8 @@ class Llama(nn.Module):
         config, max_length = run.model, run.train.longest
         self.tap: Tap = no_tap
         self.recompute = of_layer(run.recompute, None)
+        # Whether whole blocks are computed again also where a tap looks.
+        self.tapped_again = True
         self.head = run.loss
         self.chunked_loss, self.library_loss = chunked_loss, library_loss
         self.z_loss = run.loss.z_loss
@@ -257,7 +259,8 @@ class Llama(nn.Module):
             assert isinstance(block, Block)
             # Without a tap no block asks for its name: under torch.compile all are one program.
             name = "" if tap is no_tap else f"blocks.{i}"
-            x_BSD = block.recompute("block", block, x_BSD, rope, policy, tap, name)
+            run = block.recompute if tap is no_tap or self.tapped_again else KEPT
+            x_BSD = run("block", block, x_BSD, rope, policy, tap, name)
         return tap("final_norm", self.recompute("norms", self.final_norm, x_BSD))
 
     @property

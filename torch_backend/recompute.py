@@ -56,6 +56,9 @@ class Recompute:
         return checkpoint(function, *arguments, **options)
 
 
+KEPT = Recompute(frozenset(), keep_products=False)
+
+
 def in_force(config: RecomputeConfig) -> str:
     """What is computed again, for the table at start."""
     parts = [part for part in PARTS if part in config.chosen]

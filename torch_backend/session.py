@@ -118,6 +118,8 @@ class TorchSession:
         model.to(self.policy.stream)
         if is_sharded(self.config) and dist.is_initialized():
             self.root = cut(model, self.config, self.device)
+            # A compiled block that was tapped would be another program the second time. Kept, it has the same bits.
+            model.tapped_again = not self.config.compile.enabled
         (self.root or model).to_empty(device=self.device)
         model.place_rope(self.device)
         for name, module in model.named_modules():
