@@ -129,7 +129,7 @@ def test_gradients_are_reduced_once_a_step_in_the_declared_dtype() -> None:
 
 
 def test_what_rank_0_alone_counts_in_is_not_rounded() -> None:
-    """A check's micro-batch is no reduction: its gradients are one process's, whatever the sum over ranks is made in."""
+    """A check's micro-batch is no reduction: its gradients are one process's, whatever ranks sum theirs in."""
     config = sharded("bf16", sections={"parallel": {"gradient_dtype": "bf16"}})
     parts, one = opened(config), alone(sharded("bf16"))
     parts.step(BATCH)
