@@ -33,7 +33,7 @@ from core.resume import Changes
 from core.run_info import CHANGED, SETTINGS, read_info, require_unchanged, settings_of, write_info
 
 CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records.jsonl", "parity.jsonl", "checkpoints"
-OBSERVATIONS, CAPSULES, SAVED = "observations", "capsules", "checkpoints.jsonl"
+OBSERVATIONS, CAPSULES, SPIKES, SAVED = "observations", "capsules", "spikes", "checkpoints.jsonl"
 LINES = RECORDS, CHECKS, SAVED
 NO_CHANGES = Changes()
 _OBSERVED = re.compile(r"step_(\d{6,})\.npz")
@@ -254,7 +254,7 @@ class RunDir:
     def resume_from(self, step: int, warn: Callable[[str], None] = warnings.warn) -> None:
         """Make the directory what it was after `step`, before going on from there, and note the resume in run.json.
 
-        Records, checks, observations and checkpoints of later steps belong to another future. They are moved to
+        Records, checks, observations, spikes and checkpoints of later steps belong to another future. They are moved to
         branches/NNN/, where nothing prunes them, and run.json lists them under `branches`; a branch that is begun on
         purpose leaves such a folder in any case, and is the one of the next number. Damaged lines are moved to
         damaged/NNN/ and listed under `damaged`; `warn` is told of them, and of steps whose lines are missing.
@@ -267,6 +267,7 @@ class RunDir:
         branch, aside = (self._next(kind) for kind in ("branches", "damaged"))
         late = [(p, Path()) for p in checkpoint.list_checkpoints(self.path / CHECKPOINTS) if _step(p) > step]
         late += [(p, Path(OBSERVATIONS)) for n, p in observation_files(self.path / OBSERVATIONS).items() if n > step]
+        late += [(p, Path(SPIKES)) for p in checkpoint.list_checkpoints(self.path / SPIKES) if _step(p) > step]
         try:
             for folder in (branch, aside):
                 if folder.exists():

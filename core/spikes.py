@@ -39,11 +39,11 @@ from core.data.origin import document_ids
 from core.errors import UserError
 from core.metrics import SPIKE
 from core.npz import read_npz
-from core.run import RunDir
+from core.run import SPIKES, RunDir
 from core.run_data import RunData
 from core.sinks.sink import Sink
 
-SPIKES, BATCH, ABOUT, SCHEMA = "spikes", "batch.npz", "about.json", 1
+BATCH, ABOUT, SCHEMA = "batch.npz", "about.json", 1
 WINDOW = 64
 # A deviation of less than a thousandth of the loss, six times, is no spike however quiet the losses were.
 FLOOR = 1e-3

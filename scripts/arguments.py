@@ -232,7 +232,16 @@ def _not_understood(unknown: list[str], command: type) -> list[str]:
     if not flags:
         return [f"{COMMAND_LINE}: not understood: {_quoted(unknown)}"] if unknown else []
     known = settings() | {field.name: None for field in dataclasses.fields(command)}
-    return list(dict.fromkeys(f"{COMMAND_LINE}: {unknown_key(_field_name(word), None, known)}" for word in flags))
+    return list(dict.fromkeys(f"{COMMAND_LINE}: {_not_known(word, known)}" for word in flags))
+
+
+def _not_known(word: str, known: dict[str, Any]) -> str:
+    name = _field_name(word)
+    if name in known and not re.match("--[^-]", word):
+        return f"{word.partition('=')[0]} is not an option; did you mean --{name.replace('_', '-')}?"
+    if name in settings():
+        return f"{name} is a setting of run files, and no option of this command (--help lists them)"
+    return unknown_key(name, None, known)
 
 
 def _quoted(words: list[str]) -> str:

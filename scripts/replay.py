@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     options, _ = parse(Replay, "replay", argv, with_settings=False)
     check_file("json", options.json)
     if not options.path.is_dir():
-        raise UserError(f"no such run or capsule: {options.path}")
+        raise UserError(f"no such run, capsule or spike: {options.path}")
     console = console_of_the_terminal()
     if is_spike(options.path):
         return _spike(console, options)
@@ -118,7 +118,7 @@ def _spike(console: Console, options: Replay) -> int:
     step, loss = about["step"], about["loss"]
     if options.step not in (None, step):
         raise UserError(f"{options.path} holds step {step}, not step {options.step}")
-    run, data = open_run(options.path.parent.parent, options.branch)
+    run, data = open_run(*_run_of_spike(options.path, options.branch))
     candidate = load_backend(spec(options.candidate or str(run.info.get("backend", "torch"))))
     config = attempt(lambda: on_device(run.config, options.device, candidate))
     found = attempt(lambda: replay_spike(run, about, kept, batches_of(run, data), candidate, config))
@@ -135,6 +135,14 @@ def _spike(console: Console, options: Replay) -> int:
         verdict = "agreed" if same else "disagreed"
         write_json(options.json, {"verdict": verdict, "step": step, "loss": found.record.loss, "recorded": loss})
     return EXIT["agreed" if same else "disagreed"]
+
+
+def _run_of_spike(path: Path, branch: int | None) -> tuple[Path, int | None]:
+    """The run of a spike, and the branch whose folder it lies in: RUN/branches/002/spikes/step_000123."""
+    folder = path.resolve().parent.parent
+    if folder.parent.name != "branches" or not folder.name.isdecimal():
+        return folder, branch
+    return folder.parent.parent, int(folder.name) if branch is None else branch
 
 
 def _run(console: Console, options: Replay) -> int:

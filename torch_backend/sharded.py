@@ -85,20 +85,21 @@ class Gather(DefaultAllGather):
 class SumAndCut(DefaultReduceScatter):
     """The sum of all ranks' gradients of a module, of which each keeps its part.
 
-    In a narrow dtype if one is declared: cast, summed, cast back, as DDP's buckets are (torch_backend/ranks.py). FSDP's
-    own `reduce_dtype` would add up micro-batches in it as well.
+    In a narrow dtype if `narrow` says one: cast, summed, cast back, as DDP's buckets are (torch_backend/ranks.py).
+    FSDP's own `reduce_dtype` would add up micro-batches in it as well.
     """
 
-    def __init__(self, begun: Callable[[Tensor], None], narrow: torch.dtype | None) -> None:
+    def __init__(self, begun: Callable[[Tensor], None], narrow: Callable[[], torch.dtype | None]) -> None:
         self._begun, self._narrow = begun, narrow
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         """input_tensor: every rank's part, one after another; output_tensor: this rank's. op is always the sum."""
         self._begun(input_tensor)
-        if self._narrow is None:
+        narrow = self._narrow()
+        if narrow is None:
             return super().__call__(output_tensor, input_tensor, group, dist.ReduceOp.SUM)
-        out = torch.empty_like(output_tensor, dtype=self._narrow)
-        work = super().__call__(out, input_tensor.to(self._narrow), group, dist.ReduceOp.SUM)
+        out = torch.empty_like(output_tensor, dtype=narrow)
+        work = super().__call__(out, input_tensor.to(narrow), group, dist.ReduceOp.SUM)
         output_tensor.copy_(out)
         return work
 

@@ -36,6 +36,8 @@ class ShardedRanks(Sharing):
         self._model, self._program = session.model, session.micro_loss
         self._parameters = list(session.parameters.values())
         self._each = session.config.parallel.reduce_every_micro_batch
+        # What rank 0 alone counts in is summed with zeros, which is no reduction, and nothing rounds it.
+        self._shared = False
         self._parts = parts(session.root)
         for name, part in self._parts.items():
             called = name.removeprefix("model.") or "embedding, final norm and head"
@@ -52,7 +54,11 @@ class ShardedRanks(Sharing):
 
     def sum_and_cut(self, called: str, members: Sequence[Tensor]) -> SumAndCut:
         """What sums a module's gradients over ranks."""
-        return SumAndCut(partial(self._noted, called, members), self._narrow)
+        return SumAndCut(partial(self._noted, called, members), self.narrow)
+
+    def narrow(self) -> torch.dtype | None:
+        """The dtype that gradients are summed in now, if it is a narrow one."""
+        return self._narrow if self._shared else None
 
     def _noted(self, called: str, members: Sequence[Tensor], gradients: Tensor) -> None:
         self.on_sent(f"the reduce-scatter of {called}")
@@ -67,7 +73,8 @@ class ShardedRanks(Sharing):
         Whole gradients accumulate on the rank and the last backward pass reduces their sum, as under DDP; or each one
         reduces its own, if so configured, and parts accumulate.
         """
-        if not self.shares(micros):
+        self._shared = self.shares(micros)
+        if not self._shared:
             self.root.set_requires_gradient_sync(True)
             yield from ((micro, self.alone) for micro in micros)
             return
@@ -103,6 +110,7 @@ class ShardedRanks(Sharing):
     def grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Whole gradients. They come by a backward pass: what autograd knows are the gathered weights."""
         self.root.set_requires_gradient_sync(True)
+        self._shared = False
         loss.backward()
         found = [None if t.grad is None else whole(t.grad) for t in wanted]
         for tensor in (*wanted, *self._parameters):

@@ -15,6 +15,8 @@ WRONG = [
     ("--optim.peek-lr 3", "command line: optim.peek_lr is not a setting; did you mean optim.peak_lr?"),
     ("--optim.peek-lr=3", "command line: optim.peek_lr is not a setting; did you mean optim.peak_lr?"),
     ("--modle.hidden 3", "command line: modle.hidden is not a setting; did you mean model.hidden?"),
+    ("-train.steps 3", "command line: -train.steps is not an option; did you mean --train.steps?"),
+    ("---optim.peak-lr=3", "command line: ---optim.peak-lr is not an option; did you mean --optim.peak-lr?"),
     ("--overwrit", "command line: overwrit is not a setting; did you mean overwrite?"),
     ("--optim.peak-lr abc", "command line: optim.peak_lr = 'abc': input should be a valid number"),
     ("--optim.peak-lr nan", "command line: optim.peak_lr = 'nan': input should be a finite number"),
@@ -77,6 +79,12 @@ def test_a_missing_positional(refused) -> None:
 )
 def test_wrong_options_of_parity(refused, run_file: Path, arguments: str, said: str) -> None:
     assert refused("parity", run_file, *arguments.split()) == said
+
+
+@pytest.mark.parametrize("command", [["bench", "best", "run.toml"], ["replay", "run"], ["sample", "run"]])
+def test_a_setting_that_a_command_does_not_take(refused, command: list[str]) -> None:
+    said = "command line: train.ranks is a setting of run files, and no option of this command (--help lists them)"
+    assert refused(*command, "--train.ranks", "2") == said
 
 
 def test_wrong_options_of_prepare(refused, run_file: Path) -> None:

@@ -92,6 +92,18 @@ def test_it_is_replayed_bit_for_bit(planted: Folder, tmp_path, capsys, monkeypat
     assert json.loads(verdict.read_text())["verdict"] == "agreed"
 
 
+def test_one_of_a_line_that_was_left_is_replayed_as_that(planted: Folder, tmp_path, capsys, monkeypatch) -> None:
+    """A resume from before it takes it along: what the branch does at this step is another thing."""
+    monkeypatch.setitem(backends.BY_NAME, "torch", f"{__name__}:Shuffled")
+    folder = Folder(tmp_path, planted.data)
+    shutil.copytree(planted.path / "run", tmp_path / "run")
+    assert folder.resume("run", "--from-step", "60", "--optim.peak-lr", "1e-4") == 0
+    left = tmp_path / "run" / "branches" / "001" / "spikes" / f"step_{AT:06d}"
+    assert cli.run(["replay", str(left)]) == 0
+    assert cli.run(["replay", str(tmp_path / "run" / "spikes" / left.name)]) == 0
+    assert capsys.readouterr().out.count("bit for bit as recorded") == 2
+
+
 def test_another_program_gives_another_loss(planted: Folder, capsys) -> None:
     """The unbroken trainer on the same batch: not what the run recorded."""
     assert cli.run(["replay", str(folder_of(planted))]) == 1

@@ -82,7 +82,7 @@ class _Mean(SumAndCut):
 
 class _MeanRanks(ShardedRanks):
     def sum_and_cut(self, called: str, members: Sequence[Tensor]) -> SumAndCut:
-        return _Mean(lambda gradients: self._noted(called, members, gradients), self._narrow)
+        return _Mean(lambda gradients: self._noted(called, members, gradients), self.narrow)
 
 
 class GradientsAveraged(TorchBackend):
@@ -99,7 +99,7 @@ class _NotReduced(SumAndCut):
 class _ForgettingRanks(ShardedRanks):
     def sum_and_cut(self, called: str, members: Sequence[Tensor]) -> SumAndCut:
         kind = _NotReduced if called == "blocks.1" else SumAndCut
-        return kind(lambda gradients: self._noted(called, members, gradients), self._narrow)
+        return kind(lambda gradients: self._noted(called, members, gradients), self.narrow)
 
 
 class OneBlockNotReduced(TorchBackend):

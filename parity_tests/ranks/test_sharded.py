@@ -128,6 +128,19 @@ def test_gradients_are_reduced_once_a_step_in_the_declared_dtype() -> None:
     assert all(np.array_equal(grad, theirs.grads[name]) for name, grad in ours.grads.items())
 
 
+def test_what_rank_0_alone_counts_in_is_not_rounded() -> None:
+    """A check's micro-batch is no reduction: its gradients are one process's, whatever ranks sum theirs in."""
+    config = sharded("bf16", sections={"parallel": {"gradient_dtype": "bf16"}})
+    parts, one = opened(config), alone(sharded("bf16"))
+    parts.step(BATCH)
+    one.load(parts.state())
+    ours, theirs = parts.gradients(MICRO), one.gradients(MICRO)
+    assert all(np.array_equal(grad, theirs.grads[name]) for name, grad in ours.grads.items())
+    taps = ["grad/blocks.0.attn.q_rope", "grad/embed.weight"]
+    seen, expected = parts.observe(MICRO, taps), one.observe(MICRO, taps)
+    assert all(np.array_equal(seen[name], expected[name]) for name in taps)
+
+
 def test_what_is_looked_at_is_the_weights_of_now() -> None:
     parts, one = opened(sharded("bf16")), alone(sharded("bf16"))
     taps = ["blocks.1.attn.out", "logits", "grad/blocks.0.attn.q_rope", "grad/embed.weight", "grad/final_norm"]
