@@ -101,7 +101,10 @@ def space(config: RunConfig, kind: str, batch: int, fp8: bool) -> Space:
     """Levers and their choices; on a CPU fewer, and nothing that takes minutes to compile."""
     from core.plan.choices import POLICIES
 
-    micro = [2**k for k in range(batch.bit_length()) if batch % 2**k == 0]
+    powers = [2**k for k in range(batch.bit_length()) if batch % 2**k == 0]
+    length, lengths = config.train.sequence_length, config.train.lengths
+    # The winner trains the whole run: at every length of its curriculum.
+    micro = [size for size in powers if all(size * length % other == 0 for other in lengths)]
     policies = {
         name: {
             "recompute.parts": policy.parts,
@@ -165,7 +168,7 @@ def find(options: BenchBest, given: dict[str, str]) -> int:
         kind = about["device"]["kind"] if given.get("device") != "cpu" else "cpu"
         config = load_config(options.config, {**given, "device": kind})
         batch = min(options.batch, config.train.batch_size)
-        fixed = {**given, "device": kind, "train.batch_size": str(batch), "train.ranks": "1"}
+        fixed = {**given, "device": kind, "train.batch_size": str(batch), "train.ranks": "1", "train.curriculum": ""}
         gpu = gpu_named(options.gpu or ("cpu" if kind == "cpu" else "h100"))
         found = candidates(
             space(config, kind, batch, options.fp8),
@@ -215,7 +218,7 @@ def run_file(options: BenchBest, given: dict[str, str], found: Search) -> str:
     won = flatten(found.of(found.winner).config.model_dump(mode="json"))
     base = flatten(load_config(options.config).model_dump(mode="json"))
     # The batch of a step stays the run's own; only how it is cut was searched for.
-    kept = {"device", "train.batch_size", "train.ranks"} - set(given)
+    kept = {"device", "train.batch_size", "train.ranks", "train.curriculum"} - set(given)
     tree: dict[str, Any] = {"base": os.path.relpath(options.config.resolve(), options.out.resolve().parent)}
     for key, value in won.items():
         if base[key] != value and key not in kept:

@@ -80,14 +80,19 @@ def settings(cell: Cell) -> dict[str, str]:
     of_ranks = {"train.ranks": ranks} | ({"parallel.strategy": strategy.lower()} if strategy else {})
     # Weights that are gathered block by block are compiled so.
     scope = {"compile.scope": "blocks"} if strategy == "FSDP" else {}
-    return SMALL | of_ranks | scope | {
-        "compile.enabled": str(of["program"] == "compiled").lower(),
-        "precision.policy": of["precision"],
-        "loss.head": of["head"],
-        "recompute.parts": "" if of["recomputed"] == "none" else of["recomputed"],
-        "train.micro_batch_size": str(size),
-        "optim.name": of["optimizer"],
-    }
+    return (
+        SMALL
+        | of_ranks
+        | scope
+        | {
+            "compile.enabled": str(of["program"] == "compiled").lower(),
+            "precision.policy": of["precision"],
+            "loss.head": of["head"],
+            "recompute.parts": "" if of["recomputed"] == "none" else of["recomputed"],
+            "train.micro_batch_size": str(size),
+            "optim.name": of["optimizer"],
+        }
+    )
 
 
 def run(cell: Cell) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from core.errors import UserError
 # A candidate that a plan takes for so much slower than its best is not measured: plans are not that far off.
 SLOWER = 1.5
 LEADERS = 3
+OUT_OF_TIME = "the time was up"
 # Lever → choice → settings (dotted key → text).
 Space = Mapping[str, Mapping[str, Mapping[str, str]]]
 Choices = tuple[tuple[str, str], ...]  # (lever, choice), in the order of the space
@@ -144,31 +145,37 @@ def search(
         longest = max(longest, clock() - began)
         return result
 
-    while True:
-        one = _next(found)
-        if one is None:
-            found.ended = "no neighbour of the best was left"
-            break
-        if left() - longest <= min(LEADERS * longest, seconds / 2):
-            found.ended = "the time was up"
-            break
-        found.results[one.choices] = run(one, few)
-        found.order.append(one.choices)
-        told(one, found.results[one.choices])
-    leaders = found.measured()[:LEADERS]
+    def climb() -> None:
+        while (one := _next(found)) is not None:
+            if left() - longest <= min(LEADERS * longest, seconds / 2):
+                found.ended = OUT_OF_TIME
+                return
+            found.results[one.choices] = run(one, few)
+            found.order.append(one.choices)
+            told(one, found.results[one.choices])
+
+    def hold_against_each_other() -> None:
+        leaders = found.measured()[:LEADERS]
+        for choices in leaders if len(leaders) > 1 else ():
+            if choices in final or left() <= longest:
+                continue
+            result = run(found.of(choices), many)
+            told(found.of(choices), result)
+            if result["status"] == "measured" or result["status"] == "not_finite":
+                found.results[choices] = result
+            if result["status"] == "measured":
+                final[choices] = result["median"]
+
     final: dict[Choices, float] = {}
-    for choices in leaders if len(leaders) > 1 else ():
-        if left() <= longest:
-            break
-        result = run(found.of(choices), many)
-        told(found.of(choices), result)
-        if result["status"] == "measured" or result["status"] == "not_finite":
-            found.results[choices] = result
-        if result["status"] == "measured":
-            final[choices] = result["median"]
-    # One that was measured over more steps is not held against one that was not.
-    standing = found.measured()
-    found.winner = min(final, key=lambda c: final[c]) if final else standing[0] if standing else None
+    while not found.ended:
+        climb()
+        hold_against_each_other()
+        # One that was measured over more steps is not held against one that was not.
+        standing = found.measured()
+        found.winner = min(final, key=lambda c: final[c]) if final else standing[0] if standing else None
+        # Over more steps another may have won, whose neighbours are still to be tried.
+        if not found.ended and _next(found) is None:
+            found.ended = "no neighbour of the best was left"
 
 
 def judged(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,9 +194,10 @@ def _next(found: Search) -> Candidate | None:
     """The next to measure: the plan's fastest until one could be measured, then neighbours of the best."""
     untried = [one for one in found.candidates if one.choices not in found.results]
     best = next(iter(found.measured()), None)
-    if best is not None:
-        untried = [one for one in untried if distance(one.choices, best) == 1]
-    return untried[0] if untried else None
+    if best is None:
+        return untried[0] if untried else None
+    around = (best, found.winner) if found.winner else (best,)
+    return next((one for centre in around for one in untried if distance(one.choices, centre) == 1), None)
 
 
 def distance(one: Choices, other: Choices) -> int:
@@ -271,8 +279,9 @@ def page(data: Mapping[str, Any]) -> str:
         lines += ["No candidate could be measured.", ""]
     lines += ["## Why", "", "The winner with one lever changed:", ""]
     lines += table(("lever", "instead", "step", "against the winner", "memory"), map(_difference, data["differences"]))
-    lines += ["", "## Left out without a run", ""]
-    lines += table(("why", "combinations"), ((row["reason"], f"{row['count']:,}") for row in data["pruned"]))
+    if data["pruned"]:
+        lines += ["", "## Left out without a run", ""]
+        lines += table(("why", "combinations"), ((row["reason"], f"{row['count']:,}") for row in data["pruned"]))
     lines += ["", "## Measured, in this order", ""]
     lines += table(("candidate", "predicted", "step", "steps", "memory", "remark"), map(_measured, data["measured"]))
     return "\n".join([*lines, ""])
@@ -294,7 +303,9 @@ def _measured(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _gb(size: float | None) -> str:
-    return "" if size is None else f"{size / 1e9:.2f} GB"
+    if size is None:
+        return ""
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
 
 
 def table(headers: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
