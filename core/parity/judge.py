@@ -51,12 +51,8 @@ def judge(evidence: Evidence, reference: Reference) -> Check:
         )
         for part in parts:
             findings += _as_far_as_it_goes(part, missing)
-        if evidence.before.scalars and repeated and _overflows(kept) and _overflows(repeated.twin):
-            there = [f for f in findings if all(math.isfinite(m.value) for m in f.measures)]
-            gone, scale = len(findings) - len(there), evidence.before.scalars.get(SCALE)
-            at_scale = f"FP16 cannot hold at a loss scale of {scale:g}, as its twin cannot" if scale else ""
-            missing.append(f"{gone} comparisons of what {at_scale or 'is not finite, nor is its twin'}")
-            findings = there
+        if repeated:
+            findings = _finite_or_blamed(findings, evidence.before, kept, repeated, missing)
     else:
         missing.append("all that follows from the weights: the reference has no such parameters")
     unseen = len(evidence.tapped.tokens) - len(evidence.weighted.tokens)
@@ -85,6 +81,7 @@ def judge_observations(
     missing = ["local checks: they need tensors, and only sketches were recorded", *reference.not_asked]
     repeated = end_to_end.repeat(found, state, probe, tapped, reference, missing)
     findings = list(end_to_end.compare_with(found, repeated, reference))
+    findings = _finite_or_blamed(findings, state, found, repeated, missing)
     return Check(int(about["step"]), in_order(findings), tuple(missing), time.perf_counter() - started)
 
 
@@ -92,6 +89,23 @@ def in_order(findings: list[Finding]) -> tuple[Finding, ...]:
     """Findings in the order of the chain; what is local before what came end to end."""
     scopes = {"local": 0, "over_steps": 1, "end_to_end": 2}
     return tuple(sorted(findings, key=lambda f: (*place(f.stage, f.phase, f.layer), scopes[f.scope])))
+
+
+def _finite_or_blamed(
+    findings: list[Finding],
+    before: State,
+    kept: Mapping[str, Observation],
+    repeated: end_to_end.Repeated,
+    missing: list[str],
+) -> list[Finding]:
+    """The findings without those that are not finite, of a step that its twin leaves out as well."""
+    if not (before.scalars and _overflows(kept) and _overflows(repeated.twin)):
+        return findings
+    there = [f for f in findings if all(math.isfinite(m.value) for m in f.measures)]
+    gone, scale = len(findings) - len(there), before.scalars.get(SCALE)
+    at_scale = f"FP16 cannot hold at a loss scale of {scale:g}, as its twin cannot" if scale else ""
+    missing.append(f"{gone} comparisons of what {at_scale or 'is not finite, nor is its twin'}")
+    return there
 
 
 def _overflows(found: Mapping[str, Observation]) -> bool:

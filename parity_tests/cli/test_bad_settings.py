@@ -81,10 +81,10 @@ def test_wrong_options_of_parity(refused, run_file: Path, arguments: str, said: 
     assert refused("parity", run_file, *arguments.split()) == said
 
 
-@pytest.mark.parametrize("command", [["bench", "best", "run.toml"], ["replay", "run"], ["sample", "run"]])
-def test_a_setting_that_a_command_does_not_take(refused, command: list[str]) -> None:
+@pytest.mark.parametrize("command", [["bench", "best"], ["replay"], ["sample"]])
+def test_a_setting_that_a_command_does_not_take(refused, run_file: Path, command: list[str]) -> None:
     said = "command line: train.ranks is a setting of run files, and no option of this command (--help lists them)"
-    assert refused(*command, "--train.ranks", "2") == said
+    assert refused(*command, run_file, "--train.ranks", "2") == said
 
 
 def test_wrong_options_of_prepare(refused, run_file: Path) -> None:

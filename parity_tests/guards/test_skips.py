@@ -25,7 +25,7 @@ from parity_tests.guards.candidates import AT_STEP, GRADIENT_OF
 from parity_tests.guards.test_not_finite import config_of, steps_until
 from parity_tests.loop.runs import Folder, one_line
 from parity_tests.tiny import text_batch, tiny_config
-from scripts import backends
+from scripts import backends, cli
 from torch_backend import world
 from torch_backend.session import TorchBackend, TorchSession
 
@@ -237,3 +237,12 @@ def test_not_finite_without_a_word_is_still_an_error() -> None:
     with pytest.raises(NotFinite, match="2 left out in a row"):
         require_progress(replace(record, metrics={IN_A_ROW: 2.0}), 2)
     require_progress(replace(record, metrics={IN_A_ROW: 1.0}), 2)
+
+
+def test_a_step_that_was_left_out_is_replayed_from_its_sketches(folder: Folder, capsys: Any) -> None:
+    """What FP16 does not hold, its twin does not hold either: no disagreement, and told as not covered."""
+    settings = {"precision.policy": "fp16", "precision.loss_scale": 2.0**60, "parity.record_every": 1, "train.steps": 4}
+    assert folder.train("run", settings) == 0
+    assert folder.records("run")[0]["metrics"][SKIPPED] == 1
+    assert cli.run(["replay", str(folder.path / "run"), "--step", "1"]) == 0
+    assert "from its sketches" in (said := capsys.readouterr().out) and "as its twin cannot" in said
