@@ -52,7 +52,7 @@ from torch_backend.sketch import sign_table, sketch, sketches_of
 ROOT = Path(__file__).resolve().parent.parent
 LARGE = ROOT / "configs/llama-1b.toml"
 # The 1.24B model's blocks where memory is short: width, heads and feed-forward are its own.
-SCALED = {"model.layers": "1", "model.vocab_size": "4096", "train.sequence_length": "128"}
+SCALED = {"model.layers": "1", "model.vocab_size": "4096", "train.sequence_length": "128", "train.curriculum": ""}
 SCALED |= {"train.batch_size": "1", "train.micro_batch_size": "1", "device": "cpu", "train.ranks": "1"}
 MOST_THREADS = 1024
 

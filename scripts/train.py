@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from core.errors import UserError
+from core.jsonl import in_ranges
 from core.launch import launched, require_ranks
 from scripts.arguments import parse
 from scripts.backends import REFERENCE, on_its_device, spec
@@ -147,7 +148,7 @@ def _train(
     if done >= config.train.steps:
         run.finish()
         console.print("all steps are done", markup=False)
-        return _exit_code(run)
+        return _exit_code(run, done, console)
     if config.deterministic:
         about = prove_run(run, session, data.batch(done + 1), done + 1, about, versions())
     print_start(console, run, data, about)
@@ -168,7 +169,7 @@ def _train(
     if ending == "interrupted":
         console.print(f"stopped; go on with: lockstep train --resume {run.path}", markup=False, soft_wrap=True)
         return 130
-    return _exit_code(run)
+    return _exit_code(run, done, console)
 
 
 def _alarm(
@@ -241,9 +242,13 @@ def _of_this_launch(options: Train, given: Mapping[str, str]) -> RunDir | None:
     return run_of_this_launch(options.out / load_config(options.config, given).name, options.overwrite)
 
 
-def _exit_code(run: RunDir) -> int:
-    """1 if any check of the run disagreed, before or after a resume."""
-    return int(any(line.get("verdict") == "disagreed" for line in run.checks()))
+def _exit_code(run: RunDir, done: int, console: Console) -> int:
+    """1 if any check of the run disagreed, before or after the resume at `done`; which before, is said."""
+    bad = [line["step"] for line in run.checks() if line.get("verdict") == "disagreed"]
+    if before := [step for step in bad if step <= done]:
+        said = f"checks that disagreed before this resume: {in_ranges(before)}; so this ends with exit code 1"
+        console.print(said, style="bold red", markup=False, soft_wrap=True)
+    return int(bool(bad))
 
 
 @dataclass(frozen=True)

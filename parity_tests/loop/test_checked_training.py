@@ -34,6 +34,7 @@ def test_a_disagreement_is_exit_code_1_also_after_a_resume(
     assert "parity disagreed; origin: attn_norm (forward, layer 0, at blocks.0.attn_norm" in capsys.readouterr().out
     assert folder.run("accused").info["finished"]
     assert folder.resume("accused") == 1
+    assert "checks that disagreed before this resume: 1, 4; so this ends with exit code 1" in capsys.readouterr().out
 
 
 def test_a_reference_that_fails_costs_no_step(
