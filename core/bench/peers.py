@@ -31,14 +31,14 @@ COMPARED = 8
 
 @dataclass(frozen=True)
 class Contender:
-    """Who takes part. program: module:function. settings: over the row's. eager: knows no compiled row."""
+    """Who takes part. program: module:function. settings: over the row's. only: the row it is for, on the CPU."""
 
     name: str
     about: str
     program: str
     ours: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
-    eager: bool = False
+    only: str = ""
 
 
 LOCKSTEP = "torch_backend.peers.lockstep:run"
@@ -50,7 +50,7 @@ CONTENDERS = (
         LOCKSTEP,
         ours=True,
         settings={"precision.cpu_products": "blas"},
-        eager=True,
+        only="fp32-eager",
     ),
     Contender("nanogpt", "a loop in the manner of nanoGPT", "torch_backend.peers.nanogpt:run"),
     Contender("hugging-face", "Hugging Face Trainer, LlamaForCausalLM", "torch_backend.peers.hugging_face:run"),
@@ -67,9 +67,8 @@ ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-9}
 
 
 def taking_part(row: str, device: str, contenders: Sequence[Contender] = CONTENDERS) -> list[Contender]:
-    """Who takes part in a row: oneDNN's products are for eager rows on the CPU."""
-    fits = ROWS[row] | EAGER == ROWS[row] and device == "cpu"
-    return [contender for contender in contenders if fits or not contender.eager]
+    """Who takes part in a row: whose products FP32 has is a choice in eager on the CPU alone."""
+    return [one for one in contenders if not one.only or (one.only == row and device == "cpu")]
 
 
 def check_comparable(config: RunConfig) -> None:
