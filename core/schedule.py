@@ -58,9 +58,9 @@ def _left(optim: OptimConfig, done: float) -> float:
 
 def sequence_length(train: TrainConfig, step: int) -> int:
     """Tokens a sequence of step `step` (from 1), as `train.curriculum` says; beyond the last step, of the last one."""
-    if not train.curriculum:
-        return train.sequence_length
     found = pieces(train.curriculum)
+    if not found:
+        return train.sequence_length
     return found[min(bisect_left(last_steps(train.curriculum, train.steps), step), len(found) - 1)].length
 
 

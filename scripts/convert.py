@@ -82,7 +82,10 @@ def convert(source: Path, target: Path, to: str) -> Path:
 
     state, extra = load_checkpoint(source, read_orbax)
     write = writing(to)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {target.parent}: {error.strerror or error}") from error
     begin_checkpoint(target, state.step, lambda folder: write(state, folder), extra, read_random(source)).commit()
     again, _ = load_checkpoint(target, read_orbax)
     if differing := differences(state, again):

@@ -146,8 +146,9 @@ def test_tokens_of_a_step_and_of_a_micro_batch_stay():
         assert batch_size(TRAIN, step) == TRAIN.accumulation * TRAIN.micro_batch_of(length)
 
 
-def test_without_a_curriculum_there_is_one_length():
-    train = TRAIN.model_copy(update={"curriculum": ""})
+@pytest.mark.parametrize("text", ["", " ", "\x1d", " , "])
+def test_without_a_curriculum_there_is_one_length(text):
+    train = TRAIN.model_copy(update={"curriculum": text})
     assert (train.lengths, train.longest) == ((32,), 32)
     assert [(sequence_length(train, s), batch_size(train, s)) for s in (1, 20)] == [(32, 8)] * 2
     assert train.micro_batch_of(32) == train.micro_batch_of(7) == 4

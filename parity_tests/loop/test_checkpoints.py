@@ -248,6 +248,7 @@ def test_what_cannot_be_converted(folder: Folder, capsys: pytest.CaptureFixture[
 
     assert "neither a checkpoint nor a run" in refused(folder.path / "nowhere", folder.path / "to")
     assert "--to torch or --to jax" in refused(folder.path / "one", folder.path / "to")
+    assert "cannot make /proc/nowhere: No such file" in refused(path, "/proc/nowhere/to")
     (weights,) = path.glob("*model*")
     weights.write_bytes(weights.read_bytes()[:-1])
     assert f"{weights} has" in refused(path, folder.path / "to")
