@@ -147,7 +147,7 @@ TEXT = """- done: exit code 0, or 130 after the flag that Ctrl-C sets; what it l
 - shown: help, or a table.
 - refused: exit code 2; every line on stderr begins with `lockstep: `, names the flag, key or file, has no more than 300
   characters, none of them invisible, and no name of a Python class; no file was made or changed.
-- WRONG: anything else, such as a traceback, an error that nobody foresaw, 150 seconds without an end.
+- WRONG: anything else, such as a traceback, an error that nobody foresaw, 60 seconds without an end.
 
 Cases are drawn by hypothesis from the schema of the settings (parity_tests/cli/fuzz/cases.py), so that a new setting is
 covered as it comes: values within, on and beside their bounds and far out, NaN, numbers of thousands of digits, control

@@ -87,6 +87,8 @@ def update_inputs(config: RunConfig, steps_done: int = 2) -> dict[str, np.ndarra
 def test_the_twin_rounds_as_the_trainer_does(name, dtype):
     """In FP32, against the exact update: both are as far off, and less far from each other than from it."""
     config = run_of(name, ns_dtype=dtype)
+    # Of one draw of weights, whatever the machine's: one element at a tie of bf16 is enough to part two iterations.
+    config = config.model_copy(update={"precision": config.precision.model_copy(update={"cpu_products": "blas"})})
     inputs = update_inputs(config)
     exact_config = config.model_copy(update={"precision": config.precision.model_copy(update={"policy": "fp64"})})
     c, w = (backend.open(config).run_stage("update", inputs) for backend in (TorchBackend(), JaxBackend()))
@@ -100,8 +102,7 @@ def test_the_twin_rounds_as_the_trainer_does(name, dtype):
         bf16 = dtype == "bf16" and key.startswith("params/") and by_muon(config.optim, key.removeprefix("params/"))
         assert error < (0.05 if rounded or bf16 else 1e-3)
         assert error > (1e-3 if rounded or bf16 else 0.0)
-        # Were their roundings independent, they would be √2 · error apart.
-        assert relative(ours, twin) < (error if bf16 else 0.5 * error if rounded else max(4 * error, 1e-7)), key
+        assert relative(ours, twin) < (0.5 * error if rounded or bf16 else max(4 * error, 1e-7)), key
 
 
 def test_eight_bit_moments_are_the_same_bits_in_jax():

@@ -24,7 +24,7 @@ from unittest import mock
 from parity_tests.cli.fuzz.cases import Case
 from parity_tests.cli.workspace import REPO, Done, write_workspace
 
-SECONDS = 150
+SECONDS = 60
 STEPS = 2
 
 CANDIDATE = """
