@@ -67,6 +67,7 @@ def _bears_on_rows(key: str) -> bool:
 
 def main(argv: list[str]) -> int:
     """Measure, print the table; or write the page."""
+    from core.bench.files import write_page
     from core.bench.page import page
     from core.bench.results import load_results
     from core.bench.rows import chosen
@@ -82,10 +83,7 @@ def main(argv: list[str]) -> int:
     check_file("page", options.page)
     results = load_results(options.json)
     if options.page:
-        try:
-            options.page.write_text(page(results))
-        except OSError as error:
-            raise UserError(f"cannot write {options.page}: {error.strerror}") from error
+        write_page(options.page, page(results))
         print(options.page)
         return 0
     # What is wrong with them is said before anything is started.

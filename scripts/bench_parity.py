@@ -30,6 +30,7 @@ from torch import Tensor
 
 from core.atomic import write_atomically
 from core.bench import parity_costs
+from core.bench.files import read_results, write_page
 from core.bench.parity_costs import CHECK, OFF, SHADOW, SKETCHES
 from core.budget import parameter_count
 from core.config import RunConfig
@@ -273,7 +274,10 @@ def main(argv: list[str]) -> int:
     check_file("json", options.json)
     check_file("page", options.page)
     if options.page:
-        return _write_page(options.json, options.page)
+        results = read_results(options.json, parity_costs.SUITE, parity_costs.SCHEMA)
+        write_page(options.page, parity_costs.page(results))
+        print(options.page)
+        return 0
     torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
     found = {
         "schema": parity_costs.SCHEMA,
@@ -289,22 +293,4 @@ def main(argv: list[str]) -> int:
             found["models"].append(own.submit(measure_large, options, torch.get_num_threads()).result())
     write_atomically(options.json, [(json.dumps(found, indent=1) + "\n").encode()])
     print(parity_costs.page(found))
-    return 0
-
-
-def _write_page(source: Path, target: Path) -> int:
-    try:
-        found = json.loads(source.read_text())
-        right = (found["schema"], found["suite"]) == (parity_costs.SCHEMA, parity_costs.SUITE)
-    except OSError as error:
-        raise UserError(f"cannot read {source}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError):
-        right = False
-    if not right:
-        raise UserError(f"{source} is no JSON of `lockstep bench parity` (schema {parity_costs.SCHEMA})")
-    try:
-        target.write_text(parity_costs.page(found))
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror}") from error
-    print(target)
     return 0

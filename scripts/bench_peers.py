@@ -64,13 +64,16 @@ class BenchPeers:
 
 def main(argv: list[str]) -> int:
     """Measure the rows, or write the page."""
-    from core.bench.peers import ROWS, check_comparable
+    from core.bench.files import read_results, write_page
+    from core.bench.peers import ROWS, SCHEMA, SUITE, check_comparable, page
     from core.config_file import load_config
 
     options, given = parse(BenchPeers, "bench peers", argv, with_settings=True, shown=_bears_on_it)
     _check(options)
     if options.page:
-        return _write_page(options.json, options.page)
+        write_page(options.page, page(read_results(options.json, SUITE, SCHEMA)))
+        print(options.page)
+        return 0
     contenders = _contenders(options.without)
     given = {"device": "cpu", "train.ranks": "1", **given}
     rows = list(options.rows or ROWS)
@@ -193,26 +196,6 @@ def _about(config: RunConfig, threads: int) -> dict[str, Any]:
     dumped = config.model_dump(mode="json")
     about = {key: dumped[key] for key in ("name", "seed", "model", "train", "optim")}
     return {"device": {**device, "threads": threads}, "versions": found, "config": about}
-
-
-def _write_page(source: Path, target: Path) -> int:
-    from core.bench.peers import SCHEMA, SUITE, page
-
-    try:
-        results = json.loads(source.read_text())
-        right = (results["schema"], results["suite"]) == (SCHEMA, SUITE)
-    except OSError as error:
-        raise UserError(f"cannot read {source}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError):
-        right = False
-    if not right:
-        raise UserError(f"{source} is no JSON of `lockstep bench peers` (schema {SCHEMA})")
-    try:
-        target.write_text(page(results))
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror}") from error
-    print(target)
-    return 0
 
 
 if __name__ == "__main__":

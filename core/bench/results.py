@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from core.atomic import write_atomically
+from core.bench.files import read_results
 from core.budget import floor_seconds, hfu, mfu, peak_flops
 from core.config import RunConfig
 from core.errors import UserError
@@ -43,16 +44,10 @@ def load_results(path: Path) -> dict[str, Any]:
     """The file, or an empty bench if there is none. Raises UserError if it is not the JSON of this bench."""
     if not path.exists():
         return {"schema": SCHEMA, "suite": SUITE, "series": []}
-    try:
-        found = json.loads(path.read_text())
-        right = found["schema"] == SCHEMA and found["suite"] == SUITE and isinstance(found["series"], list)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError):
-        right = False
-    if not right:
-        raise UserError(f"{path} is no JSON of `lockstep bench step` (schema {SCHEMA}); name another file")
-    return dict(found)
+    found = read_results(path, SUITE, SCHEMA)
+    if not isinstance(found.get("series"), list):
+        raise UserError(f"{path} holds no series of `lockstep bench {SUITE}`; name another file")
+    return found
 
 
 def save_results(path: Path, results: Mapping[str, Any]) -> None:

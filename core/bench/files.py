@@ -1,0 +1,30 @@
+"""The files of a bench: its JSON, which says of itself which suite and schema it is, and a page made from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from core.errors import UserError
+
+
+def read_results(path: Path, suite: str, schema: int) -> dict[str, Any]:
+    """The results in a file. Raises UserError if it cannot be read or is not the JSON of this suite."""
+    try:
+        found = json.loads(path.read_text())
+        if (found["schema"], found["suite"]) == (schema, suite):
+            return dict(found)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{path} is no JSON of `lockstep bench {suite}` (schema {schema}); name another file")
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page. Raises UserError if it cannot be written."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
