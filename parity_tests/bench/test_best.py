@@ -196,6 +196,17 @@ def test_a_candidate_that_hangs_ends_with_the_time():
     assert machine.now == 30.0 and found.winner is None
 
 
+def test_micro_batches_are_whole_at_every_length_of_the_run():
+    """At 4,096 tokens a sequence one sequence of 2,048 is half of one."""
+    from core.config_file import load_config
+
+    found = {
+        text: space(load_config(REPO / "configs/llama-1b.toml", {"train.curriculum": text}), "cuda", 8, False)
+        for text in ("", "2048:0.9, 4096:0.1")
+    }
+    assert [list(choices["micro-batch"]) for choices in found.values()] == [["8", "4", "2", "1"], ["8", "4", "2"]]
+
+
 def test_the_plan_prunes_the_published_run():
     """Of [64, 2048] at once without checkpointing nothing fits on one H100, and what fits is among the candidates."""
     from core.config_file import load_config
