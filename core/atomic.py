@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 TEMPORARY_SUFFIX = ".lockstep-tmp"
 _SEAL = "seal"

@@ -19,8 +19,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from core.config import AttentionConfig, RunConfig, TrainConfig
-from core.loss_scale import SKIPPED
+from lockstep.core.config import AttentionConfig, RunConfig, TrainConfig
+from lockstep.core.loss_scale import SKIPPED
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -210,8 +210,8 @@ class Session(Protocol):
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """One optimizer step on `batch`; `norms` adds norms by group to the record (a check never asks for them).
 
-        Of a step whose loss or gradients are not finite nothing changes: raises core.finite.NotFinite, or leaves it out
-        and counts it (core/skips.py).
+        Of a step whose loss or gradients are not finite nothing changes: raises lockstep.core.finite.NotFinite, or
+        leaves it out and counts it (core/skips.py).
         """
         ...
 

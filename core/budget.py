@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from core.config import BLOCK_LINEARS, ModelConfig, RunConfig
-from core.errors import UserError
-from core.groups import BLOCK, by_muon, in_eight_bits, moment_kinds
-from core.names import GROUPS, group_of, parameter_shapes
+from lockstep.core.config import BLOCK_LINEARS, ModelConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.groups import BLOCK, by_muon, in_eight_bits, moment_kinds
+from lockstep.core.names import GROUPS, group_of, parameter_shapes
 
 _SXM = {"fp8": 1978.9e12, "bf16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12, "fp64": 66.9e12}
 # Dense matrix peaks in FLOP/s by operand precision (no structured sparsity: "1979" for H100 in bf16 is the sparse one).

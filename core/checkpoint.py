@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from core.backend import Arrays, Session, State, Writes, Writing
-from core.errors import UserError
+from lockstep.core.backend import Arrays, Session, State, Writes, Writing
+from lockstep.core.errors import UserError
 
 SCHEMA = 2
 MANIFEST = "manifest.json"

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
-from core.backend import NotSupported, Session, StepRecord
-from core.checkpoint import Pending, PoisonedState, begin_checkpoint, writer_of
-from core.errors import UserError
-from core.random_state import random_state
-from core.run import RunDir
-from core.run_data import RunData
+from lockstep.core.backend import NotSupported, Session, StepRecord
+from lockstep.core.checkpoint import Pending, PoisonedState, begin_checkpoint, writer_of
+from lockstep.core.errors import UserError
+from lockstep.core.random_state import random_state
+from lockstep.core.run import RunDir
+from lockstep.core.run_data import RunData
 
 Reason = Literal["interval", "best", "end", "interrupted"]
 BEST = "val/loss"

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from core.curriculum import pieces, problem
-from core.paths import path_problem
+from lockstep.core.curriculum import pieces, problem
+from lockstep.core.paths import path_problem
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]

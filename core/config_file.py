@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from core.config import RunConfig, broken_rules, flatten
-from core.errors import UserError
-from core.paths import path_problem
+from lockstep.core.config import RunConfig, broken_rules, flatten
+from lockstep.core.errors import UserError
+from lockstep.core.paths import path_problem
 
 COMMAND_LINE = "command line"
 # Ten times what every setting with its description would take.

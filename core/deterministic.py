@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from core.backend import Batch, Gradients, MeasuresDeterminism, NotSupported, Session
-from core.config import RunConfig, flatten
-from core.errors import UserError
-from core.random_state import random_state, restore_random_state
-from core.run import RunDir
+from lockstep.core.backend import Batch, Gradients, MeasuresDeterminism, NotSupported, Session
+from lockstep.core.config import RunConfig, flatten
+from lockstep.core.errors import UserError
+from lockstep.core.random_state import random_state, restore_random_state
+from lockstep.core.run import RunDir
 
 # A second compilation that would take longer than so many seconds is not made for the sake of a figure.
 AFFORDABLE = 60.0

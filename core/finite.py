@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from core.backend import StepRecord
-from core.errors import UserError
-from core.loss_scale import SCALE
-from core.skips import IN_A_ROW
+from lockstep.core.backend import StepRecord
+from lockstep.core.errors import UserError
+from lockstep.core.loss_scale import SCALE
+from lockstep.core.skips import IN_A_ROW
 
 
 class NotFinite(UserError):

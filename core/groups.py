@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from core.backend import State
-from core.config import OptimConfig, RunConfig
-from core.names import Shape, group_of, parameter_shapes
+from lockstep.core.backend import State
+from lockstep.core.config import OptimConfig, RunConfig
+from lockstep.core.names import Shape, group_of, parameter_shapes
 
 # 8-bit moments are kept in blocks of so many numbers with a scale each (Dettmers et al. 2022, arXiv 2110.02861), and
 # small tensors are not.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from core.resume import is_elastic
-from core.run_info import CHANGED
+from lockstep.core.resume import is_elastic
+from lockstep.core.run_info import CHANGED
 
 # In an entry of `resumes`: number of the branch that it begins, what it changes (key → both values), the version of
 # Lockstep, and where what came after its step was taken to.

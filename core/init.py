@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from core.config import ModelConfig
-from core.names import Shape, group_of, parameter_shapes
+from lockstep.core.config import ModelConfig
+from lockstep.core.names import Shape, group_of, parameter_shapes
 
 
 def init_std(model: ModelConfig, name: str, shape: Shape) -> float:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.atomic import write_atomically
-from core.errors import UserError
+from lockstep.core.atomic import write_atomically
+from lockstep.core.errors import UserError
 
 CHECKSUM = "crc32"
 _END = f'"{CHECKSUM}": "%08x"}}'

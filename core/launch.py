@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 
 def launched() -> tuple[int, int] | None:
@@ -48,6 +48,6 @@ def require_ranks(ranks: int, command: str = "train CONFIG") -> None:
         return
     if place is None:
         raise UserError(
-            f"train.ranks = {ranks}: launch it with torchrun --nproc-per-node {ranks} --module scripts.cli {command}"
+            f"train.ranks = {ranks}: launch it with torchrun --nproc-per-node {ranks} -m lockstep {command}"
         )
     raise UserError(f"train.ranks = {ranks}, but torchrun launched {place[1]} processes: make them equal")

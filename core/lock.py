@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Self
 
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 LOCK_NAME = ".lock"
 # What a file system says that has no locks, or whose server keeps none.

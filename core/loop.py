@@ -9,21 +9,21 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from core.backend import Batch, Session, ShowsAttention, StepRecord, Timed, UsesMemory
-from core.budget import mfu
-from core.checkpoint import checkpoint_step
-from core.checkpointer import Checkpointer, Reason, Saved
-from core.data.loader import LoaderError, Prefetcher
-from core.finite import NotFinite, is_finite, require_progress
-from core.memory import process_memory
-from core.metrics import MEMORY, SEQUENCE_LENGTH, attention_logits
-from core.parity.verdict import Check
-from core.run import RunDir
-from core.run_data import RunData
-from core.sample import continue_tokens
-from core.sinks.sink import Sink
-from core.spikes import Spikes
-from core.stalls import Stalls
+from lockstep.core.backend import Batch, Session, ShowsAttention, StepRecord, Timed, UsesMemory
+from lockstep.core.budget import mfu
+from lockstep.core.checkpoint import checkpoint_step
+from lockstep.core.checkpointer import Checkpointer, Reason, Saved
+from lockstep.core.data.loader import LoaderError, Prefetcher
+from lockstep.core.finite import NotFinite, is_finite, require_progress
+from lockstep.core.memory import process_memory
+from lockstep.core.metrics import MEMORY, SEQUENCE_LENGTH, attention_logits
+from lockstep.core.parity.verdict import Check
+from lockstep.core.run import RunDir
+from lockstep.core.run_data import RunData
+from lockstep.core.sample import continue_tokens
+from lockstep.core.sinks.sink import Sink
+from lockstep.core.spikes import Spikes
+from lockstep.core.stalls import Stalls
 
 Ending = Literal["finished", "interrupted", "alarmed"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from core.config import PrecisionConfig
+from lockstep.core.config import PrecisionConfig
 
 GROWTH, BACKOFF = 2.0, 0.5
 SCALE, FINITE, SKIPPED = "loss_scale", "finite_steps", "skipped_steps"

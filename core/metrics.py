@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from core.names import GROUPS, group_of, layer_of
+from lockstep.core.names import GROUPS, group_of, layer_of
 
 # Programs that torch.compile made anew in this step, after a session's first: there is no such metric where none was.
 RECOMPILED = "compile/recompiled"

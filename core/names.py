@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.config import ModelConfig
+from lockstep.core.config import ModelConfig
 
 Shape = tuple[int, ...]
 

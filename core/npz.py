@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from core.atomic import read_whole
-from core.errors import UserError
+from lockstep.core.atomic import read_whole
+from lockstep.core.errors import UserError
 
 # Where a zip file without a comment says how many members it has.
 _COUNT = slice(-12, -10)

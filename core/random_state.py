@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from core.backend import Arrays, Draws, Session
+from lockstep.core.backend import Arrays, Draws, Session
 
 PYTHON, NUMPY, SESSION = "python", "numpy", "session/"
 

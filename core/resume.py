@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.config import RunConfig, flatten
-from core.errors import UserError
+from lockstep.core.config import RunConfig, flatten
+from lockstep.core.errors import UserError
 
 # Neither the samples, nor their order, nor what a step computes from them depends on these; rounding may. What is
 # done about a step that is not finite may be changed: that is how a run goes on beyond one.

@@ -20,17 +20,17 @@ from typing import Any, Self
 
 import numpy as np
 
-from core import checkpoint
-from core.atomic import remove_temporaries
-from core.backend import State, StepRecord
-from core.config import RunConfig
-from core.config_file import dump_config, load_config
-from core.errors import UserError
-from core.history import BRANCH, LEFT, VALUES, VERSION, branch_of, settings_at
-from core.jsonl import Cut, DamagedLine, JsonLines, cut_after, damage, in_ranges, read_lines
-from core.lock import FolderLock
-from core.resume import Changes
-from core.run_info import CHANGED, SETTINGS, read_info, require_unchanged, settings_of, write_info
+from lockstep.core import checkpoint
+from lockstep.core.atomic import remove_temporaries
+from lockstep.core.backend import State, StepRecord
+from lockstep.core.config import RunConfig
+from lockstep.core.config_file import dump_config, load_config
+from lockstep.core.errors import UserError
+from lockstep.core.history import BRANCH, LEFT, VALUES, VERSION, branch_of, settings_at
+from lockstep.core.jsonl import Cut, DamagedLine, JsonLines, cut_after, damage, in_ranges, read_lines
+from lockstep.core.lock import FolderLock
+from lockstep.core.resume import Changes
+from lockstep.core.run_info import CHANGED, SETTINGS, read_info, require_unchanged, settings_of, write_info
 
 CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records.jsonl", "parity.jsonl", "checkpoints"
 OBSERVATIONS, CAPSULES, SPIKES, SAVED = "observations", "capsules", "spikes", "checkpoints.jsonl"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.backend import Batch
-from core.config import RunConfig
-from core.data.batches import eval_batches, train_batch
-from core.data.dataset import TokenDataset
-from core.data.memory import total_memory_bytes
-from core.data.sampler import BlockSampler
-from core.errors import UserError
-from core.schedule import batch_size, sequence_length
+from lockstep.core.backend import Batch
+from lockstep.core.config import RunConfig
+from lockstep.core.data.batches import eval_batches, train_batch
+from lockstep.core.data.dataset import TokenDataset
+from lockstep.core.data.memory import total_memory_bytes
+from lockstep.core.data.sampler import BlockSampler
+from lockstep.core.errors import UserError
+from lockstep.core.schedule import batch_size, sequence_length
 
 
 @dataclass(frozen=True)

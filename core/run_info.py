@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from core.atomic import read_sealed_json, write_sealed_json
-from core.config import RunConfig, flatten
-from core.errors import UserError
+from lockstep.core.atomic import read_sealed_json, write_sealed_json
+from lockstep.core.config import RunConfig, flatten
+from lockstep.core.errors import UserError
 
 # The settings that the run was made with, and those that resumes have changed since (dotted key → text).
 SETTINGS, CHANGED = "config", "settings"

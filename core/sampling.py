@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 # Logits (V,) of the token that follows tokens, int32 (n,).
 NextToken = Callable[[np.ndarray], np.ndarray]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
-from core.config import OptimConfig, TrainConfig
-from core.curriculum import last_steps, pieces
+from lockstep.core.config import OptimConfig, TrainConfig
+from lockstep.core.curriculum import last_steps, pieces
 
 
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:

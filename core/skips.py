@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from core.backend import State
-from core.config import RunConfig
-from core.loss_scale import SCALE, SKIPPED, first_scale, scale_after
+from lockstep.core.backend import State
+from lockstep.core.config import RunConfig
+from lockstep.core.loss_scale import SCALE, SKIPPED, first_scale, scale_after
 
 # Steps that were left out one after another, the last one included; counted only where so many may end the run.
 IN_A_ROW = "skipped_in_a_row"

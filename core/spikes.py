@@ -32,16 +32,16 @@ from typing import Any
 
 import numpy as np
 
-from core import checkpoint
-from core.atomic import read_whole
-from core.backend import Batch, StepRecord
-from core.data.origin import document_ids
-from core.errors import UserError
-from core.metrics import SPIKE
-from core.npz import read_npz
-from core.run import SPIKES, RunDir
-from core.run_data import RunData
-from core.sinks.sink import Sink
+from lockstep.core import checkpoint
+from lockstep.core.atomic import read_whole
+from lockstep.core.backend import Batch, StepRecord
+from lockstep.core.data.origin import document_ids
+from lockstep.core.errors import UserError
+from lockstep.core.metrics import SPIKE
+from lockstep.core.npz import read_npz
+from lockstep.core.run import SPIKES, RunDir
+from lockstep.core.run_data import RunData
+from lockstep.core.sinks.sink import Sink
 
 BATCH, ABOUT, SCHEMA = "batch.npz", "about.json", 1
 WINDOW = 64

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from core.metrics import SECONDS
+from lockstep.core.metrics import SECONDS
 
 # In the order in which they are shown. data: waiting for the loader. compute: forward and backward pass.
 # communication: waiting for the sum over ranks. optimizer: norm, clipping, update. checks: evidence and alarms.

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from core.backend import State
-from core.checkpoint import PARAMS, RANDOM, offsets_of
+from lockstep.core.backend import State
+from lockstep.core.checkpoint import PARAMS, RANDOM, offsets_of
 
 
 @dataclass(frozen=True)

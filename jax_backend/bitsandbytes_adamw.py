@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from core.config import OptimConfig
-from core.groups import BLOCK
-from jax_backend.codes import quantisation_map
+from lockstep.core.config import OptimConfig
+from lockstep.core.groups import BLOCK
+from lockstep.jax_backend.codes import quantisation_map
 
 # How many equal parts of [−1, 1] the CPU's quantiser tells apart.
 PARTS = 65536

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from core.backend import State
-from core.checkpoint import PARAMS
-from core.config import RunConfig
-from core.groups import moment_names
-from core.names import parameter_shapes
+from lockstep.core.backend import State
+from lockstep.core.checkpoint import PARAMS
+from lockstep.core.config import RunConfig
+from lockstep.core.groups import moment_names
+from lockstep.core.names import parameter_shapes
 
 # Arrays by kind and parameter.
 Trees = Mapping[str, Mapping[str, Any]]

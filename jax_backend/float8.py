@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_backend.formats import E4M3, E5M2, Format, rounded
+from lockstep.jax_backend.formats import E4M3, E5M2, Format, rounded
 
 if TYPE_CHECKING:
-    from jax_backend.precision import Policy
+    from lockstep.jax_backend.precision import Policy
 
 Recipe = Literal["tensorwise", "rowwise"]
 # torchao's least magnitude of a group (float8_utils.EPS).

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from core.config import LossConfig
-from jax_backend.precision import Policy
+from lockstep.core.config import LossConfig
+from lockstep.jax_backend.precision import Policy
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

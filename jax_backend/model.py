@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from core.config import ModelConfig, RunConfig
-from jax_backend.attention import attention, document_mask
-from jax_backend.float8 import Recipe
-from jax_backend.formats import BF16
-from jax_backend.library_heads import library_nll
-from jax_backend.loss import negative_log_likelihood
-from jax_backend.precision import Policy, head, linear
+from lockstep.core.config import ModelConfig, RunConfig
+from lockstep.jax_backend.attention import attention, document_mask
+from lockstep.jax_backend.float8 import Recipe
+from lockstep.jax_backend.formats import BF16
+from lockstep.jax_backend.library_heads import library_nll
+from lockstep.jax_backend.loss import negative_log_likelihood
+from lockstep.jax_backend.precision import Policy, head, linear
 
 Tap = Callable[[str, Array], Array]
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_backend.float8 import Recipe, product
-from jax_backend.formats import BF16, FP16, TF32, Format, rounded
+from lockstep.jax_backend.float8 import Recipe, product
+from lockstep.jax_backend.formats import BF16, FP16, TF32, Format, rounded
 
 Kernel = Literal["cpu", "cuda", "math"]
 

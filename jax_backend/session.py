@@ -18,28 +18,28 @@ import optax
 from flax import nnx
 from jax import Array
 
-from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
-from core.checkpoint import PARAMS
-from core.config import RunConfig
-from core.errors import UserError
-from core.finite import NotFinite, first_place
-from core.groups import check_state, moment_names
-from core.init import init_parameters
-from core.loss_scale import SCALE, SKIPPED
-from core.memory import process_memory
-from core.metrics import norms_by_group
-from core.names import GRADIENT, edge_names, parameter_shapes, probe_shapes, tap_names
-from core.schedule import learning_rate
-from core.skips import first_scalars, is_made, leaves_out, own_scalars, scalars_after
-from jax_backend import checkpoint
-from jax_backend.attention_logits import largest_logits
-from jax_backend.checkpoint import WritingJax
-from jax_backend.loss import negative_log_likelihood, weighted_mean
-from jax_backend.model import Llama, no_tap
-from jax_backend.optim import Terms, Tree, clip_coefficient, global_norm, in_words, next_state
-from jax_backend.precision import POLICIES, Kernel, Policy
-from jax_backend.sharding import Shards
-from jax_backend.stages import in_stream, stage_functions, with_gradients
+from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
+from lockstep.core.checkpoint import PARAMS
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.finite import NotFinite, first_place
+from lockstep.core.groups import check_state, moment_names
+from lockstep.core.init import init_parameters
+from lockstep.core.loss_scale import SCALE, SKIPPED
+from lockstep.core.memory import process_memory
+from lockstep.core.metrics import norms_by_group
+from lockstep.core.names import GRADIENT, edge_names, parameter_shapes, probe_shapes, tap_names
+from lockstep.core.schedule import learning_rate
+from lockstep.core.skips import first_scalars, is_made, leaves_out, own_scalars, scalars_after
+from lockstep.jax_backend import checkpoint
+from lockstep.jax_backend.attention_logits import largest_logits
+from lockstep.jax_backend.checkpoint import WritingJax
+from lockstep.jax_backend.loss import negative_log_likelihood, weighted_mean
+from lockstep.jax_backend.model import Llama, no_tap
+from lockstep.jax_backend.optim import Terms, Tree, clip_coefficient, global_norm, in_words, next_state
+from lockstep.jax_backend.precision import POLICIES, Kernel, Policy
+from lockstep.jax_backend.sharding import Shards
+from lockstep.jax_backend.stages import in_stream, stage_functions, with_gradients
 
 Names = frozenset[str]
 NARROW = {"bf16": jnp.bfloat16, "fp16": jnp.float16}

@@ -18,8 +18,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from core.errors import UserError
-from jax_backend.model import Tap
+from lockstep.core.errors import UserError
+from lockstep.jax_backend.model import Tap
 
 AXIS = "shards"
 

@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
-from core.parity.sketch import GOLDEN, MULTIPLIERS, SHIFTS, K
+from lockstep.core.parity.sketch import GOLDEN, MULTIPLIERS, SHIFTS, K
 
 
 def signs(start: int, count: int) -> Array:

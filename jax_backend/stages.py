@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from core.config import RunConfig
-from jax_backend.attention import attention, document_mask
-from jax_backend.float8 import Recipe
-from jax_backend.library_heads import library_nll
-from jax_backend.loss import negative_log_likelihood
-from jax_backend.model import expand, positions, rms_norm, rope_at, rope_tables, rotate, swiglu
-from jax_backend.precision import Policy, head, linear
+from lockstep.core.config import RunConfig
+from lockstep.jax_backend.attention import attention, document_mask
+from lockstep.jax_backend.float8 import Recipe
+from lockstep.jax_backend.library_heads import library_nll
+from lockstep.jax_backend.loss import negative_log_likelihood
+from lockstep.jax_backend.model import expand, positions, rms_norm, rope_at, rope_tables, rotate, swiglu
+from lockstep.jax_backend.precision import Policy, head, linear
 
 Inputs = Mapping[str, Array]
 StageFunction = Callable[[Inputs], Array]

@@ -1,4 +1,4 @@
-"""A JAX loss function as the reference of `core.parity.watch`: truth in FP64, twin at the candidate's precision."""
+"""A JAX loss function as the reference of `lockstep.watch`: truth in FP64, twin at the candidate's precision."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from core.errors import UserError
-from core.parity.watched import Answer
+from lockstep.core.errors import UserError
+from lockstep.core.parity.watched import Answer
 
 # (parameters by name, batch) → scalar loss, or (loss, outputs) with has_aux.
 Loss = Callable[[dict[str, jax.Array], Any], Any]

@@ -3,9 +3,8 @@
 import logging
 import os
 import sys
-from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
+from lockstep.parity_tests.repository import REPO
 
 _DEFAULTS = {
     # OpenMP's threads spin while they wait, by default; with two workers on the same cores that costs a factor.

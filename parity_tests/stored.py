@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from core.backend import State
-from core.checkpoint import load_checkpoint
-from scripts.convert import read_orbax
+from lockstep.core.backend import State
+from lockstep.core.checkpoint import load_checkpoint
+from lockstep.scripts.convert import read_orbax
 
 
 def stored(folder: Path) -> State:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from core.backend import Batch
-from core.config import CompileConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
-from core.data.batches import documents_of
+from lockstep.core.backend import Batch
+from lockstep.core.config import CompileConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from lockstep.core.data.batches import documents_of
 
 MODEL = {"vocab_size": 256, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_hidden": 128}
 TRAIN = {"steps": 20, "batch_size": 4, "micro_batch_size": 2, "sequence_length": 64}

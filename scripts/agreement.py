@@ -1,6 +1,6 @@
 """Torch against JAX on the quickstart model, over precisions, programs and micro-batches. Writes docs/agreement.md.
 
-python -m scripts.agreement
+python -m lockstep.scripts.agreement
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import jax
 import torch
 
-from core.config_file import load_config
-from core.parity.side_by_side import check_steps
-from core.parity.verdict import Check, overall
-from core.run_data import RunData
-from jax_backend.session import JaxBackend
-from torch_backend.session import TorchBackend
+from lockstep.core.config_file import load_config
+from lockstep.core.parity.side_by_side import check_steps
+from lockstep.core.parity.verdict import Check, overall
+from lockstep.core.run_data import RunData
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.torch_backend.session import TorchBackend
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 3
@@ -63,7 +63,8 @@ def main() -> None:
     lines = [
         "# Agreement of torch and JAX",
         "",
-        f"Made by `python -m scripts.agreement`: `configs/quickstart.toml`, {STEPS} steps, uneven loss weights, "
+        f"Made by `python -m lockstep.scripts.agreement`: `configs/quickstart.toml`, {STEPS} steps, uneven loss "
+        "weights, "
         f"torch {torch.__version__}, jax {jax.__version__}, {platform.machine()} {platform.system()} CPU.",
         "",
         "| precision | program | micro-batches | verdict | findings | worst gradient, relative error "

@@ -23,10 +23,10 @@ import tyro
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from core.config import RunConfig
-from core.config_file import COMMAND_LINE, complaint, load_config, settings, shortened, unknown_key
-from core.errors import UserError, printable
-from core.paths import path_problem
+from lockstep.core.config import RunConfig
+from lockstep.core.config_file import COMMAND_LINE, complaint, load_config, settings, shortened, unknown_key
+from lockstep.core.errors import UserError, printable
+from lockstep.core.paths import path_problem
 
 T = TypeVar("T")
 

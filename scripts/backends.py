@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from core.backend import Backend
-from core.budget import require_memory
-from core.config import RunConfig
-from core.data.memory import total_memory_bytes
+from lockstep.core.backend import Backend
+from lockstep.core.budget import require_memory
+from lockstep.core.config import RunConfig
+from lockstep.core.data.memory import total_memory_bytes
 
-TRAINER = "torch_backend.session:TorchBackend"
-REFERENCE = "jax_backend.session:JaxBackend"
+TRAINER = "lockstep.torch_backend.session:TorchBackend"
+REFERENCE = "lockstep.jax_backend.session:JaxBackend"
 
 BY_NAME = {"torch": TRAINER, "jax": REFERENCE}
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from core.errors import UserError
-from scripts.arguments import check_file, parse
+from lockstep.core.errors import UserError
+from lockstep.scripts.arguments import check_file, parse
 
 if TYPE_CHECKING:
     from typing import Any
 
     from rich.console import Console
 
-    from core.bench.rows import Row
-    from core.bench.suite import Ask
+    from lockstep.core.bench.rows import Row
+    from lockstep.core.bench.suite import Ask
 
 ROOT = Path(__file__).resolve().parent.parent
 # By the device's kind.
@@ -67,11 +67,11 @@ def _bears_on_rows(key: str) -> bool:
 
 def main(argv: list[str]) -> int:
     """Measure, print the table; or write the page."""
-    from core.bench.files import write_page
-    from core.bench.page import page
-    from core.bench.results import load_results
-    from core.bench.rows import chosen
-    from core.config_file import load_config
+    from lockstep.core.bench.files import write_page
+    from lockstep.core.bench.page import page
+    from lockstep.core.bench.results import load_results
+    from lockstep.core.bench.rows import chosen
+    from lockstep.core.config_file import load_config
 
     options, given = parse(Bench, "bench step", argv, with_settings=True, shown=_bears_on_rows)
     if options.repeat < 1 or options.warmup < 1:
@@ -98,15 +98,15 @@ def measure(options: Bench, given: dict[str, str], rows: list[Row], results: dic
 
     from rich.console import Console
 
-    from core.bench.results import save_results, series_of
-    from core.bench.rows import bench_config, names
-    from core.bench.suite import Plan, Worker, measure_rows, to_do
-    from core.config_file import load_config
+    from lockstep.core.bench.results import save_results, series_of
+    from lockstep.core.bench.rows import bench_config, names
+    from lockstep.core.bench.suite import Plan, Worker, measure_rows, to_do
+    from lockstep.core.config_file import load_config
 
     started = time.monotonic()
     console = Console(highlight=False)
     with options.json.with_suffix(".log").open("a") as log:
-        ask = Worker([sys.executable, "-m", "scripts.bench_worker"], ROOT, log)
+        ask = Worker([sys.executable, "-m", "lockstep.scripts.bench_worker"], ROOT, log)
         found = _answer(ask, "device")
         kind = found["device"]["kind"]
         path = options.config or CONFIGS[kind]
@@ -152,9 +152,9 @@ def print_table(console: Console, rows: list[Row], series: dict[str, Any]) -> No
     """The rows, why some have no figure, and on what this was measured."""
     from rich.console import Console as Wide
 
-    from core.bench.page import HEADERS, about, cells, remarks
-    from core.bench.results import result_of
-    from core.sinks.tables import table
+    from lockstep.core.bench.page import HEADERS, about, cells, remarks
+    from lockstep.core.bench.results import result_of
+    from lockstep.core.sinks.tables import table
 
     length = series["config"]["sequence_length"]
     wide = console if console.width >= 230 else Wide(highlight=False, width=230)

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from core.errors import UserError
-from scripts.arguments import check_file, parse
+from lockstep.core.errors import UserError
+from lockstep.scripts.arguments import check_file, parse
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from core.bench.best import Candidate, Prediction, Search, Space
-    from core.config import RunConfig
-    from core.plan.gpus import Gpu
+    from lockstep.core.bench.best import Candidate, Prediction, Search, Space
+    from lockstep.core.config import RunConfig
+    from lockstep.core.plan.gpus import Gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE_LIMIT = 120.0
@@ -60,8 +60,8 @@ class BenchBest:
 
 def main(argv: list[str]) -> int:
     """Search, print, write."""
-    from core.config_file import load_config
-    from core.plan import gpu_named
+    from lockstep.core.config_file import load_config
+    from lockstep.core.plan import gpu_named
 
     options, given = parse(BenchBest, "bench best", argv, with_settings=True, shown=_bears_on_it)
     if options.config is None:
@@ -83,15 +83,15 @@ def _bears_on_it(key: str) -> bool:
 
 
 class Plan:
-    """core.plan as bench best asks it (core/bench/best.py, `Predicts`)."""
+    """lockstep.core.plan as bench best asks it (core/bench/best.py, `Predicts`)."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.memory = gpu, gpu.memory
 
     def __call__(self, config: RunConfig) -> Prediction:
         """What `config` needs and takes."""
-        from core.bench.best import Prediction
-        from core.plan import fits
+        from lockstep.core.bench.best import Prediction
+        from lockstep.core.plan import fits
 
         estimate = fits(config, self.gpu)
         return Prediction(estimate.peak, estimate.step_seconds)
@@ -99,7 +99,7 @@ class Plan:
 
 def space(config: RunConfig, kind: str, batch: int, fp8: bool) -> Space:
     """Levers and their choices; on a CPU fewer, and nothing that takes minutes to compile."""
-    from core.plan.choices import POLICIES
+    from lockstep.core.plan.choices import POLICIES
 
     powers = [2**k for k in range(batch.bit_length()) if batch % 2**k == 0]
     length, lengths = config.train.sequence_length, config.train.lengths
@@ -152,16 +152,16 @@ def find(options: BenchBest, given: dict[str, str]) -> int:
     """Search with this machine's device; everything found is in the files when it ends."""
     from rich.console import Console
 
-    from core.atomic import write_atomically
-    from core.bench.best import as_data, candidates, page, search
-    from core.bench.suite import Worker
-    from core.config_file import load_config
-    from core.plan import gpu_named
+    from lockstep.core.atomic import write_atomically
+    from lockstep.core.bench.best import as_data, candidates, page, search
+    from lockstep.core.bench.suite import Worker
+    from lockstep.core.config_file import load_config
+    from lockstep.core.plan import gpu_named
 
     started = time.monotonic()
     console = Console(highlight=False)
     with options.out.with_suffix(".log").open("a") as log:
-        ask = Worker([sys.executable, "-m", "scripts.bench_worker"], ROOT, log)
+        ask = Worker([sys.executable, "-m", "lockstep.scripts.bench_worker"], ROOT, log)
         about = ask({"job": "device"}, DEVICE_LIMIT)
         if about["status"] != "measured":
             raise UserError(f"the bench could not ask this device: {about['reason']}")
@@ -211,8 +211,8 @@ def run_file(options: BenchBest, given: dict[str, str], found: Search) -> str:
     """The winner as a run file: its base, and what differs from it."""
     import tomli_w
 
-    from core.config import flatten
-    from core.config_file import load_config
+    from lockstep.core.config import flatten
+    from lockstep.core.config_file import load_config
 
     assert options.config is not None and found.winner is not None
     won = flatten(found.of(found.winner).config.model_dump(mode="json"))

@@ -28,27 +28,27 @@ import jax
 import torch
 from torch import Tensor
 
-from core.atomic import write_atomically
-from core.bench import parity_costs
-from core.bench.files import read_results, write_page
-from core.bench.parity_costs import CHECK, OFF, SHADOW, SKETCHES
-from core.budget import parameter_count
-from core.config import RunConfig
-from core.config_file import load_config
-from core.errors import UserError
-from core.parity import end_to_end, local
-from core.parity.compare import Reference
-from core.parity.evidence import gather
-from core.parity.judge import judge
-from core.parity.record import observe, probe_of, save_observations
-from core.parity.shadow import Shadow
-from core.run_data import RunData
-from jax_backend.session import JaxBackend
-from scripts.arguments import check_file, parse
-from scripts.backends import REFERENCE
-from torch_backend.bench import random_batches
-from torch_backend.session import TorchBackend, TorchSession
-from torch_backend.sketch import sign_table, sketch, sketches_of
+from lockstep.core.atomic import write_atomically
+from lockstep.core.bench import parity_costs
+from lockstep.core.bench.files import read_results, write_page
+from lockstep.core.bench.parity_costs import CHECK, OFF, SHADOW, SKETCHES
+from lockstep.core.budget import parameter_count
+from lockstep.core.config import RunConfig
+from lockstep.core.config_file import load_config
+from lockstep.core.errors import UserError
+from lockstep.core.parity import end_to_end, local
+from lockstep.core.parity.compare import Reference
+from lockstep.core.parity.evidence import gather
+from lockstep.core.parity.judge import judge
+from lockstep.core.parity.record import observe, probe_of, save_observations
+from lockstep.core.parity.shadow import Shadow
+from lockstep.core.run_data import RunData
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.scripts.arguments import check_file, parse
+from lockstep.scripts.backends import REFERENCE
+from lockstep.torch_backend.bench import random_batches
+from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.sketch import sign_table, sketch, sketches_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGE = ROOT / "configs/llama-1b.toml"

@@ -12,12 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from core.bench.suite import in_one_line
-from core.config import RunConfig
-from core.errors import UserError
+from lockstep.core.bench.suite import in_one_line
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
 
 # Modules that a contender needs besides its own: what they take is no memory of its training.
-IMPORTS = {"torch_backend.peers.hugging_face": ("transformers.trainer", "transformers.models.llama.modeling_llama")}
+IMPORTS = {
+    "lockstep.torch_backend.peers.hugging_face": ("transformers.trainer", "transformers.models.llama.modeling_llama")
+}
 
 
 def resident(key: str = "VmRSS:") -> int | None:
@@ -49,8 +51,8 @@ def compete(job: dict[str, Any], out: IO[str]) -> None:
     """Take part until `end`; every answer is a line of JSON."""
     import torch
 
-    from torch_backend.bench import random_batches
-    from torch_backend.peers.race import Over, Race
+    from lockstep.torch_backend.bench import random_batches
+    from lockstep.torch_backend.peers.race import Over, Race
 
     torch.set_num_threads(job["threads"])
     run = load(job["program"])

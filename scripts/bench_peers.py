@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from core.errors import UserError
-from scripts.arguments import check_file, parse
+from lockstep.core.errors import UserError
+from lockstep.scripts.arguments import check_file, parse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import IO, Any
 
-    from core.bench.peers import Contender
-    from core.config import RunConfig
+    from lockstep.core.bench.peers import Contender
+    from lockstep.core.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "configs/quickstart.toml"
@@ -64,9 +64,9 @@ class BenchPeers:
 
 def main(argv: list[str]) -> int:
     """Measure the rows, or write the page."""
-    from core.bench.files import read_results, write_page
-    from core.bench.peers import ROWS, SCHEMA, SUITE, check_comparable, page
-    from core.config_file import load_config
+    from lockstep.core.bench.files import read_results, write_page
+    from lockstep.core.bench.peers import ROWS, SCHEMA, SUITE, check_comparable, page
+    from lockstep.core.config_file import load_config
 
     options, given = parse(BenchPeers, "bench peers", argv, with_settings=True, shown=_bears_on_it)
     _check(options)
@@ -87,7 +87,7 @@ def _bears_on_it(key: str) -> bool:
 
 
 def _check(options: BenchPeers) -> None:
-    from core.bench.peers import ROWS
+    from lockstep.core.bench.peers import ROWS
 
     for row in options.rows:
         if row not in ROWS:
@@ -104,7 +104,7 @@ def _check(options: BenchPeers) -> None:
 
 def _contenders(without: Sequence[str]) -> list[Contender]:
     """Who takes part. Raises UserError for an unknown name, for nobody to compare with, and for a missing library."""
-    from core.bench.peers import CONTENDERS
+    from lockstep.core.bench.peers import CONTENDERS
 
     names = [contender.name for contender in CONTENDERS if contender.name != "lockstep"]
     for name in without:
@@ -127,10 +127,10 @@ def measure(options: BenchPeers, given: dict[str, str], rows: list[str], contend
     """Row by row; the file is written after each."""
     from rich.console import Console
 
-    from core.atomic import write_atomically
-    from core.bench.peers import HEADERS, ROWS, SCHEMA, SUITE, answers, cells, taking_part
-    from core.config_file import load_config
-    from core.sinks.tables import table
+    from lockstep.core.atomic import write_atomically
+    from lockstep.core.bench.peers import HEADERS, ROWS, SCHEMA, SUITE, answers, cells, taking_part
+    from lockstep.core.config_file import load_config
+    from lockstep.core.sinks.tables import table
 
     console = Console(highlight=False, width=max(120, Console().width))
     config = load_config(options.config, {**given, **ROWS[rows[0]]})
@@ -155,11 +155,11 @@ def measure(options: BenchPeers, given: dict[str, str], rows: list[str], contend
 def _row(
     row: str, options: BenchPeers, given: dict[str, str], part: Sequence[Contender], threads: int, log: IO[str]
 ) -> dict[str, Any]:
-    from core.bench.peers import ROWS, result
-    from core.bench.turns import Side, in_turns
-    from core.config_file import load_config
+    from lockstep.core.bench.peers import ROWS, result
+    from lockstep.core.bench.turns import Side, in_turns
+    from lockstep.core.config_file import load_config
 
-    command = [sys.executable, "-m", "scripts.bench_peer"]
+    command = [sys.executable, "-m", "lockstep.scripts.bench_peer"]
     environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     sides: list[Side] = []
@@ -182,7 +182,7 @@ def _row(
 def _about(config: RunConfig, threads: int) -> dict[str, Any]:
     from importlib import metadata
 
-    from torch_backend.bench import device_facts, versions
+    from lockstep.torch_backend.bench import device_facts, versions
 
     device = device_facts()
     if config.device == "cpu":

@@ -11,16 +11,16 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from core.bench.suite import in_one_line
-from core.config import RunConfig
-from core.errors import UserError
+from lockstep.core.bench.suite import in_one_line
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
 
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
     """The job's result with status `measured`, or another status with a reason in one line."""
     import torch
 
-    from torch_backend.bench import device_facts, measure_floor, measure_steps, versions
+    from lockstep.torch_backend.bench import device_facts, measure_floor, measure_steps, versions
 
     try:
         if job["job"] == "device":

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from scripts.arguments import check_file, parse
-from scripts.backends import spec
-from scripts.replay import (
+from lockstep.scripts.arguments import check_file, parse
+from lockstep.scripts.backends import spec
+from lockstep.scripts.replay import (
     EXIT,
     attempt,
     batches_of,
@@ -57,11 +57,11 @@ class Bisect:
 
 def main(argv: list[str]) -> int:
     """Bisect, print, write the JSON; the exit code is the verdict."""
-    from core.parity import bands
-    from core.parity.bisect import bisect_run
-    from core.parity.load import load_backend
-    from core.parity.verdict import verdict_json
-    from scripts.parity_table import print_verdict
+    from lockstep.core.parity import bands
+    from lockstep.core.parity.bisect import bisect_run
+    from lockstep.core.parity.load import load_backend
+    from lockstep.core.parity.verdict import verdict_json
+    from lockstep.scripts.parity_table import print_verdict
 
     options, _ = parse(Bisect, "bisect", argv, with_settings=False)
     check_file("json", options.json)

@@ -1,8 +1,8 @@
 """Files of a run and of its data are damaged at random, and the run is resumed: is it ever wrong? Resumable.
 
-    python -m scripts.bit_flips                  1,000 trials, then docs/bit_flips.md; ends 1 if any was wrong
-    python -m scripts.bit_flips --only 17        one trial again, with what it printed
-    python -m scripts.bit_flips --page           only write the page from what has been tried
+    python -m lockstep.scripts.bit_flips                  1,000 trials, then docs/bit_flips.md; ends 1 if any was wrong
+    python -m lockstep.scripts.bit_flips --only 17        one trial again, with what it printed
+    python -m lockstep.scripts.bit_flips --page           only write the page from what has been tried
 
 A trial takes a copy of a small run that stopped at step 8 of 8, whose last checkpoints are of steps 5 and 6, flips one
 bit, overwrites one byte or cuts the file at a random place, and resumes it as a user does: `lockstep train --resume`.
@@ -33,12 +33,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import tyro
 
-from core.backend import Arrays, State
-from core.config import RunConfig
-from core.errors import UserError
-from core.jsonl import JsonLines, read_lines
-from core.run import CHECKS, CONFIG, INFO, RECORDS, RunDir
-from scripts import cli
+from lockstep.core.backend import Arrays, State
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.jsonl import JsonLines, read_lines
+from lockstep.core.run import CHECKS, CONFIG, INFO, RECORDS, RunDir
+from lockstep.scripts import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER, PAGE = ROOT / ".cache/bit_flips", ROOT / "docs/bit_flips.md"
@@ -367,7 +367,7 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
     text = [
         "# Damaged files: is a resumed run ever wrong?",
         "",
-        f"Made by `python -m scripts.bit_flips --trials {len(lines)}` (seed {SEED}, one process, "
+        f"Made by `python -m lockstep.scripts.bit_flips --trials {len(lines)}` (seed {SEED}, one process, "
         f"{sum(line['seconds'] for line in lines) / 60:.1f} minutes) with torch {torch.__version__.split('+')[0]}, "
         f"Python {platform.python_version()} on {platform.machine()} ({platform.system()}), CPU.",
         "",

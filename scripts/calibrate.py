@@ -1,8 +1,8 @@
 """Measure what clean runs look like, and write core/parity/bands.json and docs/calibration.md.
 
-    python -m scripts.calibrate                     all recipes
-    python -m scripts.calibrate bf16/eager --jobs 4 one recipe, in four processes; the others are kept
-    python -m scripts.calibrate --parts muon        what Muon alone is held to, into the recipes that are there
+    python -m lockstep.scripts.calibrate                     all recipes
+    python -m lockstep.scripts.calibrate bf16/eager --jobs 4 one recipe, in four processes; the others are kept
+    python -m lockstep.scripts.calibrate --parts muon        what Muon alone is held to, into the recipes that are there
 
 Every draw is a clean torch session of a random shape (scripts/clean_runs.py) judged against the JAX twin and truth, at
 initial weights and after some training. Bounds come from the calibration draws; the held-out draws were never looked at
@@ -31,16 +31,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import tyro
 
-from core.backend import Arrays
-from core.names import GRADIENT, HEAD_EDGE
-from core.parity import bands
-from core.parity.bands import Extremes
-from core.parity.excess import Distances
-from core.parity.judge import judge
-from core.parity.local import stages
-from core.parity.step import update
-from core.parity.verdict import Measure
-from scripts.clean_runs import clean_evidence, draw_config, open_reference
+from lockstep.core.backend import Arrays
+from lockstep.core.names import GRADIENT, HEAD_EDGE
+from lockstep.core.parity import bands
+from lockstep.core.parity.bands import Extremes
+from lockstep.core.parity.excess import Distances
+from lockstep.core.parity.judge import judge
+from lockstep.core.parity.local import stages
+from lockstep.core.parity.step import update
+from lockstep.core.parity.verdict import Measure
+from lockstep.scripts.clean_runs import clean_evidence, draw_config, open_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "core/parity/bands.json"
@@ -154,7 +154,8 @@ def page(table: dict[str, Any]) -> str:
     lines = [
         "# Calibration: what clean runs look like",
         "",
-        f"Made by `python -m scripts.calibrate` with torch {torch.__version__.split('+')[0]} on {platform.machine()} "
+        f"Made by `python -m lockstep.scripts.calibrate` with torch {torch.__version__.split('+')[0]} on "
+        f"{platform.machine()} "
         f"({platform.system()}), CPU.",
         f"{len(CALIBRATION_DRAWS)} random model and batch shapes for the bounds and {len(HELD_OUT_DRAWS)} others held "
         f"out, {SEEDS} runs each, {CHECKS} checked steps a run with {BETWEEN} training steps in between, uneven loss "

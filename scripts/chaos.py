@@ -1,7 +1,7 @@
 """Does a run survive SIGKILL, whenever it comes? A hundred kills on small runs, each looked at. Resumable.
 
-    python -m scripts.chaos --jobs 2             run what is missing, then write docs/chaos.md
-    python -m scripts.chaos --page               only write the page from what has been run
+    python -m lockstep.scripts.chaos --jobs 2             run what is missing, then write docs/chaos.md
+    python -m lockstep.scripts.chaos --page               only write the page from what has been run
 
 A round starts or resumes `lockstep`, kills it at a moment drawn at random, and looks at what lies on the disk; rounds
 follow each other on one run until it has come to its end, and is compared with one that was never killed. Where a kill
@@ -28,9 +28,9 @@ from typing import Any
 
 import tyro
 
-from core.jsonl import JsonLines, read_lines
-from scripts.chaos_lives import DataLife, Life, Line, ReportLife, TrainingLife, make_ground
-from scripts.chaos_process import MODULE
+from lockstep.core.jsonl import JsonLines, read_lines
+from lockstep.scripts.chaos_lives import DataLife, Life, Line, ReportLife, TrainingLife, make_ground
+from lockstep.scripts.chaos_process import MODULE
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE, WORK = ROOT / "docs/chaos.jsonl", ROOT / "docs/chaos.md", ROOT / ".cache/chaos"
@@ -246,7 +246,7 @@ def words(found: Sequence[Line]) -> str:
     """What the page says first."""
     seconds = sum(line["seconds"] for line in found if line["what"] == "chain")
     return (
-        "Made by `python -m scripts.chaos` (resumable; its lines are [chaos.jsonl](chaos.jsonl)) with "
+        "Made by `python -m lockstep.scripts.chaos` (resumable; its lines are [chaos.jsonl](chaos.jsonl)) with "
         f"torch {version('torch').split('+')[0]} on {platform.machine()} ({platform.system()}, CPU, "
         f"{os.cpu_count()} cores), {seconds:,.0f} s in all, two jobs at a time. The run: a Llama of two blocks, "
         "hidden 64, eager, 160 steps, a checkpoint every 10 and at each lower validation loss, which is measured every "

@@ -15,17 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from core.backend import State
-from core.checkpoint import MANIFEST, checkpoint_step, folder_name, list_checkpoints, load_checkpoint, verify_checkpoint
-from core.checkpointer import BEST
-from core.data.dataset import TokenDataset
-from core.data.index import INDEX_NAME
-from core.errors import UserError
-from core.jsonl import read_lines
-from core.lock import LOCK_NAME
-from core.run import CHECKPOINTS, INFO, RECORDS, SAVED
-from scripts.chaos_process import LINGERS, PLAIN, Ended, command, run_to_end, start
-from scripts.killed_at import Moment
+from lockstep.core.backend import State
+from lockstep.core.checkpoint import (
+    MANIFEST,
+    checkpoint_step,
+    folder_name,
+    list_checkpoints,
+    load_checkpoint,
+    verify_checkpoint,
+)
+from lockstep.core.checkpointer import BEST
+from lockstep.core.data.dataset import TokenDataset
+from lockstep.core.data.index import INDEX_NAME
+from lockstep.core.errors import UserError
+from lockstep.core.jsonl import read_lines
+from lockstep.core.lock import LOCK_NAME
+from lockstep.core.run import CHECKPOINTS, INFO, RECORDS, SAVED
+from lockstep.scripts.chaos_process import LINGERS, PLAIN, Ended, command, run_to_end, start
+from lockstep.scripts.killed_at import Moment
 
 Line = dict[str, Any]
 

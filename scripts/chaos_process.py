@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.killed_at import VARIABLE, Moment
+from lockstep.scripts.killed_at import VARIABLE, Moment
 
 ROOT = Path(__file__).resolve().parent.parent
 # Seconds after which a process hangs, and in which all that is left of it must end: torchrun kills after 30.
 HANGS, LINGERS = 300.0, 25.0
 # `lockstep` as it is, and as one can say when it is to be killed.
-PLAIN, MODULE = "scripts.cli", "scripts.killed_at"
+PLAIN, MODULE = "lockstep", "lockstep.scripts.killed_at"
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 import torch
 
-from core.backend import Batch, State
-from core.config import (
+from lockstep.core.backend import Batch, State
+from lockstep.core.config import (
     CompileConfig,
     LossConfig,
     ModelConfig,
@@ -32,14 +32,14 @@ from core.config import (
     Section,
     TrainConfig,
 )
-from core.data.batches import documents_of
-from core.groups import moment_names
-from core.init import init_parameters
-from core.loss_scale import first_scale
-from core.parity.compare import Reference
-from core.parity.evidence import Evidence, gather, probe_of, uneven_weights
-from jax_backend.session import JaxBackend
-from torch_backend.session import TorchBackend
+from lockstep.core.data.batches import documents_of
+from lockstep.core.groups import moment_names
+from lockstep.core.init import init_parameters
+from lockstep.core.loss_scale import first_scale
+from lockstep.core.parity.compare import Reference
+from lockstep.core.parity.evidence import Evidence, gather, probe_of, uneven_weights
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.torch_backend.session import TorchBackend
 
 
 @cache

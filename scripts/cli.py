@@ -37,24 +37,33 @@ if owned(_FOLDER):
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 COMMANDS = {
-    "data prepare": ("scripts.prepare", "text, JSON lines or parquet → token shards"),
-    "train": ("scripts.train", "train; --resume RUN goes on; --parity.every N checks steps against the reference"),
-    "parity": ("scripts.parity", "check the first steps side by side with the reference"),
-    "replay": ("scripts.replay", "check a recorded step or a capsule later, or on another machine"),
-    "bisect": ("scripts.bisect", "find a run's first bad step, its origin stage and the cause"),
-    "faults": ("scripts.faults", "plant the known faults and print the scoreboard"),
-    "convert": ("scripts.convert", "a checkpoint or a run between torch, JAX and plain safetensors, bit for bit"),
-    "report": ("scripts.report", "write a run's report.html"),
-    "sample": ("scripts.sample", "text from a run's checkpoint, as it is written"),
-    "profile": ("scripts.profile", "record three training steps, and say where their time goes"),
-    "plan": ("scripts.plan", "memory, time and cost of a run before anything is rented"),
-    "bench step": ("scripts.bench", "time whole steps, row by row, beside the published figures and the floor"),
-    "bench best": ("scripts.bench_best", "search the fastest configuration of a run within a time limit"),
+    "data prepare": ("lockstep.scripts.prepare", "text, JSON lines or parquet → token shards"),
+    "train": (
+        "lockstep.scripts.train",
+        "train; --resume RUN goes on; --parity.every N checks steps against the reference",
+    ),
+    "parity": ("lockstep.scripts.parity", "check the first steps side by side with the reference"),
+    "replay": ("lockstep.scripts.replay", "check a recorded step or a capsule later, or on another machine"),
+    "bisect": ("lockstep.scripts.bisect", "find a run's first bad step, its origin stage and the cause"),
+    "faults": ("lockstep.scripts.faults", "plant the known faults and print the scoreboard"),
+    "convert": (
+        "lockstep.scripts.convert",
+        "a checkpoint or a run between torch, JAX and plain safetensors, bit for bit",
+    ),
+    "report": ("lockstep.scripts.report", "write a run's report.html"),
+    "sample": ("lockstep.scripts.sample", "text from a run's checkpoint, as it is written"),
+    "profile": ("lockstep.scripts.profile", "record three training steps, and say where their time goes"),
+    "plan": ("lockstep.scripts.plan", "memory, time and cost of a run before anything is rented"),
+    "bench step": (
+        "lockstep.scripts.bench",
+        "time whole steps, row by row, beside the published figures and the floor",
+    ),
+    "bench best": ("lockstep.scripts.bench_best", "search the fastest configuration of a run within a time limit"),
     "bench peers": (
-        "scripts.bench_peers",
+        "lockstep.scripts.bench_peers",
         "the same model beside Hugging Face's Trainer and a nanoGPT-like loop",
     ),
-    "bench parity": ("scripts.bench_parity", "what a check costs, in training steps"),
+    "bench parity": ("lockstep.scripts.bench_parity", "what a check costs, in training steps"),
 }
 
 HELP = ("-h", "--help", "help")
@@ -108,7 +117,7 @@ def _cannot_print(error: OSError) -> str:
 
 def run(argv: list[str]) -> int:
     """Run one command; returns its exit code. `--help` of a command raises SystemExit(0), as tyro does."""
-    from core.errors import UserError
+    from lockstep.core.errors import UserError
 
     try:
         return _run(argv)
@@ -133,14 +142,14 @@ def run(argv: list[str]) -> int:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) and not error.filename:
             print(f"lockstep: {_cannot_print(error)}", file=sys.stderr)
             return 2
-        from scripts.failures import in_one_line
+        from lockstep.scripts.failures import in_one_line
 
         print(f"lockstep: {in_one_line(error)}", file=sys.stderr)
         return 2
 
 
 def _run(argv: list[str]) -> int:
-    from core.errors import UserError
+    from lockstep.core.errors import UserError
 
     if not argv or argv[0] in HELP or (argv[0] in GROUPS and argv[1:2] and argv[1] in HELP):
         print(USAGE)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from core.errors import UserError
-from scripts.arguments import parse
+from lockstep.core.errors import UserError
+from lockstep.scripts.arguments import parse
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from core.backend import State, Writing
+    from lockstep.core.backend import State, Writing
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Convert:
 
 def main(argv: list[str]) -> int:
     """Convert, read what was written, and compare every bit."""
-    from core.checkpoint import MANIFEST
-    from core.run import is_run
+    from lockstep.core.checkpoint import MANIFEST
+    from lockstep.core.run import is_run
 
     options, _ = parse(Convert, "convert", argv, with_settings=False)
     source, target = options.source, options.target
@@ -61,8 +61,8 @@ def main(argv: list[str]) -> int:
 
 def convert_run(source: Path, target: Path, to: str) -> Path:
     """A run of another framework from a run's last intact checkpoint; returns its checkpoint."""
-    from core.checkpoint import checkpoint_step
-    from core.run import RunDir
+    from lockstep.core.checkpoint import checkpoint_step
+    from lockstep.core.run import RunDir
 
     run = RunDir.open(source)
     last = run.last_intact(print)
@@ -78,7 +78,7 @@ def convert_run(source: Path, target: Path, to: str) -> Path:
 
 def convert(source: Path, target: Path, to: str) -> Path:
     """A checkpoint in another format; returns its folder. Raises UserError if it does not come back bit for bit."""
-    from core.checkpoint import begin_checkpoint, load_checkpoint, read_random
+    from lockstep.core.checkpoint import begin_checkpoint, load_checkpoint, read_random
 
     state, extra = load_checkpoint(source, read_orbax)
     write = writing(to)
@@ -96,14 +96,14 @@ def convert(source: Path, target: Path, to: str) -> Path:
 def writing(to: str) -> Callable[[State, Path], Writing]:
     """What writes a state in a format."""
     if to == "torch":
-        from torch_backend import checkpoint as of_torch
+        from lockstep.torch_backend import checkpoint as of_torch
 
         return of_torch.writing
     if to == "jax":
-        from jax_backend import checkpoint as of_jax
+        from lockstep.jax_backend import checkpoint as of_jax
 
         return of_jax.writing
-    from core.checkpoint import WritingState
+    from lockstep.core.checkpoint import WritingState
 
     return WritingState
 
@@ -112,9 +112,9 @@ def read_orbax(folder: Path) -> State:
     """The state that orbax wrote into a checkpoint, by the configuration that lies beside it."""
     import json
 
-    from core.checkpoint import EXTRA
-    from core.config import RunConfig
-    from jax_backend.checkpoint import read_state
+    from lockstep.core.checkpoint import EXTRA
+    from lockstep.core.config import RunConfig
+    from lockstep.jax_backend.checkpoint import read_state
 
     extra = json.loads((folder / EXTRA).read_text(encoding="utf-8"))
     return read_state(folder, RunConfig.model_validate(extra["config"]))
@@ -122,7 +122,7 @@ def read_orbax(folder: Path) -> State:
 
 def differences(one: State, other: State) -> list[str]:
     """What is not the same, bit for bit, in two states."""
-    from core.parity.step import flat
+    from lockstep.core.parity.step import flat
 
     arrays, others = flat(one), flat(other)
     shared = arrays.keys() & others.keys()

@@ -1,7 +1,7 @@
 """How often is a clean trainer accused? Random models, random and trained weights, thousands of checks. Resumable.
 
-    python -m scripts.false_alarms --jobs 3            run what is missing, then write docs/false_alarms.md
-    python -m scripts.false_alarms --page              only write the page from what has been run
+    python -m lockstep.scripts.false_alarms --jobs 3            run what is missing, then write docs/false_alarms.md
+    python -m lockstep.scripts.false_alarms --page              only write the page from what has been run
 
 A check is one verdict on one step. Draws of shapes are separate from those of the calibration. Each finished draw is a
 line of docs/false_alarms.jsonl, so that an interrupted search goes on where it stopped; lines of other bounds (by their
@@ -31,12 +31,12 @@ import jax
 import torch
 import tyro
 
-from core.config import AttentionConfig, ModelConfig, RecomputeConfig, RunConfig, Section
-from core.jsonl import JsonLines, read_lines
-from core.parity import bands
-from core.parity.judge import Reference, judge
-from core.sinks.phrases import check_line
-from scripts.clean_runs import Optimizer, clean_evidence, draw_config, open_reference
+from lockstep.core.config import AttentionConfig, ModelConfig, RecomputeConfig, RunConfig, Section
+from lockstep.core.jsonl import JsonLines, read_lines
+from lockstep.core.parity import bands
+from lockstep.core.parity.judge import Reference, judge
+from lockstep.core.sinks.phrases import check_line
+from lockstep.scripts.clean_runs import Optimizer, clean_evidence, draw_config, open_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "docs/false_alarms.jsonl", ROOT / "docs/false_alarms.md"
@@ -206,7 +206,8 @@ def page() -> str:
     text = [
         "# False alarms: clean runs that were accused",
         "",
-        "Made by `python -m scripts.false_alarms` (resumable; its lines are [false_alarms.jsonl](false_alarms.jsonl)) "
+        "Made by `python -m lockstep.scripts.false_alarms` (resumable; its lines are "
+        "[false_alarms.jsonl](false_alarms.jsonl)) "
         f"with torch {torch.__version__.split('+')[0]}, jax {jax.__version__} on {platform.machine()} "
         f"({platform.system()}), CPU. A check is one verdict on one step, made of some hundred comparisons; it is "
         "accused if a single one is out of bounds. Random models (1–4 layers, 16–256 hidden, one to all KV heads, tied "

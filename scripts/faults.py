@@ -17,25 +17,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import tyro
 
-from core.errors import UserError
-from scripts.arguments import check_file, parse
-from scripts.backends import REFERENCE, TRAINER, on_its_device
-from scripts.failures import in_one_line
-from scripts.open_data import open_data
+from lockstep.core.errors import UserError
+from lockstep.scripts.arguments import check_file, parse
+from lockstep.scripts.backends import REFERENCE, TRAINER, on_its_device
+from lockstep.scripts.failures import in_one_line
+from lockstep.scripts.open_data import open_data
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from core.backend import Backend, Batch, Session
-    from core.config import RunConfig
-    from core.parity.compare import Reference
-    from core.parity.evidence import Evidence
-    from core.parity.verdict import Check, Finding
-    from core.run_data import RunData
+    from lockstep.core.backend import Backend, Batch, Session
+    from lockstep.core.config import RunConfig
+    from lockstep.core.parity.compare import Reference
+    from lockstep.core.parity.evidence import Evidence
+    from lockstep.core.parity.verdict import Check, Finding
+    from lockstep.core.run_data import RunData
 
 SCHEMA = 1
 # Tests are no part of what scripts import: the collection is found by name when it is asked for.
-COLLECTION = "parity_tests.faults"
+COLLECTION = "lockstep.parity_tests.faults"
 HONEST = "the honest trainer"
 HONEST_STEPS = 3
 TOP = 3
@@ -181,7 +181,7 @@ class Bench:
     @property
     def reference(self) -> Reference:
         """Twin and truth, opened when they are first needed."""
-        from core.parity.compare import Reference
+        from lockstep.core.parity.compare import Reference
 
         if self._reference is None:
             self._reference = Reference.open(self.backend, self.config)
@@ -217,7 +217,7 @@ class Bench:
 
     @property
     def _recipe(self) -> str:
-        from core.parity import bands
+        from lockstep.core.parity import bands
 
         return bands.recipe_of(self.config)
 
@@ -226,9 +226,9 @@ class Bench:
     ) -> Row:
         import torch
 
-        from core.parity.closer import look_closer
-        from core.parity.evidence import gather, uneven_weights
-        from core.parity.judge import judge
+        from lockstep.core.parity.closer import look_closer
+        from lockstep.core.parity.evidence import gather, uneven_weights
+        from lockstep.core.parity.judge import judge
 
         torch._dynamo.reset()
         # A session refers to its own programs and they to it: without this, those of many faults stay in memory.
@@ -257,8 +257,8 @@ class Bench:
         self, backend: Backend, session: Session, evidence: Evidence, check: Check, row: Row, causes: str
     ) -> str:
         """The decoder's words; where more is asked for, whether the step repeats and which change makes it vanish."""
-        from core.parity.alarm import repeated
-        from core.parity.cause import find_cause
+        from lockstep.core.parity.alarm import repeated
+        from lockstep.core.parity.cause import find_cause
 
         note = check.origin.note if check.origin else ""
         wanted = causes == "all" or (causes == "promised" and row.promised_cause and row.promised_cause not in note)
@@ -276,7 +276,7 @@ class Bench:
     def _moved(self, loss: float, step: int) -> float | None:
         """|loss − honest| / honest in this step, both trained from the initial weights; None if it is not finite."""
         if not self._losses:
-            from core.parity.evidence import uneven_weights
+            from lockstep.core.parity.evidence import uneven_weights
 
             session = self.honest.open(self.config)
             for number in range(1, HONEST_STEPS + 1):
@@ -289,7 +289,7 @@ class Bench:
 
 def said_of(check: Check, row: Row) -> Row:
     """The row with the origins that a check which disagreed names."""
-    from core.sinks.phrases import bounds
+    from lockstep.core.sinks.phrases import bounds
 
     origins = tuple(_link(finding) for finding in check.origins)
     found = check.origins[0]
@@ -355,7 +355,7 @@ def run(
 
     Faults that need settings of their own come after the others, each set of settings with its honest trainer.
     """
-    from core.parity.load import load_backend
+    from lockstep.core.parity.load import load_backend
 
     faults = chosen(names)
     done = {(row.name, row.recipe): row for row in kept if not row.error}
@@ -418,7 +418,7 @@ def stamp(config: RunConfig) -> str:
     """Of everything that a row depends on and that is not code: bounds, configuration, expectations."""
     from importlib import resources
 
-    bounds = resources.files("core.parity").joinpath("bands.json").read_bytes()
+    bounds = resources.files("lockstep.core.parity").joinpath("bands.json").read_bytes()
     promised = [
         (f.name, f.stage, f.phase, f.layer, f.first_step, f.within, f.cause, dict(f.settings)) for f in chosen(())
     ]
@@ -427,7 +427,7 @@ def stamp(config: RunConfig) -> str:
 
 def write(file: Path, rows: Sequence[Row], mark: str) -> None:
     """The scoreboard as JSON: rows, and totals by recipe."""
-    from core.atomic import write_atomically
+    from lockstep.core.atomic import write_atomically
 
     by_recipe: dict[str, list[Row]] = {}
     for row in rows:
@@ -471,7 +471,7 @@ def main(argv: list[str]) -> int:
     """Plant, judge, print; 0 if all is as promised."""
     from rich.console import Console
 
-    from core.config_file import load_config
+    from lockstep.core.config_file import load_config
 
     options, given = parse(Faults, "faults", argv, with_settings=True)
     if not options.recipe:
@@ -487,7 +487,7 @@ def main(argv: list[str]) -> int:
         return config
 
     configs = [config_of(recipe) for recipe in options.recipe]
-    from core.parity import bands
+    from lockstep.core.parity import bands
 
     for config in configs:
         recipe = bands.recipe_of(config)

@@ -1,9 +1,9 @@
 """Run files and the command line fuzzed: a valid run or one clear message, never a traceback. Resumable.
 
-    python -m scripts.fuzz                        run what is missing of 10,000 cases, then write docs/fuzz.md
-    python -m scripts.fuzz --page                 only write the page from what has been run
+    python -m lockstep.scripts.fuzz                        run what is missing of 10,000 cases, then write docs/fuzz.md
+    python -m lockstep.scripts.fuzz --page                 only write the page from what has been run
 
-For root no file is unreadable: `setpriv --bounding-set=-dac_override,-dac_read_search python -m scripts.fuzz`.
+For root no file is unreadable: `setpriv --bounding-set=-dac_override,-dac_read_search python -m lockstep.scripts.fuzz`.
 
 Cases come in chunks; each has a seed of its own and is a line of docs/fuzz.jsonl, so that a search that was interrupted
 goes on where it stopped. Lines of other code (by a digest of the schema and of the cases) are not counted. Ends 1 if a
@@ -31,13 +31,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import tyro
 
-from core.config_file import settings
-from core.jsonl import JsonLines, read_lines
+from lockstep.core.config_file import settings
+from lockstep.core.jsonl import JsonLines, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "docs/fuzz.jsonl", ROOT / "docs/fuzz.md"
 # Tests are no part of what scripts import: the cases are found by name.
-FUZZ = "parity_tests.cli.fuzz"
+FUZZ = "lockstep.parity_tests.cli.fuzz"
 CHUNK = 500
 MEMORY = 6 << 30
 LIBRARIES = ("hypothesis", "tyro", "pydantic", "torch")
@@ -120,7 +120,8 @@ def page(lines: list[dict[str, Any]]) -> str:
         [
             "# Run files and the command line, fuzzed",
             "",
-            f"Made by `python -m scripts.fuzz` (resumable; a line of [fuzz.jsonl](fuzz.jsonl) is {CHUNK} cases of one "
+            f"Made by `python -m lockstep.scripts.fuzz` (resumable; a line of [fuzz.jsonl](fuzz.jsonl) is {CHUNK} "
+            "cases of one "
             f"seed) with {versions}, Python {platform.python_version()}, {minutes:.0f} minutes, "
             f"one process at a time, under a limit of {MEMORY >> 30} GiB of address space, "
             f"slowest case {max(x['slowest'] for x in lines):.0f} s. "

@@ -97,13 +97,13 @@ if wanted parity; then
     fi
     printf 'the reference runs on %s\n' "$platform" | tee "$out/parity_reference.txt"
     data=(--data.source "$repo/core" --data.path "$out/data")
-    part data "$python" -m scripts.cli data prepare "$config" --workers 1 "${data[@]}"
+    part data "$python" -m lockstep data prepare "$config" --workers 1 "${data[@]}"
     programs="eager compiled"
     [ -z "$tiny" ] || programs=eager
     for program in $programs; do
         compiled=false
         [ "$program" = eager ] || compiled=true
-        JAX_PLATFORMS=$platform part "parity_$program" "$python" -m scripts.cli parity "$config" "${data[@]}" \
+        JAX_PLATFORMS=$platform part "parity_$program" "$python" -m lockstep parity "$config" "${data[@]}" \
             --device "$device" --steps 2 --precision.policy bf16 --compile.enabled "$compiled" --train.batch-size 8 \
             --train.micro-batch-size 4 --json "$out/parity_$program.json" --capsules "$out/capsules"
     done
@@ -111,10 +111,10 @@ fi
 
 if wanted bench; then
     # Half a minute for the table and for what ends late.
-    part bench_step "$python" -m scripts.cli bench step "${bench[@]}" --resume --json "$out/bench_step.json" \
+    part bench_step "$python" -m lockstep bench step "${bench[@]}" --resume --json "$out/bench_step.json" \
         --minutes "$(in_minutes 30)" "$@"
     [ ! -f "$out/bench_step.json" ] ||
-        "$python" -m scripts.cli bench step --json "$out/bench_step.json" --page "$out/bench_step.md" ||
+        "$python" -m lockstep bench step --json "$out/bench_step.json" --page "$out/bench_step.md" ||
         bad+=("the page of the bench")
 fi
 
@@ -124,7 +124,7 @@ for kind in bf16 fp8; do
     policy=bf16
     [ "$kind" = bf16 ] || policy=fp8_tensorwise
     if [ "$only" = "best_$kind" ]; then
-        part "best_$kind" "$python" -m scripts.cli bench best "$large" --precision.policy "$policy" --device "$device" \
+        part "best_$kind" "$python" -m lockstep bench best "$large" --precision.policy "$policy" --device "$device" \
             --minutes "$(in_minutes 30)" "${few[@]}" --out "$out/best_$kind.toml"
     fi
 done
@@ -137,8 +137,8 @@ if [ "$only" = curves ]; then
         exit 2
     done
     data=(--data.source "$repo/core" --data.path "$out/curve_data")
-    part curve_data "$python" -m scripts.cli data prepare "$config" --workers 1 "${data[@]}"
-    part curves "$python" -m scripts.two_curves "$out/best_bf16.toml" "$out/best_fp8.toml" --steps "$steps" \
+    part curve_data "$python" -m lockstep data prepare "$config" --workers 1 "${data[@]}"
+    part curves "$python" -m lockstep.scripts.two_curves "$out/best_bf16.toml" "$out/best_fp8.toml" --steps "$steps" \
         --minutes "$(in_minutes 30)" --json "$out/curves.json" "${data[@]}" --device "$device" \
         --train.batch-size "$batch" --train.micro-batch-size "$((batch / 2))" --train.ranks 1
 fi

@@ -1,8 +1,8 @@
 """The incident of docs/incident.md at CPU size: suspects planted one by one, and what each can do to a loss curve.
 
-    python -m scripts.incident train     every run, about a minute each on one core → docs/incident/runs.json
-    python -m scripts.incident checks    what `lockstep parity` says of each suspect → docs/incident/checks.json
-    python -m scripts.incident page      curves.svg and docs/incident.md from the two
+    python -m lockstep.scripts.incident train    every run, about a minute each on one core → docs/incident/runs.json
+    python -m lockstep.scripts.incident checks   `lockstep parity` of each suspect → docs/incident/checks.json
+    python -m lockstep.scripts.incident page     curves.svg and docs/incident.md from the two
 
 The model is a small Llama over bytes, the text is Python's standard library. Suspects are candidates:
 docs/incident/suspects.py. Words of the page: docs/incident/page.md.in.
@@ -34,14 +34,14 @@ import numpy as np
 import torch
 import tyro
 
-from core.backend import Batch
-from core.config import CompileConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
-from core.errors import UserError
-from core.parity.load import load_backend
-from core.parity.side_by_side import check_steps
-from core.sinks.phrases import check_line
-from scripts.backends import spec
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch
+from lockstep.core.config import CompileConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.load import load_backend
+from lockstep.core.parity.side_by_side import check_steps
+from lockstep.core.sinks.phrases import check_line
+from lockstep.scripts.backends import spec
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER, PAGE = ROOT / "docs/incident", ROOT / "docs/incident.md"
@@ -252,7 +252,9 @@ def read(name: str) -> dict[str, Any]:
     path = FOLDER / f"{name}.json"
     if not path.exists():
         made_by = {"runs": "train", "checks": "checks"}[name]
-        raise UserError(f"{path.relative_to(ROOT)} is not there; make it with: python -m scripts.incident {made_by}")
+        raise UserError(
+            f"{path.relative_to(ROOT)} is not there; make it with: python -m lockstep.scripts.incident {made_by}"
+        )
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 

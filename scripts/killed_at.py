@@ -1,6 +1,6 @@
 """`lockstep`, which tells when a certain file operation is due, so that scripts/chaos.py can kill it there.
 
-    LOCKSTEP_MOMENT='{…}' python -m scripts.killed_at train …
+    LOCKSTEP_MOMENT='{…}' python -m lockstep.scripts.killed_at train …
 
 Python tells of every file operation before it is made (audit events, PEP 578); nothing of Lockstep is replaced.
 """
@@ -103,7 +103,7 @@ def main() -> None:
     text = os.environ.get(VARIABLE)
     if text is not None and os.environ.get("RANK", "0") == "0":
         sys.addaudithook(watch(Moment(**json.loads(text))))
-    from scripts import cli
+    from lockstep.scripts import cli
 
     cli.main()
 

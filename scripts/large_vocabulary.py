@@ -1,6 +1,6 @@
 """The chunked head at a vocabulary of 131,072: memory by tokens and chunk, and how exact it is. Writes a page.
 
-python -m scripts.large_vocabulary            docs/large_vocabulary.md
+python -m lockstep.scripts.large_vocabulary            docs/large_vocabulary.md
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core.memory import process_memory
-from torch_backend.chunked_loss import chunked_loss
-from torch_backend.loss import negative_log_likelihood, weighted_mean
-from torch_backend.precision import POLICIES, head
+from lockstep.core.memory import process_memory
+from lockstep.torch_backend.chunked_loss import chunked_loss
+from lockstep.torch_backend.loss import negative_log_likelihood, weighted_mean
+from lockstep.torch_backend.precision import POLICIES, head
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/large_vocabulary.md"
@@ -54,7 +54,7 @@ def run(how: str, tokens: int, policy: str, chunk: int) -> tuple[Tensor, Tensor,
 
 def peak(how: str, tokens: int, chunk: int) -> dict[str, float]:
     """Peak resident memory of forward and backward pass in a process of its own, above that of its inputs, in bytes."""
-    code = f"from scripts.large_vocabulary import child; child({how!r}, {tokens}, {chunk})"
+    code = f"from lockstep.scripts.large_vocabulary import child; child({how!r}, {tokens}, {chunk})"
     # Freed tensors go back to the system at once: what is measured is what is in use, not what glibc keeps for later.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
@@ -110,7 +110,8 @@ def main() -> None:
     lines = [
         "# A vocabulary of 131,072",
         "",
-        f"Made by `python -m scripts.large_vocabulary`: forward and backward pass of the head alone, {VOCABULARY:,} × "
+        "Made by `python -m lockstep.scripts.large_vocabulary`: forward and backward pass of the head alone, "
+        f"{VOCABULARY:,} × "
         f"{WIDTH} weight, bf16 operands, eager, torch {torch.__version__.split('+')[0]}, {platform.machine()} "
         f"{platform.system()}, CPU. Peak resident memory of a process of its own, above its inputs'; the weight's "
         f"gradient ({VOCABULARY * WIDTH * 4 / 1e6:,.0f} MB) and copies of the weight are part of it.",

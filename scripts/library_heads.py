@@ -1,7 +1,7 @@
 """Loss heads beside each other: how far each is from FP64, and from the twin that mirrors its casts. Writes a page.
 
-    python -m scripts.library_heads                         docs/library_heads.md
-    TRITON_INTERPRET=1 python -m scripts.library_heads      Liger's head too, by Triton's interpreter on the CPU
+    python -m lockstep.scripts.library_heads                      docs/library_heads.md
+    TRITON_INTERPRET=1 python -m lockstep.scripts.library_heads   Liger's head too, by Triton's interpreter on the CPU
 
 Needs torch 2.13 for torch's head, and liger-kernel and triton for Liger's; what is not there is said.
 """
@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.config import LossConfig
-from core.errors import UserError
-from jax_backend.library_heads import library_nll
-from jax_backend.precision import POLICIES as TWIN
-from torch_backend.chunked_loss import chunked_loss
-from torch_backend.library_heads import check_head, library_loss
-from torch_backend.loss import negative_log_likelihood, weighted_mean
-from torch_backend.precision import POLICIES, head
+from lockstep.core.config import LossConfig
+from lockstep.core.errors import UserError
+from lockstep.jax_backend.library_heads import library_nll
+from lockstep.jax_backend.precision import POLICIES as TWIN
+from lockstep.torch_backend.chunked_loss import chunked_loss
+from lockstep.torch_backend.library_heads import check_head, library_loss
+from lockstep.torch_backend.loss import negative_log_likelihood, weighted_mean
+from lockstep.torch_backend.precision import POLICIES, head
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/library_heads.md"
@@ -68,7 +68,7 @@ What a library's head does to the numbers, and the twin mirrors (jax_backend/lib
 No library shows its logits: a check has one stage, `torch_head`, from the final norm's output to the NLL, and judges it
 from the candidate's own inputs as it does every other. Its bounds were measured ([calibration](calibration.md)); those
 of Liger's and cut-cross-entropy's were not, for want of a GPU, so that checks of a run with them are refused until
-`python -m scripts.calibrate bf16/eager --parts liger_head --device cuda` has measured them.
+`python -m lockstep.scripts.calibrate bf16/eager --parts liger_head --device cuda` has measured them.
 
 ## Measured
 
@@ -164,7 +164,8 @@ def main() -> None:
         print(rows[-1], flush=True)
     interpreted = " Triton's kernels by its interpreter." if os.environ.get("TRITON_INTERPRET") else ""
     lines = [
-        f"Made by `python -m scripts.library_heads`: {TOKENS:,} tokens, {VOCABULARY:,} × {WIDTH} weight, one token in "
+        f"Made by `python -m lockstep.scripts.library_heads`: {TOKENS:,} tokens, {VOCABULARY:,} × {WIDTH} weight, one "
+        "token in "
         f"four confident, torch {torch.__version__.split('+')[0]}, jax {jax.__version__}"
         f"{of('liger-kernel')}{of('triton')}, {platform.machine()} {platform.system()}, CPU.{interpreted} Relative "
         "errors against FP64 of the same weights; last, the largest relative distance from the twin's NLL and "

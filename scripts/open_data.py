@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 if TYPE_CHECKING:
-    from core.config import RunConfig
-    from core.run_data import RunData
+    from lockstep.core.config import RunConfig
+    from lockstep.core.run_data import RunData
 
 
 def open_data(config: RunConfig, file: Path, given: Mapping[str, str]) -> RunData:
@@ -19,8 +19,8 @@ def open_data(config: RunConfig, file: Path, given: Mapping[str, str]) -> RunDat
 
     Raises UserError if it is damaged or does not fit, or was never prepared: then it says how to.
     """
-    from core.data.index import INDEX_NAME
-    from core.run_data import RunData
+    from lockstep.core.data.index import INDEX_NAME
+    from lockstep.core.run_data import RunData
 
     if not (Path(config.data.path) / INDEX_NAME).is_file():
         raise UserError(f"{config.data.path} holds no prepared data; make it with: {preparing(file, given)}")

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from core.errors import UserError
-from core.launch import launched, require_ranks
-from scripts.arguments import check_file, parse
-from scripts.backends import on_its_device, spec
-from scripts.failures import in_one_line
-from scripts.open_data import open_data
+from lockstep.core.errors import UserError
+from lockstep.core.launch import launched, require_ranks
+from lockstep.scripts.arguments import check_file, parse
+from lockstep.scripts.backends import on_its_device, spec
+from lockstep.scripts.failures import in_one_line
+from lockstep.scripts.open_data import open_data
 
 if TYPE_CHECKING:
-    from core.backend import Backend, Session
-    from core.config import RunConfig
-    from core.parity.evidence import Evidence
-    from core.parity.side_by_side import Alarmed
-    from core.parity.verdict import Check
+    from lockstep.core.backend import Backend, Session
+    from lockstep.core.config import RunConfig
+    from lockstep.core.parity.evidence import Evidence
+    from lockstep.core.parity.side_by_side import Alarmed
+    from lockstep.core.parity.verdict import Check
 
 
 @dataclass
@@ -57,18 +57,18 @@ def main(argv: list[str]) -> int:
     """Check, print the table, write the JSON; the exit code is the verdict."""
     from rich.console import Console
 
-    from core.config_file import load_config
-    from core.parity import bands
-    from core.parity.free_running import drift
-    from core.parity.load import load_backend
-    from core.parity.side_by_side import check_steps
-    from core.parity.verdict import overall, verdict_json
-    from core.sinks.phrases import check_line
-    from scripts.parity_table import print_drift, print_verdict
+    from lockstep.core.config_file import load_config
+    from lockstep.core.parity import bands
+    from lockstep.core.parity.free_running import drift
+    from lockstep.core.parity.load import load_backend
+    from lockstep.core.parity.side_by_side import check_steps
+    from lockstep.core.parity.verdict import overall, verdict_json
+    from lockstep.core.sinks.phrases import check_line
+    from lockstep.scripts.parity_table import print_drift, print_verdict
 
     place = launched()
     if place is not None and place[0] > 0:
-        from torch_backend.following import follow
+        from lockstep.torch_backend.following import follow
 
         return follow()
     options, given = parse(Parity, "parity", argv, with_settings=True)
@@ -126,8 +126,8 @@ def _alarm(
     options: Parity, candidate: Backend, reference: Backend, config: RunConfig, say: Callable[[str], None]
 ) -> Alarmed:
     """What follows the first check that disagrees: run the step again, look for the cause, pack the step."""
-    from core.parity.alarm import sound
-    from core.parity.cause import find_cause
+    from lockstep.core.parity.alarm import sound
+    from lockstep.core.parity.cause import find_cause
 
     sounded: list[int] = []
 

@@ -1,7 +1,7 @@
 """Every lever with every other: a pairwise design of runs, each through `lockstep parity`: docs/parity_matrix.md.
 
-    python -m scripts.parity_matrix            what is missing, then the page
-    python -m scripts.parity_matrix --page     the page alone
+    python -m lockstep.scripts.parity_matrix            what is missing, then the page
+    python -m lockstep.scripts.parity_matrix --page     the page alone
 
 A design in which every pair of values of two levers meets in some run, found greedily (Cohen et al. 1997, The AETG
 system): interactions of two levers are what the published stories are about, and all combinations would take days.
@@ -99,7 +99,16 @@ def run(cell: Cell) -> dict[str, Any]:
     """One cell through the command line: verdict, comparisons, what came nearest to its bound, and the time."""
     file = ROWS.with_name(f"parity_matrix_{os.getpid()}.json")
     flags = [f"--{key.replace('_', '-')}={text}" for key, text in settings(cell).items()]
-    command = [sys.executable, "-m", "scripts.cli", "parity", CONFIG, f"--steps={STEPS}", "--quick", f"--json={file}"]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "parity",
+        CONFIG,
+        f"--steps={STEPS}",
+        "--quick",
+        f"--json={file}",
+    ]
     started = time.perf_counter()
     done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True)
     seconds = time.perf_counter() - started
@@ -127,7 +136,8 @@ def page(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> str:
     lines = [
         "# Every lever with every other",
         "",
-        f"Made by `python -m scripts.parity_matrix`: {agreed} of {len(cells)} cells agree. Each is `lockstep parity "
+        f"Made by `python -m lockstep.scripts.parity_matrix`: {agreed} of {len(cells)} cells agree. Each is `lockstep "
+        "parity "
         f"{CONFIG} --steps {STEPS}` with a model of two blocks; {len(due & met)} of {len(due)} pairs of values of two "
         f"levers meet (pairwise design, {len(cells)} of {len(list(itertools.product(*LEVERS.values())))} "
         f"combinations). torch {version('torch').split('+')[0]}, torchao {version('torchao')}, jax {version('jax')}, "

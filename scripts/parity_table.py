@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from core.parity.free_running import Drift
-from core.parity.stages import FORWARD, place
-from core.parity.verdict import Check, Finding, overall
-from core.sinks.phrases import bounds, place_of
+from lockstep.core.parity.free_running import Drift
+from lockstep.core.parity.stages import FORWARD, place
+from lockstep.core.parity.verdict import Check, Finding, overall
+from lockstep.core.sinks.phrases import bounds, place_of
 
 if TYPE_CHECKING:
     from rich.console import Console

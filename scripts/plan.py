@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from core.errors import UserError
-from scripts.arguments import check_file, parse
+from lockstep.core.errors import UserError
+from lockstep.scripts.arguments import check_file, parse
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from core.plan.choices import Choice
-    from core.plan.estimate import Estimate
+    from lockstep.core.plan.choices import Choice
+    from lockstep.core.plan.estimate import Estimate
 
 # Columns that the widest table needs.
 _WIDE = 150
@@ -50,11 +50,11 @@ def main(argv: list[str]) -> int:
     """Print the plan."""
     from rich.console import Console
 
-    from core.config_file import load_config
-    from core.plan.choices import choices, smallest_change
-    from core.plan.estimate import fits
-    from core.plan.gpus import gpu_named
-    from core.plan.words import as_data
+    from lockstep.core.config_file import load_config
+    from lockstep.core.plan.choices import choices, smallest_change
+    from lockstep.core.plan.estimate import fits
+    from lockstep.core.plan.gpus import gpu_named
+    from lockstep.core.plan.words import as_data
 
     options, given = parse(Plan, "plan", argv, with_settings=True)
     check_file("json", options.json)
@@ -86,8 +86,8 @@ def print_plan(console: Console, estimate: Estimate, found: list[Choice], price:
     """Every table of the plan."""
     from rich.console import Console as Wide
 
-    from core.plan import words
-    from core.sinks.tables import table
+    from lockstep.core.plan import words
+    from lockstep.core.sinks.tables import table
 
     config = estimate.config
     wide = console if console.width >= _WIDE else Wide(highlight=False, width=_WIDE)

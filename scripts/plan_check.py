@@ -1,4 +1,6 @@
-"""Measure what `lockstep plan` estimates, on the CPU, and write docs/plan.md's tables: `python -m scripts.plan_check`.
+"""Measure what `lockstep plan` estimates, on the CPU, and write docs/plan.md's tables.
+
+Run it as `python -m lockstep.scripts.plan_check`.
 
 Each case is a real forward and backward pass; the CPU allocator reports every tensor (torch_backend/plan.py). Ends 1 if
 any estimate is more than 10 % off.
@@ -14,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from core.config import RunConfig
-from core.config_file import load_config
-from core.plan import GPUS, fits, words
-from core.plan.memory import memory
-from torch_backend.plan import measured_peak
+from lockstep.core.config import RunConfig
+from lockstep.core.config_file import load_config
+from lockstep.core.plan import GPUS, fits, words
+from lockstep.core.plan.memory import memory
+from lockstep.torch_backend.plan import measured_peak
 
 ALLOWED = 0.10
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "plan.md"

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import tyro
 
-from core.config_file import load_config
-from core.errors import UserError
-from scripts.arguments import parse
+from lockstep.core.config_file import load_config
+from lockstep.core.errors import UserError
+from lockstep.scripts.arguments import parse
 
 
 @dataclass
@@ -38,9 +38,9 @@ def main(argv: list[str]) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-    from core.data.prepare import PrepareSettings, prepare
-    from core.data.prepare import Progress as Stage
-    from core.sinks.tables import facts
+    from lockstep.core.data.prepare import PrepareSettings, prepare
+    from lockstep.core.data.prepare import Progress as Stage
+    from lockstep.core.sinks.tables import facts
 
     options, given = parse(Prepare, "data prepare", argv, with_settings=True, shown=_bears_on_data)
     if options.workers < 0:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from core.errors import UserError
-from core.launch import launched, require_ranks
-from scripts.arguments import parse
-from scripts.backends import TRAINER, on_its_device
+from lockstep.core.errors import UserError
+from lockstep.core.launch import launched, require_ranks
+from lockstep.scripts.arguments import parse
+from lockstep.scripts.backends import TRAINER, on_its_device
 
 if TYPE_CHECKING:
-    from core.backend import Batch
-    from core.config import RunConfig
+    from lockstep.core.backend import Batch
+    from lockstep.core.config import RunConfig
 
 TRACE, SUMMARY, PAGE = "trace.json.gz", "summary.json", "summary.md"
 # Only the steps that are meant, with the kernels inside CUDA graphs one by one.
@@ -60,14 +60,14 @@ class Profile:
 
 def main(argv: list[str]) -> int:
     """Record, or read a trace; summarize."""
-    from core.config_file import load_config
-    from core.profile.summary import summarize
-    from core.profile.trace import read_trace
+    from lockstep.core.config_file import load_config
+    from lockstep.core.profile.summary import summarize
+    from lockstep.core.profile.trace import read_trace
 
     # Before torch is loaded: its profiler notes every start on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if (rank := launched()) is not None and rank[0] > 0:
-        from torch_backend.following import follow
+        from lockstep.torch_backend.following import follow
 
         return follow()
     options, given = parse(Profile, "profile", argv, with_settings=True)
@@ -90,10 +90,10 @@ def main(argv: list[str]) -> int:
 
 def profile(options: Profile, config: RunConfig, given: Mapping[str, str], argv: list[str]) -> int:
     """Record steps of a run, summarize them, and say how to see them in Nsight Systems."""
-    from core.parity.load import load_backend
-    from core.profile.summary import summarize
-    from core.profile.trace import read_trace
-    from torch_backend.profile import STEPS, record, under_nsight
+    from lockstep.core.parity.load import load_backend
+    from lockstep.core.profile.summary import summarize
+    from lockstep.core.profile.trace import read_trace
+    from lockstep.torch_backend.profile import STEPS, record, under_nsight
 
     # No step of these may be beyond the schedule's end.
     train = config.train.model_copy(update={"steps": max(config.train.steps, STEPS)})
@@ -134,11 +134,11 @@ def batches_of(
     stack: ExitStack, options: Profile, config: RunConfig, given: Mapping[str, str]
 ) -> tuple[Iterator[Batch], str]:
     """The run's batches as training reads them, or random ones where no data is prepared; and which they are."""
-    from core.data.index import INDEX_NAME
-    from core.data.loader import Prefetcher
-    from scripts.open_data import open_data
-    from torch_backend.bench import random_batches
-    from torch_backend.profile import STEPS
+    from lockstep.core.data.index import INDEX_NAME
+    from lockstep.core.data.loader import Prefetcher
+    from lockstep.scripts.open_data import open_data
+    from lockstep.torch_backend.bench import random_batches
+    from lockstep.torch_backend.profile import STEPS
 
     assert options.config is not None
     if not (Path(config.data.path) / INDEX_NAME).is_file() and not config.attention.needs_documents:
@@ -150,8 +150,8 @@ def batches_of(
 
 def floor_of(config: RunConfig) -> float | None:
     """What no step of one rank can beat, in seconds (core/budget.py)."""
-    from core.budget import floor_seconds
-    from torch_backend.bench import measure_floor
+    from lockstep.core.budget import floor_seconds
+    from lockstep.torch_backend.bench import measure_floor
 
     train = config.train.model_copy(update={"batch_size": config.train.batch_size // config.train.ranks})
     measured = measure_floor()
@@ -160,7 +160,7 @@ def floor_of(config: RunConfig) -> float | None:
 
 def nsys(out: Path, argv: list[str], ranks: int = 1) -> str:
     """The command that shows the same steps in Nsight Systems."""
-    lockstep = "lockstep" if ranks == 1 else f"torchrun --nproc-per-node {ranks} --module scripts.cli"
+    lockstep = "lockstep" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m lockstep"
     return f"{NSYS} --output={shlex.quote(str(out / 'nsys'))} {lockstep} {shlex.join(['profile', *argv, '--nvtx'])}"
 
 
@@ -174,8 +174,8 @@ def make(folder: Path) -> None:
 
 def write(folder: Path, title: str, found: Mapping[str, Any]) -> None:
     """Write summary.json and summary.md."""
-    from core.atomic import write_atomically
-    from core.profile.page import page
+    from lockstep.core.atomic import write_atomically
+    from lockstep.core.profile.page import page
 
     write_atomically(folder / SUMMARY, [json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n"])
     write_atomically(folder / PAGE, [page(title, found).encode()])
@@ -183,7 +183,7 @@ def write(folder: Path, title: str, found: Mapping[str, Any]) -> None:
 
 def say(title: str, found: Mapping[str, Any]) -> int:
     """Print the summary."""
-    from core.profile.page import page
+    from lockstep.core.profile.page import page
 
     sys.stdout.write(page(title, found))
     return 0

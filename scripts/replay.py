@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from core.errors import UserError
-from scripts.arguments import check_file, parse
-from scripts.backends import on_its_device, spec
-from scripts.failures import in_one_line
-from scripts.open_data import open_data
+from lockstep.core.errors import UserError
+from lockstep.scripts.arguments import check_file, parse
+from lockstep.scripts.backends import on_its_device, spec
+from lockstep.scripts.failures import in_one_line
+from lockstep.scripts.open_data import open_data
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from core.backend import Backend, Batch
-    from core.config import RunConfig
-    from core.parity.replay import Replayed
-    from core.run import RunDir
-    from core.run_data import RunData
+    from lockstep.core.backend import Backend, Batch
+    from lockstep.core.config import RunConfig
+    from lockstep.core.parity.replay import Replayed
+    from lockstep.core.run import RunDir
+    from lockstep.core.run_data import RunData
 
 EXIT = {"agreed": 0, "disagreed": 1, "could_not": 2}
 
@@ -65,8 +65,8 @@ class Replay:
 
 def main(argv: list[str]) -> int:
     """Replay, print, write the JSON; the exit code is the verdict."""
-    from core.parity.capsule import is_capsule
-    from core.spikes import is_spike
+    from lockstep.core.parity.capsule import is_capsule
+    from lockstep.core.spikes import is_spike
 
     options, _ = parse(Replay, "replay", argv, with_settings=False)
     check_file("json", options.json)
@@ -81,11 +81,11 @@ def main(argv: list[str]) -> int:
 
 
 def _capsule(console: Console, options: Replay) -> int:
-    from core.parity import bands
-    from core.parity.capsule import other_versions, read_capsule
-    from core.parity.load import load_backend
-    from core.parity.replay import replay_capsule
-    from scripts.start import versions
+    from lockstep.core.parity import bands
+    from lockstep.core.parity.capsule import other_versions, read_capsule
+    from lockstep.core.parity.load import load_backend
+    from lockstep.core.parity.replay import replay_capsule
+    from lockstep.scripts.start import versions
 
     capsule = read_capsule(options.path)
     if options.step not in (None, capsule.step):
@@ -109,10 +109,10 @@ def _capsule(console: Console, options: Replay) -> int:
 
 
 def _spike(console: Console, options: Replay) -> int:
-    from core.parity.load import load_backend
-    from core.parity.replay import in_words
-    from core.parity.replay_spike import replay_spike
-    from core.spikes import read_spike
+    from lockstep.core.parity.load import load_backend
+    from lockstep.core.parity.replay import in_words
+    from lockstep.core.parity.replay_spike import replay_spike
+    from lockstep.core.spikes import read_spike
 
     about, kept = read_spike(options.path)
     step, loss = about["step"], about["loss"]
@@ -146,9 +146,9 @@ def _run_of_spike(path: Path, branch: int | None) -> tuple[Path, int | None]:
 
 
 def _run(console: Console, options: Replay) -> int:
-    from core.parity import bands
-    from core.parity.load import load_backend
-    from core.parity.replay import replay_run
+    from lockstep.core.parity import bands
+    from lockstep.core.parity.load import load_backend
+    from lockstep.core.parity.replay import replay_run
 
     run, data = open_run(options.path, options.branch, options.reference_devices)
     require_bands(run)
@@ -187,8 +187,8 @@ def _report(
     context: dict[str, Any],
     told: bool = False,
 ) -> int:
-    from core.parity.verdict import overall, verdict_json
-    from scripts.parity_table import print_verdict
+    from lockstep.core.parity.verdict import overall, verdict_json
+    from lockstep.scripts.parity_table import print_verdict
 
     if not told:
         for one in found:
@@ -205,7 +205,7 @@ def _report(
 
 
 def _line(console: Console, one: Replayed) -> None:
-    from core.sinks.phrases import check_line
+    from lockstep.core.sinks.phrases import check_line
 
     how = {
         "sketches": "as the run made it, from its sketches (end to end)",
@@ -238,8 +238,8 @@ def on_reference_devices(config: RunConfig, count: int | None) -> RunConfig:
 
 def open_run(path: Path, branch: int | None = None, reference_devices: int | None = None) -> tuple[RunDir, RunData]:
     """A run directory, or a branch of it, to read, and its data. Raises UserError if either is not there."""
-    from core.parity.branch import Branch
-    from core.run import CONFIG, RunDir
+    from lockstep.core.parity.branch import Branch
+    from lockstep.core.run import CONFIG, RunDir
 
     if not path.is_dir():
         raise UserError(f"no such run: {path}")
@@ -258,8 +258,8 @@ def open_run(path: Path, branch: int | None = None, reference_devices: int | Non
 
 def require_bands(run: RunDir) -> None:
     """Raise UserError unless there are bounds for every step of a run."""
-    from core.history import branches_begun
-    from core.parity import bands
+    from lockstep.core.history import branches_begun
+    from lockstep.core.parity import bands
 
     for step in (1, *(begun["step"] + 1 for begun in branches_begun(run.info))):
         bands.require(run.config_at(step))

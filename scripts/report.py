@@ -9,10 +9,10 @@ from typing import Annotated
 
 import tyro
 
-from core.config_file import COMMAND_LINE
-from core.errors import UserError
-from core.paths import path_problem
-from scripts.arguments import check_file, parse
+from lockstep.core.config_file import COMMAND_LINE
+from lockstep.core.errors import UserError
+from lockstep.core.paths import path_problem
+from lockstep.scripts.arguments import check_file, parse
 
 COMPARISON = Path("report_compare.html")
 
@@ -38,7 +38,7 @@ class Report:
 
 def main(argv: list[str]) -> int:
     """Write the report, or the comparison, and say where it is."""
-    from core.report import write_comparison, write_report
+    from lockstep.core.report import write_comparison, write_report
 
     options, _ = parse(Report, "report", argv, with_settings=False)
     if not options.runs:

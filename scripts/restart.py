@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.errors import UserError
-from core.launch import launch_id, launched, restarts
+from lockstep.core.errors import UserError
+from lockstep.core.launch import launch_id, launched, restarts
 
 if TYPE_CHECKING:
-    from core.run import RunDir
+    from lockstep.core.run import RunDir
 
 LAUNCH, RESTARTS = "launch", "restarts"
 
@@ -30,7 +30,7 @@ def run_of_this_launch(path: Path, overwrite: bool) -> RunDir | None:
 
     Raises UserError if the ranks were started anew, and the launch has no name by which its run could be known.
     """
-    from core.run import RunDir, is_run
+    from lockstep.core.run import RunDir, is_run
 
     if not is_run(path):
         return None

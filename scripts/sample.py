@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from core.errors import UserError
-from scripts.arguments import parse
+from lockstep.core.errors import UserError
+from lockstep.scripts.arguments import parse
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from core.config import RunConfig
-    from core.data.tokenizer import TextTokenizer
-    from core.run import RunDir
-    from core.sampling import Sampling
+    from lockstep.core.config import RunConfig
+    from lockstep.core.data.tokenizer import TextTokenizer
+    from lockstep.core.run import RunDir
+    from lockstep.core.sampling import Sampling
 
 
 @dataclass
@@ -60,11 +60,11 @@ class Sample:
 
 def main(argv: list[str]) -> int:
     """Check what was asked for, read the weights, write."""
-    from core.checkpoint import load_checkpoint
-    from core.groups import check_state
-    from core.run import RunDir
-    from core.sampling import Sampling
-    from scripts.convert import read_orbax
+    from lockstep.core.checkpoint import load_checkpoint
+    from lockstep.core.groups import check_state
+    from lockstep.core.run import RunDir
+    from lockstep.core.sampling import Sampling
+    from lockstep.scripts.convert import read_orbax
 
     options, _ = parse(Sample, "sample", argv, with_settings=False)
     for name in ("tokens", "count"):
@@ -86,8 +86,8 @@ def main(argv: list[str]) -> int:
 
 def tokenizer_of(run: RunDir, file: Path | None) -> TextTokenizer:
     """The tokenizer that the run was trained with. Raises UserError if it is not there, or another one is."""
-    from core.data.index import TOKENIZER_NAME
-    from core.data.tokenizer import load_tokenizer
+    from lockstep.core.data.index import TOKENIZER_NAME
+    from lockstep.core.data.tokenizer import load_tokenizer
 
     path = file or Path(run.config.data.path) / TOKENIZER_NAME
     if not path.is_file():
@@ -113,7 +113,7 @@ def encoded(prompt: str, tokenizer: TextTokenizer) -> np.ndarray:
 
 def checkpoint_of(run: RunDir, step: int | None) -> Path:
     """The checkpoint of a step, or the last intact one. Raises UserError if it is not there."""
-    from core.checkpoint import checkpoint_step
+    from lockstep.core.checkpoint import checkpoint_step
 
     found = {checkpoint_step(path): path for path in run.checkpoints()}
     if not found:
@@ -130,7 +130,7 @@ def write(
     options: Sample, config: RunConfig, params: Any, tokenizer: TextTokenizer, prompt: np.ndarray, sampling: Sampling
 ) -> None:
     """Write every sample to stdout as it is made, and what it took to stderr."""
-    from torch_backend.generate import Decoder
+    from lockstep.torch_backend.generate import Decoder
 
     decoder = Decoder(config, params, options.device, cached=not options.no_cache)
     told = "no cache" if options.no_cache else "KV cache"
@@ -158,8 +158,8 @@ def write_one(
     number: int,
 ) -> tuple[int, bool]:
     """Write one sample; returns the number of tokens, and whether the model ended the text."""
-    from core.data.text_stream import TextStream
-    from core.sampling import write_tokens
+    from lockstep.core.data.text_stream import TextStream
+    from lockstep.core.sampling import write_tokens
 
     def next_token(tokens: np.ndarray) -> np.ndarray:
         # The model may have more rows than there are tokens: nothing was trained on those.

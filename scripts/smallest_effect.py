@@ -1,6 +1,6 @@
 """The smallest error that one check of one step finds, stage by stage. Writes docs/smallest_effect.md.
 
-python -m scripts.smallest_effect
+python -m lockstep.scripts.smallest_effect
 
 One honest step of the quickstart model after some training is gathered and judged. Then every local comparison is made
 again with an error planted in the candidate's tensor alone, and the error is shrunk until the check no longer sees it:
@@ -23,17 +23,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 import torch
 
-from core.config_file import load_config
-from core.parity import bands
-from core.parity.evidence import gather, uneven_weights
-from core.parity.excess import distances
-from core.parity.judge import Reference, judge
-from core.parity.over_steps import OverSteps
-from core.parity.stages import place
-from core.parity.verdict import Finding
-from core.run_data import RunData
-from jax_backend.session import JaxBackend
-from torch_backend.session import TorchBackend
+from lockstep.core.config_file import load_config
+from lockstep.core.parity import bands
+from lockstep.core.parity.evidence import gather, uneven_weights
+from lockstep.core.parity.excess import distances
+from lockstep.core.parity.judge import Reference, judge
+from lockstep.core.parity.over_steps import OverSteps
+from lockstep.core.parity.stages import place
+from lockstep.core.parity.verdict import Finding
+from lockstep.core.run_data import RunData
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.torch_backend.session import TorchBackend
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = {"fp32/eager": ("fp32", "false"), "bf16/eager": ("bf16", "false"), "bf16/compiled": ("bf16", "true")}
@@ -181,7 +181,8 @@ def main() -> None:
     lines = [
         "# The smallest effect that one check finds",
         "",
-        f"Made by `python -m scripts.smallest_effect` on the quickstart model after {TRAINED_STEPS} steps, torch "
+        f"Made by `python -m lockstep.scripts.smallest_effect` on the quickstart model after {TRAINED_STEPS} steps, "
+        "torch "
         f"{torch.__version__.split('+')[0]}, {platform.machine()} {platform.system()} CPU. Each figure is that of the "
         "*worst* tensor of a stage: every tensor of it is found at that size. `scale error`: the whole tensor "
         "times 1 + δ. `one element`: a single element of the tensor's rms off by δ of itself. The strain of a rounding "

@@ -1,6 +1,6 @@
 """How often a clean loss curve raises the alarm of a loss spike: every step of the runs that are named.
 
-python -m scripts.spike_alarms RUN…            one line a run, then the sum at 4, 5 and 6 sigma
+python -m lockstep.scripts.spike_alarms RUN…            one line a run, then the sum at 4, 5 and 6 sigma
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from core.errors import UserError
-from core.jsonl import read_lines
-from core.spikes import WINDOW, SpikeDetector
+from lockstep.core.errors import UserError
+from lockstep.core.jsonl import read_lines
+from lockstep.core.spikes import WINDOW, SpikeDetector
 
 SIGMAS = (4.0, 5.0, 6.0)
 

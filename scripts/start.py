@@ -12,21 +12,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.budget import flops_per_token, parameter_count, parameter_count_by_group
-from core.config import BLOCK_LINEARS, RunConfig, TrainConfig
-from core.curriculum import last_steps
-from core.groups import group_settings
-from core.launch import launch_id
-from core.parity.bands import recipe_of
-from core.schedule import batch_size, decay_steps, sequence_length
-from core.sinks.tables import GroupRow, facts, losses_to_know, parameter_groups
-from scripts.restart import LAUNCH
+from lockstep.core.budget import flops_per_token, parameter_count, parameter_count_by_group
+from lockstep.core.config import BLOCK_LINEARS, RunConfig, TrainConfig
+from lockstep.core.curriculum import last_steps
+from lockstep.core.groups import group_settings
+from lockstep.core.launch import launch_id
+from lockstep.core.parity.bands import recipe_of
+from lockstep.core.schedule import batch_size, decay_steps, sequence_length
+from lockstep.core.sinks.tables import GroupRow, facts, losses_to_know, parameter_groups
+from lockstep.scripts.restart import LAUNCH
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from core.run import RunDir
-    from core.run_data import RunData
+    from lockstep.core.run import RunDir
+    from lockstep.core.run_data import RunData
 
 LIBRARIES = ("torch", "jax", "jaxlib", "flax", "optax", "numpy", "tokenizers", "torchao")
 

@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from core.errors import UserError
-from core.jsonl import in_ranges
-from core.launch import launched, require_ranks
-from scripts.arguments import parse
-from scripts.backends import REFERENCE, on_its_device, spec
-from scripts.open_data import open_data
-from scripts.restart import is_of_this_launch, note_launch, run_of_this_launch, with_ranks_that_are_left
+from lockstep.core.errors import UserError
+from lockstep.core.jsonl import in_ranges
+from lockstep.core.launch import launched, require_ranks
+from lockstep.scripts.arguments import parse
+from lockstep.scripts.backends import REFERENCE, on_its_device, spec
+from lockstep.scripts.open_data import open_data
+from lockstep.scripts.restart import is_of_this_launch, note_launch, run_of_this_launch, with_ranks_that_are_left
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from core.backend import Session
-    from core.config import RunConfig
-    from core.parity.shadow import Shadow
-    from core.parity.verdict import Check
-    from core.resume import Changes
-    from core.run import RunDir
-    from core.run_data import RunData
+    from lockstep.core.backend import Session
+    from lockstep.core.config import RunConfig
+    from lockstep.core.parity.shadow import Shadow
+    from lockstep.core.parity.verdict import Check
+    from lockstep.core.resume import Changes
+    from lockstep.core.run import RunDir
+    from lockstep.core.run_data import RunData
 
 
 @dataclass
@@ -62,16 +62,16 @@ class Train:
 
 def main(argv: list[str]) -> int:
     """Open everything that can fail, then make the run directory, then train."""
-    from core.backend import ManyPlaces
-    from core.config_file import load_config
-    from core.deterministic import place, require_same_place
-    from core.parity import bands
-    from core.parity.load import load_backend
-    from core.run import CONFIG, RunDir
-    from scripts.start import versions
+    from lockstep.core.backend import ManyPlaces
+    from lockstep.core.config_file import load_config
+    from lockstep.core.deterministic import place, require_same_place
+    from lockstep.core.parity import bands
+    from lockstep.core.parity.load import load_backend
+    from lockstep.core.run import CONFIG, RunDir
+    from lockstep.scripts.start import versions
 
     if (rank := launched()) is not None and rank[0] > 0:
-        from torch_backend.following import follow
+        from lockstep.torch_backend.following import follow
 
         # Rank 0 checks the command line, and says what to open.
         return follow()
@@ -132,15 +132,15 @@ def _train(
     about: Mapping[str, Any],
     going_on: _GoingOn | None,
 ) -> int:
-    from core.deterministic import prove_run
-    from core.loop import train
-    from core.parity.recorder import Recorder
-    from core.parity.shadow import Shadow
-    from core.run import OBSERVATIONS
-    from core.sinks.console import ConsoleSink, open_console
-    from core.sinks.jsonl import JsonlSink
-    from core.sinks.wandb import WandbSink
-    from scripts.start import print_start, versions
+    from lockstep.core.deterministic import prove_run
+    from lockstep.core.loop import train
+    from lockstep.core.parity.recorder import Recorder
+    from lockstep.core.parity.shadow import Shadow
+    from lockstep.core.run import OBSERVATIONS
+    from lockstep.core.sinks.console import ConsoleSink, open_console
+    from lockstep.core.sinks.jsonl import JsonlSink
+    from lockstep.core.sinks.wandb import WandbSink
+    from lockstep.scripts.start import print_start, versions
 
     config = run.config
     console = open_console()
@@ -176,8 +176,8 @@ def _alarm(
     run: RunDir, session: Session, shadow: Shadow | None, about: Mapping[str, Any]
 ) -> Callable[[Check], str | None]:
     """What follows a check that disagreed: the step is run again, and packed for `lockstep replay`."""
-    from core.parity.alarm import sound
-    from core.run import CAPSULES
+    from lockstep.core.parity.alarm import sound
+    from lockstep.core.run import CAPSULES
 
     def alarm(check: Check) -> str | None:
         evidence = shadow.evidence_of(check.step) if shadow else None
@@ -200,11 +200,11 @@ def _alarm(
 
 def _load(run: RunDir, data: RunData, session: Session, console: Console, going_on: _GoingOn) -> int:
     """Bring session and run directory back to the checkpoint; returns its step."""
-    from core.backend import Reads, Restores
-    from core.checkpoint import checkpoint_step, load_checkpoint, read_random, restore_checkpoint
-    from core.history import BRANCH, in_words
-    from core.random_state import restore_random_state
-    from core.skips import as_its_own
+    from lockstep.core.backend import Reads, Restores
+    from lockstep.core.checkpoint import checkpoint_step, load_checkpoint, read_random, restore_checkpoint
+    from lockstep.core.history import BRANCH, in_words
+    from lockstep.core.random_state import restore_random_state
+    from lockstep.core.skips import as_its_own
 
     def warn(text: str) -> None:
         console.print(text, style="yellow", markup=False, soft_wrap=True)
@@ -237,7 +237,7 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
 
 
 def _of_this_launch(options: Train, given: Mapping[str, str]) -> RunDir | None:
-    from core.config_file import load_config
+    from lockstep.core.config_file import load_config
 
     return run_of_this_launch(options.out / load_config(options.config, given).name, options.overwrite)
 
@@ -262,7 +262,7 @@ class _GoingOn:
 
     def require(self, run: RunDir, done: int) -> None:
         """Raise UserError if it is another checkpoint, where other settings hold."""
-        from core.history import settings_at
+        from lockstep.core.history import settings_at
 
         same = settings_at(run.info, done) == settings_at(run.info, self.done)
         if done != self.done and (self.changes.branch or not same):
@@ -277,11 +277,11 @@ def _going_on(run: RunDir, options: Train, given: Mapping[str, str]) -> _GoingOn
 
     They are asked for on the command line alone, or with a run file beside, which then must be the run's but for them.
     """
-    from core.checkpoint import checkpoint_step
-    from core.config_file import load_config
-    from core.history import settings_at
-    from core.resume import changes
-    from core.run import CONFIG
+    from lockstep.core.checkpoint import checkpoint_step
+    from lockstep.core.config_file import load_config
+    from lockstep.core.history import settings_at
+    from lockstep.core.resume import changes
+    from lockstep.core.run import CONFIG
 
     last = run.latest_checkpoint() if options.from_step is None else run.checkpoint_after(options.from_step)
     done = (checkpoint_step(last) or 0) if last else 0
@@ -293,9 +293,9 @@ def _going_on(run: RunDir, options: Train, given: Mapping[str, str]) -> _GoingOn
 
 
 def _reopen(path: Path, data: RunData, going_on: _GoingOn) -> RunDir:
-    from core.resume import other_data
-    from core.run import RunDir
-    from scripts.start import data_facts
+    from lockstep.core.resume import other_data
+    from lockstep.core.run import RunDir
+    from lockstep.scripts.start import data_facts
 
     run = RunDir.open(path, write=True, changes=going_on.changes, done=going_on.done)
     made_with, now = run.info.get("data", {}), data_facts(data)
@@ -309,8 +309,8 @@ def _reopen(path: Path, data: RunData, going_on: _GoingOn) -> RunDir:
 
 
 def _create(path: Path, options: Train, config: Any, backend: str, about: Mapping[str, Any], data: RunData) -> RunDir:
-    from core.run import RunDir
-    from scripts.start import run_info
+    from lockstep.core.run import RunDir
+    from lockstep.scripts.start import run_info
 
     return RunDir.create(path, config, run_info(config, backend, about, data), options.overwrite)
 

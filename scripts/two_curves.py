@@ -1,6 +1,6 @@
 """Train two run files for some steps, the first with several seeds, and say whether their loss curves agree.
 
-python -m scripts.two_curves best_bf16.toml best_fp8.toml --steps 256 --seeds 3 --json curves.json
+python -m lockstep.scripts.two_curves best_bf16.toml best_fp8.toml --steps 256 --seeds 3 --json curves.json
 
 Runs that are in the JSON are not run again: with --minutes it ends in time, and the next call goes on. Ends 0 if the
 curves agree within the seed-to-seed spread, 1 if not, 2 if it could not say (yet).
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from core.errors import UserError
-from scripts.arguments import check_file, parse
+from lockstep.core.errors import UserError
+from lockstep.scripts.arguments import check_file, parse
 
 if TYPE_CHECKING:
-    from core.config import RunConfig
+    from lockstep.core.config import RunConfig
 
 PATHS = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(help_behavior_hint="(required)")]
 
@@ -48,14 +48,14 @@ class TwoCurves:
 
 def main(argv: list[str]) -> int:
     """Train what is not there yet, compare."""
-    from core.atomic import write_atomically
-    from core.bench.curves import compare, in_words
-    from core.config_file import load_config
+    from lockstep.core.atomic import write_atomically
+    from lockstep.core.bench.curves import compare, in_words
+    from lockstep.core.config_file import load_config
 
     started = time.monotonic()
     options, given = parse(TwoCurves, "two_curves", argv, with_settings=True, shown=_bears_on_it)
     if options.first is None or options.second is None:
-        raise UserError("command line: two run files are needed: python -m scripts.two_curves FIRST SECOND")
+        raise UserError("command line: two run files are needed: python -m lockstep.scripts.two_curves FIRST SECOND")
     if options.steps < 1 or options.seeds < 3:
         raise UserError("command line: at least one step, and three seeds for a spread, are needed")
     if not (math.isfinite(options.minutes) and options.minutes >= 0):
@@ -98,14 +98,14 @@ def _kept(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read the curves in {path}: {error}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} holds no curves of scripts.two_curves; name another file")
+        raise UserError(f"{path} holds no curves of lockstep.scripts.two_curves; name another file")
     return found
 
 
 def train(config: RunConfig, steps: int) -> list[float]:
     """Losses of the first `steps` real steps of a run, each on its own batch of the run's data."""
-    from core.run_data import RunData
-    from torch_backend.session import TorchBackend
+    from lockstep.core.run_data import RunData
+    from lockstep.torch_backend.session import TorchBackend
 
     data, session = RunData.open(config), TorchBackend().open(config)
     try:

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from core.config import AttentionConfig, RunConfig
-from core.errors import UserError
+from lockstep.core.config import AttentionConfig, RunConfig
+from lockstep.core.errors import UserError
 
 Mask = Tensor | BlockMask  # (B, 1, S, S) bool, or FlexAttention's blocks
 

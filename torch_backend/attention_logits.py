@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_backend.model import Attention, Block, Llama
-from torch_backend.precision import Policy
+from lockstep.torch_backend.model import Attention, Block, Llama
+from lockstep.torch_backend.precision import Policy
 
 # Queries at a time: of 32 heads over 8,192 keys, 256 MB of FP32 logits.
 QUERIES = 256

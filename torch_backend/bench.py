@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.backend import Batch
-from core.config import RunConfig
-from core.memory import process_memory
-from torch_backend.float8 import FIRST_CAPABILITY
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch
+from lockstep.core.config import RunConfig
+from lockstep.core.memory import process_memory
+from lockstep.torch_backend.float8 import FIRST_CAPABILITY
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 SEED = 0
 BATCHES = 4

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.config import OptimConfig
-from core.errors import UserError
-from core.groups import BLOCK, LEAST_IN_EIGHT_BITS
-from torch_backend.quiet import quiet_import
+from lockstep.core.config import OptimConfig
+from lockstep.core.errors import UserError
+from lockstep.core.groups import BLOCK, LEAST_IN_EIGHT_BITS
+from lockstep.torch_backend.quiet import quiet_import
 
 # What the library calls the two moments, and its maps of numbers that their codes stand for.
 STATES = {"exp_avg": "1", "exp_avg_sq": "2"}

@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from core.backend import State
-from core.checkpoint import PARAMS, SAFETENSORS
-from core.groups import moment_names
-from torch_backend.optim import moment_of
-from torch_backend.sharded import local
+from lockstep.core.backend import State
+from lockstep.core.checkpoint import PARAMS, SAFETENSORS
+from lockstep.core.groups import moment_names
+from lockstep.torch_backend.optim import moment_of
+from lockstep.torch_backend.sharded import local
 
 if TYPE_CHECKING:
-    from torch_backend.session import TorchSession
+    from lockstep.torch_backend.session import TorchSession
 
 # One process is what was meant.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_backend.loss import logits_gradient, losses_and_logsumexp
-from torch_backend.precision import Policy, narrow_product, wide_product
+from lockstep.torch_backend.loss import logits_gradient, losses_and_logsumexp
+from lockstep.torch_backend.precision import Policy, narrow_product, wide_product
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from core.backend import Batch, NotSupported
-from core.config import RunConfig
-from core.errors import UserError
+from lockstep.core.backend import Batch, NotSupported
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
 
 if TYPE_CHECKING:
-    from torch_backend.session import TorchSession
+    from lockstep.torch_backend.session import TorchSession
 
 # What must stand in the environment before CUDA or NCCL starts: the value, and which others will do. With more than
 # one workspace cuBLAS may take any (https://docs.nvidia.com/cuda/cublas, results reproducibility). A ring adds in the

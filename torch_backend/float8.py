@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.config import PrecisionConfig
-from core.errors import UserError
-from torch_backend.quiet import quiet_import
+from lockstep.core.config import PrecisionConfig
+from lockstep.core.errors import UserError
+from lockstep.torch_backend.quiet import quiet_import
 
 # The first GPU generation with FP8 tensor cores is Ada; Hopper is (9, 0).
 FIRST_CAPABILITY = (8, 9)

@@ -26,19 +26,19 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, State, StepRecord
-from core.config import RunConfig
-from core.finite import NotFinite
-from core.launch import launched
-from core.parity.load import module_from_file
-from core.parity.step import flat
-from torch_backend.checkpoint import WritingTorch
-from torch_backend.links import Links, join_group, meet, of_link, take_device
-from torch_backend.places import Place, look_round
-from torch_backend.ranks import Sharing
+from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, State, StepRecord
+from lockstep.core.config import RunConfig
+from lockstep.core.finite import NotFinite
+from lockstep.core.launch import launched
+from lockstep.core.parity.load import module_from_file
+from lockstep.core.parity.step import flat
+from lockstep.torch_backend.checkpoint import WritingTorch
+from lockstep.torch_backend.links import Links, join_group, meet, of_link, take_device
+from lockstep.torch_backend.places import Place, look_round
+from lockstep.torch_backend.ranks import Sharing
 
 if TYPE_CHECKING:
-    from torch_backend.session import TorchBackend, TorchSession
+    from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 # In these, ranks wait for each other; what is raised in one of them ends the ranks.
 TOGETHER = ("open", "step", "gradients", "step_and_gradients", "costs_of_determinism")

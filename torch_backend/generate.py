@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.backend import Arrays
-from core.config import AttentionConfig, CompileConfig, RecomputeConfig, RunConfig
-from torch_backend.model import Llama, Tap, no_tap, rope_at
-from torch_backend.precision import policy_of
-from torch_backend.session import resolve_device
+from lockstep.core.backend import Arrays
+from lockstep.core.config import AttentionConfig, CompileConfig, RecomputeConfig, RunConfig
+from lockstep.torch_backend.model import Llama, Tap, no_tap, rope_at
+from lockstep.torch_backend.precision import policy_of
+from lockstep.torch_backend.session import resolve_device
 
 KEYS, VALUES = ".attn.k_rope", ".attn.v"
 

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.config import LossConfig
-from core.errors import UserError
-from torch_backend.loss import weighted_mean
-from torch_backend.precision import Policy
+from lockstep.core.config import LossConfig
+from lockstep.core.errors import UserError
+from lockstep.torch_backend.loss import weighted_mean
+from lockstep.torch_backend.precision import Policy
 
 # (x (N, D), weight (V, D), targets (N,), settings) → losses (N,)
 Library = Callable[[Tensor, Tensor, Tensor, LossConfig], Tensor]

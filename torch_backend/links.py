@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 # Until a run says how long a rank may keep the others waiting (`parallel.timeout_seconds`).
 PATIENCE = timedelta(minutes=10)

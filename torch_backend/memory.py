@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from core.memory import process_memory
+from lockstep.core.memory import process_memory
 
 
 def memory(device: torch.device) -> dict[str, float]:

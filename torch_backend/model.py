@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.config import ModelConfig, RunConfig
-from torch_backend.attention import Kernel, Mask
-from torch_backend.chunked_loss import chunked_loss
-from torch_backend.embedding import embedding
-from torch_backend.float8 import Float8
-from torch_backend.lean import gated, scaled
-from torch_backend.library_heads import library_loss
-from torch_backend.loss import negative_log_likelihood, weighted_mean
-from torch_backend.precision import Policy, head, linear
-from torch_backend.recompute import KEPT, Recompute, of_layer
+from lockstep.core.config import ModelConfig, RunConfig
+from lockstep.torch_backend.attention import Kernel, Mask
+from lockstep.torch_backend.chunked_loss import chunked_loss
+from lockstep.torch_backend.embedding import embedding
+from lockstep.torch_backend.float8 import Float8
+from lockstep.torch_backend.lean import gated, scaled
+from lockstep.torch_backend.library_heads import library_loss
+from lockstep.torch_backend.loss import negative_log_likelihood, weighted_mean
+from lockstep.torch_backend.precision import Policy, head, linear
+from lockstep.torch_backend.recompute import KEPT, Recompute, of_layer
 
 Tap = Callable[[str, Tensor], Tensor]
 

@@ -40,14 +40,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.backend import State
-from core.config import OptimConfig, RunConfig
-from core.errors import UserError
-from core.groups import BLOCK, by_muon, group_settings, in_eight_bits, moment_kinds, moment_names
-from core.names import GROUPS, group_of
-from torch_backend.bitsandbytes_adamw import bitsandbytes_adamw, by_bitsandbytes, read_moment, written_moment
-from torch_backend.quiet import quiet_import
-from torch_backend.sharded import as_part, local, rows_of, whole
+from lockstep.core.backend import State
+from lockstep.core.config import OptimConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.groups import BLOCK, by_muon, group_settings, in_eight_bits, moment_kinds, moment_names
+from lockstep.core.names import GROUPS, group_of
+from lockstep.torch_backend.bitsandbytes_adamw import (
+    bitsandbytes_adamw,
+    by_bitsandbytes,
+    read_moment,
+    written_moment,
+)
+from lockstep.torch_backend.quiet import quiet_import
+from lockstep.torch_backend.sharded import as_part, local, rows_of, whole
 
 # Newton–Schulz: the quintic's coefficients, and the least norm that is divided by (Jordan 2024).
 A, B, C, LEAST_NORM = 3.4445, -4.7750, 2.0315, 1e-7

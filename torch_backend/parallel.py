@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.backend import Arrays, Batch, Gradients, RankReport, State, StepRecord
-from core.config import RunConfig
-from core.errors import UserError
-from core.launch import launched, require_ranks
-from core.parity.observations import Observation
-from torch_backend.checkpoint import WritingTorch
-from torch_backend.following import Member
-from torch_backend.places import look_round, token
-from torch_backend.world import World, ranks_of
+from lockstep.core.backend import Arrays, Batch, Gradients, RankReport, State, StepRecord
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.launch import launched, require_ranks
+from lockstep.core.parity.observations import Observation
+from lockstep.torch_backend.checkpoint import WritingTorch
+from lockstep.torch_backend.following import Member
+from lockstep.torch_backend.places import look_round, token
+from lockstep.torch_backend.world import World, ranks_of
 
 if TYPE_CHECKING:
-    from torch_backend.session import TorchBackend, TorchSession
+    from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 _numbers = count()
 
@@ -41,7 +41,7 @@ def open_ranked(backend: TorchBackend, config: RunConfig) -> RankedSession:
         UserError: the backend cannot be opened in another process, or ranks do not fit what torchrun launched.
         RankError: a rank could not open it.
     """
-    from torch_backend.session import resolve_device
+    from lockstep.torch_backend.session import resolve_device
 
     place = launched()
     if place is not None:

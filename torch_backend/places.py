@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 # A network file system may show a new file late.
 LATE_SECONDS = 5.0

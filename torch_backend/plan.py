@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-from core.config import RunConfig
-from torch_backend.bench import random_batches
-from torch_backend.float8 import float8
-from torch_backend.model import Linear, Llama
-from torch_backend.precision import POLICIES
-from torch_backend.session import TorchSession
+from lockstep.core.config import RunConfig
+from lockstep.torch_backend.bench import random_batches
+from lockstep.torch_backend.float8 import float8
+from lockstep.torch_backend.model import Linear, Llama
+from lockstep.torch_backend.precision import POLICIES
+from lockstep.torch_backend.session import TorchSession
 
 # Modules by the component of core/plan that what they save belongs to.
 _PART_OF = {"embed": "embedding", "attn_norm": "norms", "mlp_norm": "norms", "final_norm": "norms"}

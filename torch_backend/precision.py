@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.config import RunConfig
-from core.errors import UserError
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
 
 if TYPE_CHECKING:
-    from torch_backend.float8 import Float8
+    from lockstep.torch_backend.float8 import Float8
 
 
 @dataclass(frozen=True)

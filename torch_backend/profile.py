@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from core.backend import Batch
-from core.errors import UserError
-from torch_backend import ranges
-from torch_backend.bench import memory
-from torch_backend.session import TorchSession
+from lockstep.core.backend import Batch
+from lockstep.core.errors import UserError
+from lockstep.torch_backend import ranges
+from lockstep.torch_backend.bench import memory
+from lockstep.torch_backend.session import TorchSession
 
 # Steps that are not looked at (programs are compiled in the first), those that the profiler sees and forgets, those
 # that it keeps, and those that are timed after it, without it.

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from core.config import RunConfig
-from core.profile.trace import PART
+from lockstep.core.config import RunConfig
+from lockstep.core.profile.trace import PART
 
 Mark = Callable[[str], AbstractContextManager[Any]]
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from core.backend import Batch
-from core.config import RunConfig
-from torch_backend.clock import REDUCING
+from lockstep.core.backend import Batch
+from lockstep.core.config import RunConfig
+from lockstep.torch_backend.clock import REDUCING
 
 if TYPE_CHECKING:
-    from torch_backend.session import TorchSession
+    from lockstep.torch_backend.session import TorchSession
 
 MicroLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # fp32 means the gradients' own dtype, which is float64 under the fp64 policy: nothing is cast.

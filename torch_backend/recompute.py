@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from core.config import PARTS, RecomputeConfig
+from lockstep.core.config import PARTS, RecomputeConfig
 
 Run = Callable[..., Any]
 

@@ -15,32 +15,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.backend import Arrays, Batch, Gradients, NotSupported, Session, State, StepRecord
-from core.checkpoint import PARAMS, read_state
-from core.config import LossConfig, RunConfig
-from core.errors import UserError
-from core.finite import NotFinite, first_place
-from core.groups import check_state, moment_names
-from core.init import init_parameter, init_parameters
-from core.loss_scale import SCALE
-from core.metrics import RECOMPILED, norms_by_group
-from core.names import GRADIENT, edge_names, probe_shapes, tap_names
-from core.parity.observations import PARAMETER, PROBE_NLL, Observation
-from core.parity.sketch import K
-from core.schedule import learning_rate
-from core.skips import first_scalars, is_made, leaves_out, own_scalars, scalars_after
-from core.stored import Stored
-from torch_backend.attention import check_kernel, in_force
-from torch_backend.attention_logits import largest_logits
-from torch_backend.bitsandbytes_adamw import check_bitsandbytes
-from torch_backend.checkpoint import Writer, WritingTorch
-from torch_backend.clock import ACCUMULATED, StepClock
-from torch_backend.deterministic import check_deterministic, costs, guarded, switch
-from torch_backend.float8 import float8
-from torch_backend.library_heads import check_head
-from torch_backend.memory import memory
-from torch_backend.model import Linear, Llama, Tap, no_tap
-from torch_backend.optim import (
+from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, Session, State, StepRecord
+from lockstep.core.checkpoint import PARAMS, read_state
+from lockstep.core.config import LossConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.finite import NotFinite, first_place
+from lockstep.core.groups import check_state, moment_names
+from lockstep.core.init import init_parameter, init_parameters
+from lockstep.core.loss_scale import SCALE
+from lockstep.core.metrics import RECOMPILED, norms_by_group
+from lockstep.core.names import GRADIENT, edge_names, probe_shapes, tap_names
+from lockstep.core.parity.observations import PARAMETER, PROBE_NLL, Observation
+from lockstep.core.parity.sketch import K
+from lockstep.core.schedule import learning_rate
+from lockstep.core.skips import first_scalars, is_made, leaves_out, own_scalars, scalars_after
+from lockstep.core.stored import Stored
+from lockstep.torch_backend.attention import check_kernel, in_force
+from lockstep.torch_backend.attention_logits import largest_logits
+from lockstep.torch_backend.bitsandbytes_adamw import check_bitsandbytes
+from lockstep.torch_backend.checkpoint import Writer, WritingTorch
+from lockstep.torch_backend.clock import ACCUMULATED, StepClock
+from lockstep.torch_backend.deterministic import check_deterministic, costs, guarded, switch
+from lockstep.torch_backend.float8 import float8
+from lockstep.torch_backend.library_heads import check_head
+from lockstep.torch_backend.memory import memory
+from lockstep.torch_backend.model import Linear, Llama, Tap, no_tap
+from lockstep.torch_backend.optim import (
     build_optimizer,
     clip_coefficient,
     global_norm,
@@ -50,15 +50,15 @@ from torch_backend.optim import (
     set_learning_rate,
     write_moments,
 )
-from torch_backend.precision import POLICIES, Policy, policy_of, products_in_force
-from torch_backend.ranges import in_force as ranges_in_force
-from torch_backend.ranges import marking, part
-from torch_backend.ranks import Ranks, Sharing
-from torch_backend.ranks import in_force as ranks_in_force
-from torch_backend.recompute import in_force as recompute_in_force
-from torch_backend.sharded import Root, check_sharded, cut, is_sharded, local, put, rows_of, whole
-from torch_backend.sharded_ranks import ShardedRanks
-from torch_backend.sketch import (
+from lockstep.torch_backend.precision import POLICIES, Policy, policy_of, products_in_force
+from lockstep.torch_backend.ranges import in_force as ranges_in_force
+from lockstep.torch_backend.ranges import marking, part
+from lockstep.torch_backend.ranks import Ranks, Sharing
+from lockstep.torch_backend.ranks import in_force as ranks_in_force
+from lockstep.torch_backend.recompute import in_force as recompute_in_force
+from lockstep.torch_backend.sharded import Root, check_sharded, cut, is_sharded, local, put, rows_of, whole
+from lockstep.torch_backend.sharded_ranks import ShardedRanks
+from lockstep.torch_backend.sketch import (
     Kept,
     lift,
     sign_table,
@@ -68,7 +68,7 @@ from torch_backend.sketch import (
     statistics,
     whole_observation,
 )
-from torch_backend.stages import run_stage, stage_functions
+from lockstep.torch_backend.stages import run_stage, stage_functions
 
 Tensors = Mapping[str, Tensor]
 # torch.compile refuses to compile one function more often than this.
@@ -709,7 +709,7 @@ class TorchBackend:
         check_sharded(config)
         if config.train.ranks == 1:
             return self.open_rank(config)
-        from torch_backend.parallel import open_ranked
+        from lockstep.torch_backend.parallel import open_ranked
 
         return open_ranked(self, config)
 

@@ -24,10 +24,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
-from core.config import RunConfig
-from core.errors import UserError
-from core.groups import BLOCK, LEAST_IN_EIGHT_BITS, in_eight_bits
-from core.names import Shape, parameter_shapes
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.groups import BLOCK, LEAST_IN_EIGHT_BITS, in_eight_bits
+from lockstep.core.names import Shape, parameter_shapes
 
 # Losses by token come out as a view; nobody changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

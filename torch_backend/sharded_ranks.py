@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.backend import Batch
-from torch_backend.clock import REDUCING
-from torch_backend.ranks import MicroLoss, Sharing
-from torch_backend.sharded import Gather, SumAndCut, parts, sum_of_squares, whole
+from lockstep.core.backend import Batch
+from lockstep.torch_backend.clock import REDUCING
+from lockstep.torch_backend.ranks import MicroLoss, Sharing
+from lockstep.torch_backend.sharded import Gather, SumAndCut, parts, sum_of_squares, whole
 
 if TYPE_CHECKING:
-    from torch_backend.session import TorchSession
+    from lockstep.torch_backend.session import TorchSession
 
 
 class ShardedRanks(Sharing):

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.parity.bands import independent
-from core.parity.observations import Observation
-from core.parity.sketch import GOLDEN, MULTIPLIERS, SHIFTS, K
+from lockstep.core.parity.bands import independent
+from lockstep.core.parity.observations import Observation
+from lockstep.core.parity.sketch import GOLDEN, MULTIPLIERS, SHIFTS, K
 
 
 def _signed(constant: int) -> int:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_backend.embedding import embedding
-from torch_backend.float8 import Float8
-from torch_backend.library_heads import library_nll
-from torch_backend.model import Block, Llama, positions, rms_norm, rope_at
-from torch_backend.precision import Policy, head, linear
+from lockstep.torch_backend.embedding import embedding
+from lockstep.torch_backend.float8 import Float8
+from lockstep.torch_backend.library_heads import library_nll
+from lockstep.torch_backend.model import Block, Llama, positions, rms_norm, rope_at
+from lockstep.torch_backend.precision import Policy, head, linear
 
 Inputs = Mapping[str, Tensor]
 StageFunction = Callable[[Inputs], Tensor]

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from core.backend import NotSupported
-from core.errors import UserError
-from core.finite import NotFinite, of_ranks
-from core.launch import launched
-from torch_backend.following import DONE, STEPS, Member, ends_all, left_out, marked, saying, spawned
-from torch_backend.links import PATIENCE, Links, Mark, RankError, join_group, meet, take_device, timed_out
+from lockstep.core.backend import NotSupported
+from lockstep.core.errors import UserError
+from lockstep.core.finite import NotFinite, of_ranks
+from lockstep.core.launch import launched
+from lockstep.torch_backend.following import DONE, STEPS, Member, ends_all, left_out, marked, saying, spawned
+from lockstep.torch_backend.links import PATIENCE, Links, Mark, RankError, join_group, meet, take_device, timed_out
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from core.config import RunConfig
-from core.errors import UserError
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
 
 # A candidate that a plan takes for so much slower than its best is not measured: plans are not that far off.
 SLOWER = 1.5

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 WINDOWS = 16
 

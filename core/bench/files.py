@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 
 def read_results(path: Path, suite: str, schema: int) -> dict[str, Any]:

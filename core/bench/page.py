@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from core.bench.results import STATUSES, Series, result_of
-from core.bench.rows import ROWS, Row
+from lockstep.core.bench.results import STATUSES, Series, result_of
+from lockstep.core.bench.rows import ROWS, Row
 
 GB = 1e9
 NOT_MEASURED = "not measured"

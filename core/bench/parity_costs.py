@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from core.budget import parameter_count
-from core.config import RunConfig
-from core.names import parameter_shapes, probe_shapes, tap_names
-from core.parity.observations import Observation
-from core.parity.sketch import K
+from lockstep.core.budget import parameter_count
+from lockstep.core.config import RunConfig
+from lockstep.core.names import parameter_shapes, probe_shapes, tap_names
+from lockstep.core.parity.observations import Observation
+from lockstep.core.parity.sketch import K
 
 SCHEMA, SUITE = 1, "parity"
 # Modes of looking, as `modes` has them.

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from core.config import RunConfig
-from core.errors import UserError
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
 
 SCHEMA, SUITE = 1, "peers"
 # Steps whose losses must agree.
@@ -41,7 +41,7 @@ class Contender:
     only: str = ""
 
 
-LOCKSTEP = "torch_backend.peers.lockstep:run"
+LOCKSTEP = "lockstep.torch_backend.peers.lockstep:run"
 CONTENDERS = (
     Contender("lockstep", "Lockstep", LOCKSTEP, ours=True),
     Contender(
@@ -52,8 +52,10 @@ CONTENDERS = (
         settings={"precision.cpu_products": "blas"},
         only="fp32-eager",
     ),
-    Contender("nanogpt", "a loop in the manner of nanoGPT", "torch_backend.peers.nanogpt:run"),
-    Contender("hugging-face", "Hugging Face Trainer, LlamaForCausalLM", "torch_backend.peers.hugging_face:run"),
+    Contender("nanogpt", "a loop in the manner of nanoGPT", "lockstep.torch_backend.peers.nanogpt:run"),
+    Contender(
+        "hugging-face", "Hugging Face Trainer, LlamaForCausalLM", "lockstep.torch_backend.peers.hugging_face:run"
+    ),
 )
 EAGER, COMPILED = {"compile.enabled": "false"}, {"compile.enabled": "true"}
 ROWS: dict[str, dict[str, str]] = {

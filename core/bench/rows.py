@@ -11,8 +11,8 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from core.config import RunConfig
-from core.errors import UserError
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
 
 
 @dataclass(frozen=True)

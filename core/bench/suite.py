@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from core.bench.results import Series, figures, put, result_of
-from core.bench.rows import Row
-from core.config import RunConfig
-from core.config_file import COMMAND_LINE
-from core.errors import UserError
+from lockstep.core.bench.results import Series, figures, put, result_of
+from lockstep.core.bench.rows import Row
+from lockstep.core.config import RunConfig
+from lockstep.core.config_file import COMMAND_LINE
+from lockstep.core.errors import UserError
 
 # No row takes longer than this, compilation included, or it hangs.
 ROW_LIMIT = 1800.0

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 
 class Side:

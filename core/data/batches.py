@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from core.backend import Batch
-from core.data.dataset import TokenSplit
-from core.data.sampler import BlockSampler
-from core.errors import UserError
+from lockstep.core.backend import Batch
+from lockstep.core.data.dataset import TokenSplit
+from lockstep.core.data.sampler import BlockSampler
+from lockstep.core.errors import UserError
 
 
 def train_batch(

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from core.data.documents import read_documents
-from core.data.sources import SourceFile, SourceListing
-from core.errors import UserError
+from lockstep.core.data.documents import read_documents
+from lockstep.core.data.sources import SourceFile, SourceListing
+from lockstep.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from core.data.index import INDEX_NAME, TOKENIZER_NAME, DatasetIndex, ShardEntry, read_index
-from core.data.memory import available_memory_bytes
-from core.data.shards import ShardFile, ShardHeader, Tokens, map_tokens, read_header, verify_shard
-from core.data.tokenizer import TextTokenizer, load_tokenizer
-from core.errors import UserError
+from lockstep.core.data.index import INDEX_NAME, TOKENIZER_NAME, DatasetIndex, ShardEntry, read_index
+from lockstep.core.data.memory import available_memory_bytes
+from lockstep.core.data.shards import ShardFile, ShardHeader, Tokens, map_tokens, read_header, verify_shard
+from lockstep.core.data.tokenizer import TextTokenizer, load_tokenizer
+from lockstep.core.errors import UserError
 
 # What may be held in memory when nobody says: other things run on the machine as well.
 _MEMORY_SHARE = 4

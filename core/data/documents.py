@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
-from core.data.sources import SourceFile
-from core.errors import UserError
+from lockstep.core.data.sources import SourceFile
+from lockstep.core.errors import UserError
 
 Span = tuple[int, int]
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from core.data.catalog import expected_texts
-from core.data.documents import Span
-from core.data.grouping import grouped
-from core.data.index import TOKENIZER_NAME
-from core.data.shards import ShardHeader, token_bytes_for, write_shard
-from core.data.sources import SourceFile
-from core.data.tokenizer import TextTokenizer, load_tokenizer
-from core.errors import UserError
+from lockstep.core.data.catalog import expected_texts
+from lockstep.core.data.documents import Span
+from lockstep.core.data.grouping import grouped
+from lockstep.core.data.index import TOKENIZER_NAME
+from lockstep.core.data.shards import ShardHeader, token_bytes_for, write_shard
+from lockstep.core.data.sources import SourceFile
+from lockstep.core.data.tokenizer import TextTokenizer, load_tokenizer
+from lockstep.core.errors import UserError
 
 # Per call into the tokenizer: enough to make the call cheap, little enough to bound memory.
 _BATCH_CHARACTERS = 1 << 20

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from core.atomic import canonical_json, read_sealed_json, write_sealed_json
-from core.data.shards import FORMAT_VERSION
-from core.errors import UserError
+from lockstep.core.atomic import canonical_json, read_sealed_json, write_sealed_json
+from lockstep.core.data.shards import FORMAT_VERSION
+from lockstep.core.errors import UserError
 
 INDEX_NAME = "index.json"
 TOKENIZER_NAME = "tokenizer.json"

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from core.data.index import INDEX_NAME, TOKENIZER_NAME, DatasetIndex
-from core.data.plan import PLAN_NAME, Plan, read_plan
-from core.data.shards import read_header
-from core.data.sources import SourceListing
-from core.errors import UserError
+from lockstep.core.data.index import INDEX_NAME, TOKENIZER_NAME, DatasetIndex
+from lockstep.core.data.plan import PLAN_NAME, Plan, read_plan
+from lockstep.core.data.shards import read_header
+from lockstep.core.data.sources import SourceListing
+from lockstep.core.errors import UserError
 
 # Of a name like train_00000.bin; other people's files are not ours to remove.
 _FIVE_DIGITS = "[0-9]" * 5

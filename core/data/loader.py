@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from core.data.dataset import TokenDataset
-from core.data.shards import read_document_starts, read_header
+from lockstep.core.data.dataset import TokenDataset
+from lockstep.core.data.shards import read_document_starts, read_header
 
 
 def document_ids(dataset: TokenDataset, split: str, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:

@@ -11,19 +11,33 @@ from typing import Any, Literal
 
 import numpy as np
 
-from core.atomic import remove_temporaries, write_atomically
-from core.data.catalog import Catalog, read_catalog
-from core.data.entropy import bigram_entropy, unigram_entropy
-from core.data.index import INDEX_NAME, TOKENIZER_NAME, DatasetIndex, ShardEntry, SplitEntry, read_index, write_index
-from core.data.left_over import damaged_shards, plan_to_continue, remove_files, remove_prepared
-from core.data.plan import Plan, ShardPlan, plan_shards, write_plan
-from core.data.sample import sample_training_text
-from core.data.shards import ShardHeader, Tokens, map_tokens, read_header, token_bytes_for, verify_shard
-from core.data.sources import SourceListing, list_source
-from core.data.tokenizer import LEAST_VOCABULARY, MIN_VOCAB_SIZE, TextTokenizer, load_tokenizer, train_tokenizer
-from core.data.workers import encode_shards
-from core.errors import UserError
-from core.lock import LOCK_NAME, FolderLock
+from lockstep.core.atomic import remove_temporaries, write_atomically
+from lockstep.core.data.catalog import Catalog, read_catalog
+from lockstep.core.data.entropy import bigram_entropy, unigram_entropy
+from lockstep.core.data.index import (
+    INDEX_NAME,
+    TOKENIZER_NAME,
+    DatasetIndex,
+    ShardEntry,
+    SplitEntry,
+    read_index,
+    write_index,
+)
+from lockstep.core.data.left_over import damaged_shards, plan_to_continue, remove_files, remove_prepared
+from lockstep.core.data.plan import Plan, ShardPlan, plan_shards, write_plan
+from lockstep.core.data.sample import sample_training_text
+from lockstep.core.data.shards import ShardHeader, Tokens, map_tokens, read_header, token_bytes_for, verify_shard
+from lockstep.core.data.sources import SourceListing, list_source
+from lockstep.core.data.tokenizer import (
+    LEAST_VOCABULARY,
+    MIN_VOCAB_SIZE,
+    TextTokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+from lockstep.core.data.workers import encode_shards
+from lockstep.core.errors import UserError
+from lockstep.core.lock import LOCK_NAME, FolderLock
 
 DEFAULT_VOCAB_SIZE = 32_768
 
@@ -39,7 +53,7 @@ class PrepareSettings:
 
     Attributes:
         out: the folder to write; made if it is not there.
-        source: see `core.data.sources.list_source`; None is Python's standard library.
+        source: see `lockstep.core.data.sources.list_source`; None is Python's standard library.
         vocab_size: tokens of the tokenizer to train, the end of text included; None is 32,768.
         tokenizer: a tokenizer.json to use; not together with `vocab_size`.
         column: the key or column with the text, for JSON lines and parquet.

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from core.data.catalog import Catalog, read_cataloged
-from core.data.sources import SourceListing
+from lockstep.core.data.catalog import Catalog, read_cataloged
+from lockstep.core.data.sources import SourceListing
 
 # A long document gives pieces of this many bytes, so that one document cannot fill the sample with its beginning.
 _PIECE_BYTES = 1 << 16

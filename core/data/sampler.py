@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from core.data.permutation import permute
-from core.errors import UserError
+from lockstep.core.data.permutation import permute
+from lockstep.core.errors import UserError
 
 
 @dataclass(frozen=True)

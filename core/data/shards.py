@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.atomic import write_atomically
-from core.errors import UserError
+from lockstep.core.atomic import write_atomically
+from lockstep.core.errors import UserError
 
 FORMAT_VERSION = 1
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 Kind = Literal["text", "jsonl", "parquet"]
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from core.data.encode import ShardTask, encode_shard, start_worker
-from core.data.plan import Plan, ShardPlan
-from core.data.shards import ShardHeader
-from core.errors import UserError
+from lockstep.core.data.encode import ShardTask, encode_shard, start_worker
+from lockstep.core.data.plan import Plan, ShardPlan
+from lockstep.core.data.shards import ShardHeader
+from lockstep.core.errors import UserError
 
 
 def encode_shards(

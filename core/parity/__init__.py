@@ -3,6 +3,6 @@
 `watch` does the same inside somebody's own training loop (docs/watch.md).
 """
 
-from core.parity.watching import Disagreed, Watcher, watch
+from lockstep.core.parity.watching import Disagreed, Watcher, watch
 
 __all__ = ["Disagreed", "Watcher", "watch"]

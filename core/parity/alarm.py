@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from core.backend import NotSupported, Session, State
-from core.config import RunConfig
-from core.errors import UserError
-from core.parity.capsule import write_capsule
-from core.parity.cause import decoded
-from core.parity.evidence import Evidence, gather
-from core.parity.step import flat
-from core.parity.verdict import Check, Finding
+from lockstep.core.backend import NotSupported, Session, State
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.capsule import write_capsule
+from lockstep.core.parity.cause import decoded
+from lockstep.core.parity.evidence import Evidence, gather
+from lockstep.core.parity.step import flat
+from lockstep.core.parity.verdict import Check, Finding
 
 # What a step's record holds besides its arithmetic.
 CLOCK = ("seconds", "tokens_per_second", "mfu", "metrics", "host", "sample")

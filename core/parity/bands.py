@@ -1,9 +1,9 @@
 """The bounds that tensor comparisons are held to: measured extremes of clean runs, by recipe and kind of comparison.
 
-`bands.json` is made by `python -m scripts.calibrate`: for each recipe (precision policy, eager or compiled) and kind (a
-forward stage judged locally, NLL end to end, gradients by kind of parameter, moments, update) it holds the extremes
-over clean draws. Bounds are those extremes widened by a stated margin on the logarithm; the same script checks them on
-separate draws (docs/calibration.md).
+`bands.json` is made by `python -m lockstep.scripts.calibrate`: for each recipe (precision policy, eager or compiled)
+and kind (a forward stage judged locally, NLL end to end, gradients by kind of parameter, moments, update) it holds the
+extremes over clean draws. Bounds are those extremes widened by a stated margin on the logarithm; the same script checks
+them on separate draws (docs/calibration.md).
 
 A ratio of norms over few numbers scatters more: the logarithm of the ratio of two norms of n independent errors has a
 standard deviation of order 1/√n, and the cosine between an error and the truth is of order 1/√n too. Extremes are
@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from core.config import LossConfig, ModelConfig, OptimConfig, RunConfig
-from core.errors import UserError
-from core.groups import by_muon, in_eight_bits, moment_kinds
-from core.names import Shape, group_of, parameter_shapes
-from core.parity.excess import Distances
-from core.parity.stages import HEADS, forward_stages
-from core.parity.verdict import Measure
+from lockstep.core.config import LossConfig, ModelConfig, OptimConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.groups import by_muon, in_eight_bits, moment_kinds
+from lockstep.core.names import Shape, group_of, parameter_shapes
+from lockstep.core.parity.excess import Distances
+from lockstep.core.parity.stages import HEADS, forward_stages
+from lockstep.core.parity.verdict import Measure
 
 # Bounds are the calibration's extremes times this (on log-excess, distance and gain). End to end, one early rounding
 # that falls otherwise reaches many numbers alike, and tails are heavier than a count of numbers says; what is small is
@@ -206,7 +206,7 @@ def all_kinds(model: ModelConfig, optim: OptimConfig, loss: LossConfig | None = 
     return kinds
 
 
-TABLE = resources.files("core.parity").joinpath("bands.json")
+TABLE = resources.files("lockstep.core.parity").joinpath("bands.json")
 
 
 @cache
@@ -237,7 +237,7 @@ def require(config: RunConfig) -> None:
             how = f"{measured_under(recipe, missing[0])} --parts {config.loss.head}_head --device cuda"
         raise UserError(
             f"no clean runs of {what} were measured, so a check has no bounds: "
-            f"run python -m scripts.calibrate {how}, or leave the checks out"
+            f"run python -m lockstep.scripts.calibrate {how}, or leave the checks out"
         )
 
 
@@ -308,7 +308,9 @@ def _clean(recipe: str, kind: str) -> Extremes:
     try:
         return table()[measured_under(recipe, kind)][kind]
     except KeyError:
-        raise UserError(f"no clean runs of {recipe} ({kind}) were measured; run python -m scripts.calibrate") from None
+        raise UserError(
+            f"no clean runs of {recipe} ({kind}) were measured; run python -m lockstep.scripts.calibrate"
+        ) from None
 
 
 def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, ...]:

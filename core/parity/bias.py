@@ -50,11 +50,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.errors import UserError
-from core.parity.bands import MARGIN
-from core.parity.excess import FLOOR_ULPS
-from core.parity.sketch import K
-from core.parity.verdict import Measure
+from lockstep.core.errors import UserError
+from lockstep.core.parity.bands import MARGIN
+from lockstep.core.parity.excess import FLOOR_ULPS
+from lockstep.core.parity.sketch import K
+from lockstep.core.parity.verdict import Measure
 
 Key = tuple[str, ...]
 

@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.backend import Backend, Batch
-from core.config import RunConfig
-from core.errors import UserError
-from core.parity.cause import Cause, find_cause
-from core.parity.evidence import Evidence
-from core.parity.replay import References, config_of_steps, in_words, other_batch
-from core.parity.rerun import Rerun
-from core.parity.verdict import Check, Finding, Outcome, overall
-from core.run import RunDir
+from lockstep.core.backend import Backend, Batch
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.cause import Cause, find_cause
+from lockstep.core.parity.evidence import Evidence
+from lockstep.core.parity.replay import References, config_of_steps, in_words, other_batch
+from lockstep.core.parity.rerun import Rerun
+from lockstep.core.parity.verdict import Check, Finding, Outcome, overall
+from lockstep.core.run import RunDir
 
 DOES_NOT_REPEAT = (
     "the run did there something that does not repeat: hardware, a race, another machine or other versions"

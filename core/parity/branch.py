@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from core import checkpoint
-from core.config_file import load_config
-from core.errors import UserError
-from core.history import before_left, settings_at
-from core.jsonl import read_lines
-from core.run import CHECKS, CONFIG, OBSERVATIONS, RECORDS, RunDir, observation_files
+from lockstep.core import checkpoint
+from lockstep.core.config_file import load_config
+from lockstep.core.errors import UserError
+from lockstep.core.history import before_left, settings_at
+from lockstep.core.jsonl import read_lines
+from lockstep.core.run import CHECKS, CONFIG, OBSERVATIONS, RECORDS, RunDir, observation_files
 
 
 class Branch(RunDir):

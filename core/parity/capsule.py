@@ -30,15 +30,15 @@ from typing import Any
 
 import numpy as np
 
-from core import checkpoint
-from core.atomic import canonical_json, read_whole
-from core.backend import Arrays, Batch, State, StepRecord
-from core.config import RunConfig
-from core.config_file import dump_config, load_config
-from core.errors import UserError
-from core.parity.evidence import Evidence
-from core.parity.repro import repro
-from core.parity.verdict import Check
+from lockstep.core import checkpoint
+from lockstep.core.atomic import canonical_json, read_whole
+from lockstep.core.backend import Arrays, Batch, State, StepRecord
+from lockstep.core.config import RunConfig
+from lockstep.core.config_file import dump_config, load_config
+from lockstep.core.errors import UserError
+from lockstep.core.parity.evidence import Evidence
+from lockstep.core.parity.repro import repro
+from lockstep.core.parity.verdict import Check
 
 SCHEMA = 1
 ABOUT, CONFIG, RECORD, VERDICT, BATCH = "about.json", "config.toml", "record.json", "verdict.json", "batch.npz"

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from core.backend import Backend, NotSupported
-from core.config import PrecisionConfig, RecomputeConfig, RunConfig
-from core.errors import UserError
-from core.parity.evidence import Evidence, gather
-from core.parity.judge import Reference, judge
-from core.parity.stages import HEADS
-from core.parity.verdict import Check, Finding
+from lockstep.core.backend import Backend, NotSupported
+from lockstep.core.config import PrecisionConfig, RecomputeConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.evidence import Evidence, gather
+from lockstep.core.parity.judge import Reference, judge
+from lockstep.core.parity.stages import HEADS
+from lockstep.core.parity.verdict import Check, Finding
 
 
 @dataclass(frozen=True)

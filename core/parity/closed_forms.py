@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.backend import Arrays, Session
-from core.config import RunConfig
-from core.groups import by_muon, group_settings, moment_names
-from core.names import group_of, parameter_shapes, probe_shapes
-from core.parity.stages import HEADS, ForwardStage, stages_of
+from lockstep.core.backend import Arrays, Session
+from lockstep.core.config import RunConfig
+from lockstep.core.groups import by_muon, group_settings, moment_names
+from lockstep.core.names import group_of, parameter_shapes, probe_shapes
+from lockstep.core.parity.stages import HEADS, ForwardStage, stages_of
 
 Form = tuple[str, str, np.ndarray, np.ndarray]
 ROWS, LENGTH = 2, 8

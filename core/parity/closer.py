@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from core.backend import Batch, NotSupported, Session
-from core.config import RunConfig
-from core.parity import local
-from core.parity.compare import Reference
-from core.parity.evidence import Evidence, look, probe_batch, probe_of, weighted_rows
-from core.parity.judge import in_order
-from core.parity.stages import FORWARD
-from core.parity.verdict import Check, Finding
+from lockstep.core.backend import Batch, NotSupported, Session
+from lockstep.core.config import RunConfig
+from lockstep.core.parity import local
+from lockstep.core.parity.compare import Reference
+from lockstep.core.parity.evidence import Evidence, look, probe_batch, probe_of, weighted_rows
+from lockstep.core.parity.judge import in_order
+from lockstep.core.parity.stages import FORWARD
+from lockstep.core.parity.verdict import Check, Finding
 
 
 @np.errstate(invalid="ignore", over="ignore")

@@ -9,17 +9,17 @@ from types import EllipsisType
 
 import numpy as np
 
-from core.backend import Arrays, Backend, Session
-from core.config import CompileConfig, PrecisionConfig, RecomputeConfig, RunConfig
-from core.names import layer_of
-from core.parity import bands
-from core.parity.decode import explain
-from core.parity.excess import Distances, distances
-from core.parity.observations import Observation, sketch_distances
-from core.parity.over_steps import OverSteps
-from core.parity.sketch import K
-from core.parity.stages import PHASES
-from core.parity.verdict import Finding, Measure, Scope
+from lockstep.core.backend import Arrays, Backend, Session
+from lockstep.core.config import CompileConfig, PrecisionConfig, RecomputeConfig, RunConfig
+from lockstep.core.names import layer_of
+from lockstep.core.parity import bands
+from lockstep.core.parity.decode import explain
+from lockstep.core.parity.excess import Distances, distances
+from lockstep.core.parity.observations import Observation, sketch_distances
+from lockstep.core.parity.over_steps import OverSteps
+from lockstep.core.parity.sketch import K
+from lockstep.core.parity.stages import PHASES
+from lockstep.core.parity.verdict import Finding, Measure, Scope
 
 # Two orders of a few FP32 additions, or one of a value that was added to a zero, differ by no more.
 FEW_ULPS = 16.0

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.backend import Batch, StepRecord
-from core.config import RunConfig
-from core.parity.excess import FLOOR_ULPS
-from core.schedule import learning_rate
+from lockstep.core.backend import Batch, StepRecord
+from lockstep.core.config import RunConfig
+from lockstep.core.parity.excess import FLOOR_ULPS
+from lockstep.core.schedule import learning_rate
 
 # A loss scale is a power of two from 2^8 to 2^24 (torch.amp.GradScaler begins at 2^16); other powers reach 2^24 too.
 SCALES, LARGEST = range(8, 25), 24

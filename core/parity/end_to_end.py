@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from core.backend import Arrays, Batch, Gradients, NotSupported, Session, State
-from core.config import ModelConfig
-from core.names import GRADIENT, parameter_shapes, tap_names
-from core.parity import bands
-from core.parity.compare import Reference, compare_observed, exact, finding
-from core.parity.evidence import Evidence, weighted_part, weighted_rows
-from core.parity.excess import Distances
-from core.parity.observations import PARAMETER, PROBE_NLL, Observation, observed
-from core.parity.sketch import K
-from core.parity.stages import stages_of
-from core.parity.verdict import Finding
+from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, Session, State
+from lockstep.core.config import ModelConfig
+from lockstep.core.names import GRADIENT, parameter_shapes, tap_names
+from lockstep.core.parity import bands
+from lockstep.core.parity.compare import Reference, compare_observed, exact, finding
+from lockstep.core.parity.evidence import Evidence, weighted_part, weighted_rows
+from lockstep.core.parity.excess import Distances
+from lockstep.core.parity.observations import PARAMETER, PROBE_NLL, Observation, observed
+from lockstep.core.parity.sketch import K
+from lockstep.core.parity.stages import stages_of
+from lockstep.core.parity.verdict import Finding
 
 Observations = Mapping[str, Observation]
 

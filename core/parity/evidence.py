@@ -15,12 +15,22 @@ from pathlib import Path
 
 import numpy as np
 
-from core import checkpoint
-from core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, Reads, Session, State, StepRecord
-from core.config import RunConfig
-from core.finite import NotFinite
-from core.loss_scale import SCALE
-from core.names import GRADIENT, edge_names, parameter_shapes, tap_names
+from lockstep.core import checkpoint
+from lockstep.core.backend import (
+    Arrays,
+    Batch,
+    Gradients,
+    NotSupported,
+    RankReport,
+    Reads,
+    Session,
+    State,
+    StepRecord,
+)
+from lockstep.core.config import RunConfig
+from lockstep.core.finite import NotFinite
+from lockstep.core.loss_scale import SCALE
+from lockstep.core.names import GRADIENT, edge_names, parameter_shapes, tap_names
 
 # Shares of the loss weight that the micro-batches of the accumulation check have: uneven, and powers of two, so that
 # a micro-batch's part of the sum is its own gradient scaled without a rounding.
@@ -373,7 +383,7 @@ def _round_trip(session: Session, before: State, after: State, missing: list[str
 def _gradients(session: Session, batch: Batch) -> Gradients:
     found = session.gradients(batch)
     if not isinstance(found, Gradients):  # None would pass for a candidate that has none, and be agreed with
-        raise TypeError(f"gradients() gave {type(found).__name__}, not core.backend.Gradients")
+        raise TypeError(f"gradients() gave {type(found).__name__}, not lockstep.core.backend.Gradients")
     return found
 
 

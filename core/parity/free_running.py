@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.backend import Arrays, Backend, Batch
-from core.config import RunConfig
-from core.parity.evidence import uneven_weights
-from core.parity.reference_check import sound_reference
+from lockstep.core.backend import Arrays, Backend, Batch
+from lockstep.core.config import RunConfig
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.parity.reference_check import sound_reference
 
 
 @dataclass(frozen=True)

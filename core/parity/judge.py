@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from core.backend import Batch, NotSupported, State
-from core.loss_scale import SCALE
-from core.parity import end_to_end, local, step
-from core.parity.compare import Reference
-from core.parity.decode import known_scalars
-from core.parity.evidence import Evidence
-from core.parity.observations import PARAMETER, Observation
-from core.parity.stages import place
-from core.parity.verdict import Check, Finding
+from lockstep.core.backend import Batch, NotSupported, State
+from lockstep.core.loss_scale import SCALE
+from lockstep.core.parity import end_to_end, local, step
+from lockstep.core.parity.compare import Reference
+from lockstep.core.parity.decode import known_scalars
+from lockstep.core.parity.evidence import Evidence
+from lockstep.core.parity.observations import PARAMETER, Observation
+from lockstep.core.parity.stages import place
+from lockstep.core.parity.verdict import Check, Finding
 
 __all__ = ["Reference", "judge", "judge_observations"]
 

@@ -7,9 +7,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from core.backend import Backend
-from core.errors import UserError
-from core.paths import path_problem
+from lockstep.core.backend import Backend
+from lockstep.core.errors import UserError
+from lockstep.core.paths import path_problem
 
 
 def load_backend(spec: str) -> Backend:

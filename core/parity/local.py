@@ -14,11 +14,11 @@ from functools import partial
 
 import numpy as np
 
-from core.backend import Arrays, NotSupported
-from core.loss_scale import SCALE
-from core.names import GRADIENT, parameter_shapes
-from core.parity import bands, scalars
-from core.parity.compare import (
+from lockstep.core.backend import Arrays, NotSupported
+from lockstep.core.loss_scale import SCALE
+from lockstep.core.names import GRADIENT, parameter_shapes
+from lockstep.core.parity import bands, scalars
+from lockstep.core.parity.compare import (
     Noise,
     Reference,
     compare,
@@ -27,11 +27,11 @@ from core.parity.compare import (
     relative_difference,
     same_but_for_rounding,
 )
-from core.parity.end_to_end import Repeated
-from core.parity.evidence import Evidence
-from core.parity.excess import Distances, distances
-from core.parity.stages import ForwardStage, Shared, shared_tensors, stages_of
-from core.parity.verdict import Finding, Measure
+from lockstep.core.parity.end_to_end import Repeated
+from lockstep.core.parity.evidence import Evidence
+from lockstep.core.parity.excess import Distances, distances
+from lockstep.core.parity.stages import ForwardStage, Shared, shared_tensors, stages_of
+from lockstep.core.parity.verdict import Finding, Measure
 
 Contribution = tuple[np.ndarray, np.ndarray]  # of the twin, of the truth
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from core.atomic import write_atomically
-from core.errors import UserError
-from core.npz import read_npz
-from core.parity.bands import carriers
-from core.parity.excess import Distances, ratios
-from core.parity.sketch import K, sketch
+from lockstep.core.atomic import write_atomically
+from lockstep.core.errors import UserError
+from lockstep.core.npz import read_npz
+from lockstep.core.parity.bands import carriers
+from lockstep.core.parity.excess import Distances, ratios
+from lockstep.core.parity.sketch import K, sketch
 
 SCHEMA = 1
 # Names beside taps and `grad/TAP`, which are of the tapped batch: NLL and parameter gradients of the probe batch.

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.errors import UserError
-from core.parity import bands
-from core.parity.bias import Bias, Key
-from core.parity.sketch import sketch
-from core.parity.verdict import Finding
+from lockstep.core.errors import UserError
+from lockstep.core.parity import bands
+from lockstep.core.parity.bias import Bias, Key
+from lockstep.core.parity.sketch import sketch
+from lockstep.core.parity.verdict import Finding
 
 
 @dataclass(frozen=True)

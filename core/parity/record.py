@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.backend import Batch, NotSupported, Session
-from core.config import RunConfig
-from core.errors import UserError
-from core.names import GRADIENT, tap_names
-from core.parity import evidence
-from core.parity.end_to_end import observations
-from core.parity.evidence import weighted_of, weighted_rows
-from core.parity.observations import Observation, save
+from lockstep.core.backend import Batch, NotSupported, Session
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.names import GRADIENT, tap_names
+from lockstep.core.parity import evidence
+from lockstep.core.parity.end_to_end import observations
+from lockstep.core.parity.evidence import weighted_of, weighted_rows
+from lockstep.core.parity.observations import Observation, save
 
 
 def observation_file(folder: Path, step: int) -> Path:

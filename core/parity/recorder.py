@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from core.backend import Batch, NotSupported, Session, StepRecord
-from core.config import RunConfig
-from core.errors import UserError
-from core.parity.observations import Observation
-from core.parity.record import observe, probe_of, save_observations
-from core.parity.shadow import Result, Shadow
+from lockstep.core.backend import Batch, NotSupported, Session, StepRecord
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.observations import Observation
+from lockstep.core.parity.record import observe, probe_of, save_observations
+from lockstep.core.parity.shadow import Result, Shadow
 
 
 class Recorder:

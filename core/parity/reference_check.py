@@ -19,16 +19,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from core.backend import Backend, Batch, NotSupported
-from core.config import CompileConfig, PrecisionConfig, RunConfig
-from core.errors import UserError
-from core.names import GRADIENT, parameter_shapes
-from core.parity import bands
-from core.parity.closed_forms import DOCUMENTS, FORMS, LENGTH, ROWS, Subject, drawn
-from core.parity.compare import Reference, relative_difference
-from core.parity.evidence import observed_names, uneven_weights
-from core.parity.stages import PHASES, shared_tensors, stages_of
-from core.parity.verdict import Finding, Measure
+from lockstep.core.backend import Backend, Batch, NotSupported
+from lockstep.core.config import CompileConfig, PrecisionConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.names import GRADIENT, parameter_shapes
+from lockstep.core.parity import bands
+from lockstep.core.parity.closed_forms import DOCUMENTS, FORMS, LENGTH, ROWS, Subject, drawn
+from lockstep.core.parity.compare import Reference, relative_difference
+from lockstep.core.parity.evidence import observed_names, uneven_weights
+from lockstep.core.parity.stages import PHASES, shared_tensors, stages_of
+from lockstep.core.parity.verdict import Finding, Measure
 
 # Central differences with h = 2⁻¹⁶: of h² = 2e-10 times a third derivative, and ε/h = 1e-11 of rounding.
 WIDTH, DIFFERENCE_LIMIT = 2.0**-16, 1e-7

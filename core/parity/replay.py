@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from core.backend import Backend, Batch, NotSupported, State
-from core.config import RunConfig
-from core.errors import UserError
-from core.parity import observations
-from core.parity.capsule import Capsule
-from core.parity.closer import look_closer
-from core.parity.compare import exact
-from core.parity.evidence import gather
-from core.parity.judge import Reference, judge_observations
-from core.parity.record import probe_of
-from core.parity.reference_check import sound_reference
-from core.parity.rerun import Rerun, StoredStates, differing_fields, judged
-from core.parity.verdict import Check
-from core.run import RunDir
-from core.skips import as_its_own
+from lockstep.core.backend import Backend, Batch, NotSupported, State
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity import observations
+from lockstep.core.parity.capsule import Capsule
+from lockstep.core.parity.closer import look_closer
+from lockstep.core.parity.compare import exact
+from lockstep.core.parity.evidence import gather
+from lockstep.core.parity.judge import Reference, judge_observations
+from lockstep.core.parity.record import probe_of
+from lockstep.core.parity.reference_check import sound_reference
+from lockstep.core.parity.rerun import Rerun, StoredStates, differing_fields, judged
+from lockstep.core.parity.verdict import Check
+from lockstep.core.run import RunDir
+from lockstep.core.skips import as_its_own
 
 How = Literal["sketches", "run again", "not covered"]
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from core.backend import Backend, Batch, StepRecord
-from core.config import RunConfig
-from core.parity.replay import config_of_steps
-from core.parity.rerun import Rerun, differing_fields
-from core.run import RunDir
+from lockstep.core.backend import Backend, Batch, StepRecord
+from lockstep.core.config import RunConfig
+from lockstep.core.parity.replay import config_of_steps
+from lockstep.core.parity.rerun import Rerun, differing_fields
+from lockstep.core.run import RunDir
 
 
 @dataclass(frozen=True)

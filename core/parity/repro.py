@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from core.config import RunConfig
-from core.groups import by_muon, group_settings, in_eight_bits, moment_kinds
-from core.init import init_parameters
-from core.names import GRADIENT, group_of
-from core.parity.compare import FEW_ULPS
-from core.parity.evidence import Evidence
-from core.parity.stages import HEADS, ForwardStage, Shared, shared_tensors, stages_of
-from core.parity.step import flat
-from core.parity.verdict import Check, Finding
-from core.schedule import learning_rate
+from lockstep.core.config import RunConfig
+from lockstep.core.groups import by_muon, group_settings, in_eight_bits, moment_kinds
+from lockstep.core.init import init_parameters
+from lockstep.core.names import GRADIENT, group_of
+from lockstep.core.parity.compare import FEW_ULPS
+from lockstep.core.parity.evidence import Evidence
+from lockstep.core.parity.stages import HEADS, ForwardStage, Shared, shared_tensors, stages_of
+from lockstep.core.parity.step import flat
+from lockstep.core.parity.verdict import Check, Finding
+from lockstep.core.schedule import learning_rate
 
 # Which call stands for a forward stage.
 CALLS = {
@@ -86,7 +86,7 @@ def repro(evidence: Evidence, check: Check, config: RunConfig, versions: Mapping
 
 
 def _template(name: str) -> str:
-    return resources.files("core.parity").joinpath(f"repro_templates/{name}.txt").read_text(encoding="utf-8")
+    return resources.files("lockstep.core.parity").joinpath(f"repro_templates/{name}.txt").read_text(encoding="utf-8")
 
 
 def _parts(origin: Finding, evidence: Evidence, check: Check, config: RunConfig) -> _Parts:

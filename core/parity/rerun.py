@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from core import checkpoint
-from core.backend import Backend, Batch, Reads, Session, State, StepRecord
-from core.config import RunConfig
-from core.errors import UserError
-from core.groups import moment_names
-from core.init import init_parameters
-from core.parity.closer import look_closer
-from core.parity.evidence import Evidence, gather
-from core.parity.judge import Reference, judge
-from core.parity.scalars import same
-from core.parity.verdict import Check
-from core.run import RunDir
-from core.skips import as_its_own, first_scalars
+from lockstep.core import checkpoint
+from lockstep.core.backend import Backend, Batch, Reads, Session, State, StepRecord
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.groups import moment_names
+from lockstep.core.init import init_parameters
+from lockstep.core.parity.closer import look_closer
+from lockstep.core.parity.evidence import Evidence, gather
+from lockstep.core.parity.judge import Reference, judge
+from lockstep.core.parity.scalars import same
+from lockstep.core.parity.verdict import Check
+from lockstep.core.run import RunDir
+from lockstep.core.skips import as_its_own, first_scalars
 
 # What a record says of the step's arithmetic: bit-equal if the step was repeated.
 COMPARED = ("digest", "loss", "loss_weight", "lr", "grad_norm", "clip_coefficient")

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from core.backend import Batch
-from core.config import OptimConfig
-from core.parity.verdict import Measure
+from lockstep.core.backend import Batch
+from lockstep.core.config import OptimConfig
+from lockstep.core.parity.verdict import Measure
 
 # Higham & Mary 2019, theorem 2.4: a sum of n terms has relative error at most λ·√n·u with probability 1 −
 # 2·exp(−λ²/2) (for n·λ·√n·u ≪ 1).

@@ -27,18 +27,18 @@ from typing import Any, Self
 
 import numpy as np
 
-from core.atomic import write_atomically
-from core.backend import Batch, Session, StepRecord
-from core.config import RunConfig
-from core.errors import UserError
-from core.finite import NotFinite
-from core.parity.end_to_end import observations_of
-from core.parity.evidence import Evidence, gather
-from core.parity.judge import Reference, judge
-from core.parity.load import load_backend
-from core.parity.record import probe_of, save_observations
-from core.parity.reference_check import sound_reference
-from core.parity.verdict import Check
+from lockstep.core.atomic import write_atomically
+from lockstep.core.backend import Batch, Session, StepRecord
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.finite import NotFinite
+from lockstep.core.parity.end_to_end import observations_of
+from lockstep.core.parity.evidence import Evidence, gather
+from lockstep.core.parity.judge import Reference, judge
+from lockstep.core.parity.load import load_backend
+from lockstep.core.parity.record import probe_of, save_observations
+from lockstep.core.parity.reference_check import sound_reference
+from lockstep.core.parity.verdict import Check
 
 POLL_SECONDS = 0.2
 # The worker gives way to the trainer; both may share two cores.

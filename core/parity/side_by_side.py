@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 
-from core.backend import Backend, Batch, Session
-from core.config import RunConfig
-from core.errors import UserError
-from core.parity.closer import look_closer
-from core.parity.evidence import Evidence, gather, uneven_weights
-from core.parity.judge import judge
-from core.parity.reference_check import sound_reference
-from core.parity.verdict import Check
+from lockstep.core.backend import Backend, Batch, Session
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.closer import look_closer
+from lockstep.core.parity.evidence import Evidence, gather, uneven_weights
+from lockstep.core.parity.judge import judge
+from lockstep.core.parity.reference_check import sound_reference
+from lockstep.core.parity.verdict import Check
 
 ASKED_OF_A_CANDIDATE = ("state", "step", "gradients", "observe", "close")
 
@@ -37,7 +37,7 @@ def check_steps(
         if missing := [name for name in ASKED_OF_A_CANDIDATE if not callable(getattr(session, name, None))]:
             raise UserError(
                 f"the candidate's session has no {', '.join(missing)}: docs/candidates.md says what it needs; "
-                "what it cannot do may raise core.backend.NotSupported"
+                "what it cannot do may raise lockstep.core.backend.NotSupported"
             )
         stack.callback(session.close)
         references = sound_reference(reference, config).over_a_run()

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.config import LIBRARIES, AttentionConfig, LossConfig, ModelConfig, RunConfig
-from core.names import HEAD_EDGE, head_name
+from lockstep.core.config import LIBRARIES, AttentionConfig, LossConfig, ModelConfig, RunConfig
+from lockstep.core.names import HEAD_EDGE, head_name
 
 
 @dataclass(frozen=True)

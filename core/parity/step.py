@@ -7,16 +7,16 @@ from functools import partial
 
 import numpy as np
 
-from core.backend import Arrays, State
-from core.groups import moment_names
-from core.init import init_parameters
-from core.names import Shape, parameter_shapes
-from core.parity import bands, scalars
-from core.parity.compare import Reference, compare, exact, finding, perturbed
-from core.parity.evidence import Evidence
-from core.parity.verdict import Finding
-from core.schedule import learning_rate
-from core.skips import is_made, leaves_out, scalars_after
+from lockstep.core.backend import Arrays, State
+from lockstep.core.groups import moment_names
+from lockstep.core.init import init_parameters
+from lockstep.core.names import Shape, parameter_shapes
+from lockstep.core.parity import bands, scalars
+from lockstep.core.parity.compare import Reference, compare, exact, finding, perturbed
+from lockstep.core.parity.evidence import Evidence
+from lockstep.core.parity.verdict import Finding
+from lockstep.core.schedule import learning_rate
+from lockstep.core.skips import is_made, leaves_out, scalars_after
 
 
 def data(evidence: Evidence) -> Iterator[Finding]:

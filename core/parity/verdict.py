@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from core.parity.stages import place
+from lockstep.core.parity.stages import place
 
 SCHEMA = 2
 

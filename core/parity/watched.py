@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from core.backend import Arrays
-from core.errors import UserError
+from lockstep.core.backend import Arrays
+from lockstep.core.errors import UserError
 
 Names = Mapping[str, str] | Callable[[str], str] | None
 

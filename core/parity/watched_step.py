@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from core.backend import Arrays
-from core.errors import UserError
-from core.parity import bands, scalars
-from core.parity.excess import Distances, distances
-from core.parity.update_rules import EXACT, Arithmetic, Rule
-from core.parity.verdict import Finding, Measure, Scope
-from core.parity.watched import Answer, Snapshot
+from lockstep.core.backend import Arrays
+from lockstep.core.errors import UserError
+from lockstep.core.parity import bands, scalars
+from lockstep.core.parity.excess import Distances, distances
+from lockstep.core.parity.update_rules import EXACT, Arithmetic, Rule
+from lockstep.core.parity.verdict import Finding, Measure, Scope
+from lockstep.core.parity.watched import Answer, Snapshot
 
 Precision = Literal["fp32", "bf16", "fp64"]
 
@@ -32,7 +32,8 @@ LEAST_TWIN_ERROR_BF16 = 1e-5
 class Limits:
     """Bounds on gradients and outputs of a large tensor, and why.
 
-    excess, distance, gain: as core.parity.bands.Limits, for many numbers; few numbers widen them by their scatter.
+    excess, distance, gain: as lockstep.core.parity.bands.Limits, for many numbers; few numbers widen them by their
+    scatter.
     relative_error: the one bound under fp64. loss: in units of `loss_unit`.
     """
 

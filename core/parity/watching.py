@@ -25,12 +25,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from core.backend import Arrays
-from core.errors import UserError
-from core.parity import watched_step
-from core.parity.update_rules import ROUNDINGS, RULES, Rule, rule_of
-from core.parity.verdict import Check, Finding, Outcome, overall, verdict_json
-from core.parity.watched import (
+from lockstep.core.backend import Arrays
+from lockstep.core.errors import UserError
+from lockstep.core.parity import watched_step
+from lockstep.core.parity.update_rules import ROUNDINGS, RULES, Rule, rule_of
+from lockstep.core.parity.verdict import Check, Finding, Outcome, overall, verdict_json
+from lockstep.core.parity.watched import (
     Answer,
     FromCallable,
     Names,
@@ -45,7 +45,7 @@ from core.parity.watched import (
     renamed,
     snapshot,
 )
-from core.parity.watched_step import Judge, Limits, Precision, Step
+from lockstep.core.parity.watched_step import Judge, Limits, Precision, Step
 
 log = logging.getLogger("lockstep.watch")
 
@@ -82,7 +82,7 @@ def watch(
     Args:
         model: what `named_parameters()` names and `.grad` is read from.
         optimizer: its groups' hyperparameters and its state are read around its step.
-        reference: `jax_backend.watch.reference(loss)`, any object with `truth` and `twin`, or a numpy callable
+        reference: `lockstep.jax_backend.watch.reference(loss)`, any object with `truth` and `twin`, or a numpy callable
             `(params, batch) -> (loss, gradients)` that computes in the dtype of its parameters.
         every: check the first step and every step whose number is a multiple of this.
         precision: the candidate's: `fp32`, `bf16` (autocast, or bf16 weights) or `fp64`. Default: its weights' dtype.

@@ -3,7 +3,7 @@
 `fits` answers for one configuration and one GPU in under a few milliseconds.
 """
 
-from core.plan.estimate import Estimate, fits
-from core.plan.gpus import GPUS, Gpu, gpu_named
+from lockstep.core.plan.estimate import Estimate, fits
+from lockstep.core.plan.gpus import GPUS, Gpu, gpu_named
 
 __all__ = ["GPUS", "Estimate", "Gpu", "fits", "gpu_named"]

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from itertools import chain
 
-from core.config import RecomputeConfig, RunConfig
-from core.plan.estimate import Estimate, fits
-from core.plan.gpus import Gpu
+from lockstep.core.config import RecomputeConfig, RunConfig
+from lockstep.core.plan.estimate import Estimate, fits
+from lockstep.core.plan.gpus import Gpu
 
 # Checkpointing policies by the name that tables show.
 POLICIES: dict[str, RecomputeConfig] = {

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from core.budget import flops_per_token
-from core.config import RunConfig
-from core.curriculum import last_steps, pieces
-from core.errors import UserError
-from core.plan.gpus import Gpu, gpu_named
-from core.plan.memory import Memory, memory
-from core.plan.seconds import Seconds, seconds
+from lockstep.core.budget import flops_per_token
+from lockstep.core.config import RunConfig
+from lockstep.core.curriculum import last_steps, pieces
+from lockstep.core.errors import UserError
+from lockstep.core.plan.gpus import Gpu, gpu_named
+from lockstep.core.plan.memory import Memory, memory
+from lockstep.core.plan.seconds import Seconds, seconds
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from core.budget import PEAK_FLOPS
-from core.errors import UserError
+from lockstep.core.budget import PEAK_FLOPS
+from lockstep.core.errors import UserError
 
 GIB = 2**30
 

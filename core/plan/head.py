@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from core.config import LossConfig
-from core.plan.phase import Phase, Tape
-from core.plan.sizes import Sizes
+from lockstep.core.config import LossConfig
+from lockstep.core.plan.phase import Phase, Tape
+from lockstep.core.plan.sizes import Sizes
 
 # Logits that the CPU widens to FP64 at a time (`AT_A_TIME` in torch_backend/loss.py, to which a test holds it).
 AT_A_TIME = 2**17

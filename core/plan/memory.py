@@ -8,15 +8,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from core.budget import parameter_count, state_bytes
-from core.config import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
-from core.groups import by_muon
-from core.names import GROUPS, group_of, parameter_shapes
-from core.plan.gpus import Gpu
-from core.plan.head import head
-from core.plan.parts import Part, attention, mlp, norm
-from core.plan.phase import Phase, held
-from core.plan.sizes import Sizes, sizes_of
+from lockstep.core.budget import parameter_count, state_bytes
+from lockstep.core.config import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
+from lockstep.core.groups import by_muon
+from lockstep.core.names import GROUPS, group_of, parameter_shapes
+from lockstep.core.plan.gpus import Gpu
+from lockstep.core.plan.head import head
+from lockstep.core.plan.parts import Part, attention, mlp, norm
+from lockstep.core.plan.phase import Phase, held
+from lockstep.core.plan.sizes import Sizes, sizes_of
 
 # CUDA's context with the kernels of cuBLAS, cuDNN and torch, and cuBLAS's workspaces: an assumption (0.5 to 0.7 GB are
 # usual on Hopper). NCCL's buffers, for several ranks: another.

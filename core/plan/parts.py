@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from core.plan.phase import Phase, Tape
-from core.plan.sizes import Sizes
+from lockstep.core.plan.phase import Phase, Tape
+from lockstep.core.plan.sizes import Sizes
 
 # Kernels that a mask is turned into numbers for: (B, 1, S, S) in the operand dtype, kept by every layer.
 _MASK_AS_NUMBERS = ("efficient", "cudnn", "flash", "math")

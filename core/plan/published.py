@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.bench.rows import ROWS, Row
-from core.config import RunConfig
-from core.config_file import load_config
-from core.plan.gpus import GPUS
-from core.plan.memory import memory
-from core.plan.seconds import seconds
+from lockstep.core.bench.rows import ROWS, Row
+from lockstep.core.config import RunConfig
+from lockstep.core.config_file import load_config
+from lockstep.core.plan.gpus import GPUS
+from lockstep.core.plan.memory import memory
+from lockstep.core.plan.seconds import seconds
 
 PARAMETERS = 1_241_581_568
 STEADY = 14.90e9

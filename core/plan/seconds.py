@@ -17,11 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from core.budget import forward_products, newton_schulz_flops, optimizer_bytes, parameter_count
-from core.config import BLOCK_LINEARS, ModelConfig, OptimConfig, PrecisionConfig, RunConfig
-from core.plan.gpus import Gpu
-from core.plan.memory import passes
-from core.plan.sizes import sizes_of
+from lockstep.core.budget import forward_products, newton_schulz_flops, optimizer_bytes, parameter_count
+from lockstep.core.config import BLOCK_LINEARS, ModelConfig, OptimConfig, PrecisionConfig, RunConfig
+from lockstep.core.plan.gpus import Gpu
+from lockstep.core.plan.memory import passes
+from lockstep.core.plan.sizes import sizes_of
 
 # What simple kernels reach of a GPU's bandwidth: an assumption (copies reach 0.9 to 0.93 on A100 and H100).
 BANDWIDTH_SHARE = 0.9
@@ -102,7 +102,7 @@ def _of_update(model: ModelConfig, optim: OptimConfig, precision: PrecisionConfi
 
 
 def _again(config: RunConfig, linear: dict[str, float], attention: float) -> float:
-    """Seconds a token of what is computed again, as core.budget.recomputed_flops_per_token counts it."""
+    """Seconds a token of what is computed again, as lockstep.core.budget.recomputed_flops_per_token counts it."""
     recompute = config.recompute
     parts = recompute.chosen
     share = (config.model.layers // recompute.every) / config.model.layers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config import RunConfig
-from core.plan.gpus import Gpu
+from lockstep.core.config import RunConfig
+from lockstep.core.plan.gpus import Gpu
 
 STREAM = {"fp64": 8}
 OPERAND = {"fp64": 8, "fp32": 4, "tf32": 4}

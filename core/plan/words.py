@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from core.budget import flops_per_token, parameter_count, parameter_count_by_group
-from core.config import RunConfig
-from core.plan.choices import Choice, micro_batches, own_name
-from core.plan.estimate import Estimate
-from core.plan.gpus import Gpu
-from core.plan.published import PARAMETERS, beside, savings
+from lockstep.core.budget import flops_per_token, parameter_count, parameter_count_by_group
+from lockstep.core.config import RunConfig
+from lockstep.core.plan.choices import Choice, micro_batches, own_name
+from lockstep.core.plan.estimate import Estimate
+from lockstep.core.plan.gpus import Gpu
+from lockstep.core.plan.published import PARAMETERS, beside, savings
 
 Rows = list[list[object]]
 CONVENTIONS = {"6N": "6N", "causal": "+ causal attention", "full": "+ full attention"}

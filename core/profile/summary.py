@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from core.profile.intervals import Span, difference, gaps, intersection, length, union
-from core.profile.trace import CALLS, COPIES, KERNEL, OPERATOR, PART, RANGE, STEP, Event
+from lockstep.core.profile.intervals import Span, difference, gaps, intersection, length, union
+from lockstep.core.profile.trace import CALLS, COPIES, KERNEL, OPERATOR, PART, RANGE, STEP, Event
 
 SCHEMA = 1
 MICROSECOND = 1e-6

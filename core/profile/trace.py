@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core.atomic import read_whole
-from core.errors import UserError
-from core.profile.intervals import Span
+from lockstep.core.atomic import read_whole
+from lockstep.core.errors import UserError
+from lockstep.core.profile.intervals import Span
 
 # What a GPU does, and what a program asks of it.
 KERNEL, COPIES, CALLS = "kernel", ("gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import UserError
-from core.npz import read_npz
-from core.parity import bias
-from core.parity.sketch import K
-from core.report.checks import Checks, RowKey
-from core.report.curves import wire
+from lockstep.core.errors import UserError
+from lockstep.core.npz import read_npz
+from lockstep.core.parity import bias
+from lockstep.core.parity.sketch import K
+from lockstep.core.report.checks import Checks, RowKey
+from lockstep.core.report.curves import wire
 
 KEYS = 12  # curves that the page carries
 POINTS = 160  # points of a curve

@@ -7,16 +7,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from core.atomic import write_atomically
-from core.history import branches_begun, in_words
-from core.report import parts, words
-from core.report.bias_curves import bias_curves
-from core.report.checks import read_checks
-from core.report.curves import charts
-from core.report.heatmap import encode
-from core.report.read import read_run
-from core.report.seeing import events, more_charts
-from core.report.text import embed, esc
+from lockstep.core.atomic import write_atomically
+from lockstep.core.history import branches_begun, in_words
+from lockstep.core.report import parts, words
+from lockstep.core.report.bias_curves import bias_curves
+from lockstep.core.report.checks import read_checks
+from lockstep.core.report.curves import charts
+from lockstep.core.report.heatmap import encode
+from lockstep.core.report.read import read_run
+from lockstep.core.report.seeing import events, more_charts
+from lockstep.core.report.text import embed, esc
 
 # One script, in this order: each file speaks of what stands before it.
 SCRIPTS = ("page.js", "cells.js", "map.js", "depth.js", "bias.js", "links.js")
@@ -103,4 +103,4 @@ def write_report(run_dir: Path, out: Path | None = None, warn: Callable[[str], N
 
 
 def _asset(name: str) -> str:
-    return resources.files("core.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("lockstep.core.report").joinpath(name).read_text(encoding="utf-8")

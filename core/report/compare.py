@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from core.atomic import write_atomically
-from core.errors import UserError
-from core.history import branches_begun, in_words
-from core.metrics import ATTENTION_LOGIT, SECONDS
-from core.report import parts
-from core.report.build import page
-from core.report.checks import Checks, read_checks
-from core.report.curves import (
+from lockstep.core.atomic import write_atomically
+from lockstep.core.errors import UserError
+from lockstep.core.history import branches_begun, in_words
+from lockstep.core.metrics import ATTENTION_LOGIT, SECONDS
+from lockstep.core.report import parts
+from lockstep.core.report.build import page
+from lockstep.core.report.checks import Checks, read_checks
+from lockstep.core.report.curves import (
     Json,
     Pairs,
     at_spikes,
@@ -28,7 +28,7 @@ from core.report.curves import (
     smoothing_steps,
     wire,
 )
-from core.report.figures import (
+from lockstep.core.report.figures import (
     APART,
     UNKNOWN,
     Figure,
@@ -39,8 +39,8 @@ from core.report.figures import (
     settings,
     surroundings,
 )
-from core.report.read import Run, read_run, section
-from core.report.text import esc, number
+from lockstep.core.report.read import Run, read_run, section
+from lockstep.core.report.text import esc, number
 
 MOST = 8
 COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c8", "c7")

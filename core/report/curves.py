@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from core.metrics import SPIKE
-from core.names import GROUPS
-from core.report.read import section
+from lockstep.core.metrics import SPIKE
+from lockstep.core.names import GROUPS
+from lockstep.core.report.read import section
 
 POINTS = 1500
 

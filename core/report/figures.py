@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from core.config import flatten
-from core.loss_scale import SKIPPED
-from core.metrics import MEMORY
-from core.report.checks import Checks
-from core.report.curves import Pairs, at_spikes, field, host, left_out, metric, mfu, smooth, smoothing_steps
-from core.report.read import Run, section
-from core.report.seeing import seconds
-from core.report.text import count, number
-from core.run_info import CHANGED
+from lockstep.core.config import flatten
+from lockstep.core.loss_scale import SKIPPED
+from lockstep.core.metrics import MEMORY
+from lockstep.core.report.checks import Checks
+from lockstep.core.report.curves import Pairs, at_spikes, field, host, left_out, metric, mfu, smooth, smoothing_steps
+from lockstep.core.report.read import Run, section
+from lockstep.core.report.seeing import seconds
+from lockstep.core.report.text import count, number
+from lockstep.core.run_info import CHANGED
 
 # So many standard errors make two smoothed curves differ.
 APART = 4.0

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.parity.stages import FORWARD, place
-from core.report.checks import AT_BOUND, HELD, PER_DECADE, Checks, MeasureCells, RowKey
+from lockstep.core.parity.stages import FORWARD, place
+from lockstep.core.report.checks import AT_BOUND, HELD, PER_DECADE, Checks, MeasureCells, RowKey
 
 EXPONENT_ZERO = 132
 MINUS_HIGH, ONE_OVER_HIGH = 5, 6

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from core.report.checks import Checks, StageSummary
-from core.report.curves import field, metric
-from core.report.heatmap import chain
-from core.report.read import Run, section
-from core.report.text import count, esc, number, plural
-from core.report.words import DISPLAY, SCOPES, interval
-from core.run_info import CHANGED
+from lockstep.core.report.checks import Checks, StageSummary
+from lockstep.core.report.curves import field, metric
+from lockstep.core.report.heatmap import chain
+from lockstep.core.report.read import Run, section
+from lockstep.core.report.text import count, esc, number, plural
+from lockstep.core.report.words import DISPLAY, SCOPES, interval
+from lockstep.core.run_info import CHANGED
 
 
 def name(run: Run) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError
-from core.jsonl import damage, in_ranges, scan_lines
-from core.run_info import read_info, require_unchanged
+from lockstep.core.errors import UserError
+from lockstep.core.jsonl import damage, in_ranges, scan_lines
+from lockstep.core.run_info import read_info, require_unchanged
 
 
 @dataclass(frozen=True)

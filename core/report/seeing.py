@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from core.metrics import ATTENTION_LOGIT, MEMORY, SECONDS
-from core.report.curves import (
+from lockstep.core.metrics import ATTENTION_LOGIT, MEMORY, SECONDS
+from lockstep.core.report.curves import (
     Json,
     Pairs,
     Records,
@@ -22,9 +22,9 @@ from core.report.curves import (
     series_of,
     wire,
 )
-from core.report.read import section
-from core.report.text import plural
-from core.stalls import PARTS
+from lockstep.core.report.read import section
+from lockstep.core.report.text import plural
+from lockstep.core.stalls import PARTS
 
 # Columns of the stacked chart; steps in between are summed.
 COLUMNS = 150

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from core.parity.verdict import Measure
-from core.report.checks import CONTAMINATED, HELD, VERDICTS, BadStep, Checks, RowKey, Worst
-from core.report.text import esc, number, plural
+from lockstep.core.parity.verdict import Measure
+from lockstep.core.report.checks import CONTAMINATED, HELD, VERDICTS, BadStep, Checks, RowKey, Worst
+from lockstep.core.report.text import esc, number, plural
 
 BADGES = {
     "agreed": ("good", "✓", "Agreed"),

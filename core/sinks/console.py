@@ -7,11 +7,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from core.backend import StepRecord
-from core.checkpointer import Saved
-from core.metrics import SECONDS
-from core.parity.verdict import Check
-from core.sinks import phrases, tables
+from lockstep.core.backend import StepRecord
+from lockstep.core.checkpointer import Saved
+from lockstep.core.metrics import SECONDS
+from lockstep.core.parity.verdict import Check
+from lockstep.core.sinks import phrases, tables
 
 if TYPE_CHECKING:
     from rich.console import Console

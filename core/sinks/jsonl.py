@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from core.backend import StepRecord
-from core.checkpointer import Saved
-from core.parity.verdict import SCHEMA, Check
-from core.run import RunDir
+from lockstep.core.backend import StepRecord
+from lockstep.core.checkpointer import Saved
+from lockstep.core.parity.verdict import SCHEMA, Check
+from lockstep.core.run import RunDir
 
 
 class JsonlSink:

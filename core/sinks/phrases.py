@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from core.backend import StepRecord
-from core.loss_scale import FINITE, SCALE, SKIPPED
-from core.metrics import ATTENTION_LOGIT, MEMORY, RECOMPILED, SEQUENCE_LENGTH
-from core.parity.verdict import Check, Finding
+from lockstep.core.backend import StepRecord
+from lockstep.core.loss_scale import FINITE, SCALE, SKIPPED
+from lockstep.core.metrics import ATTENTION_LOGIT, MEMORY, RECOMPILED, SEQUENCE_LENGTH
+from lockstep.core.parity.verdict import Check, Finding
 
 # Metrics that `norm_lines` speaks of.
 NORMS = ("update_ratio/", "param_norm/", "grad_norm/", MEMORY)

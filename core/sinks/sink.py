@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from core.backend import StepRecord
-from core.checkpointer import Saved
-from core.parity.verdict import Check
+from lockstep.core.backend import StepRecord
+from lockstep.core.checkpointer import Saved
+from lockstep.core.parity.verdict import Check
 
 
 class Sink(Protocol):

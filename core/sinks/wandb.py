@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from core.backend import StepRecord
-from core.checkpointer import Saved
-from core.errors import UserError
-from core.parity.verdict import Check
-from core.run import RunDir
+from lockstep.core.backend import StepRecord
+from lockstep.core.checkpointer import Saved
+from lockstep.core.errors import UserError
+from lockstep.core.parity.verdict import Check
+from lockstep.core.run import RunDir
 
 # The x axis is a value of our own, not W&B's counter: that one only goes up, so a run that resumes from an earlier
 # step, or a check that comes some steps late, would be dropped.

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from core.backend import Batch, Gradients, NotSupported, State, StepRecord
-from core.config import RunConfig
-from core.init import init_parameters
+from lockstep.core.backend import Batch, Gradients, NotSupported, State, StepRecord
+from lockstep.core.config import RunConfig
+from lockstep.core.init import init_parameters
 
 
 def hf_name(name: str) -> str:

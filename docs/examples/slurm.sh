@@ -31,7 +31,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE
 srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$per_node" --max-restarts 3 \
     --rdzv-backend c10d --rdzv-endpoint "$first:$port" --rdzv-id "$SLURM_JOB_ID" \
-    --module scripts.cli train "$@" --train.ranks "$ranks"
+    -m lockstep train "$@" --train.ranks "$ranks"
 code=$?
 
 # 0: finished. What cannot succeed (a setting that is wrong) fails the same way again, so not for ever.

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.parity import watch
-from jax_backend.watch import reference
+from lockstep import watch
+from lockstep.jax_backend.watch import reference
 
 
 class Model(nn.Module):

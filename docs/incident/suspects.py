@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.backend import Batch
-from core.config import RunConfig
-from torch_backend.model import Attention, Llama
-from torch_backend.precision import Policy
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch
+from lockstep.core.config import RunConfig
+from lockstep.torch_backend.model import Attention, Llama
+from lockstep.torch_backend.precision import Policy
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 def bf16(x: Tensor) -> Tensor:

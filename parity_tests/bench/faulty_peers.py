@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.backend import Batch
-from core.errors import UserError
-from torch_backend.peers import nanogpt
-from torch_backend.peers.race import Race, Turn
+from lockstep.core.backend import Batch
+from lockstep.core.errors import UserError
+from lockstep.torch_backend.peers import nanogpt
+from lockstep.torch_backend.peers.race import Race, Turn
 
 
 def one_token_less(race: Race, turn: Turn) -> None:

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from core.bench.curves import compare, in_words, windows
-from core.errors import UserError
-from parity_tests.cli.conftest import here, run_file  # noqa: F401 (fixtures)
-from scripts import two_curves
+from lockstep.core.bench.curves import compare, in_words, windows
+from lockstep.core.errors import UserError
+from lockstep.parity_tests.cli.conftest import here, run_file  # noqa: F401 (fixtures)
+from lockstep.scripts import two_curves
 
 
 def curve(seed, offset=0.0, drift=0.0, noise=0.01):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from core.bench.parity_costs import (
+from lockstep.core.bench.parity_costs import (
     array_bytes,
     evidence_bytes,
     observation_bytes,
@@ -14,12 +14,12 @@ from core.bench.parity_costs import (
     page,
     sketch_bytes,
 )
-from core.config_file import load_config
-from core.parity.evidence import gather
-from core.parity.record import observe, probe_of, save_observations
-from parity_tests.conftest import REPO
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core.config_file import load_config
+from lockstep.core.parity.evidence import gather
+from lockstep.core.parity.record import observe, probe_of, save_observations
+from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -8,17 +8,27 @@ import sys
 
 import pytest
 
-from core.bench import peers
-from core.bench.peers import CONTENDERS, Contender, answers, bound, cells, check_comparable, disagreement, page, ratio
-from core.bench.turns import Side, in_turns
-from core.config_file import load_config
-from core.errors import UserError
-from parity_tests.conftest import REPO
+from lockstep.core.bench import peers
+from lockstep.core.bench.peers import (
+    CONTENDERS,
+    Contender,
+    answers,
+    bound,
+    cells,
+    check_comparable,
+    disagreement,
+    page,
+    ratio,
+)
+from lockstep.core.bench.turns import Side, in_turns
+from lockstep.core.config_file import load_config
+from lockstep.core.errors import UserError
+from lockstep.parity_tests.repository import REPO
 
 TINY = REPO / "configs/bench-tiny.toml"
 OVERRIDES = {"device": "cpu", "optim.warmup_steps": "0", **peers.ROWS["fp32-eager"]}
 LOCKSTEP, ONEDNN, NANOGPT, HUGGING_FACE = CONTENDERS
-FAULTY = "parity_tests.bench.faulty_peers"
+FAULTY = "lockstep.parity_tests.bench.faulty_peers"
 
 
 def race(tmp_path, *contenders, warmup=8, rounds=2, **given):
@@ -29,7 +39,7 @@ def race(tmp_path, *contenders, warmup=8, rounds=2, **given):
             for one in contenders:
                 config = load_config(TINY, {**OVERRIDES, **given, **one.settings})
                 job = {"program": one.program, "config": config.model_dump(mode="json"), "threads": 1}
-                command = [sys.executable, "-m", "scripts.bench_peer"]
+                command = [sys.executable, "-m", "lockstep.scripts.bench_peer"]
                 sides.append(Side(one.name, command, REPO, log, {"OMP_NUM_THREADS": "1"}))
                 sides[-1].ask(json.dumps(job), 120)
             taken, losses = in_turns(sides, warmup, rounds, 30, 60)

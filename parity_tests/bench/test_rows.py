@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from core.bench.page import page
-from core.bench.results import load_results
-from core.bench.rows import BY_NAME, LEVERS, ROWS, chosen
-from core.config_file import load_config, settings
-from core.errors import UserError
-from parity_tests.conftest import REPO
+from lockstep.core.bench.page import page
+from lockstep.core.bench.results import load_results
+from lockstep.core.bench.rows import BY_NAME, LEVERS, ROWS, chosen
+from lockstep.core.config_file import load_config, settings
+from lockstep.core.errors import UserError
+from lockstep.parity_tests.repository import REPO
 
 PUBLISHED = {
     "fp32-eager": ((3, 2048), 1.234, 72.3),

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from core.bench.page import cells, page, remarks
-from core.bench.results import STATUSES, load_results, save_results, series_of
-from core.bench.rows import BY_NAME, bench_config, chosen
-from core.bench.suite import Plan, Worker, in_one_line, measure_rows
-from core.config_file import load_config
-from core.errors import UserError
-from parity_tests.conftest import REPO
+from lockstep.core.bench.page import cells, page, remarks
+from lockstep.core.bench.results import STATUSES, load_results, save_results, series_of
+from lockstep.core.bench.rows import BY_NAME, bench_config, chosen
+from lockstep.core.bench.suite import Plan, Worker, in_one_line, measure_rows
+from lockstep.core.config_file import load_config
+from lockstep.core.errors import UserError
+from lockstep.parity_tests.repository import REPO
 
 ONE_B = REPO / "configs/llama-1b.toml"
 H100 = {"kind": "cuda", "name": "NVIDIA H100 80GB HBM3", "driver": "570.1.2", "power_limit_w": 700.0}

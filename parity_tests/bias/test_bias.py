@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from core.errors import UserError
-from core.parity.bias import LEAST_CHECKS, SYSTEMATIC_MOST, Bias, limits
-from core.parity.sketch import K, sketch
+from lockstep.core.errors import UserError
+from lockstep.core.parity.bias import LEAST_CHECKS, SYSTEMATIC_MOST, Bias, limits
+from lockstep.core.parity.sketch import K, sketch
 
 KEY = ("local", "blocks.0.attn.q")
 

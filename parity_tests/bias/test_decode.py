@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from core.backend import Batch, StepRecord
-from core.parity.decode import chance_of_a_match, decode, direction, explain, known_scalars
-from core.parity.evidence import uneven_weights
-from core.parity.sketch import sketch
-from core.schedule import learning_rate
-from parity_tests.tiny import text_batch, tiny_config
+from lockstep.core.backend import Batch, StepRecord
+from lockstep.core.parity.decode import chance_of_a_match, decode, direction, explain, known_scalars
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.parity.sketch import sketch
+from lockstep.core.schedule import learning_rate
+from lockstep.parity_tests.tiny import text_batch, tiny_config
 
 STEP = 3
 CONFIG = tiny_config(train={"ranks": 2, "batch_size": 12, "micro_batch_size": 2, "sequence_length": 60})

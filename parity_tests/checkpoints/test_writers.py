@@ -13,17 +13,17 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from core.backend import Backend, Session
-from core.checkpoint import PoisonedState, begin_checkpoint, load_checkpoint, read_state, writer_of
-from core.errors import UserError
-from core.parity.step import flat
-from core.random_state import random_state, restore_random_state
-from jax_backend.session import JaxBackend
-from parity_tests.stored import stored
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import world
-from torch_backend.checkpoint import WritingTorch, shares
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Backend, Session
+from lockstep.core.checkpoint import PoisonedState, begin_checkpoint, load_checkpoint, read_state, writer_of
+from lockstep.core.errors import UserError
+from lockstep.core.parity.step import flat
+from lockstep.core.random_state import random_state, restore_random_state
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.stored import stored
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend import world
+from lockstep.torch_backend.checkpoint import WritingTorch, shares
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 @pytest.fixture(scope="module", autouse=True)

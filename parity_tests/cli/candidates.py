@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
-from core.config import RunConfig
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
+from lockstep.core.config import RunConfig
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 def backend(session: type[TorchSession]) -> type[TorchBackend]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cli.workspace import Done, write_workspace
-from scripts.cli import run
+from lockstep.parity_tests.cli.workspace import Done, write_workspace
+from lockstep.scripts.cli import run
 
 Lockstep = Callable[..., Done]
 

@@ -1,4 +1,4 @@
-"""`lockstep`, to be killed, with a fault: `python -m parity_tests.cli.faulty FAULT` is set in the environment."""
+"""Lockstep, to be killed, with a fault: `python -m lockstep.parity_tests.cli.faulty` with FAULT in the environment."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core import checkpoint
-from core.backend import State
-from scripts import killed_at
-from torch_backend.session import TorchSession
+from lockstep.core import checkpoint
+from lockstep.core.backend import State
+from lockstep.scripts import killed_at
+from lockstep.torch_backend.session import TorchSession
 
 VARIABLE = "LOCKSTEP_FAULT"
 

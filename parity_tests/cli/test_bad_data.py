@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from core.config_file import load_config
-from parity_tests.cli.conftest import Lockstep
+from lockstep.core.config_file import load_config
+from lockstep.parity_tests.cli.conftest import Lockstep
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from core.parity import bands
-from parity_tests.cli.conftest import Lockstep
-from parity_tests.tiny import tiny_config
+from lockstep.core.parity import bands
+from lockstep.parity_tests.cli.conftest import Lockstep
+from lockstep.parity_tests.tiny import tiny_config
 
 # Arguments after `train FILE`, and what must be said.
 WRONG = [
@@ -143,7 +143,7 @@ def test_checks_without_calibrated_bounds_do_not_start(
     every = ["--parity.every", "5"] if command == "train" else []
     said = refused(command, run_file, *every)
     assert said.startswith(f"no clean runs of bf16/eager{'' if lost == 'all' else ' (forward/attn)'} were measured")
-    assert "python -m scripts.calibrate bf16/eager" in said
+    assert "python -m lockstep.scripts.calibrate bf16/eager" in said
 
 
 @pytest.mark.parametrize("recipe", ["fp64/eager", "fp32/eager", "fp32/compiled", "bf16/eager", "bf16/compiled"])

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.bench.suite import in_one_line
-from parity_tests.cli.conftest import Lockstep
-from parity_tests.conftest import REPO
+from lockstep.core.bench.suite import in_one_line
+from lockstep.parity_tests.cli.conftest import Lockstep
+from lockstep.parity_tests.repository import REPO
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the rows are other ones")
 ROWS = ("fp32-eager", "attention-flash-eager")
@@ -121,10 +121,10 @@ def test_bench_alone_names_its_suites(refused) -> None:
 
 
 def test_what_a_worker_says_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    from core.errors import UserError
-    from parity_tests.tiny import tiny_config
-    from scripts.bench_worker import answer
-    from torch_backend import bench
+    from lockstep.core.errors import UserError
+    from lockstep.parity_tests.tiny import tiny_config
+    from lockstep.scripts.bench_worker import answer
+    from lockstep.torch_backend import bench
 
     job = {"job": "row", "config": tiny_config().model_dump(mode="json"), "warmup": 1, "repeat": 1}
     text = "CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has a total capacity of 79.19 GiB"

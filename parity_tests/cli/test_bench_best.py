@@ -10,23 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from core.config_file import load_config
-from parity_tests.cli.conftest import Lockstep
-from parity_tests.conftest import REPO
+from lockstep.core.config_file import load_config
+from lockstep.parity_tests.cli.conftest import Lockstep
+from lockstep.parity_tests.repository import REPO
 
 TINY = str(REPO / "configs/bench-tiny.toml")
 
 
 def test_a_search_with_one_that_cannot_run(lockstep: Lockstep, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CuDNN's attention is refused by the session: struck out, and the other wins."""
-    import scripts.bench_best
-
     levers = {
         "micro-batch": {"2": {"train.micro_batch_size": "2"}},
         "attention": {name: {"attention.kernel": name} for name in ("cudnn", "auto")},
         "program": {"eager": {"compile.enabled": "false"}},
     }
-    monkeypatch.setattr(scripts.bench_best, "space", lambda *arguments: levers)
+    monkeypatch.setattr("lockstep.scripts.bench_best.space", lambda *arguments: levers)
     done = lockstep("bench", "best", TINY, "--minutes", "3", "--few", "1", "--many", "1", "--out", "found.toml")
     assert (done.code, done.err) == (0, ""), done
     found = json.loads((here / "found.json").read_text())

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cli.conftest import Lockstep
-from parity_tests.conftest import REPO
+from lockstep.parity_tests.cli.conftest import Lockstep
+from lockstep.parity_tests.repository import REPO
 
 TINY = str(REPO / "configs/bench-tiny.toml")
 QUICK = ("--rounds", "2", "--warmup", "2", "--threads", "1", "--without", "hugging-face")
@@ -44,9 +44,7 @@ def test_refusals(refused, arguments: list[str], said: str) -> None:
 
 
 def test_a_library_that_is_not_there(refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    import scripts.bench_peers
-
-    monkeypatch.setattr(scripts.bench_peers, "find_spec", lambda name: None)
+    monkeypatch.setattr("lockstep.scripts.bench_peers.find_spec", lambda name: None)
     said = refused("bench", "peers", TINY)
     assert said == (
         "the peer hugging-face needs transformers and accelerate: pip install 'lockstep[peers]', or go on "

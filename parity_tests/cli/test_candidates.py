@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from core.parity.judge import Reference
-from parity_tests.cli.conftest import Lockstep
+from lockstep.core.parity.judge import Reference
+from lockstep.parity_tests.cli.conftest import Lockstep
 
 CANDIDATES = Path(__file__).with_name("candidates.py")
 # FP64 has the plainest bounds, and one reference session instead of two.
@@ -114,7 +114,8 @@ CANNOT = {
     "RaisesWhenItOpens": "the check could not run: RuntimeError: no luck (",
     "RaisesInStep": "the check could not run: RuntimeError: no luck (",
     "RaisesInGradients": "the check could not run: ValueError (",
-    "NoneForGradients": "the check could not run: TypeError: gradients() gave NoneType, not core.backend.Gradients (",
+    "NoneForGradients": "the check could not run: TypeError: gradients() gave NoneType, "
+    "not lockstep.core.backend.Gradients (",
     "Exits": "the check could not run: SystemExit: 0 (",
     "Incomplete": "the candidate's session has no state, step, gradients, observe, close: docs/candidates.md",
     "Nobody": "has no Nobody; it has ",
@@ -179,12 +180,12 @@ def test_a_candidate_that_is_none(refused, run_file: Path, spec: str, said: str)
 
 
 def test_a_candidate_finds_what_lies_beside_it_early_and_late(lockstep: Lockstep, run_file: Path, here: Path) -> None:
-    (here / "beside_it.py").write_text("from parity_tests.cli.candidates import FourMethods\n")
+    (here / "beside_it.py").write_text("from lockstep.parity_tests.cli.candidates import FourMethods\n")
     (here / "also_beside_it.py").write_text("")
     (here / "mine.py").write_text(
         "import beside_it\n\n\nclass Mine:\n    def open(self, config):\n        import also_beside_it\n\n"
         "        return beside_it.FourMethods().open(config)\n"
     )
     assert lockstep("parity", run_file, *FP64, "--candidate", "mine.py:Mine").code == 0
-    (here / "in_a_module.py").write_text("from parity_tests.cli.candidates import FourMethods\n")
+    (here / "in_a_module.py").write_text("from lockstep.parity_tests.cli.candidates import FourMethods\n")
     assert lockstep("parity", run_file, *FP64, "--candidate", "in_a_module:FourMethods").code == 0

@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 
-from core.jsonl import sealed_line
-from parity_tests.cli.faulty import VARIABLE
-from scripts import chaos
-from scripts.chaos_lives import AIMS, Aim, Disk, TrainingLife, make_ground
-from scripts.chaos_process import MODULE
+from lockstep.core.jsonl import sealed_line
+from lockstep.parity_tests.cli.faulty import VARIABLE
+from lockstep.scripts import chaos
+from lockstep.scripts.chaos_lives import AIMS, Aim, Disk, TrainingLife, make_ground
+from lockstep.scripts.chaos_process import MODULE
 
-FAULTY = "parity_tests.cli.faulty"
+FAULTY = "lockstep.parity_tests.cli.faulty"
 
 
 @pytest.fixture(scope="module")

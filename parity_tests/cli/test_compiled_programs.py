@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.cli import owned
+from lockstep.scripts.cli import owned
 
 
 def test_a_folder_that_is_not_there_is_made_for_this_user_alone(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cli.conftest import Lockstep
+from lockstep.parity_tests.cli.conftest import Lockstep
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "hf_llama.py"
@@ -26,7 +26,7 @@ class OtherEpsilon(HfLlama):
 
 FAILING = """
 from pathlib import Path
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 class Session(TorchSession):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cli.conftest import Lockstep
-from parity_tests.faults import CATALOG, Fault
+from lockstep.parity_tests.cli.conftest import Lockstep
+from lockstep.parity_tests.faults import CATALOG, Fault
 
 FAULTS = Path(__file__).resolve().parents[1] / "faults"
 REQUIRED = [fault for fault in CATALOG if fault.required]

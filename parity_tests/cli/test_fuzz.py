@@ -9,15 +9,24 @@ from typing import Any
 import hypothesis
 import pytest
 
-import core.config
-import core.config_file
-import scripts.train
-from core.config_file import settings
-from parity_tests.cli.fuzz.cases import OUT, RUN_FILE, TAKES_SETTINGS, TRAIN, Case, cases, flag_value, options_of
-from parity_tests.cli.fuzz.judge import judge
-from parity_tests.cli.fuzz.sandbox import Left, Sandbox
-from parity_tests.cli.workspace import Done
-from scripts.cli import COMMANDS
+import lockstep.core.config
+import lockstep.core.config_file
+import lockstep.scripts.train
+from lockstep.core.config_file import settings
+from lockstep.parity_tests.cli.fuzz.cases import (
+    OUT,
+    RUN_FILE,
+    TAKES_SETTINGS,
+    TRAIN,
+    Case,
+    cases,
+    flag_value,
+    options_of,
+)
+from lockstep.parity_tests.cli.fuzz.judge import judge
+from lockstep.parity_tests.cli.fuzz.sandbox import Left, Sandbox
+from lockstep.parity_tests.cli.workspace import Done
+from lockstep.scripts.cli import COMMANDS
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +114,7 @@ def test_a_run_file_that_cannot_be_read(sandbox: Sandbox, text: bytes) -> None:
 
 
 def test_rules_that_are_gone_are_noticed(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core.config, "RULES", ())
+    monkeypatch.setattr(lockstep.core.config, "RULES", ())
     assert outcome(sandbox, *TRAIN, "--model.heads", "3") == "WRONG"
 
 
@@ -114,12 +123,12 @@ def test_another_exception_is_noticed(sandbox: Sandbox, monkeypatch: pytest.Monk
         def __init__(self, *lines: str) -> None:
             super().__init__("\n".join(lines))
 
-    monkeypatch.setattr(core.config_file, "UserError", Other)
+    monkeypatch.setattr(lockstep.core.config_file, "UserError", Other)
     assert outcome(sandbox, *TRAIN, "--model.heads", "3") == "WRONG"
 
 
 def test_a_run_that_is_left_half_made_is_noticed(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripts.train._Unbegun, "__exit__", lambda *_: None)
+    monkeypatch.setattr(lockstep.scripts.train._Unbegun, "__exit__", lambda *_: None)
     assert outcome(sandbox, *TRAIN, "--log.wandb", "offline") == "WRONG"
 
 
@@ -158,7 +167,7 @@ def test_every_setting_has_values_and_every_command_options() -> None:
 
 
 def test_the_drawn_cases_are_of_every_kind_and_come_again() -> None:
-    from parity_tests.cli.fuzz.cases import KINDS, draw_cases
+    from lockstep.parity_tests.cli.fuzz.cases import KINDS, draw_cases
 
     first: list[Case] = []
     again: list[Case] = []

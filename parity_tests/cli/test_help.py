@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from core.config_file import settings
-from parity_tests.cli.conftest import Lockstep
-from scripts.cli import COMMANDS
+from lockstep.core.config_file import settings
+from lockstep.parity_tests.cli.conftest import Lockstep
+from lockstep.scripts.cli import COMMANDS
 
 # By default there is something to say of each; `every` of a section is explained by the section.
 SETTINGS = settings()

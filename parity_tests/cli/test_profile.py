@@ -6,12 +6,12 @@ import gzip
 import json
 from pathlib import Path
 
-from core.profile.summary import REST
-from core.profile.trace import PART, STEP
-from parity_tests.cli.conftest import Lockstep
-from parity_tests.profile.made import gpu_trace
-from scripts.profile import nsys
-from torch_backend.profile import KEPT
+from lockstep.core.profile.summary import REST
+from lockstep.core.profile.trace import PART, STEP
+from lockstep.parity_tests.cli.conftest import Lockstep
+from lockstep.parity_tests.profile.made import gpu_trace
+from lockstep.scripts.profile import nsys
+from lockstep.torch_backend.profile import KEPT
 
 PARTS = {"data", "forward", "backward", "clip", "optimizer"}
 
@@ -67,4 +67,4 @@ def test_nsight_records_from_outside(refused, run_file: Path) -> None:
     said = nsys(Path("a b"), ["run.toml", "--train.steps", "3"])
     assert said.startswith("nsys profile --trace=cuda,nvtx") and "--capture-range=cudaProfilerApi" in said
     assert said.endswith("--output='a b/nsys' lockstep profile run.toml --train.steps 3 --nvtx")
-    assert " torchrun --nproc-per-node 2 --module scripts.cli profile run.toml" in nsys(Path("a"), ["run.toml"], 2)
+    assert " torchrun --nproc-per-node 2 -m lockstep profile run.toml" in nsys(Path("a"), ["run.toml"], 2)

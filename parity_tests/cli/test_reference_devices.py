@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cli.conftest import Lockstep
-from parity_tests.cli.workspace import Started, checks
+from lockstep.parity_tests.cli.conftest import Lockstep
+from lockstep.parity_tests.cli.workspace import Started, checks
 
 FOUR = ("--parity.reference-devices", "4")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cli.conftest import Lockstep
-from parity_tests.cli.workspace import trained
-from scripts import backends
+from lockstep.parity_tests.cli.conftest import Lockstep
+from lockstep.parity_tests.cli.workspace import trained
+from lockstep.scripts import backends
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -59,7 +59,7 @@ def test_a_start_that_fails_leaves_nothing(
     lockstep: Lockstep, run_file: Path, here: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """A backend that raises when it opens, or in the first step: one line, the traceback in a file, no run."""
-    monkeypatch.setitem(backends.BY_NAME, "torch", f"parity_tests.cli.candidates:RaisesWhenIt{where}")
+    monkeypatch.setitem(backends.BY_NAME, "torch", f"lockstep.parity_tests.cli.candidates:RaisesWhenIt{where}")
     monkeypatch.setenv("TMPDIR", str(here))
     monkeypatch.setattr("tempfile.tempdir", str(here))
     done = lockstep("train", run_file)
@@ -76,7 +76,7 @@ def test_a_start_that_fails_leaves_nothing(
 def test_a_run_that_began_is_kept_when_it_fails(
     lockstep: Lockstep, run_file: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(backends.BY_NAME, "torch", "parity_tests.cli.candidates:RaisesInStepFour")
+    monkeypatch.setitem(backends.BY_NAME, "torch", "lockstep.parity_tests.cli.candidates:RaisesInStepFour")
     assert lockstep("train", run_file, "--checkpoint.every", "2").code == 2
     assert [r[0] for r in trained(here / "runs" / "tiny")] == [1, 2, 3]
     monkeypatch.undo()
@@ -93,7 +93,7 @@ def test_wandb_that_cannot_start_leaves_nothing(
     monkeypatch.setitem(sys.modules, "wandb", None)
     (here / "runs").mkdir()
     done = []
-    monkeypatch.setattr("scripts.start.print_start", lambda *_: done.append(True))
+    monkeypatch.setattr("lockstep.scripts.start.print_start", lambda *_: done.append(True))
     assert "pip install 'lockstep[wandb]'" in refused("train", run_file, "--log.wandb", "offline")
     assert done
 

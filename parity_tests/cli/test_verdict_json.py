@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import pytest
 
-from core.parity.stages import PHASES
-from parity_tests.cli.conftest import Lockstep
-from parity_tests.cli.workspace import Done
+from lockstep.core.parity.stages import PHASES
+from lockstep.parity_tests.cli.conftest import Lockstep
+from lockstep.parity_tests.cli.workspace import Done
 
 PROMISED = ["schema", "verdict", "first_bad_step", "origin", "cause", "stages", "not_covered"]
 BESIDE = {"recipe", "candidate", "reference", "steps", "seconds", "origins"}
@@ -19,7 +19,7 @@ MEASURE = {"name", "value", "low", "high", "basis", "ok"}
 
 POISONED = """
 import torch
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 class Session(TorchSession):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.jsonl import read_lines
-from parity_tests.stored import weights_of
+from lockstep.core.jsonl import read_lines
+from lockstep.parity_tests.stored import weights_of
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -103,7 +103,7 @@ class Started:
         self._out, self._err = folder / "stdout.txt", folder / "stderr.txt"
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "scripts.cli", *arguments],
+                [sys.executable, "-m", "lockstep", *arguments],
                 cwd=folder,
                 env=os.environ | {"PYTHONPATH": str(REPO)},
                 stdout=out,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.budget import (
+from lockstep.core.budget import (
     PEAK_FLOPS,
     floor_seconds,
     flops_per_token,
@@ -18,7 +18,7 @@ from core.budget import (
     require_memory,
     state_bytes,
 )
-from core.config import (
+from lockstep.core.config import (
     AttentionConfig,
     LossConfig,
     ModelConfig,
@@ -28,7 +28,7 @@ from core.config import (
     RunConfig,
     TrainConfig,
 )
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 ONE_B = ModelConfig(vocab_size=131_072, hidden=2048, layers=16, heads=32, kv_heads=8, ffn_hidden=8192)
 H100 = "NVIDIA H100 80GB HBM3"
@@ -134,8 +134,8 @@ def test_what_is_computed_again_is_what_torch_counts(parts, every):
     """Torch counts the products of a step as they are dispatched; written-out attention computes all positions."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from parity_tests.tiny import text_batch, tiny_config
-    from torch_backend.session import TorchBackend
+    from lockstep.parity_tests.tiny import text_batch, tiny_config
+    from lockstep.torch_backend.session import TorchBackend
 
     def counted(recompute):
         sections = {"recompute": recompute, "attention": AttentionConfig(kernel="math"), "device": "cpu"}

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from core.config import RULES, ModelConfig, RunConfig, TrainConfig
-from core.config_file import config_differences, dump_config, load_config
-from core.config_file import settings as known_settings
-from core.errors import UserError
+from lockstep.core.config import RULES, ModelConfig, RunConfig, TrainConfig
+from lockstep.core.config_file import config_differences, dump_config, load_config
+from lockstep.core.config_file import settings as known_settings
+from lockstep.core.errors import UserError
 
 
 @pytest.fixture

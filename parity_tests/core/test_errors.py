@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from core.errors import UserError, printable
-from core.paths import path_problem
+from lockstep.core.errors import UserError, printable
+from lockstep.core.paths import path_problem
 
 
 def test_several_lines_are_several_things_that_are_wrong():

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.errors import UserError
-from core.jsonl import DamagedLine, JsonLines, cut_after, in_ranges, read_lines, scan_lines, sealed_line
-from parity_tests.conftest import REPO
+from lockstep.core.errors import UserError
+from lockstep.core.jsonl import DamagedLine, JsonLines, cut_after, in_ranges, read_lines, scan_lines, sealed_line
+from lockstep.parity_tests.repository import REPO
 
 VALUES = [{"step": 1, "loss": 2.5, "sample": "é\u2028\n\x85"}, {"step": 2, "nested": {"a": [1, None]}}, {"step": 3}]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from core.config import ModelConfig
-from core.names import (
+from lockstep.core.config import ModelConfig
+from lockstep.core.names import (
     BLOCK_TAPS,
     GROUPS,
     edge_names,

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core import checkpoint
-from core.backend import State, StepRecord
-from core.config import CheckpointConfig, ParityConfig, RunConfig
-from core.config_file import load_config
-from core.errors import UserError
-from core.jsonl import read_lines
-from core.lock import FolderLock
-from core.run import RunDir
+from lockstep.core import checkpoint
+from lockstep.core.backend import State, StepRecord
+from lockstep.core.config import CheckpointConfig, ParityConfig, RunConfig
+from lockstep.core.config_file import load_config
+from lockstep.core.errors import UserError
+from lockstep.core.jsonl import read_lines
+from lockstep.core.lock import FolderLock
+from lockstep.core.run import RunDir
 
 CONFIG = RunConfig(name="r", checkpoint=CheckpointConfig(keep=3))
 
@@ -175,7 +175,8 @@ def test_one_writer(run):
 
 def test_a_killed_writer_leaves_no_lock(tmp_path):
     program = (
-        "import os; from pathlib import Path; from core.config import RunConfig; from core.run import RunDir\n"
+        "import os; from pathlib import Path; from lockstep.core.config import RunConfig; from lockstep.core.run "
+        "import RunDir\n"
         f"r = RunDir.create(Path({str(tmp_path / 'r')!r}), RunConfig(), {{}}); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == -9

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from core.backend import StepRecord
-from core.config import LogConfig, RunConfig
-from core.errors import UserError
-from core.parity.verdict import SCHEMA, Check, Finding, Measure
-from core.run import RunDir
-from core.sinks import phrases, tables
-from core.sinks.console import ConsoleSink
-from core.sinks.jsonl import JsonlSink
-from core.sinks.wandb import WandbSink
-from parity_tests.conftest import REPO
+from lockstep.core.backend import StepRecord
+from lockstep.core.config import LogConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.verdict import SCHEMA, Check, Finding, Measure
+from lockstep.core.run import RunDir
+from lockstep.core.sinks import phrases, tables
+from lockstep.core.sinks.console import ConsoleSink
+from lockstep.core.sinks.jsonl import JsonlSink
+from lockstep.core.sinks.wandb import WandbSink
+from lockstep.parity_tests.repository import REPO
 
 
 def record(step: int, **changes) -> StepRecord:
@@ -312,9 +312,8 @@ def test_a_failing_start_is_an_error_before_training(offline, monkeypatch):
 
 
 def test_wandb_is_not_loaded_by_the_sinks():
-    program = (
-        "import sys; import core.sinks.console, core.sinks.wandb, core.sinks.tables; print('wandb' in sys.modules)"
-    )
+    names = ", ".join(f"lockstep.core.sinks.{name}" for name in ("console", "wandb", "tables"))
+    program = f"import sys; import {names}; print('wandb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=Path(REPO), capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import jax_backend.attention
-from core.parity.excess import distances
-from jax_backend.attention import Blocks, attention, document_mask
-from jax_backend.precision import POLICIES
-from torch_backend.attention import Kernel
+import lockstep.jax_backend.attention
+from lockstep.core.parity.excess import distances
+from lockstep.jax_backend.attention import Blocks, attention, document_mask
+from lockstep.jax_backend.precision import POLICIES
+from lockstep.torch_backend.attention import Kernel
 
 PARTS = ("out", "dq", "dk", "dv")
 
@@ -94,7 +94,7 @@ def test_the_twin_of_the_written_out_kernel_rounds_less(documents):
 @pytest.mark.parametrize("wrong", [Blocks(600, 600), Blocks(256, 512)], ids=["one block", "blocks of 256"])
 def test_wrong_blocks_of_queries_are_seen(monkeypatch, wrong):
     """At S = 600 the kernel takes 64 queries at a time. Measured: excess 2.26 and 1.65, distance 2.26 and 1.77."""
-    monkeypatch.setattr(jax_backend.attention, "cpu_blocks", lambda length: wrong)
+    monkeypatch.setattr(lockstep.jax_backend.attention, "cpu_blocks", lambda length: wrong)
     found = compare(600)
     assert found["dv"].excess > 1.3 and found["dv"].twin_distance > 1.3
     assert found["dk"].excess > 1.3 and found["dk"].twin_distance > 1.3

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import OptimConfig
-from core.errors import UserError
-from core.groups import BLOCK, in_eight_bits
-from core.parity.compare import Reference
-from core.parity.evidence import gather, uneven_weights
-from core.parity.judge import judge
-from jax_backend.bitsandbytes_adamw import in_codes
-from jax_backend.codes import quantisation_map
-from jax_backend.session import JaxBackend
-from parity_tests.cross.test_optimizers import moments_at_random, run_of, shaken, steps, update_inputs
-from parity_tests.cross.variants import relative, same_bits
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import bitsandbytes_adamw
-from torch_backend.optim import build_optimizer
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.config import OptimConfig
+from lockstep.core.errors import UserError
+from lockstep.core.groups import BLOCK, in_eight_bits
+from lockstep.core.parity.compare import Reference
+from lockstep.core.parity.evidence import gather, uneven_weights
+from lockstep.core.parity.judge import judge
+from lockstep.jax_backend.bitsandbytes_adamw import in_codes
+from lockstep.jax_backend.codes import quantisation_map
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.cross.test_optimizers import moments_at_random, run_of, shaken, steps, update_inputs
+from lockstep.parity_tests.cross.variants import relative, same_bits
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend import bitsandbytes_adamw
+from lockstep.torch_backend.optim import build_optimizer
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 installed = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 MATRIX = "blocks.1.attn.q_proj.weight"

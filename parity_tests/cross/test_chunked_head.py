@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from core.parity.evidence import uneven_weights
-from jax_backend import loss as in_jax
-from parity_tests.tiny import text_batch, tiny_config
-from scripts.large_vocabulary import peak
-from torch_backend import chunked_loss as module
-from torch_backend.loss import negative_log_likelihood
-from torch_backend.session import TorchBackend
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.jax_backend import loss as in_jax
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.scripts.large_vocabulary import peak
+from lockstep.torch_backend import chunked_loss as module
+from lockstep.torch_backend.loss import negative_log_likelihood
+from lockstep.torch_backend.session import TorchBackend
 
 
 def gradients(config, **loss):
@@ -58,7 +58,7 @@ def test_z_loss_is_the_same_on_both_sides(head):
     config = config.model_copy(
         update={"loss": config.loss.model_copy(update={"z_loss": 0.1, "head": head, "chunk": 9})}
     )
-    from jax_backend.session import JaxBackend
+    from lockstep.jax_backend.session import JaxBackend
 
     batch = uneven_weights(text_batch(config), 1)
     ours, theirs = TorchBackend().open(config).gradients(batch), JaxBackend().open(config).gradients(batch)

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-import jax_backend.attention
-import jax_backend.model
-import torch_backend.attention
-import torch_backend.model
-from core.backend import Batch
-from core.config import AttentionConfig
-from core.parity.evidence import probe_batch, uneven_weights, weighted_part
-from jax_backend.session import JaxBackend
-from parity_tests.cross.variants import shaken_state
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+import lockstep.jax_backend.attention
+import lockstep.jax_backend.model
+import lockstep.torch_backend.attention
+import lockstep.torch_backend.model
+from lockstep.core.backend import Batch
+from lockstep.core.config import AttentionConfig
+from lockstep.core.parity.evidence import probe_batch, uneven_weights, weighted_part
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.cross.variants import shaken_state
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 LENGTH = 32
 TRAIN = {"sequence_length": LENGTH, "batch_size": 4, "micro_batch_size": 2}
@@ -106,9 +106,12 @@ def test_masks_and_positions_follow_from_the_documents(documents):
     seen = [[documents[0, i] == documents[0, j] and j <= i for j in range(LENGTH)] for i in range(LENGTH)]
     place = [list(documents[0, :i]).count(documents[0, i]) for i in range(LENGTH)]
     ours, theirs = torch.from_numpy(documents).long(), jnp.asarray(documents)
-    for mask in (torch_backend.attention.document_mask(ours), jax_backend.attention.document_mask(theirs)):
+    for mask in (
+        lockstep.torch_backend.attention.document_mask(ours),
+        lockstep.jax_backend.attention.document_mask(theirs),
+    ):
         assert np.array_equal(np.asarray(mask.tolist())[0, 0], seen)
-    for positions in (torch_backend.model.positions(ours), jax_backend.model.positions(theirs)):
+    for positions in (lockstep.torch_backend.model.positions(ours), lockstep.jax_backend.model.positions(theirs)):
         assert np.array_equal(np.asarray(positions.tolist())[0], place)
 
 

@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from core.config import PrecisionConfig
-from core.errors import UserError
-from core.parity.evidence import gather, uneven_weights
-from core.parity.judge import judge
-from core.parity.reference_check import sound_reference
-from jax_backend import float8 as in_jax
-from jax_backend.formats import BF16, E4M3, E5M2, FP16, TF32, rounded
-from jax_backend.precision import POLICIES
-from jax_backend.session import JaxBackend
-from parity_tests import faults
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.float8 import float8
-from torch_backend.model import Linear
-from torch_backend.session import TorchBackend
+from lockstep.core.config import PrecisionConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.evidence import gather, uneven_weights
+from lockstep.core.parity.judge import judge
+from lockstep.core.parity.reference_check import sound_reference
+from lockstep.jax_backend import float8 as in_jax
+from lockstep.jax_backend.formats import BF16, E4M3, E5M2, FP16, TF32, rounded
+from lockstep.jax_backend.precision import POLICIES
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests import faults
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.float8 import float8
+from lockstep.torch_backend.model import Linear
+from lockstep.torch_backend.session import TorchBackend
 
 RECIPES = ("tensorwise", "rowwise")
 

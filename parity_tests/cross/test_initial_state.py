@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from core.init import init_parameters
-from core.names import parameter_shapes
-from jax_backend.session import JaxBackend
-from parity_tests.cross.variants import VARIANTS, fresh_state, same_bits
-from parity_tests.tiny import tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core.init import init_parameters
+from lockstep.core.names import parameter_shapes
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.cross.variants import VARIANTS, fresh_state, same_bits
+from lockstep.parity_tests.tiny import tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import LossConfig
-from core.errors import UserError
-from core.parity.evidence import gather, uneven_weights
-from core.parity.judge import Reference, judge
-from core.parity.reference_check import check_reference
-from jax_backend.library_heads import library_nll
-from jax_backend.precision import POLICIES as TWIN
-from jax_backend.session import JaxBackend
-from parity_tests.faults import levers
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import library_heads
-from torch_backend.library_heads import check_head, library_loss
-from torch_backend.precision import POLICIES
-from torch_backend.session import TorchBackend
+from lockstep.core.config import LossConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.evidence import gather, uneven_weights
+from lockstep.core.parity.judge import Reference, judge
+from lockstep.core.parity.reference_check import check_reference
+from lockstep.jax_backend.library_heads import library_nll
+from lockstep.jax_backend.precision import POLICIES as TWIN
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.faults import levers
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend import library_heads
+from lockstep.torch_backend.library_heads import check_head, library_loss
+from lockstep.torch_backend.precision import POLICIES
+from lockstep.torch_backend.session import TorchBackend
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="the head is of torch 2.13")
 

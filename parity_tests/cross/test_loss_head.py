@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_backend import loss as in_jax
-from torch_backend import loss as in_torch
+from lockstep.jax_backend import loss as in_jax
+from lockstep.torch_backend import loss as in_torch
 
 BOUND = 4 * 2.0**-24
 

@@ -8,17 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core import checkpoint
-from core.config import PrecisionConfig
-from core.loss_scale import FINITE, SCALE, SKIPPED, first_scale, scale_after
-from core.parity.evidence import gather, uneven_weights
-from core.parity.judge import judge
-from core.parity.reference_check import sound_reference
-from jax_backend.session import JaxBackend
-from parity_tests import faults
-from parity_tests.cross.variants import same_bits
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core import checkpoint
+from lockstep.core.config import PrecisionConfig
+from lockstep.core.loss_scale import FINITE, SCALE, SKIPPED, first_scale, scale_after
+from lockstep.core.parity.evidence import gather, uneven_weights
+from lockstep.core.parity.judge import judge
+from lockstep.core.parity.reference_check import sound_reference
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests import faults
+from lockstep.parity_tests.cross.variants import same_bits
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 
 def fp16(**precision):

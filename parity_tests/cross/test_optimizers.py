@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-import torch_backend.optim
-from core.backend import State
-from core.config import CompileConfig, OptimConfig, RunConfig
-from core.errors import UserError
-from core.groups import BLOCK, by_muon, group_settings, in_eight_bits
-from core.names import GROUPS, group_of
-from core.parity.evidence import uneven_weights
-from core.parity.reference_check import check_reference
-from core.schedule import learning_rate
-from jax_backend.codes import in_codes, quantisation_map
-from jax_backend.optim import orthogonal as orthogonal_in_jax
-from jax_backend.session import JaxBackend
-from parity_tests.cross.variants import ALL_BIASES, relative, same_bits, shaken_state
-from parity_tests.tiny import text_batch, tiny_config
-from scripts.clean_runs import initial_state
-from torch_backend.optim import build_optimizer, eight_bits, orthogonal, set_learning_rate
-from torch_backend.session import TorchBackend
+import lockstep.torch_backend.optim
+from lockstep.core.backend import State
+from lockstep.core.config import CompileConfig, OptimConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.groups import BLOCK, by_muon, group_settings, in_eight_bits
+from lockstep.core.names import GROUPS, group_of
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.parity.reference_check import check_reference
+from lockstep.core.schedule import learning_rate
+from lockstep.jax_backend.codes import in_codes, quantisation_map
+from lockstep.jax_backend.optim import orthogonal as orthogonal_in_jax
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.cross.variants import ALL_BIASES, relative, same_bits, shaken_state
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.scripts.clean_runs import initial_state
+from lockstep.torch_backend.optim import build_optimizer, eight_bits, orthogonal, set_learning_rate
+from lockstep.torch_backend.session import TorchBackend
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 GROUPED = {"embedding_lr_scale": 2.0, "head_lr_scale": 0.5, "gains_lr_scale": 3.0, "base_width": 16, "base_batch": 1}
@@ -223,7 +223,7 @@ def test_another_polynomial_is_seen(monkeypatch):
     config = run_of("muon", "fp64")
     inputs = update_inputs(config)
     due = JaxBackend().open(config).run_stage("update", inputs)[f"params/{MATRIX}"]
-    monkeypatch.setattr(torch_backend.optim, "A", 3.44)
+    monkeypatch.setattr(lockstep.torch_backend.optim, "A", 3.44)
     wrong = TorchBackend().open(config).run_stage("update", inputs)[f"params/{MATRIX}"]
     start = inputs[f"params/{MATRIX}"]
     assert relative(wrong - start, due - start) > 1e-4

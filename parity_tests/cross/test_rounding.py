@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from jax_backend.precision import POLICIES
-from parity_tests.tiny import tiny_config
+from lockstep.jax_backend.precision import POLICIES
+from lockstep.parity_tests.tiny import tiny_config
 
 
 def by_torch(x: np.ndarray) -> np.ndarray:

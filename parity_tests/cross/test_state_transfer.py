@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.backend import State
-from jax_backend.session import JaxBackend
-from parity_tests.cross.variants import ALL_BIASES, same_bits
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core.backend import State
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.cross.variants import ALL_BIASES, same_bits
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 CONFIG = tiny_config("bf16", layers=1, train={"sequence_length": 32}, tied=False, **ALL_BIASES)
 BACKENDS = [TorchBackend(), JaxBackend()]

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jax_backend.session import JaxBackend
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 STEPS = 20
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from core.parity.evidence import uneven_weights
-from jax_backend.session import JaxBackend
-from parity_tests.cross.variants import VARIANTS, relative, shaken_state
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.cross.variants import VARIANTS, relative, shaken_state
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 STEPS = 3
 

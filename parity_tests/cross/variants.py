@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from core.backend import State
-from core.config import ModelConfig
-from core.init import init_parameters
+from lockstep.core.backend import State
+from lockstep.core.config import ModelConfig
+from lockstep.core.init import init_parameters
 
 ALL_BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 VARIANTS: dict[str, dict[str, Any]] = {

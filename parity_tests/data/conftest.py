@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from core.data.prepare import PrepareSettings, prepare
+from lockstep.core.data.prepare import PrepareSettings, prepare
 
 # A slow machine is no failure.
 settings.register_profile("no deadline", deadline=None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.data.batches import documents_of, eval_batches, train_batch
-from core.data.dataset import TokenSplit
-from core.data.sampler import BlockSampler
-from core.errors import UserError
+from lockstep.core.data.batches import documents_of, eval_batches, train_batch
+from lockstep.core.data.dataset import TokenSplit
+from lockstep.core.data.sampler import BlockSampler
+from lockstep.core.errors import UserError
 
 
 def counting(size) -> TokenSplit:

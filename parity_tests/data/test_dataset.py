@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.data import dataset as dataset_module
-from core.data.dataset import TokenDataset, TokenSplit
-from core.data.memory import available_memory_bytes
-from core.errors import UserError
+from lockstep.core.data import dataset as dataset_module
+from lockstep.core.data.dataset import TokenDataset, TokenSplit
+from lockstep.core.data.memory import available_memory_bytes
+from lockstep.core.errors import UserError
 
 
 def stream(folder, split):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from core.data.entropy import bigram_entropy, unigram_entropy
+from lockstep.core.data.entropy import bigram_entropy, unigram_entropy
 
 
 def test_uniform_tokens():

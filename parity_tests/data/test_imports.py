@@ -22,9 +22,9 @@ def loaded_by(code: str) -> set[str]:
 def test_every_module_is_light():
     names = sorted(path.stem for path in (REPOSITORY / "core" / "data").glob("*.py"))
     assert "prepare" in names
-    assert loaded_by("\n".join(f"import core.data.{name}" for name in names if name != "__init__")) == set()
+    assert loaded_by("\n".join(f"import lockstep.core.data.{name}" for name in names if name != "__init__")) == set()
 
 
 @pytest.mark.parametrize("name", ["tokenizers", "pyarrow"])
 def test_a_heavy_import_would_be_seen(name):
-    assert loaded_by(f"import core.data.prepare\nimport {name}") == {name}
+    assert loaded_by(f"import lockstep.core.data.prepare\nimport {name}") == {name}

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from core.data import loader
-from core.data.loader import LoaderError, Prefetcher
-from core.errors import UserError
+from lockstep.core.data import loader
+from lockstep.core.data.loader import LoaderError, Prefetcher
+from lockstep.core.errors import UserError
 
 
 def wait_until(condition, seconds=5.0):

@@ -2,7 +2,7 @@
 
 import resource
 
-from core.data import memory
+from lockstep.core.data import memory
 
 
 def test_the_least_limit_counts(monkeypatch, tmp_path):

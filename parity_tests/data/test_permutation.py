@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.data import permutation
-from core.data.permutation import permute
+from lockstep.core.data import permutation
+from lockstep.core.data.permutation import permute
 
 
 def whole(size, epoch=0, seed=0):

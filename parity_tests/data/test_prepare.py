@@ -19,18 +19,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.atomic import TEMPORARY_SUFFIX
-from core.data import prepare as prepare_module
-from core.data.catalog import read_catalog
-from core.data.dataset import TokenDataset
-from core.data.entropy import bigram_entropy, unigram_entropy
-from core.data.plan import read_plan
-from core.data.prepare import PrepareSettings, prepare
-from core.data.sample import sample_training_text
-from core.data.sources import list_source
-from core.errors import UserError
-from core.lock import FolderLock
-from parity_tests.data.conftest import settings_for, write_texts
+from lockstep.core.atomic import TEMPORARY_SUFFIX
+from lockstep.core.data import prepare as prepare_module
+from lockstep.core.data.catalog import read_catalog
+from lockstep.core.data.dataset import TokenDataset
+from lockstep.core.data.entropy import bigram_entropy, unigram_entropy
+from lockstep.core.data.plan import read_plan
+from lockstep.core.data.prepare import PrepareSettings, prepare
+from lockstep.core.data.sample import sample_training_text
+from lockstep.core.data.sources import list_source
+from lockstep.core.errors import UserError
+from lockstep.core.lock import FolderLock
+from lockstep.parity_tests.data.conftest import settings_for, write_texts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -136,8 +136,8 @@ def test_a_killed_preparation_goes_on(prepared, texts, tmp_path):
     out = tmp_path / "out"
     code = f"""
 import os, signal
-from core import atomic
-from core.data.prepare import PrepareSettings, prepare
+from lockstep.core import atomic
+from lockstep.core.data.prepare import PrepareSettings, prepare
 written = []
 flush = atomic.os.fsync
 def fsync(descriptor):
@@ -164,7 +164,7 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path):
     script.write_text(
         f"""
 import concurrent.futures, multiprocessing, os, time
-from core.data.encode import start_worker
+from lockstep.core.data.encode import start_worker
 def sleep(number):
     open({str(fifo)!r} + str(number), "w").write(str(os.getpid()))
     time.sleep(60)
@@ -198,8 +198,8 @@ def test_a_worker_that_dies_is_said_in_one_line(texts, tmp_path):
     script = tmp_path / "deadly.py"
     script.write_text(
         f"""
-from core.data.prepare import PrepareSettings, prepare
-from core.errors import UserError
+from lockstep.core.data.prepare import PrepareSettings, prepare
+from lockstep.core.errors import UserError
 if __name__ != "__main__":
     raise SystemExit(3)
 try:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.data.sampler import BlockSampler
-from core.errors import UserError
+from lockstep.core.data.sampler import BlockSampler
+from lockstep.core.errors import UserError
 
 BLOCK = 24
 LENGTHS = [1, 2, 3, 4, 6, 8, 12, 24]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core import atomic
-from core.data.shards import (
+from lockstep.core import atomic
+from lockstep.core.data.shards import (
     map_tokens,
     read_document_starts,
     read_header,
@@ -18,7 +18,7 @@ from core.data.shards import (
     verify_shard,
     write_shard,
 )
-from core.errors import UserError
+from lockstep.core.errors import UserError
 
 EOT = 7
 

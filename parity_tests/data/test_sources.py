@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.data.documents import read_documents
-from core.data.sources import list_source
-from core.errors import UserError
+from lockstep.core.data.documents import read_documents
+from lockstep.core.data.sources import list_source
+from lockstep.core.errors import UserError
 
 
 def read_all(source, column="text", spans=None):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.data.text_stream import TextStream
-from core.data.tokenizer import train_tokenizer
+from lockstep.core.data.text_stream import TextStream
+from lockstep.core.data.tokenizer import train_tokenizer
 
 TOKENIZER = train_tokenizer(["naïve 日本語 🜚 text, and more text"] * 3, 300)
 IDS = st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40)

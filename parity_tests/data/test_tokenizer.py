@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import core.data.tokenizer as tokenizer_module
-from core.data.grouping import grouped
-from core.data.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
-from core.errors import UserError
+import lockstep.core.data.tokenizer as tokenizer_module
+from lockstep.core.data.grouping import grouped
+from lockstep.core.data.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
+from lockstep.core.errors import UserError
 
 TEXTS = ["the loss of the step\n", "def step(self):\n    return self.loss\n", "naïve 数据 🙂 tokens tokens"] * 20
 
@@ -72,7 +72,9 @@ def test_written_and_read_it_is_the_same(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("threads", ["1", "4"])
 def test_training_does_not_depend_on_threads(tokenizer, threads):
-    code = f"from core.data.tokenizer import train_tokenizer; print(train_tokenizer({TEXTS!r}, 320).fingerprint)"
+    code = (
+        f"from lockstep.core.data.tokenizer import train_tokenizer; print(train_tokenizer({TEXTS!r}, 320).fingerprint)"
+    )
     environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == tokenizer.fingerprint

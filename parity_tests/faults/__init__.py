@@ -7,8 +7,8 @@ Each is a `Backend` that can stand as `--candidate parity_tests/faults/FILE.py:N
 
 from __future__ import annotations
 
-from parity_tests.faults.catalog import CATALOG, FAULTS
-from parity_tests.faults.fault import Fault
-from parity_tests.faults.reference import REFERENCE
+from lockstep.parity_tests.faults.catalog import CATALOG, FAULTS
+from lockstep.parity_tests.faults.fault import Fault
+from lockstep.parity_tests.faults.reference import REFERENCE
 
 __all__ = ["CATALOG", "FAULTS", "REFERENCE", "Fault"]

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.backend import Batch
-from parity_tests.faults.planting import backward, bf16, in_model, rounded_down, swap, swapped
-from torch_backend.attention import Mask
-from torch_backend.model import Attention, Llama, Rope
-from torch_backend.precision import Policy
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch
+from lockstep.parity_tests.faults.planting import backward, bf16, in_model, rounded_down, swap, swapped
+from lockstep.torch_backend.attention import Mask
+from lockstep.torch_backend.model import Attention, Llama, Rope
+from lockstep.torch_backend.precision import Policy
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 class _Bf16RopeAttention(Attention):

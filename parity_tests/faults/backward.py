@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity_tests.faults.forward import _SummingBlock
-from parity_tests.faults.planting import backward, bf16, swapped
-from torch_backend.attention import Mask
-from torch_backend.model import Attention, Block, Embedding, Linear, Llama, RMSNorm, Rope, SwiGLU
-from torch_backend.precision import Policy, linear
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.parity_tests.faults.forward import _SummingBlock
+from lockstep.parity_tests.faults.planting import backward, bf16, swapped
+from lockstep.torch_backend.attention import Mask
+from lockstep.torch_backend.model import Attention, Block, Embedding, Linear, Llama, RMSNorm, Rope, SwiGLU
+from lockstep.torch_backend.precision import Policy, linear
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 class _ScaledLossSession(TorchSession):

@@ -1,7 +1,7 @@
 """The scoreboard as a page: runs what is missing of `lockstep faults`, then writes docs/faults.md.
 
-python -m parity_tests.faults.board            rows are kept in .cache/faults.json, so that it goes on where it stopped
-python -m parity_tests.faults.board --page     only write the page from the rows that are there
+python -m lockstep.parity_tests.faults.board            goes on where it stopped: rows are kept in .cache/faults.json
+python -m lockstep.parity_tests.faults.board --page     only writes the page from the rows that are there
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import torch
 
-from parity_tests.faults import FAULTS, REFERENCE
-from scripts import faults
-from scripts.faults import Row, in_words, place, totals
+from lockstep.parity_tests.faults import FAULTS, REFERENCE
+from lockstep.scripts import faults
+from lockstep.scripts.faults import Row, in_words, place, totals
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, PAGE = ROOT / ".cache/faults.json", ROOT / "docs/faults.md"
@@ -55,7 +55,8 @@ def page(rows: Sequence[Row]) -> str:
     lines = [
         "# Planted faults",
         "",
-        "Made by `python -m parity_tests.faults.board` (`lockstep faults` prints the same) on the quickstart model and "
+        "Made by `python -m lockstep.parity_tests.faults.board` (`lockstep faults` prints the same) on the quickstart "
+        "model and "
         f"data from initial weights, with torch {torch.__version__.split('+')[0]} on {platform.machine()} "
         f"({platform.system()}), CPU. Each fault is a `Backend` in `parity_tests/faults/`: "
         "`lockstep parity configs/quickstart.toml --candidate FILE.py:NAME`.",

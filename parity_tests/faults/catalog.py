@@ -8,7 +8,7 @@ taps does `compiler`. The first link in the chain is the origin: the update's li
 
 from __future__ import annotations
 
-from parity_tests.faults import (
+from lockstep.parity_tests.faults import (
     attention,
     backward,
     compiled,
@@ -21,7 +21,7 @@ from parity_tests.faults import (
     ranks,
     state,
 )
-from parity_tests.faults.fault import BF16, Fault
+from lockstep.parity_tests.faults.fault import BF16, Fault
 
 TINY = 1e-3  # relative change of the loss that no curve shows
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from core.backend import Batch
-from parity_tests.faults.fault import Batches
-from torch_backend.session import TorchBackend
+from lockstep.core.backend import Batch
+from lockstep.parity_tests.faults.fault import Batches
+from lockstep.torch_backend.session import TorchBackend
 
 RESUMED_AT = 3
 

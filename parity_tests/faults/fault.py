@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from core.backend import Batch
-from core.config import RunConfig
-from core.parity.stages import PHASES
-from torch_backend.session import TorchBackend
+from lockstep.core.backend import Batch
+from lockstep.core.config import RunConfig
+from lockstep.core.parity.stages import PHASES
+from lockstep.torch_backend.session import TorchBackend
 
 Batches = Callable[[int], Batch]
 

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.backend import Batch
-from parity_tests.faults.attention import KvHeadsTiled, RopeInBf16
-from parity_tests.faults.planting import bf16, in_model, rounded_down, swapped
-from torch_backend.model import Block, Embedding, Linear, Llama, RMSNorm, Rope, SwiGLU, Tap
-from torch_backend.precision import Policy
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch
+from lockstep.parity_tests.faults.attention import KvHeadsTiled, RopeInBf16
+from lockstep.parity_tests.faults.planting import bf16, in_model, rounded_down, swapped
+from lockstep.torch_backend.model import Block, Embedding, Linear, Llama, RMSNorm, Rope, SwiGLU, Tap
+from lockstep.torch_backend.precision import Policy
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 # Named as `forward.py:…` where candidates are tried.
 __all__ = ["KvHeadsTiled", "RopeInBf16"]

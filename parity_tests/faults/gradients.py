@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from core.backend import Batch
-from torch_backend.optim import clip_coefficient, global_norm
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch
+from lockstep.torch_backend.optim import clip_coefficient, global_norm
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 Accumulated = tuple[Tensor, list[Tensor]]
 

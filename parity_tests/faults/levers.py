@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.backend import Batch
-from core.loss_scale import SCALE
-from parity_tests.faults.planting import bf16, in_model, swap
-from torch_backend.loss import weighted_mean
-from torch_backend.model import Linear, Llama, SwiGLU
-from torch_backend.precision import Policy, linear, wide_product
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch
+from lockstep.core.loss_scale import SCALE
+from lockstep.parity_tests.faults.planting import bf16, in_model, swap
+from lockstep.torch_backend.loss import weighted_mean
+from lockstep.torch_backend.model import Linear, Llama, SwiGLU
+from lockstep.torch_backend.precision import Policy, linear, wide_product
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 class _WrongChunks(torch.autograd.Function):
-    """`torch_backend.chunked_loss._ChunkedLoss`, whole logits a chunk, with one thing wrong."""
+    """`lockstep.torch_backend.chunked_loss._ChunkedLoss`, whole logits a chunk, with one thing wrong."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, x: Tensor, weight: Tensor, targets: Tensor, change: Any) -> Tensor:

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.backend import Batch
-from parity_tests.faults.gradients import OneGradientScaled
-from parity_tests.faults.planting import bf16, swapped
-from torch_backend.model import Llama
-from torch_backend.precision import Policy
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch
+from lockstep.parity_tests.faults.gradients import OneGradientScaled
+from lockstep.parity_tests.faults.planting import bf16, swapped
+from lockstep.torch_backend.model import Llama
+from lockstep.torch_backend.precision import Policy
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 # Named as `loss.py:OneGradientScaled` where candidates are tried.
 __all__ = ["OneGradientScaled"]

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from core.backend import Batch, State, StepRecord
-from torch_backend.optim import Muon, MuonAndAdamW
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch, State, StepRecord
+from lockstep.torch_backend.optim import Muon, MuonAndAdamW
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 class _DecaySession(TorchSession):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_backend.model import Llama
-from torch_backend.session import TorchSession
+from lockstep.torch_backend.model import Llama
+from lockstep.torch_backend.session import TorchSession
 
 Change = Callable[[Tensor], Tensor]
 

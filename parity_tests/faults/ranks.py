@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from core.backend import Batch, StepRecord
-from torch_backend.ranks import MicroLoss, Ranks
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch, StepRecord
+from lockstep.torch_backend.ranks import MicroLoss, Ranks
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 def shared_by(ranks: type[Ranks]) -> type[TorchSession]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from core.backend import Batch, State, StepRecord
-from core.config import RunConfig
-from torch_backend.checkpoint import Writer, WritingTorch, named_tensors
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch, State, StepRecord
+from lockstep.core.config import RunConfig
+from lockstep.torch_backend.checkpoint import Writer, WritingTorch, named_tensors
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 class _InitSession(TorchSession):

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from core.backend import Batch
-from core.checkpoint import PoisonedState, begin_checkpoint, load_checkpoint, writer_of
-from core.config import RunConfig
-from core.names import GRADIENT, edge_names, parameter_shapes, tap_names
-from core.parity.alarm import bit_equal
-from core.parity.evidence import uneven_weights
-from core.parity.stages import PHASES
-from core.parity.step import flat
-from parity_tests.faults import CATALOG, FAULTS, REFERENCE, Fault
-from parity_tests.faults.data import RESUMED_AT
-from parity_tests.reference import test_reference_check
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core.backend import Batch
+from lockstep.core.checkpoint import PoisonedState, begin_checkpoint, load_checkpoint, writer_of
+from lockstep.core.config import RunConfig
+from lockstep.core.names import GRADIENT, edge_names, parameter_shapes, tap_names
+from lockstep.core.parity.alarm import bit_equal
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.parity.stages import PHASES
+from lockstep.core.parity.step import flat
+from lockstep.parity_tests.faults import CATALOG, FAULTS, REFERENCE, Fault
+from lockstep.parity_tests.faults.data import RESUMED_AT
+from lockstep.parity_tests.reference import test_reference_check
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 EAGER = [fault for fault in FAULTS if not fault.only_compiled]
 COMPILED = [fault for fault in FAULTS if fault.only_compiled]

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from core.backend import Batch
-from core.config import RunConfig
-from core.errors import UserError
-from jax_backend.session import JaxBackend
-from parity_tests.faults import FAULTS, Fault
-from parity_tests.faults.data import LoaderStartsOver
-from parity_tests.faults.fault import Batches
-from parity_tests.tiny import text_batch, tiny_config
-from scripts import faults
-from scripts.faults import HONEST, Bench, Kept, Row
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.faults import FAULTS, Fault
+from lockstep.parity_tests.faults.data import LoaderStartsOver
+from lockstep.parity_tests.faults.fault import Batches
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.scripts import faults
+from lockstep.scripts.faults import HONEST, Bench, Kept, Row
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
 FOUND = Row("F", "bf16/eager", "", None, ("q", "forward", 1), 2, 1, 1e-3, None, step=2, rank=1, loss_moved=1e-4)

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from core.backend import State
-from core.config import AttentionConfig, CompileConfig, LossConfig, RunConfig
-from core.deterministic import prove
-from core.errors import UserError
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.attention import Machine, refusal
-from torch_backend.float8 import FIRST_CAPABILITY
-from torch_backend.library_heads import PACKAGES
-from torch_backend.session import TorchBackend
+from lockstep.core.backend import State
+from lockstep.core.config import AttentionConfig, CompileConfig, LossConfig, RunConfig
+from lockstep.core.deterministic import prove
+from lockstep.core.errors import UserError
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.attention import Machine, refusal
+from lockstep.torch_backend.float8 import FIRST_CAPABILITY
+from lockstep.torch_backend.library_heads import PACKAGES
+from lockstep.torch_backend.session import TorchBackend
 
 COMPILED = {"compile": {"enabled": True, "backend": "inductor"}}
 PROGRAMS: dict[str, dict[str, Any]] = {

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import AttentionConfig
-from core.parity.evidence import uneven_weights
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.attention import Kernel, Machine, document_mask, refusal
-from torch_backend.session import TorchBackend
+from lockstep.core.config import AttentionConfig
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.attention import Kernel, Machine, document_mask, refusal
+from lockstep.torch_backend.session import TorchBackend
 
 pytestmark = [
     pytest.mark.gpu,

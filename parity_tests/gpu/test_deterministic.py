@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from core.config import AttentionConfig
-from core.errors import UserError
-from parity_tests.conftest import REPO
-from parity_tests.gpu.repeated import PROGRAMS
-from parity_tests.tiny import tiny_config
-from torch_backend.deterministic import CUBLAS
-from torch_backend.session import TorchBackend
+from lockstep.core.config import AttentionConfig
+from lockstep.core.errors import UserError
+from lockstep.parity_tests.gpu.repeated import PROGRAMS
+from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.tiny import tiny_config
+from lockstep.torch_backend.deterministic import CUBLAS
+from lockstep.torch_backend.session import TorchBackend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ pytestmark = [
 def results() -> dict[str, dict[str, Any]]:
     """By program; the process sets the environment itself."""
     environment = {key: value for key, value in os.environ.items() if key != CUBLAS}
-    command = [sys.executable, "-m", "parity_tests.gpu.repeated"]
+    command = [sys.executable, "-m", "lockstep.parity_tests.gpu.repeated"]
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=540)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, done.stderr

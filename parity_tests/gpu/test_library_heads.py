@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import LossConfig
-from jax_backend.library_heads import library_nll
-from jax_backend.precision import POLICIES as TWIN
-from torch_backend.library_heads import PACKAGES, library_loss
-from torch_backend.precision import POLICIES
+from lockstep.core.config import LossConfig
+from lockstep.jax_backend.library_heads import library_nll
+from lockstep.jax_backend.precision import POLICIES as TWIN
+from lockstep.torch_backend.library_heads import PACKAGES, library_loss
+from lockstep.torch_backend.precision import POLICIES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.config import CompileConfig
-from core.parity.side_by_side import check_steps
-from jax_backend.session import JaxBackend
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core.config import CompileConfig
+from lockstep.core.parity.side_by_side import check_steps
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.profile.summary import summarize
-from core.profile.trace import read_trace
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.profile import record, under_nsight
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.profile.summary import summarize
+from lockstep.core.profile.trace import read_trace
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.profile import record, under_nsight
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 pytestmark = [
     pytest.mark.gpu,

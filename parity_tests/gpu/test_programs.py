@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from core.config import AttentionConfig, CompileConfig, LossConfig
-from core.parity.evidence import uneven_weights
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.attention import Machine, refusal
-from torch_backend.float8 import FIRST_CAPABILITY
-from torch_backend.session import TorchBackend
+from lockstep.core.config import AttentionConfig, CompileConfig, LossConfig
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.attention import Machine, refusal
+from lockstep.torch_backend.float8 import FIRST_CAPABILITY
+from lockstep.torch_backend.session import TorchBackend
 
 pytestmark = [
     pytest.mark.gpu,

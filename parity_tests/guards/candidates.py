@@ -9,8 +9,8 @@ import time
 import torch
 from torch import Tensor
 
-from core.backend import Batch, StepRecord
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch, StepRecord
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 AT_STEP = 3
 

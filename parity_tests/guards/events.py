@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torch_backend.session import TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 NO_SPACE, QUOTA, BROKEN = errno.ENOSPC, errno.EDQUOT, errno.EIO
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.guards.events import Refusing, before_steps, in_turn, written
-from parity_tests.loop.runs import Folder, one_line
+from lockstep.parity_tests.guards.events import Refusing, before_steps, in_turn, written
+from lockstep.parity_tests.loop.runs import Folder, one_line
 
 Straight = Callable[[str], Folder]
 EVERY_TWO = {"checkpoint.every": 2}

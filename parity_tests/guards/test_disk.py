@@ -9,12 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import UserError
-from core.jsonl import JsonLines, read_lines
-from core.run import RunDir
-from parity_tests.guards.events import BROKEN, NO_SPACE, QUOTA, Refusing, before_steps, fill, in_turn, settled, written
-from parity_tests.loop.runs import STEPS, Folder, one_line
-from parity_tests.stored import stored
+from lockstep.core.errors import UserError
+from lockstep.core.jsonl import JsonLines, read_lines
+from lockstep.core.run import RunDir
+from lockstep.parity_tests.guards.events import (
+    BROKEN,
+    NO_SPACE,
+    QUOTA,
+    Refusing,
+    before_steps,
+    fill,
+    in_turn,
+    settled,
+    written,
+)
+from lockstep.parity_tests.loop.runs import STEPS, Folder, one_line
+from lockstep.parity_tests.stored import stored
 
 Straight = Callable[[str], Folder]
 EVERY_TWO = {"checkpoint.every": 2}

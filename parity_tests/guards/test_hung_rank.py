@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from core.config import RunConfig
-from core.errors import UserError
-from parity_tests.guards import candidates
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import world
-from torch_backend.links import RankError
-from torch_backend.parallel import RankedSession
-from torch_backend.session import TorchBackend
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.parity_tests.guards import candidates
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend import world
+from lockstep.torch_backend.links import RankError
+from lockstep.torch_backend.parallel import RankedSession
+from lockstep.torch_backend.session import TorchBackend
 
 SECONDS = 5
 
@@ -76,7 +76,7 @@ def test_a_rank_that_is_stopped_between_steps_is_named() -> None:
 
 
 def test_among_three_ranks_only_the_one_in_trouble_is_named() -> None:
-    from parity_tests.ranks.candidates import DiesOnRankOne, RaisesOnRankOne
+    from lockstep.parity_tests.ranks.candidates import DiesOnRankOne, RaisesOnRankOne
 
     for backend, said in ((RaisesOnRankOne, "ArithmeticError: out of luck"), (DiesOnRankOne, r"its process has died")):
         session = opened(backend(), 3)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from core.data import loader
-from core.run_data import RunData
-from parity_tests.guards.events import before_steps
-from parity_tests.loop.runs import Folder, one_line
+from lockstep.core.data import loader
+from lockstep.core.run_data import RunData
+from lockstep.parity_tests.guards.events import before_steps
+from lockstep.parity_tests.loop.runs import Folder, one_line
 
 Straight = Callable[[str], Folder]
 MAPPED = {"data.memory_limit_gib": 1e-9, "data.prefetch": 1}

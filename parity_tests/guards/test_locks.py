@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import UserError
-from core.lock import FolderLock
-from core.run import RunDir
-from parity_tests.loop.runs import Folder, one_line
-from scripts import cli
+from lockstep.core.errors import UserError
+from lockstep.core.lock import FolderLock
+from lockstep.core.run import RunDir
+from lockstep.parity_tests.loop.runs import Folder, one_line
+from lockstep.scripts import cli
 
 
 def test_while_a_run_is_written(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from core.backend import Session
-from core.config import RunConfig
-from core.finite import NotFinite
-from core.parity.step import flat
-from core.run import RunDir
-from jax_backend.session import JaxSession
-from parity_tests.guards import candidates
-from parity_tests.guards.candidates import AT_STEP, GRADIENT_OF
-from parity_tests.loop.runs import Folder, one_line
-from parity_tests.tiny import text_batch, tiny_config
-from scripts import backends, cli
-from torch_backend import world
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Session
+from lockstep.core.config import RunConfig
+from lockstep.core.finite import NotFinite
+from lockstep.core.parity.step import flat
+from lockstep.core.run import RunDir
+from lockstep.jax_backend.session import JaxSession
+from lockstep.parity_tests.guards import candidates
+from lockstep.parity_tests.guards.candidates import AT_STEP, GRADIENT_OF
+from lockstep.parity_tests.loop.runs import Folder, one_line
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.scripts import backends, cli
+from lockstep.torch_backend import world
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 @pytest.fixture(scope="module", autouse=True)

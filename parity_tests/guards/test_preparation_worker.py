@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cli.workspace import Started
-from parity_tests.loop.runs import one_line
-from scripts import cli
+from lockstep.parity_tests.cli.workspace import Started
+from lockstep.parity_tests.loop.runs import one_line
+from lockstep.scripts import cli
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the worker in /proc")

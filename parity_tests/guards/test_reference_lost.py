@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from parity_tests.guards.events import before_steps
-from parity_tests.loop.runs import STEPS, Folder
+from lockstep.parity_tests.guards.events import before_steps
+from lockstep.parity_tests.loop.runs import STEPS, Folder
 
 Straight = Callable[[str], Folder]
 

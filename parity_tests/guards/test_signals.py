@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.conftest import REPO
-from parity_tests.guards.events import before_steps
-from parity_tests.loop.runs import STEPS, Folder
-from parity_tests.stored import stored
-from torch_backend.session import TorchSession
+from lockstep.parity_tests.guards.events import before_steps
+from lockstep.parity_tests.loop.runs import STEPS, Folder
+from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.stored import stored
+from lockstep.torch_backend.session import TorchSession
 
 Straight = Callable[[str], Folder]
 STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -58,7 +58,7 @@ def test_under_nohup_it_does_not_stop(folder: Folder) -> None:
 # Takes the terminal of its standard input for its own. Not in `preexec_fn`: that forks, which JAX's threads forbid.
 OWN_TERMINAL = (
     "import fcntl, runpy, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    "runpy.run_module('parity_tests.loop.slowly', run_name='__main__', alter_sys=True)"
+    "runpy.run_module('lockstep.parity_tests.loop.slowly', run_name='__main__', alter_sys=True)"
 )
 
 

@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 import torch
 
-from core.backend import Session, State
-from core.config import RunConfig
-from core.finite import NotFinite, is_finite, require_progress
-from core.loss_scale import SKIPPED
-from core.parity.evidence import gather, uneven_weights
-from core.parity.judge import judge
-from core.parity.reference_check import sound_reference
-from core.parity.step import flat
-from core.skips import IN_A_ROW
-from jax_backend.session import JaxBackend, JaxSession
-from parity_tests.guards import candidates
-from parity_tests.guards.candidates import AT_STEP, GRADIENT_OF
-from parity_tests.guards.test_not_finite import config_of, steps_until
-from parity_tests.loop.runs import Folder, one_line
-from parity_tests.tiny import text_batch, tiny_config
-from scripts import backends, cli
-from torch_backend import world
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Session, State
+from lockstep.core.config import RunConfig
+from lockstep.core.finite import NotFinite, is_finite, require_progress
+from lockstep.core.loss_scale import SKIPPED
+from lockstep.core.parity.evidence import gather, uneven_weights
+from lockstep.core.parity.judge import judge
+from lockstep.core.parity.reference_check import sound_reference
+from lockstep.core.parity.step import flat
+from lockstep.core.skips import IN_A_ROW
+from lockstep.jax_backend.session import JaxBackend, JaxSession
+from lockstep.parity_tests.guards import candidates
+from lockstep.parity_tests.guards.candidates import AT_STEP, GRADIENT_OF
+from lockstep.parity_tests.guards.test_not_finite import config_of, steps_until
+from lockstep.parity_tests.loop.runs import Folder, one_line
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.scripts import backends, cli
+from lockstep.torch_backend import world
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 SKIP = {"train.on_not_finite": "skip", "device": "cpu"}
 

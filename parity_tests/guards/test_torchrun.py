@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cli.workspace import write_workspace
-from parity_tests.guards import candidates
-from parity_tests.guards.candidates import AT_STEP
-from parity_tests.ranks.test_torchrun import torchrun
-from scripts import cli
+from lockstep.parity_tests.cli.workspace import write_workspace
+from lockstep.parity_tests.guards import candidates
+from lockstep.parity_tests.guards.candidates import AT_STEP
+from lockstep.parity_tests.ranks.test_torchrun import torchrun
+from lockstep.scripts import cli
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from core.budget import parameter_count
-from core.config_file import load_config
-from parity_tests.conftest import REPO
+from lockstep.core.budget import parameter_count
+from lockstep.core.config_file import load_config
+from lockstep.parity_tests.repository import REPO
 
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
 

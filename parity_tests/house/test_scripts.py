@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.conftest import REPO
+from lockstep.parity_tests.repository import REPO
 
 TOOLS = ("bash", "uname", "df", "awk", "dirname", "git", "cat", "mkdir", "tail", "rm", "mv")
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from scripts import incident
-from scripts.incident import BY_KEY, FOLDER, PLUMMETED, RUNS, rounded, signature, suspects, train
-from torch_backend.loss import negative_log_likelihood
+from lockstep.scripts import incident
+from lockstep.scripts.incident import BY_KEY, FOLDER, PLUMMETED, RUNS, rounded, signature, suspects, train
+from lockstep.torch_backend.loss import negative_log_likelihood
 
 
 @pytest.fixture(scope="module")

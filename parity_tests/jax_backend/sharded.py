@@ -1,6 +1,7 @@
 """What the reference computes on four devices, beside what it computes on one; run in a process that has four.
 
-`python -m parity_tests.jax_backend.sharded` with JAX_NUM_CPU_DEVICES=4 prints one JSON object (test_sharding.py).
+`python -m lockstep.parity_tests.jax_backend.sharded` with JAX_NUM_CPU_DEVICES=4 prints one JSON object
+(test_sharding.py).
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from core.backend import Gradients
-from core.checkpoint import begin_checkpoint, load_checkpoint
-from core.config import AttentionConfig, RunConfig
-from jax_backend import checkpoint
-from jax_backend.session import JaxBackend, JaxSession
-from jax_backend.sharding import AXIS, Shards
-from parity_tests.cross.variants import VARIANTS, shaken_state
-from parity_tests.tiny import text_batch, tiny_config
+from lockstep.core.backend import Gradients
+from lockstep.core.checkpoint import begin_checkpoint, load_checkpoint
+from lockstep.core.config import AttentionConfig, RunConfig
+from lockstep.jax_backend import checkpoint
+from lockstep.jax_backend.session import JaxBackend, JaxSession
+from lockstep.jax_backend.sharding import AXIS, Shards
+from lockstep.parity_tests.cross.variants import VARIANTS, shaken_state
+from lockstep.parity_tests.tiny import text_batch, tiny_config
 
 DEVICES = 4
 TRAIN = {"batch_size": 8, "micro_batch_size": 4, "sequence_length": 32}

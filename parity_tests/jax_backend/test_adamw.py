@@ -8,12 +8,12 @@ import numpy as np
 import optax
 import pytest
 
-from core.config import OptimConfig, RunConfig
-from core.names import group_of
-from jax_backend.optim import next_state
-from jax_backend.session import JaxBackend
-from parity_tests.cross.variants import ALL_BIASES, shaken_state
-from parity_tests.tiny import tiny_config
+from lockstep.core.config import OptimConfig, RunConfig
+from lockstep.core.names import group_of
+from lockstep.jax_backend.optim import next_state
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.cross.variants import ALL_BIASES, shaken_state
+from lockstep.parity_tests.tiny import tiny_config
 
 OPTIM = OptimConfig(beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.25)
 RATES = (0.01, 0.02, 0.005)

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from jax_backend.attention import attention
-from jax_backend.model import expand
-from jax_backend.precision import POLICIES
+from lockstep.jax_backend.attention import attention
+from lockstep.jax_backend.model import expand
+from lockstep.jax_backend.precision import POLICIES
 
 LENGTH, SHAPE = 24, (2, 24, 3, 8)
 COUNT = np.arange(1, LENGTH + 1)[None, :, None, None]

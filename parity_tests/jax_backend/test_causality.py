@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core.backend import Batch
-from jax_backend.session import JaxBackend
-from parity_tests.tiny import text_batch, tiny_config
+from lockstep.core.backend import Batch
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.tiny import text_batch, tiny_config
 
 LENGTH = 8
 

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core.config import OptimConfig
-from jax_backend.optim import clip_coefficient, global_norm
-from jax_backend.session import JaxBackend
-from parity_tests.tiny import text_batch, tiny_config
+from lockstep.core.config import OptimConfig
+from lockstep.jax_backend.optim import clip_coefficient, global_norm
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.tiny import text_batch, tiny_config
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import pytest
 
-from core.errors import UserError
-from jax_backend.session import XLA_FLAG, JaxBackend
-from parity_tests.tiny import tiny_config
+from lockstep.core.errors import UserError
+from lockstep.jax_backend.session import XLA_FLAG, JaxBackend
+from lockstep.parity_tests.tiny import tiny_config
 
 
 def test_xla_must_be_told(monkeypatch: pytest.MonkeyPatch) -> None:

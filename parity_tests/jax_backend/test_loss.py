@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from core.parity.evidence import uneven_weights
-from jax_backend.loss import negative_log_likelihood
-from jax_backend.session import JaxBackend
-from parity_tests.cross.variants import fresh_state
-from parity_tests.tiny import text_batch, tiny_config
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.jax_backend.loss import negative_log_likelihood
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.cross.variants import fresh_state
+from lockstep.parity_tests.tiny import text_batch, tiny_config
 
 VOCAB = 250
 

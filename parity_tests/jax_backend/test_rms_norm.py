@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jax_backend.model import rms_norm
+from lockstep.jax_backend.model import rms_norm
 
 EPS = 1e-5
 GAIN = np.random.default_rng(0).standard_normal(64)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jax_backend.model import Rope, rope_tables, rotate
+from lockstep.jax_backend.model import Rope, rope_tables, rotate
 
 LENGTH, HEAD_DIM, THETA = 96, 16, 1e4
 ROPE = Rope(*rope_tables(LENGTH, HEAD_DIM, THETA))

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from core.errors import UserError
-from jax_backend.session import JaxBackend
-from jax_backend.sharding import Shards
-from parity_tests.conftest import REPO
-from parity_tests.jax_backend.sharded import DEVICES, FAULTS, config_of
+from lockstep.core.errors import UserError
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.sharding import Shards
+from lockstep.parity_tests.jax_backend.sharded import DEVICES, FAULTS, config_of
+from lockstep.parity_tests.repository import REPO
 
 # FP64: at most 256 tokens, or 258 classes, are summed in another order (256 · 2⁻⁵³ = 3e-14), a few sums deep.
 EXACT = 1e-13
@@ -30,7 +30,7 @@ def in_four(*command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    done = in_four("parity_tests.jax_backend.sharded")
+    done = in_four("lockstep.parity_tests.jax_backend.sharded")
     assert done.returncode == 0, done.stderr
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 _calls = count(1)
 

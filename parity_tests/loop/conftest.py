@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.cli.workspace import write_workspace
-from parity_tests.loop.runs import COMPILED, INDUCTOR, Folder
-from scripts import cli
+from lockstep.parity_tests.cli.workspace import write_workspace
+from lockstep.parity_tests.loop.runs import COMPILED, INDUCTOR, Folder
+from lockstep.scripts import cli
 
 KINDS: dict[str, dict[str, object]] = {"eager": {}, "aot_eager": COMPILED, "inductor": INDUCTOR}
 

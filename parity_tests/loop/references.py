@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from core.backend import Session
-from core.config import RunConfig
+from lockstep.core.backend import Session
+from lockstep.core.config import RunConfig
 
 
 class Late:
@@ -49,7 +49,7 @@ def wrong_of_this_run() -> Any:
 
 
 def _with_other_epsilon(there: Callable[[RunConfig], bool]) -> Any:
-    from jax_backend.session import JaxBackend
+    from lockstep.jax_backend.session import JaxBackend
 
     class Wrong(JaxBackend):
         def open(self, config: RunConfig) -> Any:

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from core.backend import Arrays
-from core.jsonl import read_lines
-from core.run import RunDir
-from parity_tests.conftest import REPO
-from parity_tests.stored import weights_of
-from scripts import cli
+from lockstep.core.backend import Arrays
+from lockstep.core.jsonl import read_lines
+from lockstep.core.run import RunDir
+from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.stored import weights_of
+from lockstep.scripts import cli
 
 STEPS = 12
 SETTINGS: dict[str, Any] = {
@@ -73,7 +73,7 @@ class Folder:
     def start(self, name: str, settings: dict[str, Any] | None = None) -> subprocess.Popen[str]:
         """A new run in a process of its own, slow enough to be interrupted where one likes."""
         return subprocess.Popen(
-            [sys.executable, "-m", "parity_tests.loop.slowly", *self.arguments(name, settings or {})],
+            [sys.executable, "-m", "lockstep.parity_tests.loop.slowly", *self.arguments(name, settings or {})],
             cwd=REPO,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

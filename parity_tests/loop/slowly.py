@@ -5,9 +5,9 @@ import time
 
 
 def main() -> int:
-    from core.backend import Batch, StepRecord
-    from scripts import cli
-    from torch_backend.session import TorchSession
+    from lockstep.core.backend import Batch, StepRecord
+    from lockstep.scripts import cli
+    from lockstep.torch_backend.session import TorchSession
 
     step = TorchSession.step
 

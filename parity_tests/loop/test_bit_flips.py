@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from core import jsonl, run
-from core.run import CHECKS, CONFIG, INFO, RECORDS
-from parity_tests.loop.runs import one_line
-from scripts import bit_flips, cli
-from scripts.bit_flips import FELL_BACK, NO_EFFECT, OUTCOMES, REFUSED, RUN, TOLD, WRONG, Damage, Trials
+from lockstep.core import jsonl, run
+from lockstep.core.run import CHECKS, CONFIG, INFO, RECORDS
+from lockstep.parity_tests.loop.runs import one_line
+from lockstep.scripts import bit_flips, cli
+from lockstep.scripts.bit_flips import FELL_BACK, NO_EFFECT, OUTCOMES, REFUSED, RUN, TOLD, WRONG, Damage, Trials
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,9 @@ def test_damage_is_mended_after_each_trial(trials: Trials) -> None:
 
 
 def test_a_resume_that_holds_no_check_starts_no_reference(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("core.parity.shadow.Shadow.__init__", lambda *_: pytest.fail("a reference was started"))
+    monkeypatch.setattr(
+        "lockstep.core.parity.shadow.Shadow.__init__", lambda *_: pytest.fail("a reference was started")
+    )
     nothing = Damage(Path("data/index.json"), len((trials.base / "data/index.json").read_bytes()), None)
     assert trials.trial(nothing)[0] == NO_EFFECT
 

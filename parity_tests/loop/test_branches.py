@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from core.checkpoint import checkpoint_step
-from core.parity.branch import Branch
-from core.schedule import learning_rate
-from parity_tests.conftest import REPO
-from parity_tests.loop.runs import STEPS, Folder, one_line
-from parity_tests.stored import weights_of
-from scripts import cli
+from lockstep.core.checkpoint import checkpoint_step
+from lockstep.core.parity.branch import Branch
+from lockstep.core.schedule import learning_rate
+from lockstep.parity_tests.loop.runs import STEPS, Folder, one_line
+from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.stored import weights_of
+from lockstep.scripts import cli
 
 EVERY_4 = {"checkpoint.every": 4, "checkpoint.keep": 20, "checkpoint.best": False}
 FROM = 8
@@ -102,7 +102,14 @@ def test_it_is_kept_to_after_a_kill(folder: Folder) -> None:
     for name in ("straight", "killed"):
         assert folder.train(name, settings) == 0
     assert folder.resume("straight", *words) == 0
-    command = [sys.executable, "-m", "parity_tests.loop.slowly", "train", "--resume", str(folder.path / "killed")]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep.parity_tests.loop.slowly",
+        "train",
+        "--resume",
+        str(folder.path / "killed"),
+    ]
     process = subprocess.Popen([*command, *words], cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60

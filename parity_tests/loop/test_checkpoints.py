@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-import torch_backend.checkpoint
-from core.checkpoint import list_checkpoints, read_random
-from core.checkpointer import Checkpointer
-from core.jsonl import read_lines
-from parity_tests.loop.runs import STEPS, Folder, one_line
-from parity_tests.stored import stored
-from torch_backend.checkpoint import WritingTorch
+import lockstep.torch_backend.checkpoint
+from lockstep.core.checkpoint import list_checkpoints, read_random
+from lockstep.core.checkpointer import Checkpointer
+from lockstep.core.jsonl import read_lines
+from lockstep.parity_tests.loop.runs import STEPS, Folder, one_line
+from lockstep.parity_tests.stored import stored
+from lockstep.torch_backend.checkpoint import WritingTorch
 
 
 def steps_kept(folder: Folder, name: str) -> list[int]:
@@ -90,7 +90,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(folder: Folder, monkeypa
     assert folder.train("straight", {"checkpoint.every": 5, "checkpoint.keep": 9}) == 0
     Slow.begun.clear()
     Slow.let.clear()
-    monkeypatch.setattr(torch_backend.checkpoint, "WritingTorch", Slow)
+    monkeypatch.setattr(lockstep.torch_backend.checkpoint, "WritingTorch", Slow)
 
     def let() -> None:
         assert Slow.begun.wait(60)
@@ -146,7 +146,7 @@ def test_one_that_the_disk_refuses_in_the_step_of_ctrl_c_ends_with_2(
     at_once: bool, folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was due at an interval, and yet none follows, whether it is refused before the step is over or after."""
-    from parity_tests.loop.test_elastic import three_steps
+    from lockstep.parity_tests.loop.test_elastic import three_steps
 
     with monkeypatch.context() as patch:
         three_steps(patch, 6)
@@ -169,7 +169,7 @@ def test_one_that_the_disk_refuses_in_the_step_of_ctrl_c_ends_with_2(
 def test_what_is_being_written_when_training_fails_is_kept(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torch_backend.session import TorchSession
+    from lockstep.torch_backend.session import TorchSession
 
     step = TorchSession.step
 
@@ -193,8 +193,8 @@ CONVERSIONS = [("torch", "jax"), ("jax", "torch"), ("torch", "safetensors"), ("j
 def test_a_checkpoint_converted_there_and_back_has_the_same_bits(
     folder: Folder, made: str, to: str, optimizer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from core.parity.step import flat
-    from scripts import cli
+    from lockstep.core.parity.step import flat
+    from lockstep.scripts import cli
 
     settings = {"optim.name": optimizer, "train.steps": 4, "optim.warmup_steps": 2, "precision.policy": "fp16"}
     assert folder.train("one", settings, "--backend", made) == 0
@@ -218,8 +218,8 @@ def test_a_checkpoint_converted_there_and_back_has_the_same_bits(
 
 @pytest.mark.parametrize(("made", "to"), [("torch", "jax"), ("jax", "torch")])
 def test_a_run_goes_on_in_the_other_framework(folder: Folder, made: str, to: str) -> None:
-    from parity_tests.loop.test_elastic import three_steps
-    from scripts import cli
+    from lockstep.parity_tests.loop.test_elastic import three_steps
+    from lockstep.scripts import cli
 
     settings = {"precision.policy": "fp64"}
     assert folder.train("straight", settings, "--backend", made) == 0
@@ -236,7 +236,7 @@ def test_a_run_goes_on_in_the_other_framework(folder: Folder, made: str, to: str
 
 
 def test_what_cannot_be_converted(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
-    from scripts import cli
+    from lockstep.scripts import cli
 
     assert folder.train("one") == 0
     path = folder.path / "one" / "checkpoints" / f"step_{STEPS:06d}"

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from core.loop import validate
-from core.metrics import RECOMPILED, SEQUENCE_LENGTH
-from core.run_data import RunData
-from parity_tests.loop.runs import COMPILED, STEPS, Folder
-from parity_tests.loop.test_elastic import three_steps
-from scripts import cli
-from scripts.start import sequences_of
-from torch_backend import world
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.loop import validate
+from lockstep.core.metrics import RECOMPILED, SEQUENCE_LENGTH
+from lockstep.core.run_data import RunData
+from lockstep.parity_tests.loop.runs import COMPILED, STEPS, Folder
+from lockstep.parity_tests.loop.test_elastic import three_steps
+from lockstep.scripts import cli
+from lockstep.scripts.start import sequences_of
+from lockstep.torch_backend import world
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 # Of 12 steps, 8 at 32 tokens a sequence and 4 at 64; the first of the longer ones is step 9.
 GROWING = {"train.curriculum": "32:0.667, 64:0.333", "checkpoint.keep": 20, "checkpoint.best": False}

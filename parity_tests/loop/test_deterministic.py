@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from core.backend import State
-from core.loss_scale import SCALE
-from core.run import CHECKPOINTS, INFO
-from parity_tests.loop import candidates
-from parity_tests.loop.runs import COMPILED, INDUCTOR, Folder, one_line
-from parity_tests.tiny import tiny_config
-from torch_backend.deterministic import switch
-from torch_backend.session import TorchSession
+from lockstep.core.backend import State
+from lockstep.core.loss_scale import SCALE
+from lockstep.core.run import CHECKPOINTS, INFO
+from lockstep.parity_tests.loop import candidates
+from lockstep.parity_tests.loop.runs import COMPILED, INDUCTOR, Folder, one_line
+from lockstep.parity_tests.tiny import tiny_config
+from lockstep.torch_backend.deterministic import switch
+from lockstep.torch_backend.session import TorchSession
 
 STRICT = {"deterministic": True}
 HERE = candidates.__name__

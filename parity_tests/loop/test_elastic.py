@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-import scripts.train
-from core.data.sampler import BlockSampler
-from parity_tests.loop.runs import STEPS, Folder
-from parity_tests.stored import stored
-from torch_backend import world
+import lockstep.scripts.train
+from lockstep.core.data.sampler import BlockSampler
+from lockstep.parity_tests.loop.runs import STEPS, Folder
+from lockstep.parity_tests.stored import stored
+from lockstep.torch_backend import world
 
 # A gradient is a sum of FP64 numbers in another order: some 1e-16 of its length a step, and Adam divides it by its own.
 WITHIN = {"fp64": 1e-12}
@@ -43,8 +43,8 @@ def three_steps(monkeypatch: pytest.MonkeyPatch, steps: int = 3) -> None:
     def interrupts() -> Iterator[After]:
         yield After(steps)
 
-    monkeypatch.setattr(scripts.train, "_interrupts", interrupts)
-    monkeypatch.setattr(scripts.train, "require_ranks", lambda *_: None)
+    monkeypatch.setattr(lockstep.scripts.train, "_interrupts", interrupts)
+    monkeypatch.setattr(lockstep.scripts.train, "require_ranks", lambda *_: None)
 
 
 def test_one_two_four_one_ranks(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from core.backend import Timed, UsesMemory
-from core.memory import process_memory
-from core.stalls import PARTS
-from jax_backend.session import JaxSession
-from parity_tests.loop.runs import Folder
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import world
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Timed, UsesMemory
+from lockstep.core.memory import process_memory
+from lockstep.core.stalls import PARTS
+from lockstep.jax_backend.session import JaxSession
+from lockstep.parity_tests.loop.runs import Folder
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend import world
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.backend import Batch
-from core.config import EvalConfig, LogConfig, RunConfig
-from core.loop import due, sample, step_records, validate
-from core.run_data import RunData
-from parity_tests.loop.runs import STEPS, Folder
-from torch_backend.session import TorchSession
+from lockstep.core.backend import Batch
+from lockstep.core.config import EvalConfig, LogConfig, RunConfig
+from lockstep.core.loop import due, sample, step_records, validate
+from lockstep.core.run_data import RunData
+from lockstep.parity_tests.loop.runs import STEPS, Folder
+from lockstep.torch_backend.session import TorchSession
 
 MEASURED = {"val/loss", "val/top1"}, {"fp32/loss", "fp32/difference", "train/top1"}
 

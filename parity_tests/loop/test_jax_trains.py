@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from parity_tests.loop.runs import STEPS, Folder
+from lockstep.parity_tests.loop.runs import STEPS, Folder
 
 
 def test_the_loss_falls_and_a_resumed_run_ends_with_the_same_bits(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from jax_backend.session import JaxSession
+    from lockstep.jax_backend.session import JaxSession
 
     settings = {
         "optim.peak_lr": 1e-2,

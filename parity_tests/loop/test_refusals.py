@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from core.run import RunDir
-from parity_tests.loop.conftest import prepare
-from parity_tests.loop.runs import STEPS, Folder, one_line
-from scripts import cli
+from lockstep.core.run import RunDir
+from lockstep.parity_tests.loop.conftest import prepare
+from lockstep.parity_tests.loop.runs import STEPS, Folder, one_line
+from lockstep.scripts import cli
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_ranks_that_were_not_launched_are_refused(
 def test_a_run_that_fails_before_its_first_step_leaves_nothing(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torch_backend.session import TorchSession
+    from lockstep.torch_backend.session import TorchSession
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of luck")
@@ -169,7 +169,7 @@ def test_a_run_that_fails_before_its_first_step_leaves_nothing(
 def test_a_run_that_fails_later_keeps_what_it_has(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torch_backend.session import TorchSession
+    from lockstep.torch_backend.session import TorchSession
 
     step = TorchSession.step
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from parity_tests.loop.conftest import KINDS
-from parity_tests.loop.runs import STEPS, Folder, one_line
+from lockstep.parity_tests.loop.conftest import KINDS
+from lockstep.parity_tests.loop.runs import STEPS, Folder, one_line
 
 Straight = Callable[[str], Folder]
 

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from core.backend import StepRecord
-from core.config import ParityConfig, RunConfig
-from core.parity.shadow import Result, Shadow
-from core.parity.verdict import Check
-from parity_tests.faults import forward, loss, optimizer, state
-from parity_tests.loop.runs import alive, equal, wait_until_gone
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import StepRecord
+from lockstep.core.config import ParityConfig, RunConfig
+from lockstep.core.parity.shadow import Result, Shadow
+from lockstep.core.parity.verdict import Check
+from lockstep.parity_tests.faults import forward, loss, optimizer, state
+from lockstep.parity_tests.loop.runs import alive, equal, wait_until_gone
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
-REFERENCES = "parity_tests.loop.references"
-JAX = "jax_backend.session:JaxBackend"
+REFERENCES = "lockstep.parity_tests.loop.references"
+JAX = "lockstep.jax_backend.session:JaxBackend"
 
 
 def checked(every: int = 1, queue: int = 2) -> RunConfig:

@@ -9,15 +9,15 @@ import shutil
 import numpy as np
 import pytest
 
-from core import spikes
-from core.data.dataset import TokenDataset
-from core.data.origin import document_ids
-from core.errors import UserError
-from core.run_data import RunData
-from core.spikes import FLOOR, WINDOW, SpikeDetector, expected, read_spike
-from parity_tests.loop.runs import Folder, one_line
-from scripts import backends, cli
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core import spikes
+from lockstep.core.data.dataset import TokenDataset
+from lockstep.core.data.origin import document_ids
+from lockstep.core.errors import UserError
+from lockstep.core.run_data import RunData
+from lockstep.core.spikes import FLOOR, WINDOW, SpikeDetector, expected, read_spike
+from lockstep.parity_tests.loop.runs import Folder, one_line
+from lockstep.scripts import backends, cli
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 AT, STEPS = 70, 74
 SETTINGS = {"train.steps": STEPS, "checkpoint.every": 60, "optim.peak_lr": 1e-3}

@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from core.backend import Batch
-from core.config import LossConfig, ModelConfig, OptimConfig
-from core.errors import UserError
-from core.parity import bands
-from core.parity.end_to_end import errors_of_loss
-from core.parity.excess import Distances
-from parity_tests.tiny import tiny_config
+from lockstep.core.backend import Batch
+from lockstep.core.config import LossConfig, ModelConfig, OptimConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity import bands
+from lockstep.core.parity.end_to_end import errors_of_loss
+from lockstep.core.parity.excess import Distances
+from lockstep.parity_tests.tiny import tiny_config
 
 RECIPES = [f"{policy}/{program}" for policy in ("fp32", "bf16") for program in ("eager", "compiled")]
 

@@ -2,16 +2,16 @@
 
 import pytest
 
-from core.parity.alarm import bit_equal, repeated
-from core.parity.cause import find_cause
-from core.parity.closer import look_closer
-from core.parity.evidence import gather, weighted_rows
-from core.parity.judge import Reference, judge
-from core.parity.side_by_side import check_steps
-from core.parity.step import flat
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.model import Block, SwiGLU
-from torch_backend.session import TorchBackend
+from lockstep.core.parity.alarm import bit_equal, repeated
+from lockstep.core.parity.cause import find_cause
+from lockstep.core.parity.closer import look_closer
+from lockstep.core.parity.evidence import gather, weighted_rows
+from lockstep.core.parity.judge import Reference, judge
+from lockstep.core.parity.side_by_side import check_steps
+from lockstep.core.parity.step import flat
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.model import Block, SwiGLU
+from lockstep.torch_backend.session import TorchBackend
 
 CONFIG = tiny_config("bf16", train={"batch_size": 10, "micro_batch_size": 5})
 

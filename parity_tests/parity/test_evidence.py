@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.backend import Batch, NotSupported
-from core.parity.evidence import gather, probe_batch, uneven_weights, weighted_part, weighted_rows
-from core.parity.judge import Reference, judge
-from jax_backend.session import JaxBackend
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch, NotSupported
+from lockstep.core.parity.evidence import gather, probe_batch, uneven_weights, weighted_part, weighted_rows
+from lockstep.core.parity.judge import Reference, judge
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 CONFIG = tiny_config("fp32")
 

@@ -6,15 +6,15 @@ from functools import cache
 
 import pytest
 
-from core.config import RunConfig
-from core.parity.evidence import gather, uneven_weights
-from core.parity.judge import Reference, judge
-from core.parity.stages import HEADS, PHASES
-from core.parity.verdict import Check
-from jax_backend.session import JaxBackend
-from parity_tests.faults import CATALOG, Fault
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core.config import RunConfig
+from lockstep.core.parity.evidence import gather, uneven_weights
+from lockstep.core.parity.judge import Reference, judge
+from lockstep.core.parity.stages import HEADS, PHASES
+from lockstep.core.parity.verdict import Check
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.faults import CATALOG, Fault
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 CONFIG = tiny_config("bf16")
 

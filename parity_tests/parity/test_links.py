@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.parity.evidence import gather, uneven_weights
-from core.parity.judge import Reference, judge
-from jax_backend.session import JaxBackend
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchSession
+from lockstep.core.parity.evidence import gather, uneven_weights
+from lockstep.core.parity.judge import Reference, judge
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchSession
 
 CONFIG = tiny_config("bf16", train={"sequence_length": 32})
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.backend import Batch
-from core.parity.evidence import gather, uneven_weights
-from core.parity.judge import Reference, judge
-from core.parity.verdict import Check
-from jax_backend.session import JaxBackend
-from parity_tests.faults import compiled
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch
+from lockstep.core.parity.evidence import gather, uneven_weights
+from lockstep.core.parity.judge import Reference, judge
+from lockstep.core.parity.verdict import Check
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.faults import compiled
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 CONFIG = tiny_config("bf16", compiled=True)
 FAULTS = (compiled.UntappedRopeTurnsBack, compiled.UntappedGradientsDoubled, compiled.UntappedGradientLong)

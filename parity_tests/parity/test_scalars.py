@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.backend import Batch
-from core.config import OptimConfig
-from core.parity import scalars
-from core.parity.evidence import uneven_weights
+from lockstep.core.backend import Batch
+from lockstep.core.config import OptimConfig
+from lockstep.core.parity import scalars
+from lockstep.core.parity.evidence import uneven_weights
 
 rng = np.random.default_rng(0)
 NLL = rng.uniform(1, 9, (8, 64)).astype(np.float32)

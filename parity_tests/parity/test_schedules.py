@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.parity.evidence import gather
-from core.parity.judge import Reference
-from core.parity.repro import repro
-from core.parity.step import step_scalars
-from core.schedule import learning_rate
-from jax_backend.session import JaxSession
-from parity_tests.faults.optimizer import ScheduleCountsMicroBatches
-from parity_tests.replay.made import VERSIONS, backend
-from parity_tests.replay.test_repro import _Accused, run_here
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.parity.evidence import gather
+from lockstep.core.parity.judge import Reference
+from lockstep.core.parity.repro import repro
+from lockstep.core.parity.step import step_scalars
+from lockstep.core.schedule import learning_rate
+from lockstep.jax_backend.session import JaxSession
+from lockstep.parity_tests.faults.optimizer import ScheduleCountsMicroBatches
+from lockstep.parity_tests.replay.made import VERSIONS, backend
+from lockstep.parity_tests.replay.test_repro import _Accused, run_here
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 BASE = tiny_config("fp32", train={"sequence_length": 16}, hidden=32, ffn_hidden=32, layers=1)
 SCHEDULES: dict[str, dict[str, Any]] = {

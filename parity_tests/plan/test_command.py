@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from core.config_file import load_config
-from core.plan import GPUS, fits
-from core.plan.choices import POLICIES, choices, micro_batches, smallest_change, with_settings
-from core.plan.estimate import at_length
-from parity_tests.conftest import REPO
-from scripts import cli, plan_check
+from lockstep.core.config_file import load_config
+from lockstep.core.plan import GPUS, fits
+from lockstep.core.plan.choices import POLICIES, choices, micro_batches, smallest_change, with_settings
+from lockstep.core.plan.estimate import at_length
+from lockstep.parity_tests.repository import REPO
+from lockstep.scripts import cli, plan_check
 
 LLAMA = str(REPO / "configs/llama-1b.toml")
 
@@ -90,7 +90,7 @@ def test_a_processor_has_memory_alone(capsys):
 
 
 def test_the_page_s_estimates_are_these():
-    """Else: python -m scripts.plan_check --estimates."""
+    """Else: python -m lockstep.scripts.plan_check --estimates."""
     page = plan_check.PAGE.read_text()
     for name, text in plan_check.estimates().items():
         assert f"<!-- {name}: begin -->\n{text}\n<!-- {name}: end -->" in page

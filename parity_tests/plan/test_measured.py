@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from core.config_file import load_config
-from core.plan import GPUS, head, memory
-from scripts.plan_check import BASE
-from torch_backend import loss
-from torch_backend.plan import measured_peak
+from lockstep.core.config_file import load_config
+from lockstep.core.plan import GPUS, head, memory
+from lockstep.scripts.plan_check import BASE
+from lockstep.torch_backend import loss
+from lockstep.torch_backend.plan import measured_peak
 
 SMALL = BASE | {"model.vocab_size": "600", "model.layers": "2", "compile.enabled": "false"}
 LOGITS = {"loss.head": "full", "model.vocab_size": "2400"}

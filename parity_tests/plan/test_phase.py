@@ -1,6 +1,6 @@
 """Phases add up as memory does."""
 
-from core.plan.phase import Phase, Tape, held
+from lockstep.core.plan.phase import Phase, Tape, held
 
 
 def test_a_sum_is_the_walk():

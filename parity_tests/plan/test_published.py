@@ -2,11 +2,11 @@
 
 import pytest
 
-from core.config_file import load_config
-from core.plan import GPUS, fits
-from core.plan.published import PARAMETERS, STEADY, beside, savings
-from core.plan.words import model_rows, peak_words
-from parity_tests.conftest import REPO
+from lockstep.core.config_file import load_config
+from lockstep.core.plan import GPUS, fits
+from lockstep.core.plan.published import PARAMETERS, STEADY, beside, savings
+from lockstep.core.plan.words import model_rows, peak_words
+from lockstep.parity_tests.repository import REPO
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_each_saving_within_eight_points_and_in_their_order(config):
 
 
 def test_savings_see_what_attention_keeps(config, monkeypatch):
-    from core.plan import memory
+    from lockstep.core.plan import memory
 
     honest = memory.block
     monkeypatch.setattr(memory, "block", lambda config, z, chosen: honest(config, z, chosen - {"mlp"}))

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from core.config_file import load_config
-from core.plan import fits
-from core.resume import differing, is_elastic
-from parity_tests.conftest import REPO
-from parity_tests.loop.runs import SETTINGS
-from scripts import cli
+from lockstep.core.config_file import load_config
+from lockstep.core.plan import fits
+from lockstep.core.resume import differing, is_elastic
+from lockstep.parity_tests.loop.runs import SETTINGS
+from lockstep.parity_tests.repository import REPO
+from lockstep.scripts import cli
 
 ROLLOUT = REPO / "configs/rollout"
 STAGES = {"h100x1": 1, "h100x2": 2, "h100x8": 8}

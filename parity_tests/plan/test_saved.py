@@ -2,11 +2,11 @@
 
 import pytest
 
-from core.config_file import load_config
-from core.plan import GPUS, memory, parts
-from core.plan.memory import passes
-from core.plan.sizes import sizes_of
-from torch_backend.plan import count_compiled, count_saved
+from lockstep.core.config_file import load_config
+from lockstep.core.plan import GPUS, memory, parts
+from lockstep.core.plan.memory import passes
+from lockstep.core.plan.sizes import sizes_of
+from lockstep.torch_backend.plan import count_compiled, count_saved
 
 BASE = {
     "device": "cpu",

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.profile.intervals import difference, gaps, intersection, length, union
+from lockstep.core.profile.intervals import difference, gaps, intersection, length, union
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12)
 WINDOW = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda w: (min(w), max(w)))

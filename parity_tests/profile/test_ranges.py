@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import ranges
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend import ranges
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 STEP = ["step", *["micro-batch", "forward", "backward"] * 2, "clip", "clip", "optimizer"]
 

@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-import core.profile.summary
-from core.errors import UserError
-from core.profile.page import page
-from core.profile.summary import kind_of, summarize
-from core.profile.trace import events_of, read_trace
-from parity_tests.profile.made import ADAM, ATTENTION, GEMM, NCCL, cpu_trace, gpu_trace
+import lockstep.core.profile.summary
+from lockstep.core.errors import UserError
+from lockstep.core.profile.page import page
+from lockstep.core.profile.summary import kind_of, summarize
+from lockstep.core.profile.trace import events_of, read_trace
+from lockstep.parity_tests.profile.made import ADAM, ATTENTION, GEMM, NCCL, cpu_trace, gpu_trace
 
 US = 1e-6
 
@@ -135,19 +135,21 @@ def test_kinds_by_name(name):
 
 
 def as_if_streams_did_not_overlap(monkeypatch):
-    monkeypatch.setattr(core.profile.summary, "union", lambda spans: sorted(spans))
+    monkeypatch.setattr(lockstep.core.profile.summary, "union", lambda spans: sorted(spans))
 
 
 def communication_as_computing(monkeypatch):
-    monkeypatch.setattr(core.profile.summary, "kind_of", lambda name: "other" if "nccl" in name else kind_of(name))
+    monkeypatch.setattr(
+        lockstep.core.profile.summary, "kind_of", lambda name: "other" if "nccl" in name else kind_of(name)
+    )
 
 
 def all_communication_exposed(monkeypatch):
-    monkeypatch.setattr(core.profile.summary, "difference", lambda ours, theirs: list(ours))
+    monkeypatch.setattr(lockstep.core.profile.summary, "difference", lambda ours, theirs: list(ours))
 
 
 def graphs_not_known(monkeypatch):
-    monkeypatch.setattr(core.profile.summary, "CALLS", ("cuda_driver",))
+    monkeypatch.setattr(lockstep.core.profile.summary, "CALLS", ("cuda_driver",))
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from core.backend import Batch, StepRecord
-from torch_backend.checkpoint import WritingTorch
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch, StepRecord
+from lockstep.torch_backend.checkpoint import WritingTorch
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 class _RaisingSession(TorchSession):

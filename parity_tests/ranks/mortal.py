@@ -7,8 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-from core.backend import Batch
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.backend import Batch
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 def killed(rank: int, step: int) -> type[TorchSession]:

@@ -12,14 +12,14 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.backend import Batch, StepRecord
-from core.config import RunConfig
-from parity_tests.tiny import tiny_config
-from torch_backend import optim
-from torch_backend.ranks import Sharing
-from torch_backend.session import TorchBackend, TorchSession
-from torch_backend.sharded import SumAndCut, local
-from torch_backend.sharded_ranks import ShardedRanks
+from lockstep.core.backend import Batch, StepRecord
+from lockstep.core.config import RunConfig
+from lockstep.parity_tests.tiny import tiny_config
+from lockstep.torch_backend import optim
+from lockstep.torch_backend.ranks import Sharing
+from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.sharded import SumAndCut, local
+from lockstep.torch_backend.sharded_ranks import ShardedRanks
 
 TRAIN = {"batch_size": 8, "micro_batch_size": 2, "sequence_length": 32}
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from core.config import RunConfig
-from core.deterministic import differences, prove
-from core.errors import UserError
-from parity_tests.loop.candidates import Puts
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import world
-from torch_backend.deterministic import switch
-from torch_backend.parallel import RankedSession
-from torch_backend.session import TorchBackend
+from lockstep.core.config import RunConfig
+from lockstep.core.deterministic import differences, prove
+from lockstep.core.errors import UserError
+from lockstep.parity_tests.loop.candidates import Puts
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend import world
+from lockstep.torch_backend.deterministic import switch
+from lockstep.torch_backend.parallel import RankedSession
+from lockstep.torch_backend.session import TorchBackend
 
 
 @pytest.fixture(autouse=True)

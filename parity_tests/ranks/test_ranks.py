@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import RunConfig
-from core.errors import UserError
-from core.parity.evidence import uneven_weights
-from core.parity.load import load_backend
-from core.parity.step import flat
-from jax_backend.session import JaxBackend
-from parity_tests.cross.variants import relative
-from parity_tests.ranks import candidates
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import world
-from torch_backend.links import RankError
-from torch_backend.parallel import RankedSession
-from torch_backend.session import TorchBackend
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.parity.load import load_backend
+from lockstep.core.parity.step import flat
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.cross.variants import relative
+from lockstep.parity_tests.ranks import candidates
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend import world
+from lockstep.torch_backend.links import RankError
+from lockstep.torch_backend.parallel import RankedSession
+from lockstep.torch_backend.session import TorchBackend
 
 TRAIN = {"batch_size": 8, "micro_batch_size": 2, "sequence_length": 32}
 
@@ -168,7 +168,7 @@ def test_the_program_is_cut_at_the_buckets() -> None:
 def test_a_candidate_of_a_file_is_opened_by_every_rank(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "from torch_backend.session import TorchBackend, TorchSession\n\n\n"
+        "from lockstep.torch_backend.session import TorchBackend, TorchSession\n\n\n"
         "class Session(TorchSession):\n    pass\n\n\n"
         "class Mine(TorchBackend):\n    session_class = Session\n"
     )

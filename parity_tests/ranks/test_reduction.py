@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.backend import RankReport, StepRecord
-from core.parity import local
-from core.parity.evidence import Accumulation, rank_shares
-from core.parity.verdict import Finding
-from parity_tests.tiny import tiny_config
+from lockstep.core.backend import RankReport, StepRecord
+from lockstep.core.parity import local
+from lockstep.core.parity.evidence import Accumulation, rank_shares
+from lockstep.core.parity.verdict import Finding
+from lockstep.parity_tests.tiny import tiny_config
 
 RECORD = StepRecord(1, 2.0, 4.0, 1e-3, 0.5, 1.0, "d", 8)
 SAME = RankReport(RECORD, {"params/a": "1", "params/b": "2"})

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import UserError
-from core.launch import launch_id, restarts
-from core.run import RunDir
-from parity_tests.cli.workspace import REPO, Done, last_weights, trained, write_workspace
-from parity_tests.ranks import mortal
-from parity_tests.ranks.sharded import sharded
-from scripts import cli
-from torch_backend import parallel, world
-from torch_backend.session import TorchBackend
+from lockstep.core.errors import UserError
+from lockstep.core.launch import launch_id, restarts
+from lockstep.core.run import RunDir
+from lockstep.parity_tests.cli.workspace import REPO, Done, last_weights, trained, write_workspace
+from lockstep.parity_tests.ranks import mortal
+from lockstep.parity_tests.ranks.sharded import sharded
+from lockstep.scripts import cli
+from lockstep.torch_backend import parallel, world
+from lockstep.torch_backend.session import TorchBackend
 
 SETTINGS = ("--train.steps", "8", "--train.batch-size", "8", "--optim.warmup-steps", "1", "--checkpoint.every", "3")
 SHARDED = ("--parallel.strategy", "fsdp")
@@ -41,7 +41,7 @@ def agent(
     command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", str(ranks)]
     environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return subprocess.Popen(
-        [*command, "--module", "scripts.cli", *arguments],
+        [*command, "-m", "lockstep", *arguments],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -193,7 +193,7 @@ def test_ranks_must_see_the_run_and_run_the_same(tmp_path: Path, monkeypatch: py
         other.setattr(parallel, "token", elsewhere)
         with pytest.raises(UserError, match=r"rank 1 on .* does not see .*: it must lie where all nodes have it"):
             session.require_shared(tmp_path)
-    monkeypatch.setattr("torch_backend.places._fingerprint", lambda version: "changed")
+    monkeypatch.setattr("lockstep.torch_backend.places._fingerprint", lambda version: "changed")
     with pytest.raises(UserError, match=r"rank 1 on .* does not run what rank 0 on .* does: torch .* and Lockstep"):
         session.require_shared(tmp_path)
     session.close()

@@ -14,22 +14,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.backend import Session, State
-from core.checkpoint import begin_checkpoint, load_checkpoint, restore_checkpoint, writer_of
-from core.config import RunConfig
-from core.errors import UserError
-from core.finite import NotFinite
-from core.names import tap_names
-from core.parity.evidence import uneven_weights
-from core.parity.step import flat
-from parity_tests.cross.variants import relative
-from parity_tests.ranks import sharded as faulty
-from parity_tests.ranks.sharded import sharded
-from parity_tests.tiny import text_batch
-from torch_backend import world
-from torch_backend.links import RankError
-from torch_backend.parallel import RankedSession
-from torch_backend.session import TorchBackend
+from lockstep.core.backend import Session, State
+from lockstep.core.checkpoint import begin_checkpoint, load_checkpoint, restore_checkpoint, writer_of
+from lockstep.core.config import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.finite import NotFinite
+from lockstep.core.names import tap_names
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.parity.step import flat
+from lockstep.parity_tests.cross.variants import relative
+from lockstep.parity_tests.ranks import sharded as faulty
+from lockstep.parity_tests.ranks.sharded import sharded
+from lockstep.parity_tests.tiny import text_batch
+from lockstep.torch_backend import world
+from lockstep.torch_backend.links import RankError
+from lockstep.torch_backend.parallel import RankedSession
+from lockstep.torch_backend.session import TorchBackend
 
 BATCH = uneven_weights(text_batch(sharded()), 0)
 MICRO = BATCH.micro_batches(2)[0]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from core.run import RunDir
-from parity_tests.cli.workspace import REPO, write_workspace
-from parity_tests.ranks.test_restarts import SETTINGS, free_port
-from scripts import cli
+from lockstep.core.run import RunDir
+from lockstep.parity_tests.cli.workspace import REPO, write_workspace
+from lockstep.parity_tests.ranks.test_restarts import SETTINGS, free_port
+from lockstep.scripts import cli
 
 SCRIPT = REPO / "docs/examples/slurm.sh"
 # Runs what follows its own options on each of two nodes.

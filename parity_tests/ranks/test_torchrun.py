@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from core.errors import UserError
-from core.jsonl import read_lines
-from core.launch import launched, require_ranks
-from parity_tests.cli.workspace import REPO, Done, last_weights, trained, write_workspace
-from scripts import cli
+from lockstep.core.errors import UserError
+from lockstep.core.jsonl import read_lines
+from lockstep.core.launch import launched, require_ranks
+from lockstep.parity_tests.cli.workspace import REPO, Done, last_weights, trained, write_workspace
+from lockstep.scripts import cli
 
 RANKS = ("--train.ranks", "2", "--train.steps", "3", "--train.batch-size", "8", "--optim.warmup-steps", "1")
 # Rounding of sums in another order, after three steps.
@@ -33,7 +33,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def torchrun(folder: Path, *arguments: str) -> Done:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, "--module", "scripts.cli", *arguments],
+        [*command, "-m", "lockstep", *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(REPO)},
         capture_output=True,
@@ -89,7 +89,7 @@ def test_deterministic_ranks_stopped_in_the_midst_of_the_warm_up_end_with_the_sa
 
 def test_a_launch_must_fit_the_settings(run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert cli.run(["train", str(run_file), "--train.ranks", "2", "--train.micro-batch-size", "1"]) == 2
-    command = f"torchrun --nproc-per-node 2 --module scripts.cli train {run_file} --train.ranks 2"
+    command = f"torchrun --nproc-per-node 2 -m lockstep train {run_file} --train.ranks 2"
     assert command in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")

@@ -8,23 +8,23 @@ import torch
 import torch.nn.functional as F
 from jax import lax
 
-import jax_backend.attention
-import jax_backend.model
-import jax_backend.precision
-import jax_backend.stages
-import torch_backend.model
-import torch_backend.optim
-import torch_backend.precision
-import torch_backend.stages
-from core.config import AttentionConfig, OptimConfig, RunConfig
-from core.errors import UserError
-from core.groups import GroupSettings
-from core.parity.reference_check import check_reference, require_sound, small, sound_reference
-from core.parity.side_by_side import check_steps
-from jax_backend.session import JaxBackend
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.model import Attention, Llama, SwiGLU
-from torch_backend.session import TorchBackend
+import lockstep.jax_backend.attention
+import lockstep.jax_backend.model
+import lockstep.jax_backend.precision
+import lockstep.jax_backend.stages
+import lockstep.torch_backend.model
+import lockstep.torch_backend.optim
+import lockstep.torch_backend.precision
+import lockstep.torch_backend.stages
+from lockstep.core.config import AttentionConfig, OptimConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.groups import GroupSettings
+from lockstep.core.parity.reference_check import check_reference, require_sound, small, sound_reference
+from lockstep.core.parity.side_by_side import check_steps
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.model import Attention, Llama, SwiGLU
+from lockstep.torch_backend.session import TorchBackend
 
 BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 
@@ -119,7 +119,7 @@ def everywhere(patch, name, function, *modules):
         patch.setattr(module, name, function)
 
 
-MODEL, STAGES = torch_backend.model, torch_backend.stages
+MODEL, STAGES = lockstep.torch_backend.model, lockstep.torch_backend.stages
 PLANTED = {
     "softmax without 1/√E": ("attn", lambda p: p.setattr(Attention, "attend", unscaled)),
     "no causal mask": ("attn", lambda p: p.setattr(Attention, "attend", sees_all)),
@@ -148,7 +148,9 @@ PLANTED = {
     "gains decay": (
         "update",
         lambda p: p.setattr(
-            torch_backend.optim, "group_settings", lambda config, group: GroupSettings(1.0, config.optim.weight_decay)
+            lockstep.torch_backend.optim,
+            "group_settings",
+            lambda config, group: GroupSettings(1.0, config.optim.weight_decay),
         ),
     ),
 }
@@ -202,8 +204,8 @@ def running_on(documents):
     return jnp.broadcast_to(jnp.arange(documents.shape[1]), documents.shape)
 
 
-JAX_MODEL, JAX_STAGES = jax_backend.model, jax_backend.stages
-right_mask, right_positions = jax_backend.attention.document_mask, jax_backend.model.positions
+JAX_MODEL, JAX_STAGES = lockstep.jax_backend.model, lockstep.jax_backend.stages
+right_mask, right_positions = lockstep.jax_backend.attention.document_mask, lockstep.jax_backend.model.positions
 PLANTED_IN_DOCUMENTS = {
     "documents see each other": ("mask", "attn", "document_mask", causal_alone),
     "the mask one token early": ("mask", "attn", "document_mask", lambda documents: right_mask(shifted(documents))),
@@ -258,22 +260,22 @@ def in_tf32(x, weight, policy, round_output):
 
 def test_tf32_in_the_reference_is_refused(monkeypatch):
     """JAX's default on a GPU: products of FP32 arrays with 10 bits of mantissa (scipy #24724)."""
-    monkeypatch.setattr(jax_backend.precision, "_product", in_tf32)
+    monkeypatch.setattr(lockstep.jax_backend.precision, "_product", in_tf32)
     with pytest.raises(UserError, match=r"the reference is wrong.*TF32 probe"):
         require_sound(JaxBackend(), tiny_config("fp32"))
 
 
 def test_a_twin_that_rounds_nothing_is_refused(monkeypatch):
     """Held against it, an honest bf16 trainer would stand accused."""
-    plain = dataclasses.replace(jax_backend.precision.POLICIES["fp32"], name="bf16")
-    monkeypatch.setitem(jax_backend.precision.POLICIES, "bf16", plain)
+    plain = dataclasses.replace(lockstep.jax_backend.precision.POLICIES["fp32"], name="bf16")
+    monkeypatch.setitem(lockstep.jax_backend.precision.POLICIES, "bf16", plain)
     with pytest.raises(UserError, match=r"the reference is wrong.*bf16.*at least"):
         require_sound(JaxBackend(), tiny_config("bf16"))
 
 
 def test_a_twin_that_rounds_the_stream_is_refused(monkeypatch):
     def rounded(x, weight, eps):
-        y = torch_backend.model.rms_norm(x, weight, eps)
+        y = lockstep.torch_backend.model.rms_norm(x, weight, eps)
         return y.bfloat16().to(x.dtype) if x.dtype == torch.float32 else y
 
     monkeypatch.setattr(STAGES, "rms_norm", rounded)
@@ -286,9 +288,9 @@ def test_a_wrong_backward_of_attention_is_refused(monkeypatch):
 
     def without_delta(policy, saved, grad):
         q, k, v, out, *rest = saved
-        return jax_backend.attention._backward(policy, (q, k, v, jnp.zeros_like(out), *rest), grad)
+        return lockstep.jax_backend.attention._backward(policy, (q, k, v, jnp.zeros_like(out), *rest), grad)
 
-    monkeypatch.setattr(jax_backend.attention.attention, "bwd", without_delta)
+    monkeypatch.setattr(lockstep.jax_backend.attention.attention, "bwd", without_delta)
     check = check_reference(JaxBackend(), tiny_config("fp64"))
     assert {(f.stage, f.phase) for f in check.wrong} == {("attn", "backward")}
 

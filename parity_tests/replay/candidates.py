@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from parity_tests.replay.made import Gelu
-from torch_backend.session import TorchBackend
+from lockstep.parity_tests.replay.made import Gelu
+from lockstep.torch_backend.session import TorchBackend
 
 
 class _From5(Gelu):

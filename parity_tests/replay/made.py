@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch.nn.functional as F
 
-from core import checkpoint
-from core.backend import Batch
-from core.config import RunConfig
-from core.jsonl import sealed_line
-from core.parity.evidence import Evidence, gather, uneven_weights
-from core.parity.judge import Reference, judge
-from core.parity.record import observe, probe_of, save_observations
-from core.parity.verdict import Check
-from core.run import CHECKPOINTS, OBSERVATIONS, RunDir
-from jax_backend.session import JaxBackend, JaxSession
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core import checkpoint
+from lockstep.core.backend import Batch
+from lockstep.core.config import RunConfig
+from lockstep.core.jsonl import sealed_line
+from lockstep.core.parity.evidence import Evidence, gather, uneven_weights
+from lockstep.core.parity.judge import Reference, judge
+from lockstep.core.parity.record import observe, probe_of, save_observations
+from lockstep.core.parity.verdict import Check
+from lockstep.core.run import CHECKPOINTS, OBSERVATIONS, RunDir
+from lockstep.jax_backend.session import JaxBackend, JaxSession
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 STEPS = 14
 # One configuration for all: the reference is compiled once.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.backend import NotSupported
-from core.parity.alarm import bit_equal, repeated, sound
-from core.parity.capsule import read_capsule
-from core.parity.judge import judge
-from core.parity.step import flat
-from parity_tests.replay.made import CONFIG, VERSIONS, Flips, Gelu, evidence_of, reference
-from parity_tests.tiny import text_batch
-from torch_backend.session import TorchSession
+from lockstep.core.backend import NotSupported
+from lockstep.core.parity.alarm import bit_equal, repeated, sound
+from lockstep.core.parity.capsule import read_capsule
+from lockstep.core.parity.judge import judge
+from lockstep.core.parity.step import flat
+from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Flips, Gelu, evidence_of, reference
+from lockstep.parity_tests.tiny import text_batch
+from lockstep.torch_backend.session import TorchSession
 
 PLACE = {"candidate": "torch", "reference": "jax", "versions": VERSIONS}
 

@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 
-from core.errors import UserError
-from core.jsonl import sealed_line
-from core.parity.bisect import bisect_run
-from core.run import RunDir
-from parity_tests.replay.made import (
+from lockstep.core.errors import UserError
+from lockstep.core.jsonl import sealed_line
+from lockstep.core.parity.bisect import bisect_run
+from lockstep.core.run import RunDir
+from lockstep.parity_tests.replay.made import (
     CONFIG,
     STEPS,
     BadAt7,
@@ -22,7 +22,7 @@ from parity_tests.replay.made import (
     make_run,
     run_batch,
 )
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 @pytest.fixture(scope="module")

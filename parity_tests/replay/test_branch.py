@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from core import checkpoint
-from core.errors import UserError
-from core.parity.bisect import bisect_run
-from core.parity.branch import Branch
-from core.run import CHECKPOINTS, RunDir
-from parity_tests.replay.made import CONFIG, GeluFrom7, Judge, backend, make_run, run_batch
+from lockstep.core import checkpoint
+from lockstep.core.errors import UserError
+from lockstep.core.parity.bisect import bisect_run
+from lockstep.core.parity.branch import Branch
+from lockstep.core.run import CHECKPOINTS, RunDir
+from lockstep.parity_tests.replay.made import CONFIG, GeluFrom7, Judge, backend, make_run, run_batch
 
 
 def set_back(path, step):

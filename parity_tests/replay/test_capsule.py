@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from core.errors import UserError
-from core.parity.capsule import other_versions, read_capsule, write_capsule
-from core.parity.replay import replay_capsule
-from jax_backend.session import JaxBackend
-from parity_tests.faults import FAULTS
-from parity_tests.faults.attention import PackedDocumentsSeeEachOther
-from parity_tests.replay.made import CONFIG, VERSIONS, Gelu, Judge, backend, checked
+from lockstep.core.errors import UserError
+from lockstep.core.parity.capsule import other_versions, read_capsule, write_capsule
+from lockstep.core.parity.replay import replay_capsule
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.faults import FAULTS
+from lockstep.parity_tests.faults.attention import PackedDocumentsSeeEachOther
+from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, Judge, backend, checked
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_its_step_is_judged_as_it_was(capsule, made):
 
 
 def test_a_mended_candidate_agrees_and_is_said_to_do_otherwise(capsule):
-    from torch_backend.session import TorchBackend
+    from lockstep.torch_backend.session import TorchBackend
 
     again = replay_capsule(read_capsule(capsule), TorchBackend(), Judge())
     assert again.check is not None and again.check.verdict == "agreed"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from core.config import CompileConfig, RecomputeConfig
-from core.errors import UserError
-from core.parity.cause import VARIATIONS, Variation, find_cause
-from parity_tests.replay.made import CONFIG, Gelu, Judge, SumsInBf16, backend, checked
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.config import CompileConfig, RecomputeConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.cause import VARIATIONS, Variation, find_cause
+from lockstep.parity_tests.replay.made import CONFIG, Gelu, Judge, SumsInBf16, backend, checked
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 COMPILED = CONFIG.model_copy(update={"compile": CompileConfig(enabled=True, backend="aot_eager")})
 LEVERS = {v.words: v for v in VARIATIONS}

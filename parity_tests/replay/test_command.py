@@ -7,18 +7,18 @@ import shutil
 
 import pytest
 
-from core.errors import UserError
-from core.parity.capsule import write_capsule
-from core.run_info import read_info, write_info
-from parity_tests.cli.workspace import write_workspace
-from parity_tests.conftest import REPO
-from parity_tests.loop.conftest import prepare
-from parity_tests.loop.runs import Folder
-from parity_tests.replay.made import VERSIONS, Judge, evidence_of
-from scripts import bisect, replay
+from lockstep.core.errors import UserError
+from lockstep.core.parity.capsule import write_capsule
+from lockstep.core.run_info import read_info, write_info
+from lockstep.parity_tests.cli.workspace import write_workspace
+from lockstep.parity_tests.loop.conftest import prepare
+from lockstep.parity_tests.loop.runs import Folder
+from lockstep.parity_tests.replay.made import VERSIONS, Judge, evidence_of
+from lockstep.parity_tests.repository import REPO
+from lockstep.scripts import bisect, replay
 
 CANDIDATE = f"{REPO / 'parity_tests/replay/candidates.py'}:Faulty"
-JUDGE = ("--reference", "parity_tests.replay.made:Judge")  # the reference, compiled once
+JUDGE = ("--reference", "lockstep.parity_tests.replay.made:Judge")  # the reference, compiled once
 SETTINGS = {"train.steps": 6, "checkpoint.every": 4, "checkpoint.keep": 5, "parity.record_every": 5}
 
 
@@ -60,8 +60,8 @@ def test_a_step_that_agrees_ends_0(run):
 
 
 def test_a_capsule_is_replayed_by_whoever_made_it(folder, run, tmp_path, capsys):
-    from core.parity.judge import Reference, judge
-    from parity_tests.replay.candidates import Faulty
+    from lockstep.core.parity.judge import Reference, judge
+    from lockstep.parity_tests.replay.candidates import Faulty
 
     config = folder.run("faulty").config
     session = Faulty().open(config)

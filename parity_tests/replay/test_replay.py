@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 
-from core.errors import UserError
-from core.parity.observations import load, save
-from core.parity.replay import replay_run
-from core.run import RunDir
-from parity_tests.replay.made import CONFIG, Gelu, GeluFrom7, Judge, backend, make_run, run_batch
-from torch_backend.session import TorchSession
+from lockstep.core.errors import UserError
+from lockstep.core.parity.observations import load, save
+from lockstep.core.parity.replay import replay_run
+from lockstep.core.run import RunDir
+from lockstep.parity_tests.replay.made import CONFIG, Gelu, GeluFrom7, Judge, backend, make_run, run_batch
+from lockstep.torch_backend.session import TorchSession
 
 # Sketches and state at step 4; sketches alone at 6; a state alone before step 8.
 KEPT = {"steps": 9, "checkpoints": (3, 7), "sketches": (4, 6)}

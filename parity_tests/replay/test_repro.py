@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from core.config import AttentionConfig
-from core.parity.repro import repro
-from core.parity.verdict import Finding
-from parity_tests.replay.made import CONFIG, VERSIONS, Gelu, SumsInBf16, backend, checked
-from parity_tests.tiny import tiny_config
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.config import AttentionConfig
+from lockstep.core.parity.repro import repro
+from lockstep.core.parity.verdict import Finding
+from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, SumsInBf16, backend, checked
+from lockstep.parity_tests.tiny import tiny_config
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 UNTIED = tiny_config("fp32", train={"sequence_length": 32}, tied=False, qkv_bias=True, layers=1)
 PACKED = CONFIG.model_copy(update={"attention": AttentionConfig(document_mask=True, reset_positions=True)})

@@ -9,16 +9,16 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from core.parity.compare import Reference
-from core.parity.evidence import gather, uneven_weights
-from core.parity.repro import repro
-from core.parity.step import update
-from core.parity.verdict import Finding, Measure
-from jax_backend.session import JaxBackend
-from parity_tests.faults.optimizer import BlockScaleStale, MuonWithoutItsLength
-from parity_tests.replay.made import VERSIONS
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core.parity.compare import Reference
+from lockstep.core.parity.evidence import gather, uneven_weights
+from lockstep.core.parity.repro import repro
+from lockstep.core.parity.step import update
+from lockstep.core.parity.verdict import Finding, Measure
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.parity_tests.faults.optimizer import BlockScaleStale, MuonWithoutItsLength
+from lockstep.parity_tests.replay.made import VERSIONS
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 BASE = tiny_config("fp32", train={"sequence_length": 32, "micro_batch_size": 4})
 MATRIX = "blocks.1.attn.q_proj.weight"

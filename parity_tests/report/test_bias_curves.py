@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.parity import bias
-from core.parity.bands import independent
-from core.parity.sketch import K
-from core.parity.verdict import Check, Finding, Measure
-from core.report.bias_curves import KEYS, bias_curves
-from core.report.checks import Checks
+from lockstep.core.parity import bias
+from lockstep.core.parity.bands import independent
+from lockstep.core.parity.sketch import K
+from lockstep.core.parity.verdict import Check, Finding, Measure
+from lockstep.core.report.bias_curves import KEYS, bias_curves
+from lockstep.core.report.checks import Checks
 
 DISTANCE, GAIN = 0.6, 0.4
 SIZES = {"blocks.0.attn.q": 5000, "blocks.0.attn_norm.weight": independent((64,)), "final_norm": 256}

@@ -19,27 +19,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.errors import UserError
-from core.jsonl import read_lines, sealed_line
-from core.parity.stages import FORWARD, HEADS
-from core.parity.verdict import Measure
-from core.report import build_report, write_report
-from core.report.build import SCRIPTS
-from core.report.checks import (
-    AT_BOUND,
-    CONTAMINATED,
-    HELD,
-    NAMED,
-    ORIGIN,
-    PER_DECADE,
-    Checks,
-    strain_code,
-)
-from core.report.curves import POINTS, charts, smooth, thin
-from core.report.heatmap import MAX_VALUES, MINUS_HIGH, ONE_OVER_HIGH, encode, number_planes
-from core.report.text import embed, esc, number
-from core.run_info import read_info, write_info
-from parity_tests.report.fake_run import FAULT_STEP, MODEL, NOT_COVERED, record, write_run
+from lockstep.core.errors import UserError
+from lockstep.core.jsonl import read_lines, sealed_line
+from lockstep.core.parity.stages import FORWARD, HEADS
+from lockstep.core.parity.verdict import Measure
+from lockstep.core.report import build_report, write_report
+from lockstep.core.report.build import SCRIPTS
+from lockstep.core.report.checks import AT_BOUND, CONTAMINATED, HELD, NAMED, ORIGIN, PER_DECADE, Checks, strain_code
+from lockstep.core.report.curves import POINTS, charts, smooth, thin
+from lockstep.core.report.heatmap import MAX_VALUES, MINUS_HIGH, ONE_OVER_HIGH, encode, number_planes
+from lockstep.core.report.text import embed, esc, number
+from lockstep.core.run_info import read_info, write_info
+from lockstep.parity_tests.report.fake_run import FAULT_STEP, MODEL, NOT_COVERED, record, write_run
 
 ROLES = {None: HELD, "contaminated": CONTAMINATED, "origin": ORIGIN}
 
@@ -236,7 +227,7 @@ def test_lines_stand_in_the_order_of_the_chain(pages):
 def test_the_pages_script_unpacks_what_was_packed(pages):
     heat = embedded(pages["faulty"])["heat"]
     cells = Unpacked(heat)
-    source = resources.files("core.report").joinpath("cells.js").read_text()
+    source = resources.files("lockstep.core.report").joinpath("cells.js").read_text()
     ask = (
         "unpack().then(c => console.log(JSON.stringify(heat.rows.map((_, r) => heat.steps.map((_, s) => c.at(r, s))))))"
     )
@@ -252,7 +243,7 @@ def test_the_pages_script_unpacks_what_was_packed(pages):
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not here")
 def test_the_scripts_are_one_program(tmp_path):
-    text = "".join(resources.files("core.report").joinpath(name).read_text() for name in SCRIPTS)
+    text = "".join(resources.files("lockstep.core.report").joinpath(name).read_text() for name in SCRIPTS)
     (tmp_path / "page.js").write_text(text)
     subprocess.run(["node", "--check", str(tmp_path / "page.js")], check=True)
 
@@ -579,12 +570,12 @@ def large_checks(columns: int, rows: int) -> Checks:
 
 
 def test_a_large_run_stays_small(monkeypatch):
-    monkeypatch.setattr("core.report.heatmap.FINE_VALUES", 0)
+    monkeypatch.setattr("lockstep.core.report.heatmap.FINE_VALUES", 0)
     rng = np.random.default_rng(0)
     records = [record(step, 20_000, rng) for step in range(1, 20_001)]
     curves = len(embed(charts(records, {}, {})))
     # A quarter of the most values, and 300 checks of 600 comparisons without them.
-    monkeypatch.setattr("core.report.heatmap.MAX_VALUES", MAX_VALUES // 4)
+    monkeypatch.setattr("lockstep.core.report.heatmap.MAX_VALUES", MAX_VALUES // 4)
     few, many = encode(large_checks(60, 500)), encode(large_checks(300, 600))
     assert few is not None and many is not None and many["left_out"] == 0
     assert len(few["detailed"]) == 60 and len(many["detailed"]) == 55
@@ -595,11 +586,11 @@ def test_a_large_run_stays_small(monkeypatch):
 def test_beyond_the_limit_broken_columns_are_kept(monkeypatch):
     checks = large_checks(20, 30)
     checks.cells.state[13 * 30] = ORIGIN
-    monkeypatch.setattr("core.report.heatmap.MAX_VALUES", 5 * 30 * 3)
+    monkeypatch.setattr("lockstep.core.report.heatmap.MAX_VALUES", 5 * 30 * 3)
     heat = encode(checks)
     assert heat is not None and heat["left_out"] == 0 and len(heat["detailed"]) == 5 and 13 in heat["detailed"]
     Unpacked(heat)
-    monkeypatch.setattr("core.report.heatmap.MAX_CELLS", 10 * 30)
+    monkeypatch.setattr("lockstep.core.report.heatmap.MAX_CELLS", 10 * 30)
     heat = encode(checks)
     assert heat is not None and heat["left_out"] == 10 and 13 * 50 in heat["steps"]
     assert len(heat["detailed"]) == 5 and heat["steps"].index(13 * 50) in heat["detailed"]

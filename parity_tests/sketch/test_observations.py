@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from core.errors import UserError
-from core.parity.excess import distances
-from core.parity.observations import load, observed, save, sketch_distances
+from lockstep.core.errors import UserError
+from lockstep.core.parity.excess import distances
+from lockstep.core.parity.observations import load, observed, save, sketch_distances
 
 ABOUT = {"step": 7, "rows": [0, 3]}
 

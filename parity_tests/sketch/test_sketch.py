@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.parity import sketch as in_numpy
-from core.parity.sketch import K
-from jax_backend import sketch as in_jax
-from torch_backend import sketch as in_torch
+from lockstep.core.parity import sketch as in_numpy
+from lockstep.core.parity.sketch import K
+from lockstep.jax_backend import sketch as in_jax
+from lockstep.torch_backend import sketch as in_torch
 
 FLOATS = {"float16": 2e-2, "float32": 2e-6, "float64": 1e-13}
 # ‖S(x)‖ has a relative deviation of √(1/2K) = 2.2 %; six of them.

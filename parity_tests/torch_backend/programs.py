@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from core.backend import Gradients
-from core.config import CompileConfig, RunConfig
+from lockstep.core.backend import Gradients
+from lockstep.core.config import CompileConfig, RunConfig
 
 EAGER = CompileConfig(enabled=False)
 TRACED = CompileConfig(enabled=True, backend="aot_eager")

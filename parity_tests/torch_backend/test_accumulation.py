@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.parity.evidence import uneven_weights
-from parity_tests.cross.variants import relative
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.parity_tests.cross.variants import relative
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 TRAIN = {"sequence_length": 32}
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import OptimConfig
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.optim import clip_coefficient
-from torch_backend.session import TorchBackend
+from lockstep.core.config import OptimConfig
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.optim import clip_coefficient
+from lockstep.torch_backend.session import TorchBackend
 
 # The gradient's norm is near 2: below, above, and off.
 LIMITS = [0.25, 1e3, 0.0]

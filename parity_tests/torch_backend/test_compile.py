@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from core.backend import Batch
-from core.metrics import RECOMPILED
-from core.parity.evidence import uneven_weights
-from core.sinks.phrases import metric_lines
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core.backend import Batch
+from lockstep.core.metrics import RECOMPILED
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.sinks.phrases import metric_lines
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 CONFIG = tiny_config("bf16", compiled=True, layers=1, train={"sequence_length": 32})
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from core.errors import UserError
-from core.parity.evidence import uneven_weights
-from parity_tests.cross.variants import relative
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend import precision
-from torch_backend.session import TorchBackend
+from lockstep.core.errors import UserError
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.parity_tests.cross.variants import relative
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend import precision
+from lockstep.torch_backend.session import TorchBackend
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import torch_backend.optim
-from core.config import OptimConfig
-from core.groups import GroupSettings
-from core.names import GROUPS, group_of
-from parity_tests.cross.variants import ALL_BIASES, shaken_state
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+import lockstep.torch_backend.optim
+from lockstep.core.config import OptimConfig
+from lockstep.core.groups import GroupSettings
+from lockstep.core.names import GROUPS, group_of
+from lockstep.parity_tests.cross.variants import ALL_BIASES, shaken_state
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 LR, DECAY = 0.01, 0.5
 BASE = tiny_config("fp64", train={"sequence_length": 16}, tied=False, **ALL_BIASES)
@@ -59,7 +59,7 @@ def test_a_tied_head_is_an_embedding():
 
 
 def test_decay_on_everything_is_seen(monkeypatch, without):
-    monkeypatch.setattr(torch_backend.optim, "group_settings", decays_everything)
+    monkeypatch.setattr(lockstep.torch_backend.optim, "group_settings", decays_everything)
     assert pulled_groups(after_a_step(DECAY), without) == set(GROUPS)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.errors import UserError
-from parity_tests.tiny import tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core.errors import UserError
+from lockstep.parity_tests.tiny import tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import AttentionConfig, RecomputeConfig
-from parity_tests.cross.variants import VARIANTS, shaken_state
-from parity_tests.tiny import text_bytes, tiny_config
-from torch_backend.generate import Cache, Decoder
-from torch_backend.session import TorchBackend
+from lockstep.core.config import AttentionConfig, RecomputeConfig
+from lockstep.parity_tests.cross.variants import VARIANTS, shaken_state
+from lockstep.parity_tests.tiny import text_bytes, tiny_config
+from lockstep.torch_backend.generate import Cache, Decoder
+from lockstep.torch_backend.session import TorchBackend
 
 WINDOW = 24
 TRAIN = {"sequence_length": WINDOW}
@@ -176,7 +176,7 @@ def from_the_first_key(monkeypatch):
     def first(q, k, v, attn_mask, is_causal):
         return sdpa(q, k, v, attn_mask=attn_mask, is_causal=True)
 
-    monkeypatch.setattr("torch_backend.attention.F.scaled_dot_product_attention", first)
+    monkeypatch.setattr("lockstep.torch_backend.attention.F.scaled_dot_product_attention", first)
 
 
 @pytest.mark.parametrize("fault", [one_behind, one_ahead, wrong_position, from_the_first_key])

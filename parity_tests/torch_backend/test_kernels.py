@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from core.config import AttentionConfig
-from core.errors import UserError
-from parity_tests.tiny import tiny_config
-from torch_backend.attention import BACKENDS, Kernel, Machine, document_mask, in_force, refusal
-from torch_backend.session import TorchBackend, TorchSession
+from lockstep.core.config import AttentionConfig
+from lockstep.core.errors import UserError
+from lockstep.parity_tests.tiny import tiny_config
+from lockstep.torch_backend.attention import BACKENDS, Kernel, Machine, document_mask, in_force, refusal
+from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 CPU = Machine("cpu")
 HOPPER = Machine("cuda", (9, 0), cudnn=True, triton=True, fa3=True)

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
-from torch_backend import loss
-from torch_backend.lean import gated, scaled
-from torch_backend.loss import negative_log_likelihood
+from lockstep.torch_backend import loss
+from lockstep.torch_backend.lean import gated, scaled
+from lockstep.torch_backend.loss import negative_log_likelihood
 
 DTYPES = [torch.float32, torch.float64]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from core.names import tap_names
-from core.parity.evidence import gather, observed_names, probe_batch, uneven_weights
-from parity_tests.cross.variants import same_bits
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core.names import tap_names
+from lockstep.core.parity.evidence import gather, observed_names, probe_batch, uneven_weights
+from lockstep.parity_tests.cross.variants import same_bits
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 CONFIG = tiny_config("bf16", train={"sequence_length": 32})
 LOOKS = {

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import RecomputeConfig
-from core.names import GRADIENT
-from core.parity.evidence import uneven_weights
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.model import SwiGLU
-from torch_backend.session import TorchBackend
+from lockstep.core.config import RecomputeConfig
+from lockstep.core.names import GRADIENT
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.model import SwiGLU
+from lockstep.torch_backend.session import TorchBackend
 
 PLANS = (
     {"parts": "embedding"},

@@ -11,11 +11,11 @@ import pytest
 import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
 
-import torch_backend.model
-from core.parity.evidence import uneven_weights
-from parity_tests.tiny import text_batch, tiny_config
-from parity_tests.torch_backend.programs import GENERATED, PROGRAMS, fresh_compiler, same_gradients, under
-from torch_backend.session import TorchBackend
+import lockstep.torch_backend.model
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.parity_tests.torch_backend.programs import GENERATED, PROGRAMS, fresh_compiler, same_gradients, under
+from lockstep.torch_backend.session import TorchBackend
 
 CONFIG = tiny_config("bf16", layers=1)
 BATCH = uneven_weights(text_batch(CONFIG), 0)
@@ -66,5 +66,5 @@ def test_generated_code_adds_nothing_atomically():
 
 def test_the_plain_embedding_would_be_added_atomically(monkeypatch):
     """The bug planted back: it is what the operator in torch_backend/embedding.py is for."""
-    monkeypatch.setattr(torch_backend.model, "embedding", F.embedding)
+    monkeypatch.setattr(lockstep.torch_backend.model, "embedding", F.embedding)
     assert "atomic_add" in generated_code()

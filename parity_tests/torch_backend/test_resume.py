@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from core.parity.evidence import uneven_weights
-from parity_tests.cross.variants import ALL_BIASES, same_bits
-from parity_tests.tiny import text_batch, tiny_config
-from torch_backend.session import TorchBackend
+from lockstep.core.parity.evidence import uneven_weights
+from lockstep.parity_tests.cross.variants import ALL_BIASES, same_bits
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.session import TorchBackend
 
 
 def run(session, steps):

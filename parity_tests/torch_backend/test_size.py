@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from core.config_file import load_config
-from core.names import parameter_shapes
-from parity_tests.conftest import REPO
-from torch_backend.model import Llama
+from lockstep.core.config_file import load_config
+from lockstep.core.names import parameter_shapes
+from lockstep.parity_tests.repository import REPO
+from lockstep.torch_backend.model import Llama
 
 
 def test_llama_1b_has_1_241_581_568_parameters():

@@ -1,1 +1,1 @@
-"""`core.parity.watch`: somebody's own loop, and what is planted in it."""
+"""`lockstep.watch`: somebody's own loop, and what is planted in it."""

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.parity.watching import Watcher, watch
-from jax_backend.watch import JaxReference, reference
+from lockstep.core.parity.watching import Watcher, watch
+from lockstep.jax_backend.watch import JaxReference, reference
 
 VOCAB, WIDTH, HIDDEN, LENGTH, ROWS = 61, 32, 48, 8, 16
 

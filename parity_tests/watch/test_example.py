@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from core.parity.watching import Settings
+from lockstep.core.parity.watching import Settings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "watch_loop.py"

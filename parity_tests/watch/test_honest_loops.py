@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from core.parity.update_rules import to_bfloat16
-from core.parity.watching import Watcher
-from parity_tests.watch.stranger import BF16, FP32, Tagger, batches, train
+from lockstep.core.parity.update_rules import to_bfloat16
+from lockstep.core.parity.watching import Watcher
+from lockstep.parity_tests.watch.stranger import BF16, FP32, Tagger, batches, train
 
 
 def clip(model: nn.Module) -> None:

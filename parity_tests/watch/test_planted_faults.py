@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.parity.watching import Disagreed
-from parity_tests.watch.stranger import BF16, Batch, Tagger, batches, torch_loss, train
+from lockstep.core.parity.watching import Disagreed
+from lockstep.parity_tests.watch.stranger import BF16, Batch, Tagger, batches, torch_loss, train
 
 NAMES = [name for name, _ in Tagger().named_parameters()]
 

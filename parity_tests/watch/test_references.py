@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from core.errors import UserError
-from core.parity.watched import Answer
-from core.parity.watching import watch
-from jax_backend.watch import reference
-from parity_tests.watch.stranger import FP32, Tagger, batches, jax_loss, jax_nll, torch_loss, train
+from lockstep.core.errors import UserError
+from lockstep.core.parity.watched import Answer
+from lockstep.core.parity.watching import watch
+from lockstep.jax_backend.watch import reference
+from lockstep.parity_tests.watch.stranger import FP32, Tagger, batches, jax_loss, jax_nll, torch_loss, train
 
 
 def gradients_of_line(params: dict[str, np.ndarray], batch: Any) -> tuple[float, dict[str, np.ndarray]]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.config import ModelConfig
-from core.names import parameter_shapes
-from torch_backend.peers.race import Race, Turn
+from lockstep.core.config import ModelConfig
+from lockstep.core.names import parameter_shapes
+from lockstep.torch_backend.peers.race import Race, Turn
 
 # Our names to theirs, longest first.
 WORDS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from torch_backend.peers.race import Race, Turn
-from torch_backend.session import TorchBackend
+from lockstep.torch_backend.peers.race import Race, Turn
+from lockstep.torch_backend.session import TorchBackend
 
 
 def run(race: Race, turn: Turn) -> None:

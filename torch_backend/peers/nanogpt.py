@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.config import ModelConfig
-from torch_backend.peers.race import Race, Turn
+from lockstep.core.config import ModelConfig
+from lockstep.torch_backend.peers.race import Race, Turn
 
 
 def rotate(x_BHSE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from core.backend import Batch
-from core.config import RunConfig
-from core.groups import group_settings
-from core.init import init_parameters
-from core.names import GROUPS, group_of
-from core.schedule import learning_rate
+from lockstep.core.backend import Batch
+from lockstep.core.config import RunConfig
+from lockstep.core.groups import group_settings
+from lockstep.core.init import init_parameters
+from lockstep.core.names import GROUPS, group_of
+from lockstep.core.schedule import learning_rate
 
 # Called before each step with the loss of the one before, None before the first; returns when it is this one's turn.
 Turn = Callable[[float | None], None]

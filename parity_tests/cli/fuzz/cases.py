@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.internal.conjecture.engine import ConjectureRunner
 from pydantic.fields import FieldInfo
 
-from core.config import RULES
-from core.config_file import settings
-from scripts.cli import COMMANDS
+from lockstep.core.config import RULES
+from lockstep.core.config_file import settings
+from lockstep.scripts.cli import COMMANDS
 
 KINDS = ("run file", "flags", "together", "command", "environment", "own process")
 RUN_FILE = "case.toml"
@@ -340,21 +340,21 @@ def _through(command: str) -> st.SearchStrategy[bool]:
 # Flags
 
 _COMMAND_OPTIONS = {
-    "train": "scripts.train:Train",
-    "parity": "scripts.parity:Parity",
-    "report": "scripts.report:Report",
-    "sample": "scripts.sample:Sample",
-    "convert": "scripts.convert:Convert",
-    "replay": "scripts.replay:Replay",
-    "bisect": "scripts.bisect:Bisect",
-    "data prepare": "scripts.prepare:Prepare",
-    "faults": "scripts.faults:Faults",
-    "profile": "scripts.profile:Profile",
-    "plan": "scripts.plan:Plan",
-    "bench step": "scripts.bench:Bench",
-    "bench best": "scripts.bench_best:BenchBest",
-    "bench peers": "scripts.bench_peers:BenchPeers",
-    "bench parity": "scripts.bench_parity:BenchParity",
+    "train": "lockstep.scripts.train:Train",
+    "parity": "lockstep.scripts.parity:Parity",
+    "report": "lockstep.scripts.report:Report",
+    "sample": "lockstep.scripts.sample:Sample",
+    "convert": "lockstep.scripts.convert:Convert",
+    "replay": "lockstep.scripts.replay:Replay",
+    "bisect": "lockstep.scripts.bisect:Bisect",
+    "data prepare": "lockstep.scripts.prepare:Prepare",
+    "faults": "lockstep.scripts.faults:Faults",
+    "profile": "lockstep.scripts.profile:Profile",
+    "plan": "lockstep.scripts.plan:Plan",
+    "bench step": "lockstep.scripts.bench:Bench",
+    "bench best": "lockstep.scripts.bench_best:BenchBest",
+    "bench peers": "lockstep.scripts.bench_peers:BenchPeers",
+    "bench parity": "lockstep.scripts.bench_parity:BenchParity",
 }
 assert set(_COMMAND_OPTIONS) == set(COMMANDS), "every command is fuzzed"
 TAKES_A_RUN_FILE = ("train", "parity", "data prepare", "profile", "plan", "bench step", "bench best", "bench peers")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from core.errors import printable
-from parity_tests.cli.fuzz.cases import SETTINGS, Case, options_of
-from parity_tests.cli.fuzz.sandbox import STEPS, Left
-from scripts.cli import COMMANDS
+from lockstep.core.errors import printable
+from lockstep.parity_tests.cli.fuzz.cases import SETTINGS, Case, options_of
+from lockstep.parity_tests.cli.fuzz.sandbox import STEPS, Left
+from lockstep.scripts.cli import COMMANDS
 
 OUTCOMES = ("done", "accepted", "disagreed", "shown", "refused", "WRONG")
 LONGEST = 300

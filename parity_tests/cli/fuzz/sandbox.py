@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from parity_tests.cli.fuzz.cases import Case
-from parity_tests.cli.workspace import REPO, Done, write_workspace
+from lockstep.parity_tests.cli.fuzz.cases import Case
+from lockstep.parity_tests.cli.workspace import REPO, Done, write_workspace
 
 SECONDS = 60
 STEPS = 2
 
 CANDIDATE = """
-from torch_backend.session import TorchBackend as Good
+from lockstep.torch_backend.session import TorchBackend as Good
 number = 3
 def raises(): raise OSError("no luck")
 def exits(): raise SystemExit(0)
@@ -110,7 +110,7 @@ class Sandbox:
                 ["train", "tiny.toml", "--train.steps", "4", "--checkpoint.every", "2", "--parity.record-every", "2"],
             ):
                 said = subprocess.run(
-                    [sys.executable, "-m", "scripts.cli", *argv], capture_output=True, env=_environment()
+                    [sys.executable, "-m", "lockstep", *argv], capture_output=True, env=_environment()
                 )
                 assert said.returncode == 0, said
             for name in ("folder", "full", "unwritable", "broken", "broken/capsule"):
@@ -158,7 +158,7 @@ class Sandbox:
     # In this process
 
     def _call(self, case: Case) -> tuple[Done, int | None, bool, bool, str]:
-        from scripts.cli import run
+        from lockstep.scripts.cli import run
 
         out, err = _stream("strict"), _stream("backslashreplace")
         code: int | None = None
@@ -199,7 +199,7 @@ class Sandbox:
         for name, value in case.environment:
             if value is None:
                 environment.pop(name, None)
-        command = [sys.executable, "-m", "scripts.cli", *case.argv]
+        command = [sys.executable, "-m", "lockstep", *case.argv]
         if case.stdout == "closed":
             command = ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *command]
         stdout: Any = subprocess.PIPE
@@ -362,34 +362,34 @@ def _cuts(case: Case) -> list[Any]:
     Always: a run stops after two steps, nothing is compiled, W&B is not installed, Python's whole standard library is
     not prepared, nothing is timed, no fault is planted. Unless the case goes through: no step is made at all.
     """
-    import scripts.train
-    from core.data.sources import list_source
-    from torch_backend.session import TorchSession
+    import lockstep.scripts.train
+    from lockstep.core.data.sources import list_source
+    from lockstep.torch_backend.session import TorchSession
 
     def listed(source: str | None, **options: Any) -> Any:
         return list_source(source, **options) if source is not None else _reached()
 
     cuts = [
-        mock.patch.object(scripts.train, "_interrupts", lambda: contextlib.nullcontext(_After(STEPS))),
+        mock.patch.object(lockstep.scripts.train, "_interrupts", lambda: contextlib.nullcontext(_After(STEPS))),
         mock.patch.object(TorchSession, "compiled", lambda self, program: program),
         _without_wandb(),
         mock.patch("inspect.getsource", _source),
-        mock.patch("core.data.prepare.list_source", listed),
-        mock.patch("core.bench.suite.Worker.__call__", _answer),
-        mock.patch("core.bench.turns.Side.__init__", _reached),
-        mock.patch("scripts.bench_parity.RunData", types.SimpleNamespace(open=_reached)),
-        mock.patch("scripts.faults.run", _reached),
-        mock.patch("scripts.profile.batches_of", _reached),
-        mock.patch("core.parity.shadow.Shadow.__init__", _reached),
+        mock.patch("lockstep.core.data.prepare.list_source", listed),
+        mock.patch("lockstep.core.bench.suite.Worker.__call__", _answer),
+        mock.patch("lockstep.core.bench.turns.Side.__init__", _reached),
+        mock.patch("lockstep.scripts.bench_parity.RunData", types.SimpleNamespace(open=_reached)),
+        mock.patch("lockstep.scripts.faults.run", _reached),
+        mock.patch("lockstep.scripts.profile.batches_of", _reached),
+        mock.patch("lockstep.core.parity.shadow.Shadow.__init__", _reached),
     ]
     if not case.through:
         cuts += [
-            mock.patch("core.loop.train", _reached),
-            mock.patch("core.parity.side_by_side.check_steps", _reached),
-            mock.patch("core.parity.free_running.drift", _reached),
-            mock.patch("core.parity.replay.replay_run", _reached),
-            mock.patch("core.parity.replay.replay_capsule", _reached),
-            mock.patch("core.parity.bisect.bisect_run", _reached),
-            mock.patch("scripts.sample.write", _reached),
+            mock.patch("lockstep.core.loop.train", _reached),
+            mock.patch("lockstep.core.parity.side_by_side.check_steps", _reached),
+            mock.patch("lockstep.core.parity.free_running.drift", _reached),
+            mock.patch("lockstep.core.parity.replay.replay_run", _reached),
+            mock.patch("lockstep.core.parity.replay.replay_capsule", _reached),
+            mock.patch("lockstep.core.parity.bisect.bisect_run", _reached),
+            mock.patch("lockstep.scripts.sample.write", _reached),
         ]
     return cuts

@@ -1,0 +1,5 @@
+"""Where the repository lies."""
+
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
