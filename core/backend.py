@@ -19,8 +19,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from lockstep.core.config import AttentionConfig, RunConfig, TrainConfig
-from lockstep.core.loss_scale import SKIPPED
+from lockstep.core.config.schema import AttentionConfig, RunConfig, TrainConfig
+from lockstep.core.train.loss_scale import SKIPPED
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -112,9 +112,10 @@ class State:
     step:      optimizer steps done so far.
     params:    master weights by canonical name (float32; float64 under the fp64 policy).
     optimizer: moments by kind, then by canonical name, each of its parameter's shape; AdamW has `exp_avg` and
-               `exp_avg_sq` (Kingma & Ba 2015: m, v), a matrix under Muon `momentum_buffer` alone (core/groups.py).
-               8-bit moments are what their codes and scales stand for, in float32.
-    scalars:   under fp16, the loss scale and its counts (core/loss_scale.py); counts of steps left out (core/skips.py).
+               `exp_avg_sq` (Kingma & Ba 2015: m, v), a matrix under Muon `momentum_buffer` alone
+               (core/model/groups.py). 8-bit moments are what their codes and scales stand for, in float32.
+    scalars:   under fp16, the loss scale and its counts (core/train/loss_scale.py); counts of steps left out
+               (core/train/skipped_steps.py).
     """
 
     step: int
@@ -124,7 +125,7 @@ class State:
 
     @property
     def updates(self) -> int:
-        """Updates done so far: steps without those that were left out (core/skips.py)."""
+        """Updates done so far: steps without those that were left out (core/train/skipped_steps.py)."""
         return self.step - int(self.scalars.get(SKIPPED, 0))
 
 
@@ -135,12 +136,13 @@ class StepRecord:
     step:             number of this step, from 1.
     loss:             Σ weight·nll / Σ weight over the step's batch, in nats, before the update.
     loss_weight:      Σ weight.
-    lr:               the schedule's learning rate in this step, before a group's factor (core/groups.py).
+    lr:               the schedule's learning rate in this step, before a group's factor (core/model/groups.py).
     grad_norm:        global L2 norm of the accumulated gradients, before clipping.
     clip_coefficient: what the gradients were multiplied by, in (0, 1].
     digest:           `Batch.digest()` of what the session consumed.
     tokens:           targets in the batch.
-    seconds, tokens_per_second, mfu: filled in by the loop; mfu by FLOP convention (core/budget.py), empty if the peak
+    seconds, tokens_per_second, mfu: filled in by the loop; mfu by FLOP convention (core/model/budget.py), empty if the
+    peak
                       is unknown.
     metrics:          values that are due at an interval of their own (validation, norms by group, …), by name.
     host:             what depends on the machine: seconds since the last record by part (`seconds/compute`, …), and
@@ -210,8 +212,8 @@ class Session(Protocol):
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """One optimizer step on `batch`; `norms` adds norms by group to the record (a check never asks for them).
 
-        Of a step whose loss or gradients are not finite nothing changes: raises lockstep.core.finite.NotFinite, or
-        leaves it out and counts it (core/skips.py).
+        Of a step whose loss or gradients are not finite nothing changes: raises lockstep.core.train.finite.NotFinite,
+        or leaves it out and counts it (core/train/skipped_steps.py).
         """
         ...
 
@@ -220,11 +222,11 @@ class Session(Protocol):
         ...
 
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """Forward values of the named taps (core/names.py) on one micro-batch, as float32 (float64 under fp64)."""
+        """Forward values of the named taps (core/model/names.py) on a micro-batch, float32 (float64 under fp64)."""
         ...
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
-        """Execute one stage of the chain on the given inputs (core/parity/stages.py says which it takes and gives)."""
+        """Execute one stage on the given inputs; core/parity/reference/stages.py lists its inputs and outputs."""
         ...
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
@@ -292,7 +294,7 @@ class Timed(Protocol):
     """A session that knows what the time of its last step went into."""
 
     def seconds_of_step(self) -> Mapping[str, float]:
-        """Seconds of `compute`, `communication`, `optimizer` of the last step (core/stalls.py), as far as known."""
+        """Seconds of the last step's `compute`, `communication`, `optimizer` (core/train/time_accounting.py)."""
         ...
 
 
@@ -340,7 +342,7 @@ class Restores(Protocol):
     """A session that reads a checkpoint's tensors itself, of each what it needs."""
 
     def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
-        """Take over the state in a folder of safetensors (core/stored.py). Raises ValueError as `load` does."""
+        """Take over the state in a checkpoint's folder (core/checkpoint/reader.py). Raises ValueError as `load`."""
         ...
 
 
@@ -359,7 +361,7 @@ class Backend(Protocol):
     name: str
 
     def open(self, config: RunConfig) -> Session:
-        """A session at the initial weights of `config` (core/init.py), step 0."""
+        """A session at the initial weights of `config` (core/model/init.py), step 0."""
         ...
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:

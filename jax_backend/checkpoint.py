@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lockstep.core.backend import State
-from lockstep.core.checkpoint import PARAMS
-from lockstep.core.config import RunConfig
-from lockstep.core.groups import moment_names
-from lockstep.core.names import parameter_shapes
+from lockstep.core.checkpoint.format import PARAMS
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.groups import moment_names
+from lockstep.core.model.names import parameter_shapes
 
 # Arrays by kind and parameter.
 Trees = Mapping[str, Mapping[str, Any]]

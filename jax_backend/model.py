@@ -2,7 +2,7 @@
 
 Arrays carry their axes: B batch, S sequence, D hidden, H query heads, K key-value heads, E head dim, F feed-forward,
 V vocabulary. Everything is in the policy's stream dtype; roundings stand in jax_backend/precision.py and
-jax_backend/attention.py. Paths of parameters, joined by dots, are the canonical names of core/names.py.
+jax_backend/attention.py. Paths of parameters, joined by dots, are the canonical names of core/model/names.py.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from lockstep.core.config import ModelConfig, RunConfig
+from lockstep.core.config.schema import ModelConfig, RunConfig
 from lockstep.jax_backend.attention import attention, document_mask
-from lockstep.jax_backend.float8 import Recipe
-from lockstep.jax_backend.formats import BF16
-from lockstep.jax_backend.library_heads import library_nll
+from lockstep.jax_backend.kernels.float8 import Recipe
+from lockstep.jax_backend.kernels.formats import BF16
+from lockstep.jax_backend.kernels.library_heads import library_nll
 from lockstep.jax_backend.loss import negative_log_likelihood
 from lockstep.jax_backend.precision import Policy, head, linear
 

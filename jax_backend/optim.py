@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from lockstep.core.config import OptimConfig, RunConfig
-from lockstep.core.groups import by_muon, group_settings, in_eight_bits
-from lockstep.core.names import group_of
-from lockstep.jax_backend.bitsandbytes_adamw import next_of_bitsandbytes
-from lockstep.jax_backend.codes import in_codes
+from lockstep.core.config.schema import OptimConfig, RunConfig
+from lockstep.core.model.groups import by_muon, group_settings, in_eight_bits
+from lockstep.core.model.names import group_of
+from lockstep.jax_backend.kernels.bitsandbytes_adamw import next_of_bitsandbytes
+from lockstep.jax_backend.kernels.codes import in_codes
 
 Tree = dict[str, Array]
 Terms = dict[str, tuple[Array, ...]]

@@ -1,8 +1,9 @@
 """Precision policies, and the matrix products whose casts are the policy. Twin: torch_backend/precision.py.
 
 Arrays stay in the *stream* dtype; where the policy casts to a narrower operand dtype, values are rounded to it in
-place (jax_backend/formats.py). A product of two bf16 values is exact in FP32, so an FP32 product of rounded operands is
-a bf16 product with FP32 accumulation; of two FP16 or TF32 values, likewise. The twin rounds where torch rounds.
+place (jax_backend/kernels/formats.py). A product of two bf16 values is exact in FP32, so an FP32 product of rounded
+operands is a bf16 product with FP32 accumulation; of two FP16 or TF32 values, likewise. The twin rounds where torch
+rounds.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lockstep.jax_backend.float8 import Recipe, product
-from lockstep.jax_backend.formats import BF16, FP16, TF32, Format, rounded
+from lockstep.jax_backend.kernels.float8 import Recipe, product
+from lockstep.jax_backend.kernels.formats import BF16, FP16, TF32, Format, rounded
 
 Kernel = Literal["cpu", "cuda", "math"]
 
@@ -58,7 +59,7 @@ POLICIES = {
 def linear(x: Array, weight: Array, bias: Array | None, policy: Policy, float8: Recipe | None = None) -> Array:
     """X (…, in), weight (out, in) → (…, out) in the stream dtype; the bias is added in the stream dtype.
 
-    float8: makes the product in FP8 (jax_backend/float8.py).
+    float8: makes the product in FP8 (jax_backend/kernels/float8.py).
     """
     y = _product(x, weight, policy, True) if float8 is None else product(x, weight, policy, float8)
     return y if bias is None else y + bias

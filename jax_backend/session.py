@@ -19,20 +19,19 @@ from flax import nnx
 from jax import Array
 
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
-from lockstep.core.checkpoint import PARAMS
-from lockstep.core.config import RunConfig
+from lockstep.core.checkpoint.format import PARAMS
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.finite import NotFinite, first_place
-from lockstep.core.groups import check_state, moment_names
-from lockstep.core.init import init_parameters
-from lockstep.core.loss_scale import SCALE, SKIPPED
-from lockstep.core.memory import process_memory
-from lockstep.core.metrics import norms_by_group
-from lockstep.core.names import GRADIENT, edge_names, parameter_shapes, probe_shapes, tap_names
-from lockstep.core.schedule import learning_rate
-from lockstep.core.skips import first_scalars, is_made, leaves_out, own_scalars, scalars_after
+from lockstep.core.model.groups import check_state, moment_names
+from lockstep.core.model.init import init_parameters
+from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, probe_shapes, tap_names
+from lockstep.core.train.finite import NotFinite, first_place
+from lockstep.core.train.loss_scale import SCALE, SKIPPED
+from lockstep.core.train.metrics import norms_by_group
+from lockstep.core.train.process_memory import process_memory
+from lockstep.core.train.schedule import learning_rate
+from lockstep.core.train.skipped_steps import first_scalars, is_made, leaves_out, own_scalars, scalars_after
 from lockstep.jax_backend import checkpoint
-from lockstep.jax_backend.attention_logits import largest_logits
 from lockstep.jax_backend.checkpoint import WritingJax
 from lockstep.jax_backend.loss import negative_log_likelihood, weighted_mean
 from lockstep.jax_backend.model import Llama, no_tap
@@ -40,6 +39,7 @@ from lockstep.jax_backend.optim import Terms, Tree, clip_coefficient, global_nor
 from lockstep.jax_backend.precision import POLICIES, Kernel, Policy
 from lockstep.jax_backend.sharding import Shards
 from lockstep.jax_backend.stages import in_stream, stage_functions, with_gradients
+from lockstep.jax_backend.tools.attention_logits import largest_logits
 
 Names = frozenset[str]
 NARROW = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -167,7 +167,7 @@ class JaxSession:
         return {"allocated": float(stats["bytes_in_use"]), "peak": float(stats["peak_bytes_in_use"])}
 
     def attention_logits(self, batch: Batch) -> np.ndarray:
-        """(layers,) the largest attention logit of each layer (jax_backend/attention_logits.py)."""
+        """(layers,) the largest attention logit of each layer (jax_backend/tools/attention_logits.py)."""
         documents = batch.documents_for(self.config.attention)
         return np.array(self._largest_logits(self.params, batch.tokens, documents), np.float64)
 

@@ -1,6 +1,6 @@
 """Every stage of the forward chain as a function of its own inputs, so that the reference can judge one stage alone.
 
-Input and output names are those of core/parity/stages.py.
+Input and output names are those of core/parity/reference/stages.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from lockstep.core.config import RunConfig
+from lockstep.core.config.schema import RunConfig
 from lockstep.jax_backend.attention import attention, document_mask
-from lockstep.jax_backend.float8 import Recipe
-from lockstep.jax_backend.library_heads import library_nll
+from lockstep.jax_backend.kernels.float8 import Recipe
+from lockstep.jax_backend.kernels.library_heads import library_nll
 from lockstep.jax_backend.loss import negative_log_likelihood
 from lockstep.jax_backend.model import expand, positions, rms_norm, rope_at, rope_tables, rotate, swiglu
 from lockstep.jax_backend.precision import Policy, head, linear

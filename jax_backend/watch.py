@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from lockstep.core.errors import UserError
-from lockstep.core.parity.watched import Answer
+from lockstep.core.parity.watch.snapshot import Answer
 
 # (parameters by name, batch) → scalar loss, or (loss, outputs) with has_aux.
 Loss = Callable[[dict[str, jax.Array], Any], Any]

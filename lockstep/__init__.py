@@ -1,7 +1,7 @@
 """Lockstep: a language model pretrains in PyTorch while an independent JAX implementation checks the step.
 
 This package is the one import name. In a checkout it holds links to the folders of the repository; installed, the
-folders themselves. `watch` is its public function; the command line is `lockstep`, or `python -m lockstep`.
+folders themselves. `watch` checks a training loop of one's own; `python -m lockstep` is the command line.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.core.parity import watch as watch
+    from lockstep.core.parity.watch.api import Disagreed as Disagreed
+    from lockstep.core.parity.watch.api import Watcher as Watcher
+    from lockstep.core.parity.watch.api import watch as watch
 
-__all__ = ["watch"]
+__all__ = ["Disagreed", "Watcher", "watch"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `watch` when it is asked for: whoever imports one part of Lockstep need not wait for the others."""
-    if name == "watch":
-        from lockstep.core.parity import watch
+    """Import a public name on first use: importing one part of Lockstep does not load the others."""
+    if name in __all__:
+        from lockstep.core.parity.watch import api
 
-        return watch
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

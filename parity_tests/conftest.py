@@ -4,6 +4,8 @@ import logging
 import os
 import sys
 
+import hypothesis
+
 from lockstep.parity_tests.repository import REPO
 
 _DEFAULTS = {
@@ -31,3 +33,7 @@ if _late:
 
 # torch.distributed.checkpoint notes every tensor, which would bury what a failing test has to say.
 logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
+
+# A slow machine is no failure: speed is measured by benchmarks.
+hypothesis.settings.register_profile("lockstep", deadline=None)
+hypothesis.settings.load_profile("lockstep")

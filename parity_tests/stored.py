@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.core.backend import State
-from lockstep.core.checkpoint import load_checkpoint
-from lockstep.scripts.convert import read_orbax
+from lockstep.core.checkpoint.format import load_checkpoint
+from lockstep.scripts.commands.convert import read_orbax
 
 
 def stored(folder: Path) -> State:

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.backend import Batch
-from lockstep.core.config import CompileConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from lockstep.core.config.schema import (
+    CompileConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
 from lockstep.core.data.batches import documents_of
 
 MODEL = {"vocab_size": 256, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_hidden": 128}

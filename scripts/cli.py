@@ -37,33 +37,36 @@ if owned(_FOLDER):
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 COMMANDS = {
-    "data prepare": ("lockstep.scripts.prepare", "text, JSON lines or parquet → token shards"),
+    "data prepare": ("lockstep.scripts.commands.data_prepare", "text, JSON lines or parquet → token shards"),
     "train": (
-        "lockstep.scripts.train",
+        "lockstep.scripts.commands.train",
         "train; --resume RUN goes on; --parity.every N checks steps against the reference",
     ),
-    "parity": ("lockstep.scripts.parity", "check the first steps side by side with the reference"),
-    "replay": ("lockstep.scripts.replay", "check a recorded step or a capsule later, or on another machine"),
-    "bisect": ("lockstep.scripts.bisect", "find a run's first bad step, its origin stage and the cause"),
-    "faults": ("lockstep.scripts.faults", "plant the known faults and print the scoreboard"),
+    "parity": ("lockstep.scripts.commands.parity", "check the first steps side by side with the reference"),
+    "replay": ("lockstep.scripts.commands.replay", "check a recorded step or a capsule later, or on another machine"),
+    "bisect": ("lockstep.scripts.commands.bisect", "find a run's first bad step, its origin stage and the cause"),
+    "faults": ("lockstep.scripts.commands.faults", "plant the known faults and print the scoreboard"),
     "convert": (
-        "lockstep.scripts.convert",
+        "lockstep.scripts.commands.convert",
         "a checkpoint or a run between torch, JAX and plain safetensors, bit for bit",
     ),
-    "report": ("lockstep.scripts.report", "write a run's report.html"),
-    "sample": ("lockstep.scripts.sample", "text from a run's checkpoint, as it is written"),
-    "profile": ("lockstep.scripts.profile", "record three training steps, and say where their time goes"),
-    "plan": ("lockstep.scripts.plan", "memory, time and cost of a run before anything is rented"),
+    "report": ("lockstep.scripts.commands.report", "write a run's report.html"),
+    "sample": ("lockstep.scripts.commands.sample", "text from a run's checkpoint, as it is written"),
+    "profile": ("lockstep.scripts.commands.profile", "record three training steps, and say where their time goes"),
+    "plan": ("lockstep.scripts.commands.plan", "memory, time and cost of a run before anything is rented"),
     "bench step": (
-        "lockstep.scripts.bench",
+        "lockstep.scripts.commands.bench_step",
         "time whole steps, row by row, beside the published figures and the floor",
     ),
-    "bench best": ("lockstep.scripts.bench_best", "search the fastest configuration of a run within a time limit"),
+    "bench best": (
+        "lockstep.scripts.commands.bench_best",
+        "search the fastest configuration of a run within a time limit",
+    ),
     "bench peers": (
-        "lockstep.scripts.bench_peers",
+        "lockstep.scripts.commands.bench_peers",
         "the same model beside Hugging Face's Trainer and a nanoGPT-like loop",
     ),
-    "bench parity": ("lockstep.scripts.bench_parity", "what a check costs, in training steps"),
+    "bench parity": ("lockstep.scripts.commands.bench_parity", "what a check costs, in training steps"),
 }
 
 HELP = ("-h", "--help", "help")
@@ -142,7 +145,7 @@ def run(argv: list[str]) -> int:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) and not error.filename:
             print(f"lockstep: {_cannot_print(error)}", file=sys.stderr)
             return 2
-        from lockstep.scripts.failures import in_one_line
+        from lockstep.scripts.shared.failures import in_one_line
 
         print(f"lockstep: {in_one_line(error)}", file=sys.stderr)
         return 2

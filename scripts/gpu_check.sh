@@ -42,7 +42,7 @@ mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
 [ -z "$from" ] || [ "$from" -ef "$out/bench_step.json" ] || cp "$from" "$out/bench_step.json" || exit 2
 cd "$repo" || exit 2
-. scripts/environment.sh
+. scripts/setup/environment.sh
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 python=${PYTHON:-}
 [ -n "$python" ] || { [ -x .venv/bin/python ] && python=.venv/bin/python; } || python=python3
@@ -138,7 +138,7 @@ if [ "$only" = curves ]; then
     done
     data=(--data.source "$repo/core" --data.path "$out/curve_data")
     part curve_data "$python" -m lockstep data prepare "$config" --workers 1 "${data[@]}"
-    part curves "$python" -m lockstep.scripts.two_curves "$out/best_bf16.toml" "$out/best_fp8.toml" --steps "$steps" \
+    part curves "$python" -m lockstep.scripts.studies.two_curves "$out/best_bf16.toml" "$out/best_fp8.toml" --steps "$steps" \
         --minutes "$(in_minutes 30)" --json "$out/curves.json" "${data[@]}" --device "$device" \
         --train.batch-size "$batch" --train.micro-batch-size "$((batch / 2))" --train.ranks 1
 fi

@@ -23,9 +23,9 @@ case "${1:-}" in
         ;;
 esac
 
-bash "$repo/scripts/setup_env.sh"
+bash "$repo/scripts/setup/setup_env.sh"
 cd "$repo"
-. scripts/environment.sh
+. scripts/setup/environment.sh
 lockstep=.venv/bin/lockstep
 
 is_finished() {

@@ -8,9 +8,9 @@
 set -uo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-bash "$repo/scripts/setup_env.sh" || exit $?
+bash "$repo/scripts/setup/setup_env.sh" || exit $?
 cd "$repo" || exit 2
-. scripts/environment.sh
+. scripts/setup/environment.sh
 bin=.venv/bin
 unclean=()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from lockstep.core.config import AttentionConfig, RunConfig
+from lockstep.core.config.schema import AttentionConfig, RunConfig
 from lockstep.core.errors import UserError
 
 Mask = Tensor | BlockMask  # (B, 1, S, S) bool, or FlexAttention's blocks

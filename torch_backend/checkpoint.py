@@ -2,8 +2,8 @@
 
 Every rank copies its share of the tensors, or its part of each where they are cut over ranks, to host memory, which is
 what training waits for, and writes it to a file of safetensors of its own. Those files say which part of which tensor
-they hold (`HuggingFaceStorageWriter`; torch's other writer leaves a pickle), and core/checkpoint.py reads them without
-torch.
+they hold (`HuggingFaceStorageWriter`; torch's other writer leaves a pickle), and core/checkpoint/format.py reads them
+without torch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lockstep.core.backend import State
-from lockstep.core.checkpoint import PARAMS, SAFETENSORS
-from lockstep.core.groups import moment_names
+from lockstep.core.checkpoint.format import PARAMS, SAFETENSORS
+from lockstep.core.model.groups import moment_names
 from lockstep.torch_backend.optim import moment_of
-from lockstep.torch_backend.sharded import local
+from lockstep.torch_backend.ranks.sharded_tensors import local
 
 if TYPE_CHECKING:
     from lockstep.torch_backend.session import TorchSession

@@ -2,7 +2,7 @@
 
 Tensors carry their axes: B batch, S sequence, D hidden, H query heads, K key-value heads, E head dim, F feed-forward,
 V vocabulary. Everything is in the policy's stream dtype; casts stand in torch_backend/precision.py and at attention's
-inputs. Parameter names are the canonical ones of core/names.py.
+inputs. Parameter names are the canonical ones of core/model/names.py.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.core.config import ModelConfig, RunConfig
+from lockstep.core.config.schema import ModelConfig, RunConfig
 from lockstep.torch_backend.attention import Kernel, Mask
-from lockstep.torch_backend.chunked_loss import chunked_loss
-from lockstep.torch_backend.embedding import embedding
-from lockstep.torch_backend.float8 import Float8
-from lockstep.torch_backend.lean import gated, scaled
-from lockstep.torch_backend.library_heads import library_loss
+from lockstep.torch_backend.kernels.chunked_loss import chunked_loss
+from lockstep.torch_backend.kernels.embedding import embedding
+from lockstep.torch_backend.kernels.float8 import Float8
+from lockstep.torch_backend.kernels.library_heads import library_loss
+from lockstep.torch_backend.kernels.recompute import KEPT, Recompute, of_layer
+from lockstep.torch_backend.kernels.recompute_products import gated, scaled
 from lockstep.torch_backend.loss import negative_log_likelihood, weighted_mean
 from lockstep.torch_backend.precision import Policy, head, linear
-from lockstep.torch_backend.recompute import KEPT, Recompute, of_layer
 
 Tap = Callable[[str, Tensor], Tensor]
 
@@ -141,7 +141,7 @@ class Attention(nn.Module):
         v_BSKE = v_BSD.unflatten(-1, (self.kv_heads, self.head_dim))
         q_BSHE = tap(f"{name}.q_rope", self.rotate(q_BSHE, rope))
         k_BSKE = tap(f"{name}.k_rope", self.rotate(k_BSKE, rope))
-        # A candidate's own `attend` (docs/candidates.md) needs no mask where the run has none.
+        # A candidate's own `attend` (docs/guide/candidates.md) needs no mask where the run has none.
         mask = () if rope.mask is None else (rope.mask,)
         out_BSD = tap(f"{name}.out", self.attend(q_BSHE, k_BSKE, v_BSKE, policy, *mask).flatten(2))
         return tap(f"{name}.o_proj", self.o_proj(out_BSD, policy))

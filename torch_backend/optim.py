@@ -1,7 +1,7 @@
 """AdamW, AdamW with 8-bit moments and Muon, with rate and decay by parameter group. Twin: jax_backend/optim.py.
 
-λ and lr are the group's own (core/groups.py). AdamW rounds in this order (torch/optim/adamw.py, foreach; fused on CUDA
-does the same operations in one kernel), each line one rounded FP32 operation a factor::
+λ and lr are the group's own (core/model/groups.py). AdamW rounds in this order (torch/optim/adamw.py, foreach; fused on
+CUDA does the same operations in one kernel), each line one rounded FP32 operation a factor::
 
     p ← p · (1 − lr·λ)
     m ← m + (1 − β₁)(g − m)
@@ -17,7 +17,7 @@ are rounded to 8 bits after the weight was moved by them as they were::
     p ← p − lr·(m / (1 − β₁ᵗ)) / (√v / √(1 − β₂ᵗ) + ε)
     m, v ← in codes and scales
 
-Those of bitsandbytes round in another order (torch_backend/bitsandbytes_adamw.py).
+Those of bitsandbytes round in another order (torch_backend/kernels/bitsandbytes_adamw.py).
 
 Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon; in torch.optim.Muon's order) moves the matrices, AdamW the
 rest; the momentum is an average, as torch has it, not Jordan's sum, which is the same direction::
@@ -41,18 +41,18 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.backend import State
-from lockstep.core.config import OptimConfig, RunConfig
+from lockstep.core.config.schema import OptimConfig, RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.groups import BLOCK, by_muon, group_settings, in_eight_bits, moment_kinds, moment_names
-from lockstep.core.names import GROUPS, group_of
-from lockstep.torch_backend.bitsandbytes_adamw import (
+from lockstep.core.model.groups import BLOCK, by_muon, group_settings, in_eight_bits, moment_kinds, moment_names
+from lockstep.core.model.names import GROUPS, group_of
+from lockstep.torch_backend.kernels.bitsandbytes_adamw import (
     bitsandbytes_adamw,
     by_bitsandbytes,
     read_moment,
     written_moment,
 )
-from lockstep.torch_backend.quiet import quiet_import
-from lockstep.torch_backend.sharded import as_part, local, rows_of, whole
+from lockstep.torch_backend.ranks.sharded_tensors import as_part, local, rows_of, whole
+from lockstep.torch_backend.tools.import_logging import quiet_import
 
 # Newton–Schulz: the quintic's coefficients, and the least norm that is divided by (Jordan 2024).
 A, B, C, LEAST_NORM = 3.4445, -4.7750, 2.0315, 1e-7
@@ -61,7 +61,7 @@ Group = dict[str, Any]
 
 
 def build_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """The run's optimizer over the non-empty groups of core/names.py.
+    """The run's optimizer over the non-empty groups of core/model/names.py.
 
     Each torch group carries its name under `group`, and under `lr_factor` what the schedule's rate is multiplied by.
     """

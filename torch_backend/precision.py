@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.core.config import RunConfig
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 
 if TYPE_CHECKING:
-    from lockstep.torch_backend.float8 import Float8
+    from lockstep.torch_backend.kernels.float8 import Float8
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _by_onednn(config: RunConfig, device: torch.device) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float8: Float8 | None = None) -> Tensor:
     """X (…, in), weight (out, in) → (…, out) in the stream dtype; the bias is added in the stream dtype.
 
-    float8: makes the product in FP8 (torch_backend/float8.py).
+    float8: makes the product in FP8 (torch_backend/kernels/float8.py).
     """
     x = x.to(policy.operand)
     if float8 is not None:

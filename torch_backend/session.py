@@ -16,29 +16,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, Session, State, StepRecord
-from lockstep.core.checkpoint import PARAMS, read_state
-from lockstep.core.config import LossConfig, RunConfig
+from lockstep.core.checkpoint.format import PARAMS, read_state
+from lockstep.core.checkpoint.reader import Stored
+from lockstep.core.config.schema import LossConfig, RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.finite import NotFinite, first_place
-from lockstep.core.groups import check_state, moment_names
-from lockstep.core.init import init_parameter, init_parameters
-from lockstep.core.loss_scale import SCALE
-from lockstep.core.metrics import RECOMPILED, norms_by_group
-from lockstep.core.names import GRADIENT, edge_names, probe_shapes, tap_names
-from lockstep.core.parity.observations import PARAMETER, PROBE_NLL, Observation
-from lockstep.core.parity.sketch import K
-from lockstep.core.schedule import learning_rate
-from lockstep.core.skips import first_scalars, is_made, leaves_out, own_scalars, scalars_after
-from lockstep.core.stored import Stored
+from lockstep.core.model.groups import check_state, moment_names
+from lockstep.core.model.init import init_parameter, init_parameters
+from lockstep.core.model.names import GRADIENT, edge_names, probe_shapes, tap_names
+from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation
+from lockstep.core.parity.evidence.sketch import K
+from lockstep.core.train.finite import NotFinite, first_place
+from lockstep.core.train.loss_scale import SCALE
+from lockstep.core.train.metrics import RECOMPILED, norms_by_group
+from lockstep.core.train.schedule import learning_rate
+from lockstep.core.train.skipped_steps import first_scalars, is_made, leaves_out, own_scalars, scalars_after
 from lockstep.torch_backend.attention import check_kernel, in_force
-from lockstep.torch_backend.attention_logits import largest_logits
-from lockstep.torch_backend.bitsandbytes_adamw import check_bitsandbytes
 from lockstep.torch_backend.checkpoint import Writer, WritingTorch
-from lockstep.torch_backend.clock import ACCUMULATED, StepClock
-from lockstep.torch_backend.deterministic import check_deterministic, costs, guarded, switch
-from lockstep.torch_backend.float8 import float8
-from lockstep.torch_backend.library_heads import check_head
-from lockstep.torch_backend.memory import memory
+from lockstep.torch_backend.kernels.bitsandbytes_adamw import check_bitsandbytes
+from lockstep.torch_backend.kernels.float8 import float8
+from lockstep.torch_backend.kernels.library_heads import check_head
+from lockstep.torch_backend.kernels.recompute import in_force as recompute_in_force
 from lockstep.torch_backend.model import Linear, Llama, Tap, no_tap
 from lockstep.torch_backend.optim import (
     build_optimizer,
@@ -51,14 +48,26 @@ from lockstep.torch_backend.optim import (
     write_moments,
 )
 from lockstep.torch_backend.precision import POLICIES, Policy, policy_of, products_in_force
-from lockstep.torch_backend.ranges import in_force as ranges_in_force
-from lockstep.torch_backend.ranges import marking, part
-from lockstep.torch_backend.ranks import Ranks, Sharing
-from lockstep.torch_backend.ranks import in_force as ranks_in_force
-from lockstep.torch_backend.recompute import in_force as recompute_in_force
-from lockstep.torch_backend.sharded import Root, check_sharded, cut, is_sharded, local, put, rows_of, whole
-from lockstep.torch_backend.sharded_ranks import ShardedRanks
-from lockstep.torch_backend.sketch import (
+from lockstep.torch_backend.ranks.ddp import Ranks, Sharing
+from lockstep.torch_backend.ranks.ddp import in_force as ranks_in_force
+from lockstep.torch_backend.ranks.fsdp import ShardedRanks
+from lockstep.torch_backend.ranks.sharded_tensors import (
+    Root,
+    check_sharded,
+    cut,
+    is_sharded,
+    local,
+    put,
+    rows_of,
+    whole,
+)
+from lockstep.torch_backend.stages import run_stage, stage_functions
+from lockstep.torch_backend.tools.attention_logits import largest_logits
+from lockstep.torch_backend.tools.deterministic import check_deterministic, costs, guarded, switch
+from lockstep.torch_backend.tools.memory import memory
+from lockstep.torch_backend.tools.nvtx import in_force as ranges_in_force
+from lockstep.torch_backend.tools.nvtx import marking, part
+from lockstep.torch_backend.tools.sketch import (
     Kept,
     lift,
     sign_table,
@@ -68,7 +77,7 @@ from lockstep.torch_backend.sketch import (
     statistics,
     whole_observation,
 )
-from lockstep.torch_backend.stages import run_stage, stage_functions
+from lockstep.torch_backend.tools.step_timer import ACCUMULATED, StepClock
 
 Tensors = Mapping[str, Tensor]
 # torch.compile refuses to compile one function more often than this.
@@ -76,7 +85,7 @@ SESSIONS = 64
 
 
 class TorchSession:
-    """One run in torch. Subclass and override a method to make another candidate (docs/candidates.md)."""
+    """One run in torch. Subclass and override a method to make another candidate (docs/guide/candidates.md)."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -86,7 +95,7 @@ class TorchSession:
         torch.set_float32_matmul_precision("high" if config.precision.policy == "tf32" else "highest")
         self.policy: Policy = policy_of(config, self.device)
         self.float8 = float8(config.precision, self.device)
-        # Gives the parts of a step their names (torch_backend/ranges.py).
+        # Gives the parts of a step their names (torch_backend/tools/nvtx.py).
         self.mark = marking(config, self.device)
         self.steps_done = 0
         # What torch.compile has made for the step, and the lengths of sequences that it has made it for.
@@ -144,7 +153,7 @@ class TorchSession:
         return build_optimizer(self.config, self.parameters)
 
     def join_ranks(self) -> None:
-        """Share batches with the default process group from now on. Every rank calls it (torch_backend/parallel.py)."""
+        """Share batches with the default process group. Every rank calls it (torch_backend/ranks/session.py)."""
         self.ranks = self.build_ranks()
         self._micro_loss = self.ranks.alone
         self._writer.join_ranks()
@@ -293,7 +302,7 @@ class TorchSession:
         return memory(self.device)
 
     def attention_logits(self, batch: Batch) -> np.ndarray:
-        """(layers,) the largest attention logit of each layer (torch_backend/attention_logits.py), in eager."""
+        """(layers,) the largest attention logit of each layer (torch_backend/tools/attention_logits.py), in eager."""
         tokens, _, _ = self.to_device(batch)
         with torch.no_grad():
             found = self._run(partial(largest_logits, self.model), tokens, self.policy, *self.documents(batch))
@@ -412,7 +421,7 @@ class TorchSession:
         return loss
 
     def sketch(self, batch: Batch) -> dict[str, Observation]:
-        """What is kept of one micro-batch (core/parity/end_to_end.py), without a tensor leaving the device.
+        """What is kept of one micro-batch (core/parity/judge/end_to_end.py), without a tensor leaving the device.
 
         Taps and their gradients come from a tapped program of its own, parameter gradients from the one that trains.
         Only the sequences that hold the batch's loss weight are observed. Of a tap's gradient nothing
@@ -553,7 +562,7 @@ class TorchSession:
         Each micro-batch contributes Σ weight·nll divided by the *whole* batch's Σ weight, so that accumulation
         weights by
         tokens: the sum over micro-batches is the mean over the batch, however unevenly the weights lie. Several ranks
-        (torch_backend/ranks.py) compute a part of the micro-batches each.
+        (torch_backend/ranks/ddp.py) compute a part of the micro-batches each.
         """
         micros = batch.cut(self.config.train)
         total = self.total_weight(batch)
@@ -709,7 +718,7 @@ class TorchBackend:
         check_sharded(config)
         if config.train.ranks == 1:
             return self.open_rank(config)
-        from lockstep.torch_backend.parallel import open_ranked
+        from lockstep.torch_backend.ranks.session import open_ranked
 
         return open_ranked(self, config)
 

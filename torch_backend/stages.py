@@ -1,7 +1,7 @@
 """Every stage of the forward chain as a function of its own inputs, with its backward. Twin: jax_backend/stages.py.
 
-Input and output names are those of core/parity/stages.py. The functions are the model's own methods, so that a session
-of a changed model judges by what that model does.
+Input and output names are those of core/parity/reference/stages.py. The functions are the model's own methods, so that
+a session of a changed model judges by what that model does.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.torch_backend.embedding import embedding
-from lockstep.torch_backend.float8 import Float8
-from lockstep.torch_backend.library_heads import library_nll
+from lockstep.torch_backend.kernels.embedding import embedding
+from lockstep.torch_backend.kernels.float8 import Float8
+from lockstep.torch_backend.kernels.library_heads import library_nll
 from lockstep.torch_backend.model import Block, Llama, positions, rms_norm, rope_at
 from lockstep.torch_backend.precision import Policy, head, linear
 

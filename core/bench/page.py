@@ -1,4 +1,4 @@
-"""The table of the bench, for the console and for docs/bench_step.md."""
+"""The table of the bench, for the console and for docs/results/bench_step.md."""
 
 from __future__ import annotations
 
@@ -109,13 +109,14 @@ def about(series: Series) -> list[str]:
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """docs/bench_step.md: a table for each series; the published one alone where nothing was measured."""
+    """docs/results/bench_step.md: a table for each series; the published one alone where nothing was measured."""
     lines = [
         "# Whole steps, beside the published figures",
         "",
-        "Made from [bench_step.json](bench_step.json) by `lockstep bench step --page docs/bench_step.md`; measured by "
+        "Made from [bench_step.json](bench_step.json) by `lockstep bench step --page docs/results/bench_step.md`; "
+        "measured by "
         "`lockstep bench step`. The published figures are of one H100 and the 1.24B model "
-        "([configs/llama-1b.toml](../configs/llama-1b.toml)): Omkaar Kamath, “How to Train an LLM” (2025–26).",
+        "([configs/llama-1b.toml](../../configs/llama-1b.toml)): Omkaar Kamath, “How to Train an LLM” (2025–26).",
         "",
         LEGEND,
     ]

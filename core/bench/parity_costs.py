@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.budget import parameter_count
-from lockstep.core.config import RunConfig
-from lockstep.core.names import parameter_shapes, probe_shapes, tap_names
-from lockstep.core.parity.observations import Observation
-from lockstep.core.parity.sketch import K
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.budget import parameter_count
+from lockstep.core.model.names import parameter_shapes, probe_shapes, tap_names
+from lockstep.core.parity.evidence.observations import Observation
+from lockstep.core.parity.evidence.sketch import K
 
 SCHEMA, SUITE = 1, "parity"
 # Modes of looking, as `modes` has them.
@@ -73,12 +73,13 @@ def evidence_bytes(config: RunConfig, sequences: int = 2) -> int:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """docs/bench_parity.md."""
+    """docs/results/bench_parity.md."""
     machine, versions = found["machine"], found["versions"]
     lines = [
         "# What a check costs",
         "",
-        "Made from [bench_parity.json](bench_parity.json) by `lockstep bench parity --page docs/bench_parity.md`; "
+        "Made from [bench_parity.json](bench_parity.json) by `lockstep bench parity --page "
+        "docs/results/bench_parity.md`; "
         f"measured by `lockstep bench parity`: torch {versions['torch'].split('+')[0]}, jax {versions['jax']}, "
         f"{machine['processor']} CPU, {machine['cores']} cores, {machine['threads']} threads; medians of interleaved "
         "repetitions, compilation aside.",

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.config import RunConfig
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 
 SCHEMA, SUITE = 1, "peers"
@@ -41,7 +41,7 @@ class Contender:
     only: str = ""
 
 
-LOCKSTEP = "lockstep.torch_backend.peers.lockstep:run"
+LOCKSTEP = "lockstep.torch_backend.tools.peers.lockstep:run"
 CONTENDERS = (
     Contender("lockstep", "Lockstep", LOCKSTEP, ours=True),
     Contender(
@@ -52,9 +52,9 @@ CONTENDERS = (
         settings={"precision.cpu_products": "blas"},
         only="fp32-eager",
     ),
-    Contender("nanogpt", "a loop in the manner of nanoGPT", "lockstep.torch_backend.peers.nanogpt:run"),
+    Contender("nanogpt", "a loop in the manner of nanoGPT", "lockstep.torch_backend.tools.peers.nanogpt:run"),
     Contender(
-        "hugging-face", "Hugging Face Trainer, LlamaForCausalLM", "lockstep.torch_backend.peers.hugging_face:run"
+        "hugging-face", "Hugging Face Trainer, LlamaForCausalLM", "lockstep.torch_backend.tools.peers.hugging_face:run"
     ),
 )
 EAGER, COMPILED = {"compile.enabled": "false"}, {"compile.enabled": "true"}
@@ -204,7 +204,7 @@ def cells(found: Mapping[str, Any], contenders: Sequence[Contender] = CONTENDERS
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """docs/bench_peers.md."""
+    """docs/results/bench_peers.md."""
     device, config = results["device"], results["config"]
     model, train = config["model"], config["train"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
@@ -212,7 +212,8 @@ def page(results: Mapping[str, Any]) -> str:
     lines = [
         "# Beside other trainers",
         "",
-        "Made from [bench_peers.json](bench_peers.json) by `lockstep bench peers --page docs/bench_peers.md`; measured "
+        "Made from [bench_peers.json](bench_peers.json) by `lockstep bench peers --page docs/results/bench_peers.md`; "
+        "measured "
         f"by `lockstep bench peers`. {where}; {versions}. Run file {config['name']}: {model['layers']} layers of "
         f"{model['hidden']}, vocabulary {model['vocab_size']:,}, [{train['batch_size']}, {train['sequence_length']}] "
         f"tokens a step in micro-batches of {train['micro_batch_size']}, AdamW, clipping at a norm.",

@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.atomic import write_atomically
 from lockstep.core.bench.files import read_results
-from lockstep.core.budget import floor_seconds, hfu, mfu, peak_flops
-from lockstep.core.config import RunConfig
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import write_atomically
+from lockstep.core.model.budget import floor_seconds, hfu, mfu, peak_flops
 
 SCHEMA, SUITE = 1, "step"
 # Status → what the table says in the place of a figure.

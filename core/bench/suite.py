@@ -17,8 +17,8 @@ from typing import IO, Any
 
 from lockstep.core.bench.results import Series, figures, put, result_of
 from lockstep.core.bench.rows import Row
-from lockstep.core.config import RunConfig
-from lockstep.core.config_file import COMMAND_LINE
+from lockstep.core.config.file import COMMAND_LINE
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 
 # No row takes longer than this, compilation included, or it hangs.

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.atomic import canonical_json, read_sealed_json, write_sealed_json
 from lockstep.core.data.shards import FORMAT_VERSION
 from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import canonical_json, read_sealed_json, write_sealed_json
 
 INDEX_NAME = "index.json"
 TOKENIZER_NAME = "tokenizer.json"

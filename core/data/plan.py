@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.atomic import read_sealed_json, write_sealed_json
 from lockstep.core.data.catalog import Catalog
 from lockstep.core.data.shards import FORMAT_VERSION
 from lockstep.core.data.sources import SourceFile, SourceListing
 from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import read_sealed_json, write_sealed_json
 
 PLAN_NAME = "plan.json"
 

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.core.atomic import remove_temporaries, write_atomically
 from lockstep.core.data.catalog import Catalog, read_catalog
 from lockstep.core.data.entropy import bigram_entropy, unigram_entropy
 from lockstep.core.data.index import (
@@ -23,8 +22,8 @@ from lockstep.core.data.index import (
     read_index,
     write_index,
 )
-from lockstep.core.data.left_over import damaged_shards, plan_to_continue, remove_files, remove_prepared
 from lockstep.core.data.plan import Plan, ShardPlan, plan_shards, write_plan
+from lockstep.core.data.resume_prepare import damaged_shards, plan_to_continue, remove_files, remove_prepared
 from lockstep.core.data.sample import sample_training_text
 from lockstep.core.data.shards import ShardHeader, Tokens, map_tokens, read_header, token_bytes_for, verify_shard
 from lockstep.core.data.sources import SourceListing, list_source
@@ -37,7 +36,8 @@ from lockstep.core.data.tokenizer import (
 )
 from lockstep.core.data.workers import encode_shards
 from lockstep.core.errors import UserError
-from lockstep.core.lock import LOCK_NAME, FolderLock
+from lockstep.core.files.atomic import remove_temporaries, write_atomically
+from lockstep.core.files.lock import LOCK_NAME, FolderLock
 
 DEFAULT_VOCAB_SIZE = 32_768
 

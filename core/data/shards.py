@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.atomic import write_atomically
 from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import write_atomically
 
 FORMAT_VERSION = 1
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.atomic import canonical_json
 from lockstep.core.data.grouping import grouped
 from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import canonical_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,8 +1,6 @@
-"""The parity engine: compares any two sessions through the seam of core/backend.py and says where they part.
+"""The parity engine: compares any two sessions through the seam of core/backend.py and names where they part.
 
-`watch` does the same inside somebody's own training loop (docs/watch.md).
+evidence/    what a step showed        reference/   what it should have shown     measures/   distances and bounds
+judge/       the judgement of a step   modes/       the ways in                   diagnose/   what follows an alarm
+watch/       the same inside a training loop that knows nothing of Lockstep (docs/guide/watch.md)
 """
-
-from lockstep.core.parity.watching import Disagreed, Watcher, watch
-
-__all__ = ["Disagreed", "Watcher", "watch"]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import chain
 
-from lockstep.core.config import RecomputeConfig, RunConfig
+from lockstep.core.config.schema import RecomputeConfig, RunConfig
 from lockstep.core.plan.estimate import Estimate, fits
 from lockstep.core.plan.gpus import Gpu
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from lockstep.core.budget import flops_per_token
-from lockstep.core.config import RunConfig
-from lockstep.core.curriculum import last_steps, pieces
+from lockstep.core.config.curriculum import last_steps, pieces
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.model.budget import flops_per_token
 from lockstep.core.plan.gpus import Gpu, gpu_named
 from lockstep.core.plan.memory import Memory, memory
 from lockstep.core.plan.seconds import Seconds, seconds
@@ -47,7 +47,7 @@ class Estimate:
 
     @property
     def mfu(self) -> dict[str, float]:
-        """Model FLOP utilisation in the conventions of core/budget.py, against the operand's dense peak."""
+        """Model FLOP utilisation in the conventions of core/model/budget.py, against the operand's dense peak."""
         if self.tokens_per_second is None:
             return {}
         flops = flops_per_token(self.config.model, self.config.train.sequence_length)

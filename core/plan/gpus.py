@@ -1,7 +1,7 @@
 """Devices that a run can be planned for: memory, bandwidth, links and peaks, with where each number is from.
 
-Peaks are dense (core/budget.py): the datasheets' "1,979 TFLOPS" for bf16 on an H100 is with 2:4 sparsity, which no
-pretraining uses.
+Peaks are dense (core/model/budget.py): the datasheets' "1,979 TFLOPS" for bf16 on an H100 is with 2:4 sparsity, which
+no pretraining uses.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.core.budget import PEAK_FLOPS
 from lockstep.core.errors import UserError
+from lockstep.core.model.budget import PEAK_FLOPS
 
 GIB = 2**30
 

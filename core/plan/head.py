@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lockstep.core.config import LossConfig
+from lockstep.core.config.schema import LossConfig
 from lockstep.core.plan.phase import Phase, Tape
 from lockstep.core.plan.sizes import Sizes
 

@@ -8,10 +8,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lockstep.core.budget import parameter_count, state_bytes
-from lockstep.core.config import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
-from lockstep.core.groups import by_muon
-from lockstep.core.names import GROUPS, group_of, parameter_shapes
+from lockstep.core.config.schema import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
+from lockstep.core.model.budget import parameter_count, state_bytes
+from lockstep.core.model.groups import by_muon
+from lockstep.core.model.names import GROUPS, group_of, parameter_shapes
 from lockstep.core.plan.gpus import Gpu
 from lockstep.core.plan.head import head
 from lockstep.core.plan.parts import Part, attention, mlp, norm

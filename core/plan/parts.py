@@ -5,14 +5,14 @@ Read beside torch_backend/model.py, line by line. A capital is a tensor's bytes:
 
 **Eager**: autograd keeps what each operation's derivative needs (torch, tools/autograd/derivatives.yaml): inputs of a
 product in the operand dtype, a copy of its weight in it, both factors of a product of numbers, silu's input; products
-that torch_backend/lean.py makes again are not among them.
+that torch_backend/kernels/recompute_products.py makes again are not among them.
 
 **Fused**: the rule of torch's min-cut partitioner (torch/_functorch/partitioners.py): what feeds a product or an
 attention kernel of the backward pass is kept (`ban_recompute_materialized_backward`: it could not be fused there),
 results of reductions are kept, and so is the residual stream (`ban_recompute_used_far_apart`); all other pointwise
 operations are made again inside the backward pass's own kernels.
 
-torch_backend/plan.py counts both for real; parity_tests/plan holds these formulas to it.
+torch_backend/tools/plan.py counts both for real; parity_tests/plan holds these formulas to it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def norm(z: Sizes) -> Part:
     forward.make(out=D)
     forward.free("normed", "out")
     back = Tape(forward.there)
-    # Not kept (torch_backend/lean.py): made again for the gain's gradient.
+    # Not kept (torch_backend/kernels/recompute_products.py): made again for the gain's gradient.
     back.make(normed=D)
     back.make(by_gain=D)
     back.make(gradient=gain)
@@ -307,7 +307,7 @@ def mlp(z: Sizes, normed_again: bool = False, recomputed: bool = False) -> Part:
     back.make(d_silu=F)
     back.make(d_gate=F)
     back.free("d_silu")
-    # Not kept (torch_backend/lean.py).
+    # Not kept (torch_backend/kernels/recompute_products.py).
     back.make(silu=F)
     back.make(d_up=F)
     back.free("d_down.x", "silu", "up", "gate")

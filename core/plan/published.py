@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.core.bench.rows import ROWS, Row
-from lockstep.core.config import RunConfig
-from lockstep.core.config_file import load_config
+from lockstep.core.config.file import load_config
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.plan.gpus import GPUS
 from lockstep.core.plan.memory import memory
 from lockstep.core.plan.seconds import seconds

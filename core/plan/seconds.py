@@ -4,7 +4,7 @@
     attention   3.5 forward passes (2 + 5 products, Dao 2023) at its kernel's share of the peak
     recompute   the forward FLOPs of what is computed again, at the same rates
     memory      every tensor that a pass makes is written once and read once (core/plan/parts.py says which are made)
-    optimizer   weights and moments read and written, gradients read (core/budget.py); Muon's products at their rate
+    optimizer   weights and moments read and written, gradients read (core/model/budget.py); Muon's products likewise
     clipping    gradients read for the norm, and read and written
     exchange    ring all-reduce: 2 (n − 1) / n · bytes / link (Patarin & Yuan 2009); what the last micro-batch's
                 backward pass does not cover, and the last bucket, are exposed
@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from lockstep.core.budget import forward_products, newton_schulz_flops, optimizer_bytes, parameter_count
-from lockstep.core.config import BLOCK_LINEARS, ModelConfig, OptimConfig, PrecisionConfig, RunConfig
+from lockstep.core.config.schema import BLOCK_LINEARS, ModelConfig, OptimConfig, PrecisionConfig, RunConfig
+from lockstep.core.model.budget import forward_products, newton_schulz_flops, optimizer_bytes, parameter_count
 from lockstep.core.plan.gpus import Gpu
 from lockstep.core.plan.memory import passes
 from lockstep.core.plan.sizes import sizes_of
@@ -102,7 +102,7 @@ def _of_update(model: ModelConfig, optim: OptimConfig, precision: PrecisionConfi
 
 
 def _again(config: RunConfig, linear: dict[str, float], attention: float) -> float:
-    """Seconds a token of what is computed again, as lockstep.core.budget.recomputed_flops_per_token counts it."""
+    """Seconds a token of what is computed again, as lockstep.core.model.budget.recomputed_flops_per_token counts it."""
     recompute = config.recompute
     parts = recompute.chosen
     share = (config.model.layers // recompute.every) / config.model.layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.core.config import RunConfig
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.plan.gpus import Gpu
 
 STREAM = {"fp64": 8}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.core.budget import flops_per_token, parameter_count, parameter_count_by_group
-from lockstep.core.config import RunConfig
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.budget import flops_per_token, parameter_count, parameter_count_by_group
 from lockstep.core.plan.choices import Choice, micro_batches, own_name
 from lockstep.core.plan.estimate import Estimate
 from lockstep.core.plan.gpus import Gpu

@@ -11,7 +11,7 @@ LEAST_SHARE = 0.001
 
 
 def page(title: str, found: Mapping[str, Any]) -> str:
-    """The summary of core/profile/summary.py, with what scripts/profile.py adds to it, as Markdown."""
+    """The summary of core/profile/summary.py, with what scripts/commands/profile.py adds to it, as Markdown."""
     step = found["profiled_seconds"]
     lines = [f"# {title}", "", *_facts(found), "", f"## Where {seconds(step)} of a recorded step go", ""]
     if found["gpu"]:

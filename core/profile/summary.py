@@ -40,7 +40,7 @@ def kind_of(name: str) -> str:
 
 
 def summarize(events: Sequence[Event], top: int = 20) -> dict[str, Any]:
-    """The summary of a trace (docs/profile.md says what each entry is). `events` are by start, as `read_trace` gives.
+    """The summary of a trace (docs/guide/profile.md lists its entries). `events` are by start, as `read_trace` gives.
 
     Without steps of the profiler's, the whole trace counts as one.
     """

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.atomic import read_whole
 from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import read_whole
 from lockstep.core.profile.intervals import Span
 
 # What a GPU does, and what a program asks of it.
 KERNEL, COPIES, CALLS = "kernel", ("gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 OPERATOR, RANGE = "cpu_op", "user_annotation"
-# Names of ranges: a step of the profiler's own, and the parts of a step (torch_backend/ranges.py).
+# Names of ranges: a step of the profiler's own, and the parts of a step (torch_backend/tools/nvtx.py).
 STEP, PART = "ProfilerStep#", "lockstep."
 GZIP = b"\x1f\x8b"
 

@@ -1,8 +1,8 @@
 """Bias over steps as curves with their bounds: the worst of each stage, those nearest to their bounds first.
 
-The curves are those of `observations/bias.npz` (core/parity/bias.py), by checks added. Their bounds follow from the
-single-step bounds D and G and from the count n of independent numbers; a check's line gives the bounds of one T, and
-D with them, so that G and n are solved for. Without the file, the lines' own values are drawn, one a checked step.
+The curves are those of `observations/bias.npz` (core/parity/judge/bias.py), by checks added. Their bounds follow from
+the single-step bounds D and G and from the count n of independent numbers; a check's line gives the bounds of one T,
+and D with them, so that G and n are solved for. Without the file, the lines' own values are drawn, one a checked step.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.errors import UserError
-from lockstep.core.npz import read_npz
-from lockstep.core.parity import bias
-from lockstep.core.parity.sketch import K
+from lockstep.core.files.npz import read_npz
+from lockstep.core.parity.evidence.sketch import K
+from lockstep.core.parity.judge import bias
 from lockstep.core.report.checks import Checks, RowKey
 from lockstep.core.report.curves import wire
 

@@ -7,8 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.atomic import write_atomically
-from lockstep.core.history import branches_begun, in_words
+from lockstep.core.files.atomic import write_atomically
 from lockstep.core.report import parts, words
 from lockstep.core.report.bias_curves import bias_curves
 from lockstep.core.report.checks import read_checks
@@ -17,6 +16,7 @@ from lockstep.core.report.heatmap import encode
 from lockstep.core.report.read import read_run
 from lockstep.core.report.seeing import events, more_charts
 from lockstep.core.report.text import embed, esc
+from lockstep.core.run.history import branches_begun, in_words
 
 # One script, in this order: each file speaks of what stands before it.
 SCRIPTS = ("page.js", "cells.js", "map.js", "depth.js", "bias.js", "links.js")

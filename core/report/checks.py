@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import UserError
-from lockstep.core.parity.verdict import Measure
+from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.report.read import json_lines
 
 Json = Mapping[str, Any]
@@ -133,7 +133,7 @@ class Checks:
 
     @property
     def verdict(self) -> str:
-        """As `lockstep.core.parity.verdict.overall` has it; `not_checked` if no check was ever due."""
+        """As `lockstep.core.parity.measures.verdict.overall` has it; `not_checked` if no check was ever due."""
         if self.counts["disagreed"]:
             return "disagreed"
         if self.unread or self.damaged:

@@ -9,10 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.atomic import write_atomically
 from lockstep.core.errors import UserError
-from lockstep.core.history import branches_begun, in_words
-from lockstep.core.metrics import ATTENTION_LOGIT, SECONDS
+from lockstep.core.files.atomic import write_atomically
 from lockstep.core.report import parts
 from lockstep.core.report.build import page
 from lockstep.core.report.checks import Checks, read_checks
@@ -41,6 +39,8 @@ from lockstep.core.report.figures import (
 )
 from lockstep.core.report.read import Run, read_run, section
 from lockstep.core.report.text import esc, number
+from lockstep.core.run.history import branches_begun, in_words
+from lockstep.core.train.metrics import ATTENTION_LOGIT, SECONDS
 
 MOST = 8
 COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c8", "c7")

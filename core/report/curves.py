@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.metrics import SPIKE
-from lockstep.core.names import GROUPS
+from lockstep.core.model.names import GROUPS
 from lockstep.core.report.read import section
+from lockstep.core.train.metrics import SPIKE
 
 POINTS = 1500
 

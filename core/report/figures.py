@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.config import flatten
-from lockstep.core.loss_scale import SKIPPED
-from lockstep.core.metrics import MEMORY
+from lockstep.core.config.schema import flatten
 from lockstep.core.report.checks import Checks
 from lockstep.core.report.curves import Pairs, at_spikes, field, host, left_out, metric, mfu, smooth, smoothing_steps
 from lockstep.core.report.read import Run, section
 from lockstep.core.report.seeing import seconds
 from lockstep.core.report.text import count, number
-from lockstep.core.run_info import CHANGED
+from lockstep.core.run.info import CHANGED
+from lockstep.core.train.loss_scale import SKIPPED
+from lockstep.core.train.metrics import MEMORY
 
 # So many standard errors make two smoothed curves differ.
 APART = 4.0

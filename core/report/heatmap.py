@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.parity.stages import FORWARD, place
+from lockstep.core.parity.reference.stages import FORWARD, place
 from lockstep.core.report.checks import AT_BOUND, HELD, PER_DECADE, Checks, MeasureCells, RowKey
 
 EXPONENT_ZERO = 132

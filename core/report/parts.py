@@ -14,7 +14,7 @@ from lockstep.core.report.heatmap import chain
 from lockstep.core.report.read import Run, section
 from lockstep.core.report.text import count, esc, number, plural
 from lockstep.core.report.words import DISPLAY, SCOPES, interval
-from lockstep.core.run_info import CHANGED
+from lockstep.core.run.info import CHANGED
 
 
 def name(run: Run) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import UserError
-from lockstep.core.jsonl import damage, in_ranges, scan_lines
-from lockstep.core.run_info import read_info, require_unchanged
+from lockstep.core.files.jsonl import damage, in_ranges, scan_lines
+from lockstep.core.run.info import read_info, require_unchanged
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.metrics import ATTENTION_LOGIT, MEMORY, SECONDS
 from lockstep.core.report.curves import (
     Json,
     Pairs,
@@ -24,7 +23,8 @@ from lockstep.core.report.curves import (
 )
 from lockstep.core.report.read import section
 from lockstep.core.report.text import plural
-from lockstep.core.stalls import PARTS
+from lockstep.core.train.metrics import ATTENTION_LOGIT, MEMORY, SECONDS
+from lockstep.core.train.time_accounting import PARTS
 
 # Columns of the stacked chart; steps in between are summed.
 COLUMNS = 150

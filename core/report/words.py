@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.core.parity.verdict import Measure
+from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.report.checks import CONTAMINATED, HELD, VERDICTS, BadStep, Checks, RowKey, Worst
 from lockstep.core.report.text import esc, number, plural
 

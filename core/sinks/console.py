@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from lockstep.core.backend import StepRecord
-from lockstep.core.checkpointer import Saved
-from lockstep.core.metrics import SECONDS
-from lockstep.core.parity.verdict import Check
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.run.checkpoints import Saved
 from lockstep.core.sinks import phrases, tables
+from lockstep.core.train.metrics import SECONDS
 
 if TYPE_CHECKING:
     from rich.console import Console

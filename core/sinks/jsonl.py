@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from lockstep.core.backend import StepRecord
-from lockstep.core.checkpointer import Saved
-from lockstep.core.parity.verdict import SCHEMA, Check
-from lockstep.core.run import RunDir
+from lockstep.core.parity.measures.verdict import SCHEMA, Check
+from lockstep.core.run.checkpoints import Saved
+from lockstep.core.run.directory import RunDir
 
 
 class JsonlSink:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from lockstep.core.backend import StepRecord
-from lockstep.core.loss_scale import FINITE, SCALE, SKIPPED
-from lockstep.core.metrics import ATTENTION_LOGIT, MEMORY, RECOMPILED, SEQUENCE_LENGTH
-from lockstep.core.parity.verdict import Check, Finding
+from lockstep.core.parity.measures.verdict import Check, Finding
+from lockstep.core.train.loss_scale import FINITE, SCALE, SKIPPED
+from lockstep.core.train.metrics import ATTENTION_LOGIT, MEMORY, RECOMPILED, SEQUENCE_LENGTH
 
 # Metrics that `norm_lines` speaks of.
 NORMS = ("update_ratio/", "param_norm/", "grad_norm/", MEMORY)

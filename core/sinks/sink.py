@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from lockstep.core.backend import StepRecord
-from lockstep.core.checkpointer import Saved
-from lockstep.core.parity.verdict import Check
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.run.checkpoints import Saved
 
 
 class Sink(Protocol):

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.core.backend import StepRecord
-from lockstep.core.checkpointer import Saved
 from lockstep.core.errors import UserError
-from lockstep.core.parity.verdict import Check
-from lockstep.core.run import RunDir
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.run.checkpoints import Saved
+from lockstep.core.run.directory import RunDir
 
 # The x axis is a value of our own, not W&B's counter: that one only goes up, so a run that resumes from an earlier
 # step, or a check that comes some steps late, would be dropped.

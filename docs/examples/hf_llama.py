@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lockstep.core.backend import Batch, Gradients, NotSupported, State, StepRecord
-from lockstep.core.config import RunConfig
-from lockstep.core.init import init_parameters
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.init import init_parameters
 
 
 def hf_name(name: str) -> str:
@@ -88,7 +88,7 @@ class HfSession:
         loss, _ = self.backward(batch)
         norm = torch.nn.utils.clip_grad_norm_(list(self.params.values()), o.clip_norm).item()
         self.done += 1
-        # optim.schedule = "cosine"; the others are in docs/schedules.md
+        # optim.schedule = "cosine"; the others are in docs/guide/schedules.md
         after = max(self.done - o.warmup_steps, 0) / max(steps - o.warmup_steps, 1)
         cosine = o.min_lr_ratio + (1 - o.min_lr_ratio) * (1 + math.cos(math.pi * after)) / 2
         lr = o.peak_lr * (self.done / o.warmup_steps if self.done <= o.warmup_steps else cosine)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from lockstep.core.backend import Batch
 from lockstep.core.errors import UserError
-from lockstep.torch_backend.peers import nanogpt
-from lockstep.torch_backend.peers.race import Race, Turn
+from lockstep.torch_backend.tools.peers import nanogpt
+from lockstep.torch_backend.tools.peers.race import Race, Turn
 
 
 def one_token_less(race: Race, turn: Turn) -> None:

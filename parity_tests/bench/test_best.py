@@ -7,11 +7,11 @@ import itertools
 import pytest
 
 from lockstep.core.bench.best import Prediction, as_data, candidates, differences, page, search
-from lockstep.core.config import RunConfig
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.plan import fits
 from lockstep.parity_tests.repository import REPO
-from lockstep.scripts.bench_best import Plan, space
+from lockstep.scripts.commands.bench_best import Plan, space
 
 # Lever → choice → what it multiplies the step's time by.
 TIMES = {
@@ -198,7 +198,7 @@ def test_a_candidate_that_hangs_ends_with_the_time():
 
 def test_micro_batches_are_whole_at_every_length_of_the_run():
     """At 4,096 tokens a sequence one sequence of 2,048 is half of one."""
-    from lockstep.core.config_file import load_config
+    from lockstep.core.config.file import load_config
 
     found = {
         text: space(load_config(REPO / "configs/llama-1b.toml", {"train.curriculum": text}), "cuda", 8, False)
@@ -209,7 +209,7 @@ def test_micro_batches_are_whole_at_every_length_of_the_run():
 
 def test_the_plan_prunes_the_published_run():
     """Of [64, 2048] at once without checkpointing nothing fits on one H100, and what fits is among the candidates."""
-    from lockstep.core.config_file import load_config
+    from lockstep.core.config.file import load_config
     from lockstep.core.plan import gpu_named
 
     file = REPO / "configs/llama-1b.toml"

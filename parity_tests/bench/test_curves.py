@@ -10,7 +10,7 @@ import pytest
 from lockstep.core.bench.curves import compare, in_words, windows
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.cli.conftest import here, run_file  # noqa: F401 (fixtures)
-from lockstep.scripts import two_curves
+from lockstep.scripts.studies import two_curves
 
 
 def curve(seed, offset=0.0, drift=0.0, noise=0.01):

@@ -14,9 +14,9 @@ from lockstep.core.bench.parity_costs import (
     page,
     sketch_bytes,
 )
-from lockstep.core.config_file import load_config
-from lockstep.core.parity.evidence import gather
-from lockstep.core.parity.record import observe, probe_of, save_observations
+from lockstep.core.config.file import load_config
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.recorded import observe, probe_of, save_observations
 from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.session import TorchBackend

@@ -21,7 +21,7 @@ from lockstep.core.bench.peers import (
     ratio,
 )
 from lockstep.core.bench.turns import Side, in_turns
-from lockstep.core.config_file import load_config
+from lockstep.core.config.file import load_config
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.repository import REPO
 
@@ -39,7 +39,7 @@ def race(tmp_path, *contenders, warmup=8, rounds=2, **given):
             for one in contenders:
                 config = load_config(TINY, {**OVERRIDES, **given, **one.settings})
                 job = {"program": one.program, "config": config.model_dump(mode="json"), "threads": 1}
-                command = [sys.executable, "-m", "lockstep.scripts.bench_peer"]
+                command = [sys.executable, "-m", "lockstep.scripts.shared.bench_peer"]
                 sides.append(Side(one.name, command, REPO, log, {"OMP_NUM_THREADS": "1"}))
                 sides[-1].ask(json.dumps(job), 120)
             taken, losses = in_turns(sides, warmup, rounds, 30, 60)

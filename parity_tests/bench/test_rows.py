@@ -7,7 +7,7 @@ import pytest
 from lockstep.core.bench.page import page
 from lockstep.core.bench.results import load_results
 from lockstep.core.bench.rows import BY_NAME, LEVERS, ROWS, chosen
-from lockstep.core.config_file import load_config, settings
+from lockstep.core.config.file import load_config, settings
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.repository import REPO
 
@@ -75,5 +75,7 @@ def test_rows_are_chosen_in_the_table_s_order():
 
 
 def test_the_page_in_docs_is_what_its_json_says():
-    """Else: lockstep bench step --json docs/bench_step.json --page docs/bench_step.md."""
-    assert (REPO / "docs/bench_step.md").read_text() == page(load_results(REPO / "docs/bench_step.json"))
+    """Else: lockstep bench step --json docs/results/bench_step.json --page docs/results/bench_step.md."""
+    assert (REPO / "docs/results/bench_step.md").read_text() == page(
+        load_results(REPO / "docs/results/bench_step.json")
+    )

@@ -11,7 +11,7 @@ from lockstep.core.bench.page import cells, page, remarks
 from lockstep.core.bench.results import STATUSES, load_results, save_results, series_of
 from lockstep.core.bench.rows import BY_NAME, bench_config, chosen
 from lockstep.core.bench.suite import Plan, Worker, in_one_line, measure_rows
-from lockstep.core.config_file import load_config
+from lockstep.core.config.file import load_config
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.repository import REPO
 

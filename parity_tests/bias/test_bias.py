@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from lockstep.core.errors import UserError
-from lockstep.core.parity.bias import LEAST_CHECKS, SYSTEMATIC_MOST, Bias, limits
-from lockstep.core.parity.sketch import K, sketch
+from lockstep.core.parity.evidence.sketch import K, sketch
+from lockstep.core.parity.judge.bias import LEAST_CHECKS, SYSTEMATIC_MOST, Bias, limits
 
 KEY = ("local", "blocks.0.attn.q")
 
@@ -130,7 +130,7 @@ def honest_update(rng, weight, step):
     return update(rng, 0.0)
 
 
-# Bounds (D, G): the least that bands gives, and those of the update (clean runs reached 0.4 and 0.2).
+# Bounds (D, G): the least of calibrated_bounds, and those of the update (clean runs reached 0.4 and 0.2).
 ROUNDING, UPDATE = (0.3, 0.1), (0.8, 0.4)
 FAULTS = {
     # fault, bounds, whether one step shows it, the latest step at which the sums must

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import Batch, StepRecord
-from lockstep.core.parity.decode import chance_of_a_match, decode, direction, explain, known_scalars
-from lockstep.core.parity.evidence import uneven_weights
-from lockstep.core.parity.sketch import sketch
-from lockstep.core.schedule import learning_rate
+from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.sketch import sketch
+from lockstep.core.parity.measures.decode import chance_of_a_match, decode, direction, explain, known_scalars
+from lockstep.core.train.schedule import learning_rate
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 
 STEP = 3
@@ -67,7 +67,7 @@ def test_a_scalar_fault_is_named_from_arrays_and_from_sketches(fault, error, ske
     t = rng.standard_normal(20_000)
     c = ratio * (t + error * rng.standard_normal(t.size))
     c, t = (sketch(c), sketch(t)) if sketched else (c, t)
-    # The gain bound of a large tensor: 0.1 of the twin's error (core/parity/bands.py).
+    # The gain bound of a large tensor: 0.1 of the twin's error (core/parity/measures/calibrated_bounds.py).
     sentences = explain(c, t, KNOWN, error, gain_bound=0.1, sketched=sketched)
     assert sentences and words in sentences[0], sentences
 

@@ -14,22 +14,22 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from lockstep.core.backend import Backend, Session
-from lockstep.core.checkpoint import PoisonedState, begin_checkpoint, load_checkpoint, read_state, writer_of
+from lockstep.core.checkpoint.format import PoisonedState, begin_checkpoint, load_checkpoint, read_state, writer_of
+from lockstep.core.checkpoint.random_state import random_state, restore_random_state
 from lockstep.core.errors import UserError
-from lockstep.core.parity.step import flat
-from lockstep.core.random_state import random_state, restore_random_state
+from lockstep.core.parity.judge.update import flat
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.stored import stored
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend import world
 from lockstep.torch_backend.checkpoint import WritingTorch, shares
+from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    world.let_go()
+    controller.let_go()
 
 
 def opened(backend: Backend, policy: str, ranks: int = 1, optimizer: str = "adamw") -> Session:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
-from lockstep.core.config import RunConfig
+from lockstep.core.config.schema import RunConfig
 from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 

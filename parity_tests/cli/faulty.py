@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.core import checkpoint
 from lockstep.core.backend import State
-from lockstep.scripts import killed_at
+from lockstep.core.checkpoint.format import Pending, _seal_folder
+from lockstep.scripts.studies import killed_at
 from lockstep.torch_backend.session import TorchSession
 
 VARIABLE = "LOCKSTEP_FAULT"
@@ -17,7 +17,7 @@ VARIABLE = "LOCKSTEP_FAULT"
 
 def in_place() -> None:
     """A checkpoint is written in its place instead of aside."""
-    begin = checkpoint.Pending.begin
+    begin = Pending.begin
 
     def begin_in_place(self: Any, write: Any) -> None:
         self._aside = self.final
@@ -25,10 +25,10 @@ def in_place() -> None:
 
     def commit(self: Any) -> Path:
         self._writing.wait()
-        checkpoint._seal_folder(self.final, self._writing, self._extra)
+        _seal_folder(self.final, self._writing, self._extra)
         return self.final
 
-    checkpoint.Pending.begin, checkpoint.Pending.commit = begin_in_place, commit  # type: ignore[method-assign]
+    Pending.begin, Pending.commit = begin_in_place, commit  # type: ignore[method-assign]
 
 
 def moments_lost() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core.config_file import load_config
+from lockstep.core.config.file import load_config
 from lockstep.parity_tests.cli.conftest import Lockstep
 
 

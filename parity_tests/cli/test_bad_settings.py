@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core.parity import bands
+from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.tiny import tiny_config
 
@@ -135,21 +135,21 @@ def test_no_run_file(refused) -> None:
 def test_checks_without_calibrated_bounds_do_not_start(
     refused, run_file: Path, monkeypatch: pytest.MonkeyPatch, command: str, lost: str
 ) -> None:
-    table = {recipe: dict(kinds) for recipe, kinds in bands.table().items()}
+    table = {recipe: dict(kinds) for recipe, kinds in calibrated_bounds.table().items()}
     kinds = table["bf16/eager"]
     for kind in list(kinds) if lost == "all" else [lost]:
         del kinds[kind]
-    monkeypatch.setattr(bands, "table", lambda: table)
+    monkeypatch.setattr(calibrated_bounds, "table", lambda: table)
     every = ["--parity.every", "5"] if command == "train" else []
     said = refused(command, run_file, *every)
     assert said.startswith(f"no clean runs of bf16/eager{'' if lost == 'all' else ' (forward/attn)'} were measured")
-    assert "python -m lockstep.scripts.calibrate bf16/eager" in said
+    assert "python -m lockstep.scripts.studies.calibrate bf16/eager" in said
 
 
 @pytest.mark.parametrize("recipe", ["fp64/eager", "fp32/eager", "fp32/compiled", "bf16/eager", "bf16/compiled"])
 def test_every_recipe_that_can_be_asked_for_has_bounds(recipe: str) -> None:
     policy, program = recipe.split("/")
-    bands.require(tiny_config(policy, compiled=program == "compiled"))
+    calibrated_bounds.require(tiny_config(policy, compiled=program == "compiled"))
 
 
 @pytest.mark.parametrize("command", ["train", "parity"])

@@ -123,8 +123,8 @@ def test_bench_alone_names_its_suites(refused) -> None:
 def test_what_a_worker_says_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.core.errors import UserError
     from lockstep.parity_tests.tiny import tiny_config
-    from lockstep.scripts.bench_worker import answer
-    from lockstep.torch_backend import bench
+    from lockstep.scripts.shared.bench_worker import answer
+    from lockstep.torch_backend.tools import bench
 
     job = {"job": "row", "config": tiny_config().model_dump(mode="json"), "warmup": 1, "repeat": 1}
     text = "CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has a total capacity of 79.19 GiB"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core.config_file import load_config
+from lockstep.core.config.file import load_config
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.repository import REPO
 
@@ -24,7 +24,7 @@ def test_a_search_with_one_that_cannot_run(lockstep: Lockstep, here: Path, monke
         "attention": {name: {"attention.kernel": name} for name in ("cudnn", "auto")},
         "program": {"eager": {"compile.enabled": "false"}},
     }
-    monkeypatch.setattr("lockstep.scripts.bench_best.space", lambda *arguments: levers)
+    monkeypatch.setattr("lockstep.scripts.commands.bench_best.space", lambda *arguments: levers)
     done = lockstep("bench", "best", TINY, "--minutes", "3", "--few", "1", "--many", "1", "--out", "found.toml")
     assert (done.code, done.err) == (0, ""), done
     found = json.loads((here / "found.json").read_text())

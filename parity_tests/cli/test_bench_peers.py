@@ -44,7 +44,7 @@ def test_refusals(refused, arguments: list[str], said: str) -> None:
 
 
 def test_a_library_that_is_not_there(refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.scripts.bench_peers.find_spec", lambda name: None)
+    monkeypatch.setattr("lockstep.scripts.commands.bench_peers.find_spec", lambda name: None)
     said = refused("bench", "peers", TINY)
     assert said == (
         "the peer hugging-face needs transformers and accelerate: pip install 'lockstep[peers]', or go on "

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.core.parity.judge import Reference
+from lockstep.core.parity.judge.judge import Reference
 from lockstep.parity_tests.cli.conftest import Lockstep
 
 CANDIDATES = Path(__file__).with_name("candidates.py")
@@ -117,7 +117,7 @@ CANNOT = {
     "NoneForGradients": "the check could not run: TypeError: gradients() gave NoneType, "
     "not lockstep.core.backend.Gradients (",
     "Exits": "the check could not run: SystemExit: 0 (",
-    "Incomplete": "the candidate's session has no state, step, gradients, observe, close: docs/candidates.md",
+    "Incomplete": "the candidate's session has no state, step, gradients, observe, close: docs/guide/candidates.md",
     "Nobody": "has no Nobody; it has ",
     "a_number": "calling a_number() failed: TypeError: 'int' object is not callable",
     "gives_nothing": "gives_nothing() returned NoneType, which has no open(config): not a Backend",

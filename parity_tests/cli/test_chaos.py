@@ -1,4 +1,4 @@
-"""scripts/chaos.py: what is killed goes on as if nothing had been, and what does not is told of."""
+"""scripts/studies/chaos.py: what is killed goes on as if nothing had been, and what does not is told of."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from lockstep.core.jsonl import sealed_line
+from lockstep.core.files.jsonl import sealed_line
 from lockstep.parity_tests.cli.faulty import VARIABLE
-from lockstep.scripts import chaos
-from lockstep.scripts.chaos_lives import AIMS, Aim, Disk, TrainingLife, make_ground
-from lockstep.scripts.chaos_process import MODULE
+from lockstep.scripts.studies import chaos
+from lockstep.scripts.studies.chaos_lives import AIMS, Aim, Disk, TrainingLife, make_ground
+from lockstep.scripts.studies.chaos_process import MODULE
 
 FAULTY = "lockstep.parity_tests.cli.faulty"
 

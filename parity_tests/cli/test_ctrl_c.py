@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.cli.workspace import REPO, Started, alive, last_weights, trained
-from lockstep.scripts.train import _interrupts
+from lockstep.scripts.commands.train import _interrupts
 
 
 def test_the_first_sets_a_flag_and_the_second_raises(capfd: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +39,7 @@ def test_a_compiler_that_was_started_in_a_step_survives() -> None:
     """torch.compile starts a C++ compiler in the same group; if that dies of Ctrl-C, the first step fails with it."""
     program = (
         "import os, signal, subprocess, sys\n"
-        "from lockstep.scripts.train import _interrupts\n"
+        "from lockstep.scripts.commands.train import _interrupts\n"
         "with _interrupts() as interrupted:\n"
         "    compiler = subprocess.Popen(['sleep', '1'])\n"
         "    os.killpg(os.getpgid(0), signal.SIGINT)\n"

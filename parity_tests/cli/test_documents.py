@@ -1,4 +1,4 @@
-"""What docs/candidates.md shows runs and ends as it says; a session is closed whatever happens."""
+"""What docs/guide/candidates.md shows runs and ends as it says; a session is closed whatever happens."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_example_with_another_epsilon_disagrees(
 
 
 def test_the_code_of_the_page_does_what_the_page_says(lockstep: Lockstep, run_file: Path, tmp_path: Path) -> None:
-    page = (DOCS / "candidates.md").read_text()
+    page = (DOCS / "guide/candidates.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     file = tmp_path / "bf16_logits.py"
     file.write_text(code)

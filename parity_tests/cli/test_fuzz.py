@@ -1,4 +1,4 @@
-"""Run files and the command line under drawn cases: a valid run or one clear message (docs/fuzz.md)."""
+"""Run files and the command line under drawn cases: a valid run or one clear message (docs/results/fuzz.md)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-import lockstep.core.config
-import lockstep.core.config_file
-import lockstep.scripts.train
-from lockstep.core.config_file import settings
+import lockstep.core.config.file
+import lockstep.core.config.schema
+import lockstep.scripts.commands.train
+from lockstep.core.config.file import settings
 from lockstep.parity_tests.cli.fuzz.cases import (
     OUT,
     RUN_FILE,
@@ -114,7 +114,7 @@ def test_a_run_file_that_cannot_be_read(sandbox: Sandbox, text: bytes) -> None:
 
 
 def test_rules_that_are_gone_are_noticed(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep.core.config, "RULES", ())
+    monkeypatch.setattr(lockstep.core.config.schema, "RULES", ())
     assert outcome(sandbox, *TRAIN, "--model.heads", "3") == "WRONG"
 
 
@@ -123,12 +123,12 @@ def test_another_exception_is_noticed(sandbox: Sandbox, monkeypatch: pytest.Monk
         def __init__(self, *lines: str) -> None:
             super().__init__("\n".join(lines))
 
-    monkeypatch.setattr(lockstep.core.config_file, "UserError", Other)
+    monkeypatch.setattr(lockstep.core.config.file, "UserError", Other)
     assert outcome(sandbox, *TRAIN, "--model.heads", "3") == "WRONG"
 
 
 def test_a_run_that_is_left_half_made_is_noticed(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep.scripts.train._Unbegun, "__exit__", lambda *_: None)
+    monkeypatch.setattr(lockstep.scripts.commands.train._Unbegun, "__exit__", lambda *_: None)
     assert outcome(sandbox, *TRAIN, "--log.wandb", "offline") == "WRONG"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.core.config_file import settings
+from lockstep.core.config.file import settings
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.scripts.cli import COMMANDS
 

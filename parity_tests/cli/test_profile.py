@@ -10,8 +10,8 @@ from lockstep.core.profile.summary import REST
 from lockstep.core.profile.trace import PART, STEP
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.profile.made import gpu_trace
-from lockstep.scripts.profile import nsys
-from lockstep.torch_backend.profile import KEPT
+from lockstep.scripts.commands.profile import nsys
+from lockstep.torch_backend.tools.profile import KEPT
 
 PARTS = {"data", "forward", "backward", "clip", "optimizer"}
 

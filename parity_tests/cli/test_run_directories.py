@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.cli.workspace import trained
-from lockstep.scripts import backends
+from lockstep.scripts.shared import backends
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -93,7 +93,7 @@ def test_wandb_that_cannot_start_leaves_nothing(
     monkeypatch.setitem(sys.modules, "wandb", None)
     (here / "runs").mkdir()
     done = []
-    monkeypatch.setattr("lockstep.scripts.start.print_start", lambda *_: done.append(True))
+    monkeypatch.setattr("lockstep.scripts.shared.startup_banner.print_start", lambda *_: done.append(True))
     assert "pip install 'lockstep[wandb]'" in refused("train", run_file, "--log.wandb", "offline")
     assert done
 

@@ -64,7 +64,7 @@ def test_which_checkpoint(lockstep: Lockstep, runs: Path) -> None:
 
 
 def test_the_end_of_text_ends_it(lockstep: Lockstep, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.core.sampling.write_tokens", lambda *a: iter([300 - 1, 0, 5]))
+    monkeypatch.setattr("lockstep.core.sampling.draw.write_tokens", lambda *a: iter([300 - 1, 0, 5]))
     done = lockstep("sample", runs / "tiny", "--prompt", "x")
     assert "1 tokens" in done.err and "the model ended the text" in done.err and "endoftext" not in done.out
 

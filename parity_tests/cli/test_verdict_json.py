@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from lockstep.core.parity.stages import PHASES
+from lockstep.core.parity.reference.stages import PHASES
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.cli.workspace import Done
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.jsonl import read_lines
+from lockstep.core.files.jsonl import read_lines
 from lockstep.parity_tests.stored import weights_of
 
 REPO = Path(__file__).resolve().parents[2]

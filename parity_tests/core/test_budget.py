@@ -2,7 +2,18 @@
 
 import pytest
 
-from lockstep.core.budget import (
+from lockstep.core.config.schema import (
+    AttentionConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    RunConfig,
+    TrainConfig,
+)
+from lockstep.core.errors import UserError
+from lockstep.core.model.budget import (
     PEAK_FLOPS,
     floor_seconds,
     flops_per_token,
@@ -18,17 +29,6 @@ from lockstep.core.budget import (
     require_memory,
     state_bytes,
 )
-from lockstep.core.config import (
-    AttentionConfig,
-    LossConfig,
-    ModelConfig,
-    OptimConfig,
-    PrecisionConfig,
-    RecomputeConfig,
-    RunConfig,
-    TrainConfig,
-)
-from lockstep.core.errors import UserError
 
 ONE_B = ModelConfig(vocab_size=131_072, hidden=2048, layers=16, heads=32, kv_heads=8, ffn_hidden=8192)
 H100 = "NVIDIA H100 80GB HBM3"

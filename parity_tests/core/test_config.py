@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lockstep.core.config import RULES, ModelConfig, RunConfig, TrainConfig
-from lockstep.core.config_file import config_differences, dump_config, load_config
-from lockstep.core.config_file import settings as known_settings
+from lockstep.core.config.file import config_differences, dump_config, load_config
+from lockstep.core.config.file import settings as known_settings
+from lockstep.core.config.schema import RULES, ModelConfig, RunConfig, TrainConfig
 from lockstep.core.errors import UserError
 
 

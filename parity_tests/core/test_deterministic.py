@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import Batch, Gradients, NotSupported
-from lockstep.core.deterministic import differences, moves, prove
 from lockstep.core.errors import UserError
+from lockstep.core.train.determinism import differences, moves, prove
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 
 CONFIG = tiny_config()
@@ -73,7 +73,7 @@ def test_what_cannot_be_measured_says_why() -> None:
 
 def test_a_long_compilation_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([0.0, 90.0, 90.0, 91.0])
-    monkeypatch.setattr("lockstep.core.deterministic.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("lockstep.core.train.determinism.time.perf_counter", lambda: next(ticks))
     assert "would take about 89 s" in str(proof(Measures(answer()), tiny_config(compiled=True)))
 
 

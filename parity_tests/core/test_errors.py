@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from lockstep.core.errors import UserError, printable
-from lockstep.core.paths import path_problem
+from lockstep.core.files.paths import path_problem
 
 
 def test_several_lines_are_several_things_that_are_wrong():

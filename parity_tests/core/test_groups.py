@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lockstep.core.config import OptimConfig, RunConfig
-from lockstep.core.groups import check_state, group_settings, in_eight_bits, moment_kinds, moment_names
-from lockstep.core.names import GROUPS, parameter_shapes
+from lockstep.core.config.schema import OptimConfig, RunConfig
+from lockstep.core.model.groups import check_state, group_settings, in_eight_bits, moment_kinds, moment_names
+from lockstep.core.model.names import GROUPS, parameter_shapes
 from lockstep.parity_tests.tiny import tiny_config
-from lockstep.scripts.clean_runs import initial_state
+from lockstep.scripts.studies.clean_runs import initial_state
 
 SCALES = {"matrices_lr_scale": 2.0, "embedding_lr_scale": 3.0, "head_lr_scale": 5.0, "gains_lr_scale": 7.0}
 DECAYS = {"weight_decay": 0.1, "embedding_weight_decay": 0.2, "head_weight_decay": 0.3, "gains_weight_decay": 0.4}

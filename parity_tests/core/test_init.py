@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from lockstep.core.config import ModelConfig
-from lockstep.core.init import init_parameter, init_parameters, init_std
-from lockstep.core.names import parameter_shapes
+from lockstep.core.config.schema import ModelConfig
+from lockstep.core.model.init import init_parameter, init_parameters, init_std
+from lockstep.core.model.names import parameter_shapes
 
 MODEL = ModelConfig(vocab_size=1024, hidden=128, layers=2, heads=4, kv_heads=2, ffn_hidden=256, qkv_bias=True)
 

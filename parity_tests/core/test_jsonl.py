@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.core.errors import UserError
-from lockstep.core.jsonl import DamagedLine, JsonLines, cut_after, in_ranges, read_lines, scan_lines, sealed_line
+from lockstep.core.files.jsonl import (
+    DamagedLine,
+    JsonLines,
+    cut_after,
+    in_ranges,
+    read_lines,
+    scan_lines,
+    sealed_line,
+)
 from lockstep.parity_tests.repository import REPO
 
 VALUES = [{"step": 1, "loss": 2.5, "sample": "é\u2028\n\x85"}, {"step": 2, "nested": {"a": [1, None]}}, {"step": 3}]
@@ -37,7 +45,7 @@ def test_a_line_is_json_with_its_checksum_last():
 
 
 def test_the_documented_snippet_verifies_a_file(path, monkeypatch, capsys):
-    text = (REPO / "docs/run_directory.md").read_text()
+    text = (REPO / "docs/guide/run_directory.md").read_text()
     snippet = text.split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(path.parent)
     exec(snippet, {})

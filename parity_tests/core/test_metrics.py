@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from lockstep.core.config import ModelConfig
-from lockstep.core.metrics import attention_logits, group_norms, norms_by_group, outer_blocks
-from lockstep.core.names import group_of, layer_of, parameter_shapes
+from lockstep.core.config.schema import ModelConfig
+from lockstep.core.model.names import group_of, layer_of, parameter_shapes
+from lockstep.core.train.metrics import attention_logits, group_norms, norms_by_group, outer_blocks
 
 NAMES = list(parameter_shapes(ModelConfig(layers=4, tied=False)))
 

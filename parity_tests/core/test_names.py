@@ -2,8 +2,8 @@
 
 import pytest
 
-from lockstep.core.config import ModelConfig
-from lockstep.core.names import (
+from lockstep.core.config.schema import ModelConfig
+from lockstep.core.model.names import (
     BLOCK_TAPS,
     GROUPS,
     edge_names,

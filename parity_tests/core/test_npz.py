@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.errors import UserError
-from lockstep.core.npz import read_npz
+from lockstep.core.files.npz import read_npz
 
 # x is larger than what zipfile reads at once: a header that says less leaves its checksum unread.
 ARRAYS = {"names": np.asarray([b"a", b"bcd"]), "x": np.random.default_rng(0).normal(size=(1021, 5))}

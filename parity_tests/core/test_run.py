@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core import checkpoint
 from lockstep.core.backend import State, StepRecord
-from lockstep.core.config import CheckpointConfig, ParityConfig, RunConfig
-from lockstep.core.config_file import load_config
+from lockstep.core.checkpoint.format import CorruptCheckpoint, load_checkpoint
+from lockstep.core.config.file import load_config
+from lockstep.core.config.schema import CheckpointConfig, ParityConfig, RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.jsonl import read_lines
-from lockstep.core.lock import FolderLock
-from lockstep.core.run import RunDir
+from lockstep.core.files.jsonl import read_lines
+from lockstep.core.files.lock import FolderLock
+from lockstep.core.run.directory import RunDir
 
 CONFIG = RunConfig(name="r", checkpoint=CheckpointConfig(keep=3))
 
@@ -175,7 +175,8 @@ def test_one_writer(run):
 
 def test_a_killed_writer_leaves_no_lock(tmp_path):
     program = (
-        "import os; from pathlib import Path; from lockstep.core.config import RunConfig; from lockstep.core.run "
+        "import os; from pathlib import Path; from lockstep.core.config.schema import RunConfig; from "
+        "lockstep.core.run.directory "
         "import RunDir\n"
         f"r = RunDir.create(Path({str(tmp_path / 'r')!r}), RunConfig(), {{}}); os.kill(os.getpid(), 9)"
     )
@@ -238,7 +239,7 @@ def test_resume_moves_later_steps_out(run, torn):
         assert [line["step"] for line in again.records()] == [1, 2, 3, 4, 5]
         (branch,) = again.info["branches"]
         assert (branch["from_step"], branch["records"], branch["checks"], branch["checkpoints"]) == (4, 3, 3, [6])
-        assert_same_state(checkpoint.load_checkpoint(again.path / branch["path"] / "step_000006")[0], state(6))
+        assert_same_state(load_checkpoint(again.path / branch["path"] / "step_000006")[0], state(6))
         assert [line["step"] for line in read_lines(again.path / branch["path"] / "records.jsonl")] == [5, 6, 7]
 
 
@@ -441,7 +442,7 @@ def test_checkpoint_gives_the_same_bits(run):
     extra = {"tokens": 12, "name": "é"}
     path = run.save_checkpoint(state(500), extra)
     assert path == run.path / "checkpoints" / "step_000500" == run.latest_checkpoint()
-    loaded, loaded_extra = checkpoint.load_checkpoint(path)
+    loaded, loaded_extra = load_checkpoint(path)
     assert_same_state(loaded, state(500))
     assert loaded_extra == extra
     manifest = json.loads((path / "manifest.json").read_text())
@@ -456,7 +457,7 @@ def test_odd_arrays_survive(run):
         "special": np.array([np.nan, -0.0, np.inf, 5e-324]),
         "steps": np.array([2**40]),
     }
-    loaded, _ = checkpoint.load_checkpoint(run.save_checkpoint(State(1, odd, {}), {}))
+    loaded, _ = load_checkpoint(run.save_checkpoint(State(1, odd, {}), {}))
     assert_same_state(loaded, State(1, {k: np.ascontiguousarray(v).reshape(v.shape) for k, v in odd.items()}, {}))
 
 
@@ -469,7 +470,7 @@ def test_only_the_last_are_kept(run):
 def test_saving_a_step_again_replaces_it(run):
     run.save_checkpoint(state(3, seed=0), {"n": 1})
     path = run.save_checkpoint(state(3, seed=1), {"n": 2})
-    loaded, extra = checkpoint.load_checkpoint(path)
+    loaded, extra = load_checkpoint(path)
     assert_same_state(loaded, state(3, seed=1))
     assert extra == {"n": 2}
     assert [p.name for p in path.parent.iterdir()] == ["step_000003"]
@@ -589,8 +590,8 @@ def test_a_damaged_file_is_named_and_the_one_before_is_used(intact, tmp_path, fi
     assert len(warnings) == 1 and str(victim) in warnings[0]
     if file != "manifest.json":
         assert ("is missing" if how == "missing" else f"{len(content)} were written") in warnings[0]
-    with pytest.raises(checkpoint.CorruptCheckpoint, match=file):
-        checkpoint.load_checkpoint(victim.parent)
+    with pytest.raises(CorruptCheckpoint, match=file):
+        load_checkpoint(victim.parent)
 
 
 def test_a_renamed_checkpoint_is_not_taken_for_another_step(intact, tmp_path):

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lockstep.core.sampling
+import lockstep.core.sampling.draw
 from lockstep.core.errors import UserError
-from lockstep.core.sampling import Sampling, choose, probabilities, write_tokens
+from lockstep.core.sampling.draw import Sampling, choose, probabilities, write_tokens
 
 # Few values, so that there are ties.
 LOGITS = st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 1.0, 2.0, 7.0]), min_size=1, max_size=12)
@@ -66,7 +66,7 @@ def test_dropping_the_token_that_crosses_p_is_noticed(monkeypatch):
             return max(int(searchsorted(reached, value)) - 1, 0)
 
     assert not any(differs(*case) for case in CASES)
-    monkeypatch.setattr(lockstep.core.sampling, "np", Shifted())
+    monkeypatch.setattr(lockstep.core.sampling.draw, "np", Shifted())
     assert any(differs(*case) for case in CASES)
 
 

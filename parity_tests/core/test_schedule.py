@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lockstep.core.config import OptimConfig, RunConfig, TrainConfig
-from lockstep.core.schedule import batch_size, decay_steps, learning_rate, sequence_length
+from lockstep.core.config.schema import OptimConfig, RunConfig, TrainConfig
+from lockstep.core.train.schedule import batch_size, decay_steps, learning_rate, sequence_length
 
 OPTIM = OptimConfig(peak_lr=2.0, min_lr_ratio=0.1, warmup_steps=10)
 TOTAL = 110

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from lockstep.core.backend import StepRecord
-from lockstep.core.config import LogConfig, RunConfig
+from lockstep.core.config.schema import LogConfig, RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity.verdict import SCHEMA, Check, Finding, Measure
-from lockstep.core.run import RunDir
+from lockstep.core.parity.measures.verdict import SCHEMA, Check, Finding, Measure
+from lockstep.core.run.directory import RunDir
 from lockstep.core.sinks import phrases, tables
 from lockstep.core.sinks.console import ConsoleSink
 from lockstep.core.sinks.jsonl import JsonlSink

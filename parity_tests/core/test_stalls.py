@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.core.stalls import PARTS, Stalls
+from lockstep.core.train.time_accounting import PARTS, Stalls
 
 
 class Clock:

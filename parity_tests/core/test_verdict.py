@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.parity.verdict import Check, Finding, Measure, overall, verdict_json
+from lockstep.core.parity.measures.verdict import Check, Finding, Measure, overall, verdict_json
 
 
 def measure(value: float, low: float | None = 0.5, high: float | None = 2.0, name: str = "excess") -> Measure:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lockstep.core.config import AttentionConfig
-from lockstep.jax_backend import attention_logits as in_jax
+from lockstep.core.config.schema import AttentionConfig
 from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.tools import attention_logits as in_jax
 from lockstep.parity_tests.cross.variants import same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend import attention_logits as in_torch
 from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.tools import attention_logits as in_torch
 
 VARIANTS = {
     "causal": AttentionConfig(),

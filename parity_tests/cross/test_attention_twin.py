@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import lockstep.jax_backend.attention
-from lockstep.core.parity.excess import distances
+from lockstep.core.parity.measures.distances import distances
 from lockstep.jax_backend.attention import Blocks, attention, document_mask
 from lockstep.jax_backend.precision import POLICIES
 from lockstep.torch_backend.attention import Kernel

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.config import OptimConfig
+from lockstep.core.config.schema import OptimConfig
 from lockstep.core.errors import UserError
-from lockstep.core.groups import BLOCK, in_eight_bits
-from lockstep.core.parity.compare import Reference
-from lockstep.core.parity.evidence import gather, uneven_weights
-from lockstep.core.parity.judge import judge
-from lockstep.jax_backend.bitsandbytes_adamw import in_codes
-from lockstep.jax_backend.codes import quantisation_map
+from lockstep.core.model.groups import BLOCK, in_eight_bits
+from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.judge.judge import judge
+from lockstep.core.parity.measures.compare import Reference
+from lockstep.jax_backend.kernels.bitsandbytes_adamw import in_codes
+from lockstep.jax_backend.kernels.codes import quantisation_map
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.test_optimizers import moments_at_random, run_of, shaken, steps, update_inputs
 from lockstep.parity_tests.cross.variants import relative, same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend import bitsandbytes_adamw
+from lockstep.torch_backend.kernels import bitsandbytes_adamw
 from lockstep.torch_backend.optim import build_optimizer
 from lockstep.torch_backend.session import TorchBackend, TorchSession
 

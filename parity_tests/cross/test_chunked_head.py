@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.jax_backend import loss as in_jax
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.scripts.large_vocabulary import peak
-from lockstep.torch_backend import chunked_loss as module
+from lockstep.scripts.studies.large_vocabulary import peak
+from lockstep.torch_backend.kernels import chunked_loss as module
 from lockstep.torch_backend.loss import negative_log_likelihood
 from lockstep.torch_backend.session import TorchBackend
 

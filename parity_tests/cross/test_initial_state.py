@@ -1,4 +1,4 @@
-"""Both backends start from the same names, shapes and bits, which are those of core/init.py."""
+"""Both backends start from the same names, shapes and bits, which are those of core/model/init.py."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lockstep.core.init import init_parameters
-from lockstep.core.names import parameter_shapes
+from lockstep.core.model.init import init_parameters
+from lockstep.core.model.names import parameter_shapes
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import VARIANTS, fresh_state, same_bits
 from lockstep.parity_tests.tiny import tiny_config

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.config import LossConfig
+from lockstep.core.config.schema import LossConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence import gather, uneven_weights
-from lockstep.core.parity.judge import Reference, judge
-from lockstep.core.parity.reference_check import check_reference
-from lockstep.jax_backend.library_heads import library_nll
+from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.judge.judge import Reference, judge
+from lockstep.core.parity.reference.self_check import check_reference
+from lockstep.jax_backend.kernels.library_heads import library_nll
 from lockstep.jax_backend.precision import POLICIES as TWIN
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.faults import levers
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend import library_heads
-from lockstep.torch_backend.library_heads import check_head, library_loss
+from lockstep.torch_backend.kernels import library_heads
+from lockstep.torch_backend.kernels.library_heads import check_head, library_loss
 from lockstep.torch_backend.precision import POLICIES
 from lockstep.torch_backend.session import TorchBackend
 

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core import checkpoint
-from lockstep.core.config import PrecisionConfig
-from lockstep.core.loss_scale import FINITE, SCALE, SKIPPED, first_scale, scale_after
-from lockstep.core.parity.evidence import gather, uneven_weights
-from lockstep.core.parity.judge import judge
-from lockstep.core.parity.reference_check import sound_reference
+from lockstep.core.checkpoint.format import load_checkpoint, save_checkpoint
+from lockstep.core.config.schema import PrecisionConfig
+from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.judge.judge import judge
+from lockstep.core.parity.reference.self_check import sound_reference
+from lockstep.core.train.loss_scale import FINITE, SCALE, SKIPPED, first_scale, scale_after
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests import faults
 from lockstep.parity_tests.cross.variants import same_bits
@@ -96,7 +96,7 @@ def test_resume_keeps_the_scale(tmp_path):
         whole.step(text_batch(config, step))
         if step < 6:
             first.step(text_batch(config, step))
-    saved, _ = checkpoint.load_checkpoint(checkpoint.save_checkpoint(tmp_path, first.state(), {}))
+    saved, _ = load_checkpoint(save_checkpoint(tmp_path, first.state(), {}))
     assert saved.scalars == first.state().scalars
     second.load(saved)
     for step in range(6, 10):

@@ -12,19 +12,19 @@ import torch
 
 import lockstep.torch_backend.optim
 from lockstep.core.backend import State
-from lockstep.core.config import CompileConfig, OptimConfig, RunConfig
+from lockstep.core.config.schema import CompileConfig, OptimConfig, RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.groups import BLOCK, by_muon, group_settings, in_eight_bits
-from lockstep.core.names import GROUPS, group_of
-from lockstep.core.parity.evidence import uneven_weights
-from lockstep.core.parity.reference_check import check_reference
-from lockstep.core.schedule import learning_rate
-from lockstep.jax_backend.codes import in_codes, quantisation_map
+from lockstep.core.model.groups import BLOCK, by_muon, group_settings, in_eight_bits
+from lockstep.core.model.names import GROUPS, group_of
+from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.reference.self_check import check_reference
+from lockstep.core.train.schedule import learning_rate
+from lockstep.jax_backend.kernels.codes import in_codes, quantisation_map
 from lockstep.jax_backend.optim import orthogonal as orthogonal_in_jax
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import ALL_BIASES, relative, same_bits, shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.scripts.clean_runs import initial_state
+from lockstep.scripts.studies.clean_runs import initial_state
 from lockstep.torch_backend.optim import build_optimizer, eight_bits, orthogonal, set_learning_rate
 from lockstep.torch_backend.session import TorchBackend
 

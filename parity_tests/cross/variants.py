@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.backend import State
-from lockstep.core.config import ModelConfig
-from lockstep.core.init import init_parameters
+from lockstep.core.config.schema import ModelConfig
+from lockstep.core.model.init import init_parameters
 
 ALL_BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -7,13 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from lockstep.core.data.prepare import PrepareSettings, prepare
-
-# A slow machine is no failure.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
 
 WORDS = [
     "loss",

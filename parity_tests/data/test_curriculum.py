@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.config import OptimConfig, RunConfig, TrainConfig
+from lockstep.core.config.schema import OptimConfig, RunConfig, TrainConfig
 from lockstep.core.data.dataset import TokenSplit
 from lockstep.core.data.sampler import BlockSampler
-from lockstep.core.run_data import RunData
-from lockstep.core.schedule import sequence_length
+from lockstep.core.run.data import RunData
+from lockstep.core.train.schedule import sequence_length
 
 TRAIN = TrainConfig(steps=10, batch_size=8, micro_batch_size=4, sequence_length=8, curriculum="8:0.6, 16:0.1, 32:0.3")
 

@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lockstep.core.atomic import TEMPORARY_SUFFIX
 from lockstep.core.data import prepare as prepare_module
 from lockstep.core.data.catalog import read_catalog
 from lockstep.core.data.dataset import TokenDataset
@@ -29,7 +28,8 @@ from lockstep.core.data.prepare import PrepareSettings, prepare
 from lockstep.core.data.sample import sample_training_text
 from lockstep.core.data.sources import list_source
 from lockstep.core.errors import UserError
-from lockstep.core.lock import FolderLock
+from lockstep.core.files.atomic import TEMPORARY_SUFFIX
+from lockstep.core.files.lock import FolderLock
 from lockstep.parity_tests.data.conftest import settings_for, write_texts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -136,7 +136,7 @@ def test_a_killed_preparation_goes_on(prepared, texts, tmp_path):
     out = tmp_path / "out"
     code = f"""
 import os, signal
-from lockstep.core import atomic
+from lockstep.core.files import atomic
 from lockstep.core.data.prepare import PrepareSettings, prepare
 written = []
 flush = atomic.os.fsync

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core import atomic
 from lockstep.core.data.shards import (
     map_tokens,
     read_document_starts,
@@ -19,6 +18,7 @@ from lockstep.core.data.shards import (
     write_shard,
 )
 from lockstep.core.errors import UserError
+from lockstep.core.files import atomic
 
 EOT = 7
 

@@ -18,14 +18,14 @@ def parts(ids, decode=TOKENIZER.decode):
     return [*(stream.add(token) for token in ids), stream.end()]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(IDS)
 def test_the_parts_are_the_whole(ids):
     """Any tokens, most of which spell no UTF-8."""
     assert "".join(parts(ids)) == TOKENIZER.decode(ids)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"]), max_size=20))
 def test_no_half_character_is_given(text):
     ids = TOKENIZER.encode_documents([text])[0]

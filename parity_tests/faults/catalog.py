@@ -1,4 +1,4 @@
-"""Every planted fault with what is promised of it. Expected origins follow from the chain of core/parity/stages.py.
+"""Every planted fault with what is promised of it. Origins follow from the chain of core/parity/reference/stages.py.
 
 A fault in every block is named in the first one forward, block 0, and in the last one backward: there its chain begins.
 A stage's backward owns what it sends back, whatever comes in. What the session does to its program's gradients is

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lockstep.core.backend import Batch
-from lockstep.core.config import RunConfig
-from lockstep.core.parity.stages import PHASES
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.reference.stages import PHASES
 from lockstep.torch_backend.session import TorchBackend
 
 Batches = Callable[[int], Batch]

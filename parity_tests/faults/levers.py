@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.backend import Batch
-from lockstep.core.loss_scale import SCALE
+from lockstep.core.train.loss_scale import SCALE
 from lockstep.parity_tests.faults.planting import bf16, in_model, swap
 from lockstep.torch_backend.loss import weighted_mean
 from lockstep.torch_backend.model import Linear, Llama, SwiGLU
@@ -17,7 +17,7 @@ from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 class _WrongChunks(torch.autograd.Function):
-    """`lockstep.torch_backend.chunked_loss._ChunkedLoss`, whole logits a chunk, with one thing wrong."""
+    """`lockstep.torch_backend.kernels.chunked_loss._ChunkedLoss`, whole logits a chunk, with one thing wrong."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, x: Tensor, weight: Tensor, targets: Tensor, change: Any) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.backend import Batch, StepRecord
-from lockstep.torch_backend.ranks import MicroLoss, Ranks
+from lockstep.torch_backend.ranks.ddp import MicroLoss, Ranks
 from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 

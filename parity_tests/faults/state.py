@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lockstep.core.backend import Batch, State, StepRecord
-from lockstep.core.config import RunConfig
+from lockstep.core.config.schema import RunConfig
 from lockstep.torch_backend.checkpoint import Writer, WritingTorch, named_tensors
 from lockstep.torch_backend.session import TorchBackend, TorchSession
 

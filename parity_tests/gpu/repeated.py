@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from lockstep.core.backend import State
-from lockstep.core.config import AttentionConfig, CompileConfig, LossConfig, RunConfig
-from lockstep.core.deterministic import prove
+from lockstep.core.config.schema import AttentionConfig, CompileConfig, LossConfig, RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.train.determinism import prove
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.attention import Machine, refusal
-from lockstep.torch_backend.float8 import FIRST_CAPABILITY
-from lockstep.torch_backend.library_heads import PACKAGES
+from lockstep.torch_backend.kernels.float8 import FIRST_CAPABILITY
+from lockstep.torch_backend.kernels.library_heads import PACKAGES
 from lockstep.torch_backend.session import TorchBackend
 
 COMPILED = {"compile": {"enabled": True, "backend": "inductor"}}

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.config import CompileConfig
-from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.config.schema import CompileConfig
+from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.bench import device_facts, measure_floor, measure_steps, operands
 from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.tools.bench import device_facts, measure_floor, measure_steps, operands
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.core.config import AttentionConfig
+from lockstep.core.config.schema import AttentionConfig
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.gpu.repeated import PROGRAMS
 from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.tiny import tiny_config
-from lockstep.torch_backend.deterministic import CUBLAS
 from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.tools.deterministic import CUBLAS
 
 pytestmark = [
     pytest.mark.gpu,

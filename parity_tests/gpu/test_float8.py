@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.config import PrecisionConfig
+from lockstep.core.config.schema import PrecisionConfig
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.float8 import FIRST_CAPABILITY, float8
+from lockstep.torch_backend.kernels.float8 import FIRST_CAPABILITY, float8
 from lockstep.torch_backend.session import TorchBackend
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FIRST_CAPABILITY

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.config import LossConfig
-from lockstep.jax_backend.library_heads import library_nll
+from lockstep.core.config.schema import LossConfig
+from lockstep.jax_backend.kernels.library_heads import library_nll
 from lockstep.jax_backend.precision import POLICIES as TWIN
-from lockstep.torch_backend.library_heads import PACKAGES, library_loss
+from lockstep.torch_backend.kernels.library_heads import PACKAGES, library_loss
 from lockstep.torch_backend.precision import POLICIES
 
 pytestmark = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.core.config import CompileConfig
-from lockstep.core.parity.side_by_side import check_steps
+from lockstep.core.config.schema import CompileConfig
+from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.session import TorchBackend

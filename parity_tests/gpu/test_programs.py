@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from lockstep.core.config import AttentionConfig, CompileConfig, LossConfig
-from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.config.schema import AttentionConfig, CompileConfig, LossConfig
+from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.attention import Machine, refusal
-from lockstep.torch_backend.float8 import FIRST_CAPABILITY
+from lockstep.torch_backend.kernels.float8 import FIRST_CAPABILITY
 from lockstep.torch_backend.session import TorchBackend
 
 pytestmark = [

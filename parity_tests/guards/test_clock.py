@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 import pytest
 
-import lockstep.core.loop
+import lockstep.core.train.loop
 from lockstep.parity_tests.loop.runs import STEPS, Folder
 from lockstep.parity_tests.repository import REPO
 
 Straight = Callable[[str], Folder]
 PACKAGES = ("core", "torch_backend", "jax_backend", "scripts")
 # Where the wall clock may be asked: what stands in run.json as a date.
-LABELS = {"core/run.py", "scripts/restart.py"}
+LABELS = {"core/run/directory.py", "scripts/shared/restart.py"}
 
 
 def test_a_clock_that_jumps_moves_no_number(
@@ -43,7 +43,7 @@ def test_a_clock_that_stands_still_divides_by_nothing(folder: Folder, monkeypatc
             return 1.0
 
     with monkeypatch.context() as patch:
-        patch.setattr(lockstep.core.loop, "time", Standing)
+        patch.setattr(lockstep.core.train.loop, "time", Standing)
         assert folder.train("run", {"train.steps": 4}) == 0
     assert [(r["seconds"], r["tokens_per_second"]) for r in folder.records("run")] == [(0.0, 0.0)] * 4
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.errors import UserError
-from lockstep.core.jsonl import JsonLines, read_lines
-from lockstep.core.run import RunDir
+from lockstep.core.files.jsonl import JsonLines, read_lines
+from lockstep.core.run.directory import RunDir
 from lockstep.parity_tests.guards.events import (
     BROKEN,
     NO_SPACE,

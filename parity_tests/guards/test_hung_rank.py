@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.core.config import RunConfig
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.guards import candidates
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend import world
-from lockstep.torch_backend.links import RankError
-from lockstep.torch_backend.parallel import RankedSession
+from lockstep.torch_backend.ranks import controller
+from lockstep.torch_backend.ranks.process_groups import RankError
+from lockstep.torch_backend.ranks.session import RankedSession
 from lockstep.torch_backend.session import TorchBackend
 
 SECONDS = 5
@@ -35,7 +35,7 @@ def opened(backend: TorchBackend, ranks: int) -> RankedSession:
 @pytest.fixture(autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    world.let_go()
+    controller.let_go()
 
 
 NOTHING = "it has begun, and sent none of its gradients' parts"

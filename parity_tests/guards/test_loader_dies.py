@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.data import loader
-from lockstep.core.run_data import RunData
+from lockstep.core.run.data import RunData
 from lockstep.parity_tests.guards.events import before_steps
 from lockstep.parity_tests.loop.runs import Folder, one_line
 

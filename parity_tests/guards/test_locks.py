@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.errors import UserError
-from lockstep.core.lock import FolderLock
-from lockstep.core.run import RunDir
+from lockstep.core.files.lock import FolderLock
+from lockstep.core.run.directory import RunDir
 from lockstep.parity_tests.loop.runs import Folder, one_line
 from lockstep.scripts import cli
 

@@ -8,24 +8,25 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import Session
-from lockstep.core.config import RunConfig
-from lockstep.core.finite import NotFinite
-from lockstep.core.parity.step import flat
-from lockstep.core.run import RunDir
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.judge.update import flat
+from lockstep.core.run.directory import RunDir
+from lockstep.core.train.finite import NotFinite
 from lockstep.jax_backend.session import JaxSession
 from lockstep.parity_tests.guards import candidates
 from lockstep.parity_tests.guards.candidates import AT_STEP, GRADIENT_OF
 from lockstep.parity_tests.loop.runs import Folder, one_line
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.scripts import backends, cli
-from lockstep.torch_backend import world
+from lockstep.scripts import cli
+from lockstep.scripts.shared import backends
+from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    world.let_go()
+    controller.let_go()
 
 
 def config_of(ranks: int = 1, dtype: str = "fp32", **optim) -> RunConfig:

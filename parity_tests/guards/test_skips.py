@@ -11,22 +11,23 @@ import pytest
 import torch
 
 from lockstep.core.backend import Session, State
-from lockstep.core.config import RunConfig
-from lockstep.core.finite import NotFinite, is_finite, require_progress
-from lockstep.core.loss_scale import SKIPPED
-from lockstep.core.parity.evidence import gather, uneven_weights
-from lockstep.core.parity.judge import judge
-from lockstep.core.parity.reference_check import sound_reference
-from lockstep.core.parity.step import flat
-from lockstep.core.skips import IN_A_ROW
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.judge.judge import judge
+from lockstep.core.parity.judge.update import flat
+from lockstep.core.parity.reference.self_check import sound_reference
+from lockstep.core.train.finite import NotFinite, is_finite, require_progress
+from lockstep.core.train.loss_scale import SKIPPED
+from lockstep.core.train.skipped_steps import IN_A_ROW
 from lockstep.jax_backend.session import JaxBackend, JaxSession
 from lockstep.parity_tests.guards import candidates
 from lockstep.parity_tests.guards.candidates import AT_STEP, GRADIENT_OF
 from lockstep.parity_tests.guards.test_not_finite import config_of, steps_until
 from lockstep.parity_tests.loop.runs import Folder, one_line
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.scripts import backends, cli
-from lockstep.torch_backend import world
+from lockstep.scripts import cli
+from lockstep.scripts.shared import backends
+from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 SKIP = {"train.on_not_finite": "skip", "device": "cpu"}
@@ -35,7 +36,7 @@ SKIP = {"train.on_not_finite": "skip", "device": "cpu"}
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    world.let_go()
+    controller.let_go()
 
 
 def skipping(ranks: int = 1, policy: str = "fp32", **optim: Any) -> RunConfig:

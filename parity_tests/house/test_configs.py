@@ -2,8 +2,8 @@
 
 import pytest
 
-from lockstep.core.budget import parameter_count
-from lockstep.core.config_file import load_config
+from lockstep.core.config.file import load_config
+from lockstep.core.model.budget import parameter_count
 from lockstep.parity_tests.repository import REPO
 
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))

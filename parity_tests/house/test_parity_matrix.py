@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from lockstep.core.config_file import load_config
+from lockstep.core.config.file import load_config
 from lockstep.parity_tests.repository import REPO
-from lockstep.scripts.parity_matrix import CONFIG, LEVERS, design, page, pairs, settings
+from lockstep.scripts.studies.parity_matrix import CONFIG, LEVERS, design, page, pairs, settings
 
 
 def test_every_pair_of_values_meets():

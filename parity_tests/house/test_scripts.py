@@ -16,9 +16,9 @@ TOOLS = ("bash", "uname", "df", "awk", "dirname", "git", "cat", "mkdir", "tail",
 def bare(tmp_path):
     """A checkout without .venv, and a PATH with only what every system has."""
     checkout, tools = tmp_path / "checkout", tmp_path / "bin"
-    (checkout / "scripts").mkdir(parents=True)
+    (checkout / "scripts/setup").mkdir(parents=True)
     tools.mkdir()
-    shutil.copy(REPO / "scripts" / "setup_env.sh", checkout / "scripts")
+    shutil.copy(REPO / "scripts/setup/setup_env.sh", checkout / "scripts/setup")
     for name in TOOLS:
         (tools / name).symlink_to(shutil.which(name))
     return checkout, tools
@@ -40,7 +40,7 @@ def setup_env(bare, *arguments, **environment) -> subprocess.CompletedProcess[st
     checkout, tools = bare
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "CXX", "VIRTUAL_ENV", "PYTHONPATH")}
     return subprocess.run(
-        ["bash", str(checkout / "scripts" / "setup_env.sh"), *arguments],
+        ["bash", str(checkout / "scripts/setup/setup_env.sh"), *arguments],
         env=clean | {"PATH": str(tools)} | environment,
         capture_output=True,
         text=True,
@@ -131,11 +131,11 @@ def test_a_failed_installation_leaves_no_stamp_and_says_where_its_log_is(bare):
 @pytest.fixture
 def quickstart(tmp_path):
     """A function that runs quickstart.sh in a checkout whose `lockstep train` ends with a given code."""
-    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/setup").mkdir(parents=True)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for name in ("quickstart.sh", "environment.sh"):
-        shutil.copy(REPO / "scripts" / name, tmp_path / "scripts")
-    put(tmp_path / "scripts", "setup_env.sh", "exit 0")
+    for name in ("quickstart.sh", "setup/environment.sh"):
+        shutil.copy(REPO / "scripts" / name, tmp_path / "scripts" / name)
+    put(tmp_path / "scripts/setup", "setup_env.sh", "exit 0")
     (tmp_path / ".venv" / "bin" / "python").symlink_to(real_python())
     put(
         tmp_path / ".venv" / "bin",
@@ -207,6 +207,6 @@ def test_quickstart_refuses_other_arguments(quickstart):
     assert quickstart("--help")[::2] == (0, [])
 
 
-@pytest.mark.parametrize("script", sorted((REPO / "scripts").glob("*.sh")), ids=lambda path: path.name)
+@pytest.mark.parametrize("script", sorted((REPO / "scripts").rglob("*.sh")), ids=lambda path: path.name)
 def test_bash_can_parse(script):
     subprocess.run(["bash", "-n", str(script)], check=True)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.scripts import incident
-from lockstep.scripts.incident import BY_KEY, FOLDER, PLUMMETED, RUNS, rounded, signature, suspects, train
+from lockstep.scripts.studies import incident
+from lockstep.scripts.studies.incident import BY_KEY, FOLDER, PLUMMETED, RUNS, rounded, signature, suspects, train
 from lockstep.torch_backend.loss import negative_log_likelihood
 
 

@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from lockstep.core.backend import Gradients
-from lockstep.core.checkpoint import begin_checkpoint, load_checkpoint
-from lockstep.core.config import AttentionConfig, RunConfig
+from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint
+from lockstep.core.config.schema import AttentionConfig, RunConfig
 from lockstep.jax_backend import checkpoint
 from lockstep.jax_backend.session import JaxBackend, JaxSession
 from lockstep.jax_backend.sharding import AXIS, Shards

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from lockstep.core.config import OptimConfig, RunConfig
-from lockstep.core.names import group_of
+from lockstep.core.config.schema import OptimConfig, RunConfig
+from lockstep.core.model.names import group_of
 from lockstep.jax_backend.optim import next_state
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import ALL_BIASES, shaken_state

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.jax_backend.loss import negative_log_likelihood
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import fresh_state

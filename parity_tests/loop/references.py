@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.core.backend import Session
-from lockstep.core.config import RunConfig
+from lockstep.core.config.schema import RunConfig
 
 
 class Late:

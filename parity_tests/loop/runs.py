@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.backend import Arrays
-from lockstep.core.jsonl import read_lines
-from lockstep.core.run import RunDir
+from lockstep.core.files.jsonl import read_lines
+from lockstep.core.run.directory import RunDir
 from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.stored import weights_of
 from lockstep.scripts import cli

@@ -7,11 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core import jsonl, run
-from lockstep.core.run import CHECKS, CONFIG, INFO, RECORDS
+from lockstep.core.files import jsonl
+from lockstep.core.run import directory
+from lockstep.core.run.directory import CHECKS, CONFIG, INFO, RECORDS
 from lockstep.parity_tests.loop.runs import one_line
-from lockstep.scripts import bit_flips, cli
-from lockstep.scripts.bit_flips import FELL_BACK, NO_EFFECT, OUTCOMES, REFUSED, RUN, TOLD, WRONG, Damage, Trials
+from lockstep.scripts import cli
+from lockstep.scripts.studies import bit_flips
+from lockstep.scripts.studies.bit_flips import (
+    FELL_BACK,
+    NO_EFFECT,
+    OUTCOMES,
+    REFUSED,
+    RUN,
+    TOLD,
+    WRONG,
+    Damage,
+    Trials,
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +65,14 @@ def test_a_check_that_is_lost_in_silence_is_wrong(trials: Trials, monkeypatch: p
     first = (trials.base / RUN / CHECKS).read_bytes().index(b"\n") + 1
     damage = Damage(RUN / CHECKS, first, None)
     assert trials.trial(damage)[0] == TOLD
-    monkeypatch.setattr(run.RunDir, "_losses", lambda *_: iter(()))
+    monkeypatch.setattr(directory.RunDir, "_losses", lambda *_: iter(()))
     assert trials.trial(damage)[:2] == (WRONG, "parity.jsonl lacks lines, and nothing was said")
 
 
 def test_a_setting_that_is_believed_is_wrong(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     damage = digit_after(trials, CONFIG, b"\npeak_lr = 0.00")
     assert "optim.peak_lr was 0.003 and is 0.007" in trials.trial(damage)[1]
-    monkeypatch.setattr(run, "require_unchanged", lambda *_: None)
+    monkeypatch.setattr(directory, "require_unchanged", lambda *_: None)
     assert trials.trial(damage)[:2] == (WRONG, "the weights, moments or step differ")
 
 
@@ -71,7 +83,7 @@ def test_damage_is_mended_after_each_trial(trials: Trials) -> None:
 
 def test_a_resume_that_holds_no_check_starts_no_reference(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "lockstep.core.parity.shadow.Shadow.__init__", lambda *_: pytest.fail("a reference was started")
+        "lockstep.core.parity.modes.shadow.Shadow.__init__", lambda *_: pytest.fail("a reference was started")
     )
     nothing = Damage(Path("data/index.json"), len((trials.base / "data/index.json").read_bytes()), None)
     assert trials.trial(nothing)[0] == NO_EFFECT

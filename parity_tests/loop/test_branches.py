@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from lockstep.core.checkpoint import checkpoint_step
-from lockstep.core.parity.branch import Branch
-from lockstep.core.schedule import learning_rate
+from lockstep.core.checkpoint.format import checkpoint_step
+from lockstep.core.run.branches import Branch
+from lockstep.core.train.schedule import learning_rate
 from lockstep.parity_tests.loop.runs import STEPS, Folder, one_line
 from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.stored import weights_of

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-import lockstep.scripts.train
+import lockstep.scripts.commands.train
 from lockstep.parity_tests.loop.runs import Folder, alive, wait_until_gone
 
 REFERENCES = "lockstep.parity_tests.loop.references"
@@ -27,7 +27,7 @@ def test_checks_change_no_bit_of_the_weights(folder: Folder) -> None:
 def test_a_disagreement_is_exit_code_1_also_after_a_resume(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lockstep.scripts.train, "REFERENCE", f"{REFERENCES}:wrong_of_this_run")
+    monkeypatch.setattr(lockstep.scripts.commands.train, "REFERENCE", f"{REFERENCES}:wrong_of_this_run")
     settings = {"train.steps": 4, "parity.every": 4, "parity.queue": 10}
     assert folder.train("accused", settings) == 1
     assert [(c["step"], c["verdict"]) for c in folder.run("accused").checks()] == [(1, "disagreed"), (4, "disagreed")]
@@ -40,7 +40,7 @@ def test_a_disagreement_is_exit_code_1_also_after_a_resume(
 def test_a_reference_that_fails_costs_no_step(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lockstep.scripts.train, "REFERENCE", f"{REFERENCES}:Failing")
+    monkeypatch.setattr(lockstep.scripts.commands.train, "REFERENCE", f"{REFERENCES}:Failing")
     assert folder.train("alone", CHECKED) == 0
     checks = folder.run("alone").checks()
     assert [(c["step"], c["verdict"]) for c in checks] == [(step, "skipped") for step in (1, 2, 4, 6, 8)]
@@ -53,7 +53,7 @@ def test_a_reference_that_fails_costs_no_step(
 def test_a_wrong_reference_judges_nobody(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lockstep.scripts.train, "REFERENCE", f"{REFERENCES}:wrong")
+    monkeypatch.setattr(lockstep.scripts.commands.train, "REFERENCE", f"{REFERENCES}:wrong")
     assert folder.train("unjudged", {"train.steps": 4, "parity.every": 4}) == 0
     (first, last) = folder.run("unjudged").checks()
     assert first["verdict"] == last["verdict"] == "skipped"
@@ -64,10 +64,10 @@ def test_a_wrong_reference_judges_nobody(
 def test_a_recipe_without_bounds_is_refused_before_anything_starts(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lockstep.core.parity import bands
+    from lockstep.core.parity.measures import calibrated_bounds
 
-    bounds = {name: kinds for name, kinds in bands.table().items() if name != "bf16/eager"}
-    monkeypatch.setattr(bands, "table", lambda: bounds)
+    bounds = {name: kinds for name, kinds in calibrated_bounds.table().items() if name != "bf16/eager"}
+    monkeypatch.setattr(calibrated_bounds, "table", lambda: bounds)
     assert folder.train("checked", CHECKED) == 2
     assert "no clean runs of bf16/eager were measured" in capsys.readouterr().err
     assert not (folder.path / "checked").exists()

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import lockstep.torch_backend.checkpoint
-from lockstep.core.checkpoint import list_checkpoints, read_random
-from lockstep.core.checkpointer import Checkpointer
-from lockstep.core.jsonl import read_lines
+from lockstep.core.checkpoint.format import list_checkpoints, read_random
+from lockstep.core.files.jsonl import read_lines
+from lockstep.core.run.checkpoints import Checkpointer
 from lockstep.parity_tests.loop.runs import STEPS, Folder, one_line
 from lockstep.parity_tests.stored import stored
 from lockstep.torch_backend.checkpoint import WritingTorch
@@ -193,7 +193,7 @@ CONVERSIONS = [("torch", "jax"), ("jax", "torch"), ("torch", "safetensors"), ("j
 def test_a_checkpoint_converted_there_and_back_has_the_same_bits(
     folder: Folder, made: str, to: str, optimizer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lockstep.core.parity.step import flat
+    from lockstep.core.parity.judge.update import flat
     from lockstep.scripts import cli
 
     settings = {"optim.name": optimizer, "train.steps": 4, "optim.warmup_steps": 2, "precision.policy": "fp16"}

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from lockstep.core.loop import validate
-from lockstep.core.metrics import RECOMPILED, SEQUENCE_LENGTH
-from lockstep.core.run_data import RunData
+from lockstep.core.run.data import RunData
+from lockstep.core.train.loop import validate
+from lockstep.core.train.metrics import RECOMPILED, SEQUENCE_LENGTH
 from lockstep.parity_tests.loop.runs import COMPILED, STEPS, Folder
 from lockstep.parity_tests.loop.test_elastic import three_steps
 from lockstep.scripts import cli
-from lockstep.scripts.start import sequences_of
-from lockstep.torch_backend import world
+from lockstep.scripts.shared.startup_banner import sequences_of
+from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 # Of 12 steps, 8 at 32 tokens a sequence and 4 at 64; the first of the longer ones is step 9.
@@ -31,7 +31,7 @@ SHAPES = [(4, 32)] * SWITCH + [(2, 64)] * (STEPS - SWITCH)
 @pytest.fixture(autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    world.let_go()
+    controller.let_go()
 
 
 def told(folder: Folder, name: str) -> list[tuple[object, ...]]:

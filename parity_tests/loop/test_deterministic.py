@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from lockstep.core.backend import State
-from lockstep.core.loss_scale import SCALE
-from lockstep.core.run import CHECKPOINTS, INFO
+from lockstep.core.run.directory import CHECKPOINTS, INFO
+from lockstep.core.train.loss_scale import SCALE
 from lockstep.parity_tests.loop import candidates
 from lockstep.parity_tests.loop.runs import COMPILED, INDUCTOR, Folder, one_line
 from lockstep.parity_tests.tiny import tiny_config
-from lockstep.torch_backend.deterministic import switch
 from lockstep.torch_backend.session import TorchSession
+from lockstep.torch_backend.tools.deterministic import switch
 
 STRICT = {"deterministic": True}
 HERE = candidates.__name__

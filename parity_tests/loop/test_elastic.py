@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-import lockstep.scripts.train
+import lockstep.scripts.commands.train
 from lockstep.core.data.sampler import BlockSampler
 from lockstep.parity_tests.loop.runs import STEPS, Folder
 from lockstep.parity_tests.stored import stored
-from lockstep.torch_backend import world
+from lockstep.torch_backend.ranks import controller
 
 # A gradient is a sum of FP64 numbers in another order: some 1e-16 of its length a step, and Adam divides it by its own.
 WITHIN = {"fp64": 1e-12}
@@ -33,7 +33,7 @@ class After:
 @pytest.fixture(autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    world.let_go()
+    controller.let_go()
 
 
 def three_steps(monkeypatch: pytest.MonkeyPatch, steps: int = 3) -> None:
@@ -43,8 +43,8 @@ def three_steps(monkeypatch: pytest.MonkeyPatch, steps: int = 3) -> None:
     def interrupts() -> Iterator[After]:
         yield After(steps)
 
-    monkeypatch.setattr(lockstep.scripts.train, "_interrupts", interrupts)
-    monkeypatch.setattr(lockstep.scripts.train, "require_ranks", lambda *_: None)
+    monkeypatch.setattr(lockstep.scripts.commands.train, "_interrupts", interrupts)
+    monkeypatch.setattr(lockstep.scripts.commands.train, "require_ranks", lambda *_: None)
 
 
 def test_one_two_four_one_ranks(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_one_two_four_one_ranks(folder: Folder, monkeypatch: pytest.MonkeyPatch)
     three_steps(monkeypatch)
     assert folder.train("ranks", settings) == 130
     for ranks, code in ((2, 130), (4, 130), (1, 0)):
-        world.let_go()
+        controller.let_go()
         assert folder.resume("ranks", "--train.ranks", str(ranks)) == code
     alone, several = folder.records("alone"), folder.records("ranks")
     assert [r["step"] for r in several] == list(range(1, STEPS + 1))

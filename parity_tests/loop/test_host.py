@@ -8,19 +8,19 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.core.backend import Timed, UsesMemory
-from lockstep.core.memory import process_memory
-from lockstep.core.stalls import PARTS
+from lockstep.core.train.process_memory import process_memory
+from lockstep.core.train.time_accounting import PARTS
 from lockstep.jax_backend.session import JaxSession
 from lockstep.parity_tests.loop.runs import Folder
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend import world
+from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    world.let_go()
+    controller.let_go()
 
 
 def seconds(record: dict) -> dict[str, float]:

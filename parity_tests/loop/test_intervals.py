@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import Batch
-from lockstep.core.config import EvalConfig, LogConfig, RunConfig
-from lockstep.core.loop import due, sample, step_records, validate
-from lockstep.core.run_data import RunData
+from lockstep.core.config.schema import EvalConfig, LogConfig, RunConfig
+from lockstep.core.run.data import RunData
+from lockstep.core.train.loop import due, sample, step_records, validate
 from lockstep.parity_tests.loop.runs import STEPS, Folder
 from lockstep.torch_backend.session import TorchSession
 

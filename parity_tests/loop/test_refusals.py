@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core.run import RunDir
+from lockstep.core.run.directory import RunDir
 from lockstep.parity_tests.loop.conftest import prepare
 from lockstep.parity_tests.loop.runs import STEPS, Folder, one_line
 from lockstep.scripts import cli

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.core.backend import StepRecord
-from lockstep.core.config import ParityConfig, RunConfig
-from lockstep.core.parity.shadow import Result, Shadow
-from lockstep.core.parity.verdict import Check
+from lockstep.core.config.schema import ParityConfig, RunConfig
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.parity.modes.shadow import Result, Shadow
 from lockstep.parity_tests.faults import forward, loss, optimizer, state
 from lockstep.parity_tests.loop.runs import alive, equal, wait_until_gone
 from lockstep.parity_tests.tiny import text_batch, tiny_config

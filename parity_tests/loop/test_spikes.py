@@ -9,14 +9,15 @@ import shutil
 import numpy as np
 import pytest
 
-from lockstep.core import spikes
 from lockstep.core.data.dataset import TokenDataset
 from lockstep.core.data.origin import document_ids
 from lockstep.core.errors import UserError
-from lockstep.core.run_data import RunData
-from lockstep.core.spikes import FLOOR, WINDOW, SpikeDetector, expected, read_spike
+from lockstep.core.run.data import RunData
+from lockstep.core.train import spikes
+from lockstep.core.train.spikes import FLOOR, WINDOW, SpikeDetector, expected, read_spike
 from lockstep.parity_tests.loop.runs import Folder, one_line
-from lockstep.scripts import backends, cli
+from lockstep.scripts import cli
+from lockstep.scripts.shared import backends
 from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 AT, STEPS = 70, 74

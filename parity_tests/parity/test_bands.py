@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import Batch
-from lockstep.core.config import LossConfig, ModelConfig, OptimConfig
+from lockstep.core.config.schema import LossConfig, ModelConfig, OptimConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity import bands
-from lockstep.core.parity.end_to_end import errors_of_loss
-from lockstep.core.parity.excess import Distances
+from lockstep.core.parity.judge.end_to_end import errors_of_loss
+from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures.distances import Distances
 from lockstep.parity_tests.tiny import tiny_config
 
 RECIPES = [f"{policy}/{program}" for policy in ("fp32", "bf16") for program in ("eager", "compiled")]
@@ -25,123 +25,136 @@ def distances(excess: float = 1.0, gain: float = 0.0, distance: float = 0.0, rel
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_comparison_of_every_recipe_was_measured(recipe):
     model = tiny_config(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True).model
-    found = set(bands.table()[recipe])
+    found = set(calibrated_bounds.table()[recipe])
     apart = ("adamw8bit/", "adamw8bit_bnb/", "muon/", "forward/torch_", "backward/torch_")
-    assert bands.all_kinds(model, OptimConfig()) == {kind for kind in found if not kind.startswith(apart)}
+    assert calibrated_bounds.all_kinds(model, OptimConfig()) == {kind for kind in found if not kind.startswith(apart)}
 
 
 def test_each_optimizer_needs_its_own_kinds():
     model = tiny_config(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True).model
-    needed = {name: bands.all_kinds(model, OptimConfig(name=name)) for name in ("adamw", "adamw8bit", "muon")}
+    needed = {
+        name: calibrated_bounds.all_kinds(model, OptimConfig(name=name)) for name in ("adamw", "adamw8bit", "muon")
+    }
     eight = {"adamw8bit/exp_avg", "adamw8bit/exp_avg_sq", "adamw8bit/update"}
     assert needed["adamw8bit"] - needed["adamw"] == eight
-    library = bands.all_kinds(model, OptimConfig(name="adamw8bit", eight_bit="bitsandbytes"))
+    library = calibrated_bounds.all_kinds(model, OptimConfig(name="adamw8bit", eight_bit="bitsandbytes"))
     assert library - needed["adamw"] == {kind.replace("8bit/", "8bit_bnb/") for kind in eight}
     assert needed["muon"] - needed["adamw"] == {"muon/momentum_buffer", "muon/update"}
-    single = bands.all_kinds(model, OptimConfig(name="muon", ns_dtype="fp32"))
+    single = calibrated_bounds.all_kinds(model, OptimConfig(name="muon", ns_dtype="fp32"))
     assert single - needed["muon"] == {"muon/update_fp32"}
     assert needed["adamw"] <= needed["adamw8bit"] & needed["muon"]
 
 
 def test_an_optimizer_that_was_never_measured_is_refused(monkeypatch):
-    known = bands.all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), OptimConfig())
-    monkeypatch.setattr(bands, "table", lambda: {"bf16/eager": dict.fromkeys(known)})
+    known = calibrated_bounds.all_kinds(
+        ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), OptimConfig()
+    )
+    monkeypatch.setattr(calibrated_bounds, "table", lambda: {"bf16/eager": dict.fromkeys(known)})
     config = tiny_config("bf16")
-    bands.require(config)
+    calibrated_bounds.require(config)
     with pytest.raises(UserError, match=r"muon/momentum_buffer, muon/update"):
-        bands.require(config.model_copy(update={"optim": OptimConfig(name="muon")}))
+        calibrated_bounds.require(config.model_copy(update={"optim": OptimConfig(name="muon")}))
 
 
 @pytest.mark.parametrize("head", ["liger", "cce"])
 def test_a_library_s_head_that_was_never_measured_is_refused(head):
     config = tiny_config("bf16").model_copy(update={"loss": LossConfig(head=head)})
     with pytest.raises(UserError, match=rf"backward/{head}_head/weight, .* were measured"):
-        bands.require(config)
+        calibrated_bounds.require(config)
 
 
 def test_bitsandbytes_on_cuda_is_refused_and_on_the_cpu_measured():
     optim = OptimConfig(name="adamw8bit", eight_bit="bitsandbytes")
     config = tiny_config("bf16").model_copy(update={"optim": optim, "device": "cpu"})
-    bands.require(config)
+    calibrated_bounds.require(config)
     with pytest.raises(UserError, match="CUDA's rounds otherwise"):
-        bands.require(config.model_copy(update={"device": "cuda"}))
+        calibrated_bounds.require(config.model_copy(update={"device": "cuda"}))
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_head_of_torch_was_measured_under_every_policy(policy, compiled):
-    bands.require(tiny_config(policy, compiled=compiled).model_copy(update={"loss": LossConfig(head="torch")}))
+    calibrated_bounds.require(
+        tiny_config(policy, compiled=compiled).model_copy(update={"loss": LossConfig(head="torch")})
+    )
 
 
 @pytest.mark.parametrize("kind, margin", [("gradients/matrices", 5.0), ("forward/attn", 2.0), ("backward/attn/k", 2.0)])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_bound_is_the_clean_extreme_with_its_margin(recipe, kind, margin):
-    clean = bands.table()[recipe][kind]
-    excess, gain, distance = bands.measures(recipe, kind, distances(), 10**9)[:3]
-    least_excess, least_distance = bands.least(recipe, kind)
+    clean = calibrated_bounds.table()[recipe][kind]
+    excess, gain, distance = calibrated_bounds.measures(recipe, kind, distances(), 10**9)[:3]
+    least_excess, least_distance = calibrated_bounds.least(recipe, kind)
     reached = math.exp(clean.log_excess)
     high = max(reached * margin if margin == 5.0 else reached**margin, least_excess)
-    gain_bound = max(margin * clean.gain, bands.LEAST_GAIN, distance.high / 2 if margin == 2.0 else 0.0)
+    gain_bound = max(margin * clean.gain, calibrated_bounds.LEAST_GAIN, distance.high / 2 if margin == 2.0 else 0.0)
     assert excess.high == pytest.approx(high)
-    assert excess.low == (pytest.approx(1 / high) if bands.too_good(recipe, kind) else None)
+    assert excess.low == (pytest.approx(1 / high) if calibrated_bounds.too_good(recipe, kind) else None)
     assert gain.high == -gain.low == pytest.approx(gain_bound * 1e-3)
     assert distance.high == pytest.approx(max(margin * clean.distance, least_distance))
 
 
 def test_few_numbers_have_a_wider_band():
-    assert bands.scatter(10**9) == pytest.approx(1.0)
-    assert bands.scatter(bands.SCATTER_SIZE) == pytest.approx(math.sqrt(2))
-    few, many = (bands.measures("bf16/eager", "update", distances(), n) for n in (8, 10**6))
+    assert calibrated_bounds.scatter(10**9) == pytest.approx(1.0)
+    assert calibrated_bounds.scatter(calibrated_bounds.SCATTER_SIZE) == pytest.approx(math.sqrt(2))
+    few, many = (calibrated_bounds.measures("bf16/eager", "update", distances(), n) for n in (8, 10**6))
     assert all(a.high > 5 * b.high for a, b in zip(few[1:], many[1:], strict=True))
-    assert few[0].high == pytest.approx(many[0].high ** (bands.scatter(8) / bands.scatter(10**6)))
+    assert few[0].high == pytest.approx(
+        many[0].high ** (calibrated_bounds.scatter(8) / calibrated_bounds.scatter(10**6))
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"excess": 500.0}, {"gain": 0.2}, {"gain": -0.2}, {"distance": 1e4}])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_measure_alone_can_break(recipe, wrong):
-    assert all(m.ok for m in bands.measures(recipe, "gradients/matrices", distances(), 10**6))
-    assert sum(not m.ok for m in bands.measures(recipe, "gradients/matrices", distances(**wrong), 10**6)) >= 1
+    assert all(m.ok for m in calibrated_bounds.measures(recipe, "gradients/matrices", distances(), 10**6))
+    assert (
+        sum(not m.ok for m in calibrated_bounds.measures(recipe, "gradients/matrices", distances(**wrong), 10**6)) >= 1
+    )
 
 
 def test_a_narrow_matrix_counts_as_few_numbers():
-    assert bands.independent((8, 4096)) == bands.independent((4096, 8)) == 128
-    assert bands.independent((2, 3)) == 6
-    assert bands.independent((4096,)) == 4096
-    assert bands.independent((2, 64, 8)) == 1024
+    assert calibrated_bounds.independent((8, 4096)) == calibrated_bounds.independent((4096, 8)) == 128
+    assert calibrated_bounds.independent((2, 3)) == 6
+    assert calibrated_bounds.independent((4096,)) == 4096
+    assert calibrated_bounds.independent((2, 64, 8)) == 1024
 
 
 def test_fp64_is_held_to_a_relative_error():
-    (measure,) = bands.measures("fp64/eager", "gradients/qk", distances(relative=9e-13), 100)
+    (measure,) = calibrated_bounds.measures("fp64/eager", "gradients/qk", distances(relative=9e-13), 100)
     assert measure.ok
-    (measure,) = bands.measures("fp64/compiled", "gradients/qk", distances(relative=1.1e-12), 100)
+    (measure,) = calibrated_bounds.measures("fp64/compiled", "gradients/qk", distances(relative=1.1e-12), 100)
     assert not measure.ok
 
 
 def test_fp32_gradients_are_held_to_a_relative_error_too():
-    by_name = {m.name: m for m in bands.measures("fp32/eager", "gradients/matrices", distances(relative=1e-7), 10**6)}
-    assert by_name["relative_error"].high == pytest.approx(bands.FP32_LIMIT)
-    assert by_name["excess"].high == pytest.approx(bands.FP32_LIMIT / 1e-7)
+    by_name = {
+        m.name: m
+        for m in calibrated_bounds.measures("fp32/eager", "gradients/matrices", distances(relative=1e-7), 10**6)
+    }
+    assert by_name["relative_error"].high == pytest.approx(calibrated_bounds.FP32_LIMIT)
+    assert by_name["excess"].high == pytest.approx(calibrated_bounds.FP32_LIMIT / 1e-7)
 
 
 def test_a_recipe_that_was_never_measured_is_refused():
-    with pytest.raises(UserError, match=r"scripts\.calibrate"):
-        bands.measures("fp8/eager", "nll", distances(), 100)
+    with pytest.raises(UserError, match=r"scripts\.studies\.calibrate"):
+        calibrated_bounds.measures("fp8/eager", "nll", distances(), 100)
 
 
 def test_a_token_that_outweighs_the_rest_counts_alone():
     """A tap's gradient after a norm of a token with a small RMS: its few errors decide every ratio."""
     rng = np.random.default_rng(0)
     tap = rng.standard_normal((2, 64, 32))
-    assert bands.carriers(tap) == pytest.approx(16 * 128, rel=0.2)
+    assert calibrated_bounds.carriers(tap) == pytest.approx(16 * 128, rel=0.2)
     tap[1, 5] *= 1e3
-    assert bands.carriers(tap) == 16
+    assert calibrated_bounds.carriers(tap) == 16
     matrix = rng.standard_normal((96, 64))
-    assert 16 * 50 < bands.carriers(matrix) <= bands.independent((96, 64)) == 1024
+    assert 16 * 50 < calibrated_bounds.carriers(matrix) <= calibrated_bounds.independent((96, 64)) == 1024
     matrix[:, 3] *= 1e3
-    assert bands.carriers(matrix) == 16
-    assert bands.carriers(np.ones(4096)) == 4096
-    assert bands.carriers(np.zeros((4, 8, 16))) == 16 * 32
-    assert bands.carriers(np.full((4, 8, 16), np.nan)) == 16 * 32
+    assert calibrated_bounds.carriers(matrix) == 16
+    assert calibrated_bounds.carriers(np.ones(4096)) == 4096
+    assert calibrated_bounds.carriers(np.zeros((4, 8, 16))) == 16 * 32
+    assert calibrated_bounds.carriers(np.full((4, 8, 16), np.nan)) == 16 * 32
 
 
 @pytest.mark.parametrize("terms", [640, 4096, 16384])
@@ -153,8 +166,8 @@ def test_the_noise_of_a_sum_one_after_another(terms):
     while in_pairs.shape[1] > 1:
         in_pairs = in_pairs[:, ::2] + np.pad(in_pairs[:, 1::2], ((0, 0), (0, in_pairs.shape[1] % 2)))
     ratio = np.linalg.norm(one_after_another - due) / np.linalg.norm(in_pairs[:, 0] - due)
-    assert bands.noise_margin(terms) / 2 < ratio < 2 * bands.noise_margin(terms)
-    assert bands.noise_margin(1) == bands.noise_margin(2) == bands.NOISE_MARGIN
+    assert calibrated_bounds.noise_margin(terms) / 2 < ratio < 2 * calibrated_bounds.noise_margin(terms)
+    assert calibrated_bounds.noise_margin(1) == calibrated_bounds.noise_margin(2) == calibrated_bounds.NOISE_MARGIN
 
 
 def test_tokens_of_one_prediction_count_once():
@@ -174,6 +187,6 @@ def test_tokens_of_one_prediction_count_once():
 def test_energies_beyond_the_root_of_fp64_are_counted_as_others() -> None:
     """Gradients of 1e80 have energies whose squares FP64 does not hold."""
     energy = np.array([1.0, 2.0, 3.0, 0.5])
-    assert bands.participation(energy * 2.0**600) == bands.participation(energy) == 3
-    assert bands.participation(np.array([np.inf, 1.0])) == 2
-    assert bands.participation(np.zeros(3)) == 3
+    assert calibrated_bounds.participation(energy * 2.0**600) == calibrated_bounds.participation(energy) == 3
+    assert calibrated_bounds.participation(np.array([np.inf, 1.0])) == 2
+    assert calibrated_bounds.participation(np.zeros(3)) == 3

@@ -2,13 +2,13 @@
 
 import pytest
 
-from lockstep.core.parity.alarm import bit_equal, repeated
-from lockstep.core.parity.cause import find_cause
-from lockstep.core.parity.closer import look_closer
-from lockstep.core.parity.evidence import gather, weighted_rows
-from lockstep.core.parity.judge import Reference, judge
-from lockstep.core.parity.side_by_side import check_steps
-from lockstep.core.parity.step import flat
+from lockstep.core.parity.diagnose.cause import find_cause
+from lockstep.core.parity.diagnose.disagreement import bit_equal, repeated
+from lockstep.core.parity.diagnose.recheck_rows import look_closer
+from lockstep.core.parity.evidence.gather import gather, weighted_rows
+from lockstep.core.parity.judge.judge import Reference, judge
+from lockstep.core.parity.judge.update import flat
+from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.model import Block, SwiGLU
 from lockstep.torch_backend.session import TorchBackend

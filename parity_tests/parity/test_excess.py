@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lockstep.core.parity.excess import FLOOR_ULPS, distances
+from lockstep.core.parity.measures.distances import FLOOR_ULPS, distances
 
 rng = np.random.default_rng(0)
 TRUTH = rng.standard_normal(4096)

@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 
-from lockstep.core.config import RunConfig
-from lockstep.core.parity.evidence import gather, uneven_weights
-from lockstep.core.parity.judge import Reference, judge
-from lockstep.core.parity.stages import HEADS, PHASES
-from lockstep.core.parity.verdict import Check
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.judge.judge import Reference, judge
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.parity.reference.stages import HEADS, PHASES
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.faults import CATALOG, Fault
 from lockstep.parity_tests.tiny import text_batch, tiny_config

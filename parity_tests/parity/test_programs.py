@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lockstep.core.backend import Batch
-from lockstep.core.parity.evidence import gather, uneven_weights
-from lockstep.core.parity.judge import Reference, judge
-from lockstep.core.parity.verdict import Check
+from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.judge.judge import Reference, judge
+from lockstep.core.parity.measures.verdict import Check
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.faults import compiled
 from lockstep.parity_tests.tiny import text_batch, tiny_config

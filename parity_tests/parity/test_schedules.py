@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.core.parity.evidence import gather
-from lockstep.core.parity.judge import Reference
-from lockstep.core.parity.repro import repro
-from lockstep.core.parity.step import step_scalars
-from lockstep.core.schedule import learning_rate
+from lockstep.core.parity.diagnose.repro import repro
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.judge.judge import Reference
+from lockstep.core.parity.judge.update import step_scalars
+from lockstep.core.train.schedule import learning_rate
 from lockstep.jax_backend.session import JaxSession
 from lockstep.parity_tests.faults.optimizer import ScheduleCountsMicroBatches
 from lockstep.parity_tests.replay.made import VERSIONS, backend

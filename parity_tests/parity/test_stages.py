@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.core.config import LIBRARIES, LossConfig
-from lockstep.core.names import parameter_shapes, tap_names
-from lockstep.core.parity.stages import HEADS, ORDER, PHASES, forward_stages, stages_of
+from lockstep.core.config.schema import LIBRARIES, LossConfig
+from lockstep.core.model.names import parameter_shapes, tap_names
+from lockstep.core.parity.reference.stages import HEADS, ORDER, PHASES, forward_stages, stages_of
 from lockstep.parity_tests.tiny import tiny_config
 
 BIASED = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}

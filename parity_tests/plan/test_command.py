@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from lockstep.core.config_file import load_config
+from lockstep.core.config.file import load_config
 from lockstep.core.plan import GPUS, fits
 from lockstep.core.plan.choices import POLICIES, choices, micro_batches, smallest_change, with_settings
 from lockstep.core.plan.estimate import at_length
 from lockstep.parity_tests.repository import REPO
-from lockstep.scripts import cli, plan_check
+from lockstep.scripts import cli
+from lockstep.scripts.studies import plan_check
 
 LLAMA = str(REPO / "configs/llama-1b.toml")
 
@@ -90,7 +91,7 @@ def test_a_processor_has_memory_alone(capsys):
 
 
 def test_the_page_s_estimates_are_these():
-    """Else: python -m lockstep.scripts.plan_check --estimates."""
+    """Else: python -m lockstep.scripts.studies.plan_check --estimates."""
     page = plan_check.PAGE.read_text()
     for name, text in plan_check.estimates().items():
         assert f"<!-- {name}: begin -->\n{text}\n<!-- {name}: end -->" in page

@@ -1,17 +1,18 @@
 """The estimated peak of a forward and backward pass is within 10 % of what the CPU's allocator reports.
 
-10 % is what was promised; scripts/plan_check.py measures many more cases, eager and compiled (docs/plan.md).
+10 % is what was promised; scripts/studies/plan_check.py measures many more cases, eager and compiled
+(docs/guide/plan.md).
 """
 
 from dataclasses import replace
 
 import pytest
 
-from lockstep.core.config_file import load_config
+from lockstep.core.config.file import load_config
 from lockstep.core.plan import GPUS, head, memory
-from lockstep.scripts.plan_check import BASE
+from lockstep.scripts.studies.plan_check import BASE
 from lockstep.torch_backend import loss
-from lockstep.torch_backend.plan import measured_peak
+from lockstep.torch_backend.tools.plan import measured_peak
 
 SMALL = BASE | {"model.vocab_size": "600", "model.layers": "2", "compile.enabled": "false"}
 LOGITS = {"loss.head": "full", "model.vocab_size": "2400"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.config_file import load_config
+from lockstep.core.config.file import load_config
 from lockstep.core.plan import GPUS, fits
 from lockstep.core.plan.published import PARAMETERS, STEADY, beside, savings
 from lockstep.core.plan.words import model_rows, peak_words

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core.config_file import load_config
+from lockstep.core.config.file import load_config
 from lockstep.core.plan import fits
-from lockstep.core.resume import differing, is_elastic
+from lockstep.core.run.resume import differing, is_elastic
 from lockstep.parity_tests.loop.runs import SETTINGS
 from lockstep.parity_tests.repository import REPO
 from lockstep.scripts import cli

@@ -2,11 +2,11 @@
 
 import pytest
 
-from lockstep.core.config_file import load_config
+from lockstep.core.config.file import load_config
 from lockstep.core.plan import GPUS, memory, parts
 from lockstep.core.plan.memory import passes
 from lockstep.core.plan.sizes import sizes_of
-from lockstep.torch_backend.plan import count_compiled, count_saved
+from lockstep.torch_backend.tools.plan import count_compiled, count_saved
 
 BASE = {
     "device": "cpu",

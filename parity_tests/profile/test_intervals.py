@@ -22,7 +22,7 @@ def is_a_set(spans):
     return all(start < stop for start, stop in spans) and all(a[1] < b[0] for a, b in pairwise(spans))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(SPANS, SPANS, WINDOW)
 def test_sets_of_spans_are_sets_of_instants(first, second, window):
     ours, theirs = union(first), union(second)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend import ranges
 from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.tools import nvtx
 
 STEP = ["step", *["micro-batch", "forward", "backward"] * 2, "clip", "clip", "optimizer"]
 
@@ -49,16 +49,16 @@ def test_nvtx_is_asked_for_and_cuda_s(monkeypatch):
     config = tiny_config()
     asked = config.model_copy(update={"log": config.log.model_copy(update={"nvtx": True})})
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert [ranges.marking(c, d) for c in (config, asked) for d in (cpu, cuda)] == [
-        ranges.unmarked,
-        ranges.unmarked,
-        ranges.unmarked,
-        ranges.nvtx,
+    assert [nvtx.marking(c, d) for c in (config, asked) for d in (cpu, cuda)] == [
+        nvtx.unmarked,
+        nvtx.unmarked,
+        nvtx.unmarked,
+        nvtx.nvtx,
     ]
-    assert ranges.in_force(config, cuda) == {} and "on the CPU" in ranges.in_force(asked, cpu)["NVTX ranges"]
+    assert nvtx.in_force(config, cuda) == {} and "on the CPU" in nvtx.in_force(asked, cpu)["NVTX ranges"]
     assert TorchBackend().describe(asked)["in_force"]["NVTX ranges"]
     said: list[str] = []
     monkeypatch.setattr(torch.cuda.nvtx, "range", named(said))
-    with ranges.nvtx("forward"):
+    with nvtx.nvtx("forward"):
         pass
     assert said == ["lockstep.forward"]

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.backend import Batch, StepRecord
-from lockstep.core.config import RunConfig
+from lockstep.core.config.schema import RunConfig
 from lockstep.parity_tests.tiny import tiny_config
 from lockstep.torch_backend import optim
-from lockstep.torch_backend.ranks import Sharing
+from lockstep.torch_backend.ranks.ddp import Sharing
+from lockstep.torch_backend.ranks.fsdp import ShardedRanks
+from lockstep.torch_backend.ranks.sharded_tensors import SumAndCut, local
 from lockstep.torch_backend.session import TorchBackend, TorchSession
-from lockstep.torch_backend.sharded import SumAndCut, local
-from lockstep.torch_backend.sharded_ranks import ShardedRanks
 
 TRAIN = {"batch_size": 8, "micro_batch_size": 2, "sequence_length": 32}
 

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.core.config import RunConfig
-from lockstep.core.deterministic import differences, prove
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.train.determinism import differences, prove
 from lockstep.parity_tests.loop.candidates import Puts
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend import world
-from lockstep.torch_backend.deterministic import switch
-from lockstep.torch_backend.parallel import RankedSession
+from lockstep.torch_backend.ranks import controller
+from lockstep.torch_backend.ranks.session import RankedSession
 from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.tools.deterministic import switch
 
 
 @pytest.fixture(autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    world.let_go()
+    controller.let_go()
     switch(tiny_config(), torch.device("cpu"))
 
 

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.config import RunConfig
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence import uneven_weights
-from lockstep.core.parity.load import load_backend
-from lockstep.core.parity.step import flat
+from lockstep.core.load_backend import load_backend
+from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.judge.update import flat
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.ranks import candidates
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend import world
-from lockstep.torch_backend.links import RankError
-from lockstep.torch_backend.parallel import RankedSession
+from lockstep.torch_backend.ranks import controller
+from lockstep.torch_backend.ranks.process_groups import RankError
+from lockstep.torch_backend.ranks.session import RankedSession
 from lockstep.torch_backend.session import TorchBackend
 
 TRAIN = {"batch_size": 8, "micro_batch_size": 2, "sequence_length": 32}
@@ -43,7 +43,7 @@ BATCH = uneven_weights(text_batch(config_of()), 0)
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    world.let_go()
+    controller.let_go()
 
 
 @pytest.mark.parametrize(("policy", "within"), [("fp64", 1e-14), ("fp32", 1e-6), ("bf16", 1e-6)])

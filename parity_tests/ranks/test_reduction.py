@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import RankReport, StepRecord
-from lockstep.core.parity import local
-from lockstep.core.parity.evidence import Accumulation, rank_shares
-from lockstep.core.parity.verdict import Finding
+from lockstep.core.parity.evidence.gather import Accumulation, rank_shares
+from lockstep.core.parity.judge import local
+from lockstep.core.parity.measures.verdict import Finding
 from lockstep.parity_tests.tiny import tiny_config
 
 RECORD = StepRecord(1, 2.0, 4.0, 1e-3, 0.5, 1.0, "d", 8)

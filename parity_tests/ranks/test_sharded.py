@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import Session, State
-from lockstep.core.checkpoint import begin_checkpoint, load_checkpoint, restore_checkpoint, writer_of
-from lockstep.core.config import RunConfig
+from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, restore_checkpoint, writer_of
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.finite import NotFinite
-from lockstep.core.names import tap_names
-from lockstep.core.parity.evidence import uneven_weights
-from lockstep.core.parity.step import flat
+from lockstep.core.model.names import tap_names
+from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.judge.update import flat
+from lockstep.core.train.finite import NotFinite
 from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.ranks import sharded as faulty
 from lockstep.parity_tests.ranks.sharded import sharded
 from lockstep.parity_tests.tiny import text_batch
-from lockstep.torch_backend import world
-from lockstep.torch_backend.links import RankError
-from lockstep.torch_backend.parallel import RankedSession
+from lockstep.torch_backend.ranks import controller
+from lockstep.torch_backend.ranks.process_groups import RankError
+from lockstep.torch_backend.ranks.session import RankedSession
 from lockstep.torch_backend.session import TorchBackend
 
 BATCH = uneven_weights(text_batch(sharded()), 0)
@@ -39,7 +39,7 @@ WITHIN = 1e-14
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    world.let_go()
+    controller.let_go()
 
 
 _open: list[RankedSession] = []

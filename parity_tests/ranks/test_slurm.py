@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core.run import RunDir
+from lockstep.core.run.directory import RunDir
 from lockstep.parity_tests.cli.workspace import REPO, write_workspace
 from lockstep.parity_tests.ranks.test_restarts import SETTINGS, free_port
 from lockstep.scripts import cli

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lockstep.core.errors import UserError
-from lockstep.core.jsonl import read_lines
-from lockstep.core.launch import launched, require_ranks
+from lockstep.core.files.jsonl import read_lines
+from lockstep.core.run.launch import launched, require_ranks
 from lockstep.parity_tests.cli.workspace import REPO, Done, last_weights, trained, write_workspace
 from lockstep.scripts import cli
 

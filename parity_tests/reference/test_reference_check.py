@@ -16,11 +16,11 @@ import lockstep.torch_backend.model
 import lockstep.torch_backend.optim
 import lockstep.torch_backend.precision
 import lockstep.torch_backend.stages
-from lockstep.core.config import AttentionConfig, OptimConfig, RunConfig
+from lockstep.core.config.schema import AttentionConfig, OptimConfig, RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.groups import GroupSettings
-from lockstep.core.parity.reference_check import check_reference, require_sound, small, sound_reference
-from lockstep.core.parity.side_by_side import check_steps
+from lockstep.core.model.groups import GroupSettings
+from lockstep.core.parity.modes.side_by_side import check_steps
+from lockstep.core.parity.reference.self_check import check_reference, require_sound, small, sound_reference
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.model import Attention, Llama, SwiGLU

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch.nn.functional as F
 
-from lockstep.core import checkpoint
 from lockstep.core.backend import Batch
-from lockstep.core.config import RunConfig
-from lockstep.core.jsonl import sealed_line
-from lockstep.core.parity.evidence import Evidence, gather, uneven_weights
-from lockstep.core.parity.judge import Reference, judge
-from lockstep.core.parity.record import observe, probe_of, save_observations
-from lockstep.core.parity.verdict import Check
-from lockstep.core.run import CHECKPOINTS, OBSERVATIONS, RunDir
+from lockstep.core.checkpoint.format import save_checkpoint
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.files.jsonl import sealed_line
+from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
+from lockstep.core.parity.evidence.recorded import observe, probe_of, save_observations
+from lockstep.core.parity.judge.judge import Reference, judge
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.run.directory import CHECKPOINTS, OBSERVATIONS, RunDir
 from lockstep.jax_backend.session import JaxBackend, JaxSession
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.session import TorchBackend, TorchSession
@@ -137,7 +137,7 @@ def make_run(
             save_observations(run.path / OBSERVATIONS, step, batch, probe, observe(trainer, config, probe))
         run.append_record(trainer.step(batch))
         if step in checkpoints:
-            checkpoint.save_checkpoint(run.path / CHECKPOINTS, trainer.state(), {})
+            save_checkpoint(run.path / CHECKPOINTS, trainer.state(), {})
     run.close()
     return RunDir.open(path)
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import NotSupported
-from lockstep.core.parity.alarm import bit_equal, repeated, sound
-from lockstep.core.parity.capsule import read_capsule
-from lockstep.core.parity.judge import judge
-from lockstep.core.parity.step import flat
+from lockstep.core.parity.diagnose.disagreement import bit_equal, repeated, sound
+from lockstep.core.parity.evidence.capsule import read_capsule
+from lockstep.core.parity.judge.judge import judge
+from lockstep.core.parity.judge.update import flat
 from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Flips, Gelu, evidence_of, reference
 from lockstep.parity_tests.tiny import text_batch
 from lockstep.torch_backend.session import TorchSession

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from lockstep.core.errors import UserError
-from lockstep.core.jsonl import sealed_line
-from lockstep.core.parity.bisect import bisect_run
-from lockstep.core.run import RunDir
+from lockstep.core.files.jsonl import sealed_line
+from lockstep.core.parity.modes.bisect import bisect_run
+from lockstep.core.run.directory import RunDir
 from lockstep.parity_tests.replay.made import (
     CONFIG,
     STEPS,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.core import checkpoint
+from lockstep.core.checkpoint.format import checkpoint_step
 from lockstep.core.errors import UserError
-from lockstep.core.parity.bisect import bisect_run
-from lockstep.core.parity.branch import Branch
-from lockstep.core.run import CHECKPOINTS, RunDir
+from lockstep.core.parity.modes.bisect import bisect_run
+from lockstep.core.run.branches import Branch
+from lockstep.core.run.directory import CHECKPOINTS, RunDir
 from lockstep.parity_tests.replay.made import CONFIG, GeluFrom7, Judge, backend, make_run, run_batch
 
 
@@ -25,7 +25,7 @@ def run(tmp_path):
 
 
 def steps_of(run):
-    return [line["step"] for line in run.records()], [checkpoint.checkpoint_step(p) for p in run.checkpoints()]
+    return [line["step"] for line in run.records()], [checkpoint_step(p) for p in run.checkpoints()]
 
 
 def test_it_holds_what_was_taken_away_and_what_stood_before(run):

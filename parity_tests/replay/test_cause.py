@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.core.config import CompileConfig, RecomputeConfig
+from lockstep.core.config.schema import CompileConfig, RecomputeConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity.cause import VARIATIONS, Variation, find_cause
+from lockstep.core.parity.diagnose.cause import VARIATIONS, Variation, find_cause
 from lockstep.parity_tests.replay.made import CONFIG, Gelu, Judge, SumsInBf16, backend, checked
 from lockstep.torch_backend.session import TorchBackend, TorchSession
 

@@ -8,14 +8,14 @@ import shutil
 import pytest
 
 from lockstep.core.errors import UserError
-from lockstep.core.parity.capsule import write_capsule
-from lockstep.core.run_info import read_info, write_info
+from lockstep.core.parity.evidence.capsule import write_capsule
+from lockstep.core.run.info import read_info, write_info
 from lockstep.parity_tests.cli.workspace import write_workspace
 from lockstep.parity_tests.loop.conftest import prepare
 from lockstep.parity_tests.loop.runs import Folder
 from lockstep.parity_tests.replay.made import VERSIONS, Judge, evidence_of
 from lockstep.parity_tests.repository import REPO
-from lockstep.scripts import bisect, replay
+from lockstep.scripts.commands import bisect, replay
 
 CANDIDATE = f"{REPO / 'parity_tests/replay/candidates.py'}:Faulty"
 JUDGE = ("--reference", "lockstep.parity_tests.replay.made:Judge")  # the reference, compiled once
@@ -60,7 +60,7 @@ def test_a_step_that_agrees_ends_0(run):
 
 
 def test_a_capsule_is_replayed_by_whoever_made_it(folder, run, tmp_path, capsys):
-    from lockstep.core.parity.judge import Reference, judge
+    from lockstep.core.parity.judge.judge import Reference, judge
     from lockstep.parity_tests.replay.candidates import Faulty
 
     config = folder.run("faulty").config

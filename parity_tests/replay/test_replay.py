@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from lockstep.core.errors import UserError
-from lockstep.core.parity.observations import load, save
-from lockstep.core.parity.replay import replay_run
-from lockstep.core.run import RunDir
+from lockstep.core.parity.evidence.observations import load, save
+from lockstep.core.parity.modes.replay import replay_run
+from lockstep.core.run.directory import RunDir
 from lockstep.parity_tests.replay.made import CONFIG, Gelu, GeluFrom7, Judge, backend, make_run, run_batch
 from lockstep.torch_backend.session import TorchSession
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.core.config import AttentionConfig
-from lockstep.core.parity.repro import repro
-from lockstep.core.parity.verdict import Finding
+from lockstep.core.config.schema import AttentionConfig
+from lockstep.core.parity.diagnose.repro import repro
+from lockstep.core.parity.measures.verdict import Finding
 from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, SumsInBf16, backend, checked
 from lockstep.parity_tests.tiny import tiny_config
 from lockstep.torch_backend.session import TorchBackend, TorchSession

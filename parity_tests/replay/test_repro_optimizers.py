@@ -9,11 +9,11 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from lockstep.core.parity.compare import Reference
-from lockstep.core.parity.evidence import gather, uneven_weights
-from lockstep.core.parity.repro import repro
-from lockstep.core.parity.step import update
-from lockstep.core.parity.verdict import Finding, Measure
+from lockstep.core.parity.diagnose.repro import repro
+from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.judge.update import update
+from lockstep.core.parity.measures.compare import Reference
+from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.faults.optimizer import BlockScaleStale, MuonWithoutItsLength
 from lockstep.parity_tests.replay.made import VERSIONS

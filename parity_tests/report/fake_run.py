@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.config import ModelConfig, flatten
-from lockstep.core.jsonl import sealed_line
-from lockstep.core.names import layer_of, parameter_shapes
-from lockstep.core.parity.bias import Bias
-from lockstep.core.parity.judge import in_order
-from lockstep.core.parity.stages import forward_stages
-from lockstep.core.parity.verdict import Check, Finding, Measure
-from lockstep.core.run_info import write_info
+from lockstep.core.config.schema import ModelConfig, flatten
+from lockstep.core.files.jsonl import sealed_line
+from lockstep.core.model.names import layer_of, parameter_shapes
+from lockstep.core.parity.judge.bias import Bias
+from lockstep.core.parity.judge.judge import in_order
+from lockstep.core.parity.measures.verdict import Check, Finding, Measure
+from lockstep.core.parity.reference.stages import forward_stages
+from lockstep.core.run.info import write_info
 
 MODEL = ModelConfig(layers=4)
 FAULT_STEP = 150

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.core.parity import bias
-from lockstep.core.parity.bands import independent
-from lockstep.core.parity.sketch import K
-from lockstep.core.parity.verdict import Check, Finding, Measure
+from lockstep.core.parity.evidence.sketch import K
+from lockstep.core.parity.judge import bias
+from lockstep.core.parity.measures.calibrated_bounds import independent
+from lockstep.core.parity.measures.verdict import Check, Finding, Measure
 from lockstep.core.report.bias_curves import KEYS, bias_curves
 from lockstep.core.report.checks import Checks
 

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.core.config import flatten
+from lockstep.core.config.schema import flatten
 from lockstep.core.errors import UserError
-from lockstep.core.jsonl import read_lines, sealed_line
+from lockstep.core.files.jsonl import read_lines, sealed_line
 from lockstep.core.report import build_comparison, build_report, write_comparison
 from lockstep.core.report.figures import APART, difference, parting
 from lockstep.core.report.read import read_run
 from lockstep.core.report.seeing import COLUMNS, seconds, stacked
-from lockstep.core.run_info import read_info, write_info
-from lockstep.core.stalls import PARTS
+from lockstep.core.run.info import read_info, write_info
+from lockstep.core.train.time_accounting import PARTS
 from lockstep.parity_tests.report.fake_run import write_run
 from lockstep.parity_tests.report.test_report import Tags, embedded, replace_lines, series
 from lockstep.scripts import cli

@@ -20,16 +20,16 @@ import numpy as np
 import pytest
 
 from lockstep.core.errors import UserError
-from lockstep.core.jsonl import read_lines, sealed_line
-from lockstep.core.parity.stages import FORWARD, HEADS
-from lockstep.core.parity.verdict import Measure
+from lockstep.core.files.jsonl import read_lines, sealed_line
+from lockstep.core.parity.measures.verdict import Measure
+from lockstep.core.parity.reference.stages import FORWARD, HEADS
 from lockstep.core.report import build_report, write_report
 from lockstep.core.report.build import SCRIPTS
 from lockstep.core.report.checks import AT_BOUND, CONTAMINATED, HELD, NAMED, ORIGIN, PER_DECADE, Checks, strain_code
 from lockstep.core.report.curves import POINTS, charts, smooth, thin
 from lockstep.core.report.heatmap import MAX_VALUES, MINUS_HIGH, ONE_OVER_HIGH, encode, number_planes
 from lockstep.core.report.text import embed, esc, number
-from lockstep.core.run_info import read_info, write_info
+from lockstep.core.run.info import read_info, write_info
 from lockstep.parity_tests.report.fake_run import FAULT_STEP, MODEL, NOT_COVERED, record, write_run
 
 ROLES = {None: HELD, "contaminated": CONTAMINATED, "origin": ORIGIN}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lockstep.core.errors import UserError
-from lockstep.core.parity.excess import distances
-from lockstep.core.parity.observations import load, observed, save, sketch_distances
+from lockstep.core.parity.evidence.observations import load, observed, save, sketch_distances
+from lockstep.core.parity.measures.distances import distances
 
 ABOUT = {"step": 7, "rows": [0, 3]}
 

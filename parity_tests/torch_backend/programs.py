@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from lockstep.core.backend import Gradients
-from lockstep.core.config import CompileConfig, RunConfig
+from lockstep.core.config.schema import CompileConfig, RunConfig
 
 EAGER = CompileConfig(enabled=False)
 TRACED = CompileConfig(enabled=True, backend="aot_eager")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.config import OptimConfig
+from lockstep.core.config.schema import OptimConfig
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.optim import clip_coefficient
 from lockstep.torch_backend.session import TorchBackend

@@ -7,9 +7,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from lockstep.core.backend import Batch
-from lockstep.core.metrics import RECOMPILED
-from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.core.sinks.phrases import metric_lines
+from lockstep.core.train.metrics import RECOMPILED
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.session import TorchBackend
 

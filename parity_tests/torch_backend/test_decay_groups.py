@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import lockstep.torch_backend.optim
-from lockstep.core.config import OptimConfig
-from lockstep.core.groups import GroupSettings
-from lockstep.core.names import GROUPS, group_of
+from lockstep.core.config.schema import OptimConfig
+from lockstep.core.model.groups import GroupSettings
+from lockstep.core.model.names import GROUPS, group_of
 from lockstep.parity_tests.cross.variants import ALL_BIASES, shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.session import TorchBackend

@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import lockstep.torch_backend.model
-from lockstep.core.config import AttentionConfig, LossConfig, RunConfig
+from lockstep.core.config.schema import AttentionConfig, LossConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.cross.variants import same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.parity_tests.torch_backend.programs import GENERATED, TRACED, fresh_compiler, same_gradients, under
 from lockstep.parity_tests.torch_backend.test_repeatable import generated_code
-from lockstep.torch_backend import deterministic
 from lockstep.torch_backend.attention import BACKENDS, Kernel
-from lockstep.torch_backend.deterministic import CUBLAS, NCCL, check_deterministic, refusal, switch
 from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.tools import deterministic
+from lockstep.torch_backend.tools.deterministic import CUBLAS, NCCL, check_deterministic, refusal, switch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -199,7 +199,7 @@ def test_an_operation_is_refused_by_name_and_place(wrapper, where, program):
 
 
 def test_what_inductor_would_add_atomically_it_does_not(monkeypatch):
-    """As torch_backend/embedding.py has it anyway: an embedding that is left to the compiler."""
+    """As torch_backend/kernels/embedding.py has it anyway: an embedding that is left to the compiler."""
     monkeypatch.setattr(lockstep.torch_backend.model, "embedding", F.embedding)
     with fresh_compiler():
         torch.use_deterministic_algorithms(True)

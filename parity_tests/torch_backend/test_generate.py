@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.config import AttentionConfig, RecomputeConfig
+from lockstep.core.config.schema import AttentionConfig, RecomputeConfig
 from lockstep.parity_tests.cross.variants import VARIANTS, shaken_state
 from lockstep.parity_tests.tiny import text_bytes, tiny_config
-from lockstep.torch_backend.generate import Cache, Decoder
 from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.tools.generate import Cache, Decoder
 
 WINDOW = 24
 TRAIN = {"sequence_length": WINDOW}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from lockstep.core.config import AttentionConfig
+from lockstep.core.config.schema import AttentionConfig
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.tiny import tiny_config
 from lockstep.torch_backend.attention import BACKENDS, Kernel, Machine, document_mask, in_force, refusal

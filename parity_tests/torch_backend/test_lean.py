@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from lockstep.torch_backend import loss
-from lockstep.torch_backend.lean import gated, scaled
+from lockstep.torch_backend.kernels.recompute_products import gated, scaled
 from lockstep.torch_backend.loss import negative_log_likelihood
 
 DTYPES = [torch.float32, torch.float64]

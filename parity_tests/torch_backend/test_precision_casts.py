@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.parity.excess import distances
+from lockstep.core.parity.measures.distances import distances
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import fresh_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config

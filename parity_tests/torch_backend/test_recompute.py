@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.config import RecomputeConfig
-from lockstep.core.names import GRADIENT
-from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.config.schema import RecomputeConfig
+from lockstep.core.model.names import GRADIENT
+from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.model import SwiGLU
 from lockstep.torch_backend.session import TorchBackend

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
 
 import lockstep.torch_backend.model
-from lockstep.core.parity.evidence import uneven_weights
+from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.parity_tests.torch_backend.programs import GENERATED, PROGRAMS, fresh_compiler, same_gradients, under
 from lockstep.torch_backend.session import TorchBackend
@@ -65,6 +65,6 @@ def test_generated_code_adds_nothing_atomically():
 
 
 def test_the_plain_embedding_would_be_added_atomically(monkeypatch):
-    """The bug planted back: it is what the operator in torch_backend/embedding.py is for."""
+    """The bug planted back: it is what the operator in torch_backend/kernels/embedding.py is for."""
     monkeypatch.setattr(lockstep.torch_backend.model, "embedding", F.embedding)
     assert "atomic_add" in generated_code()

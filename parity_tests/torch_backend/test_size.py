@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.core.config_file import load_config
-from lockstep.core.names import parameter_shapes
+from lockstep.core.config.file import load_config
+from lockstep.core.model.names import parameter_shapes
 from lockstep.parity_tests.repository import REPO
 from lockstep.torch_backend.model import Llama
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.core.parity.watching import Watcher, watch
+from lockstep.core.parity.watch.api import Watcher, watch
 from lockstep.jax_backend.watch import JaxReference, reference
 
 VOCAB, WIDTH, HIDDEN, LENGTH, ROWS = 61, 32, 48, 8, 16

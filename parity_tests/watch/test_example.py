@@ -1,4 +1,4 @@
-"""The example of docs/watch.md: under 60 lines, agrees, and sees a fault; core's side knows no framework."""
+"""The example of docs/guide/watch.md: under 60 lines, agrees, and sees a fault; core's side knows no framework."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from lockstep.core.parity.watching import Settings
+from lockstep.core.parity.watch.api import Settings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "watch_loop.py"
@@ -40,6 +40,6 @@ def test_the_example_with_a_tanh_approximation_disagrees(example: ModuleType, mo
 
 
 def test_the_page_names_only_what_there_is() -> None:
-    page = (DOCS / "watch.md").read_text()
+    page = (DOCS / "guide/watch.md").read_text()
     named = set(re.findall(r"^\| `(\w+)=", page, re.M))
     assert named == {"reference", *Settings.__dataclass_fields__}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.core.parity.update_rules import to_bfloat16
-from lockstep.core.parity.watching import Watcher
+from lockstep.core.parity.watch.api import Watcher
+from lockstep.core.parity.watch.update_rules import to_bfloat16
 from lockstep.parity_tests.watch.stranger import BF16, FP32, Tagger, batches, train
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.core.parity.watching import Disagreed
+from lockstep.core.parity.watch.api import Disagreed
 from lockstep.parity_tests.watch.stranger import BF16, Batch, Tagger, batches, torch_loss, train
 
 NAMES = [name for name, _ in Tagger().named_parameters()]
@@ -43,7 +43,7 @@ def test_one_gradient_half_as_long_again(name: str) -> None:
     ids=["fp32", "bf16"],
 )
 def test_the_smallest_scale_that_is_promised(name: str, matrix: float, vector: float, settings: dict[str, Any]) -> None:
-    """docs/watch.md: what a scale of one gradient must be to be seen, of matrices and of vectors of 32 to 61."""
+    """docs/guide/watch.md: what a scale of one gradient must be to be seen, of matrices and of vectors of 32 to 61."""
     effect = matrix if dict(Tagger().named_parameters())[name].ndim == 2 else vector
     assert train(spoil=scaled(name, 1 + effect), data=batches(1), **settings).verdict == "disagreed"
 

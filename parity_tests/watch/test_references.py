@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lockstep.core.errors import UserError
-from lockstep.core.parity.watched import Answer
-from lockstep.core.parity.watching import watch
+from lockstep.core.parity.watch.api import watch
+from lockstep.core.parity.watch.snapshot import Answer
 from lockstep.jax_backend.watch import reference
 from lockstep.parity_tests.watch.stranger import FP32, Tagger, batches, jax_loss, jax_nll, torch_loss, train
 

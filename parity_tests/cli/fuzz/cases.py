@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.internal.conjecture.engine import ConjectureRunner
 from pydantic.fields import FieldInfo
 
-from lockstep.core.config import RULES
-from lockstep.core.config_file import settings
+from lockstep.core.config.file import settings
+from lockstep.core.config.schema import RULES
 from lockstep.scripts.cli import COMMANDS
 
 KINDS = ("run file", "flags", "together", "command", "environment", "own process")
@@ -340,21 +340,21 @@ def _through(command: str) -> st.SearchStrategy[bool]:
 # Flags
 
 _COMMAND_OPTIONS = {
-    "train": "lockstep.scripts.train:Train",
-    "parity": "lockstep.scripts.parity:Parity",
-    "report": "lockstep.scripts.report:Report",
-    "sample": "lockstep.scripts.sample:Sample",
-    "convert": "lockstep.scripts.convert:Convert",
-    "replay": "lockstep.scripts.replay:Replay",
-    "bisect": "lockstep.scripts.bisect:Bisect",
-    "data prepare": "lockstep.scripts.prepare:Prepare",
-    "faults": "lockstep.scripts.faults:Faults",
-    "profile": "lockstep.scripts.profile:Profile",
-    "plan": "lockstep.scripts.plan:Plan",
-    "bench step": "lockstep.scripts.bench:Bench",
-    "bench best": "lockstep.scripts.bench_best:BenchBest",
-    "bench peers": "lockstep.scripts.bench_peers:BenchPeers",
-    "bench parity": "lockstep.scripts.bench_parity:BenchParity",
+    "train": "lockstep.scripts.commands.train:Train",
+    "parity": "lockstep.scripts.commands.parity:Parity",
+    "report": "lockstep.scripts.commands.report:Report",
+    "sample": "lockstep.scripts.commands.sample:Sample",
+    "convert": "lockstep.scripts.commands.convert:Convert",
+    "replay": "lockstep.scripts.commands.replay:Replay",
+    "bisect": "lockstep.scripts.commands.bisect:Bisect",
+    "data prepare": "lockstep.scripts.commands.data_prepare:Prepare",
+    "faults": "lockstep.scripts.commands.faults:Faults",
+    "profile": "lockstep.scripts.commands.profile:Profile",
+    "plan": "lockstep.scripts.commands.plan:Plan",
+    "bench step": "lockstep.scripts.commands.bench_step:Bench",
+    "bench best": "lockstep.scripts.commands.bench_best:BenchBest",
+    "bench peers": "lockstep.scripts.commands.bench_peers:BenchPeers",
+    "bench parity": "lockstep.scripts.commands.bench_parity:BenchParity",
 }
 assert set(_COMMAND_OPTIONS) == set(COMMANDS), "every command is fuzzed"
 TAKES_A_RUN_FILE = ("train", "parity", "data prepare", "profile", "plan", "bench step", "bench best", "bench peers")

@@ -362,7 +362,7 @@ def _cuts(case: Case) -> list[Any]:
     Always: a run stops after two steps, nothing is compiled, W&B is not installed, Python's whole standard library is
     not prepared, nothing is timed, no fault is planted. Unless the case goes through: no step is made at all.
     """
-    import lockstep.scripts.train
+    import lockstep.scripts.commands.train
     from lockstep.core.data.sources import list_source
     from lockstep.torch_backend.session import TorchSession
 
@@ -370,26 +370,28 @@ def _cuts(case: Case) -> list[Any]:
         return list_source(source, **options) if source is not None else _reached()
 
     cuts = [
-        mock.patch.object(lockstep.scripts.train, "_interrupts", lambda: contextlib.nullcontext(_After(STEPS))),
+        mock.patch.object(
+            lockstep.scripts.commands.train, "_interrupts", lambda: contextlib.nullcontext(_After(STEPS))
+        ),
         mock.patch.object(TorchSession, "compiled", lambda self, program: program),
         _without_wandb(),
         mock.patch("inspect.getsource", _source),
         mock.patch("lockstep.core.data.prepare.list_source", listed),
         mock.patch("lockstep.core.bench.suite.Worker.__call__", _answer),
         mock.patch("lockstep.core.bench.turns.Side.__init__", _reached),
-        mock.patch("lockstep.scripts.bench_parity.RunData", types.SimpleNamespace(open=_reached)),
-        mock.patch("lockstep.scripts.faults.run", _reached),
-        mock.patch("lockstep.scripts.profile.batches_of", _reached),
-        mock.patch("lockstep.core.parity.shadow.Shadow.__init__", _reached),
+        mock.patch("lockstep.scripts.commands.bench_parity.RunData", types.SimpleNamespace(open=_reached)),
+        mock.patch("lockstep.scripts.commands.faults.run", _reached),
+        mock.patch("lockstep.scripts.commands.profile.batches_of", _reached),
+        mock.patch("lockstep.core.parity.modes.shadow.Shadow.__init__", _reached),
     ]
     if not case.through:
         cuts += [
-            mock.patch("lockstep.core.loop.train", _reached),
-            mock.patch("lockstep.core.parity.side_by_side.check_steps", _reached),
-            mock.patch("lockstep.core.parity.free_running.drift", _reached),
-            mock.patch("lockstep.core.parity.replay.replay_run", _reached),
-            mock.patch("lockstep.core.parity.replay.replay_capsule", _reached),
-            mock.patch("lockstep.core.parity.bisect.bisect_run", _reached),
-            mock.patch("lockstep.scripts.sample.write", _reached),
+            mock.patch("lockstep.core.train.loop.train", _reached),
+            mock.patch("lockstep.core.parity.modes.side_by_side.check_steps", _reached),
+            mock.patch("lockstep.core.parity.modes.free_running.drift", _reached),
+            mock.patch("lockstep.core.parity.modes.replay.replay_run", _reached),
+            mock.patch("lockstep.core.parity.modes.replay.replay_capsule", _reached),
+            mock.patch("lockstep.core.parity.modes.bisect.bisect_run", _reached),
+            mock.patch("lockstep.scripts.commands.sample.write", _reached),
         ]
     return cuts

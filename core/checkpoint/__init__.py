@@ -1,0 +1,1 @@
+"""Checkpoints: their format, readers, and the states of random number generators."""

@@ -1,0 +1,86 @@
+"""The tensors in a checkpoint's folder, read a part at a time: who needs some rows of a tensor reads no others.
+
+Both layouts of core/checkpoint/format.py: a file a kind, and parts as torch.distributed.checkpoint writes them, of
+whichever number of ranks. (Its own `HuggingFaceStorageReader` knows the second alone.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from lockstep.core.backend import State
+from lockstep.core.checkpoint.format import PARAMS, RANDOM, offsets_of
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Where a part of a tensor lies: key in an open file, where it begins in the whole, and its shape."""
+
+    file: Any
+    key: str
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Stored:
+    """A context; while it is open, so are the folder's files. Raises ValueError if parts of a tensor are missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open = ExitStack()
+        self._parts: dict[tuple[str, str], list[_Part]] = {}
+
+    def __enter__(self) -> Self:
+        from safetensors import safe_open
+
+        for path in sorted(self._folder.glob("*.safetensors")):
+            if path.name == RANDOM:
+                continue
+            file = self._open.enter_context(safe_open(path, framework="numpy"))
+            offsets = offsets_of(file)
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                kind, name = (path.stem, key) if offsets is None else key.split("/", 1)
+                shape = tuple(file.get_slice(key).get_shape())
+                begin = tuple(offsets[key]) if offsets else (0,) * len(shape)
+                self._parts.setdefault((kind, name), []).append(_Part(file, key, begin, shape))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def shape(self, kind: str, name: str) -> tuple[int, ...]:
+        """Of the whole tensor. kind: `params`, or that of a moment."""
+        ends = [np.add(part.begin, part.shape) for part in self._parts[kind, name]]
+        return tuple(int(end) for end in np.max(ends, axis=0))
+
+    def shaped(self, step: int, scalars: Mapping[str, float]) -> State:
+        """The state with arrays of the right names and shapes that hold nothing."""
+        found: dict[str, dict[str, np.ndarray]] = {}
+        for kind, name in self._parts:
+            found.setdefault(kind, {})[name] = np.broadcast_to(np.float32(0), self.shape(kind, name))
+        return State(step, found.pop(PARAMS, {}), found, dict(scalars))
+
+    def read(self, kind: str, name: str, rows: slice) -> np.ndarray:
+        """Some rows (a stretch of the first axis) of a tensor. Raises ValueError if parts of them are missing."""
+        shape = self.shape(kind, name)
+        first, last, _ = rows.indices(shape[0])
+        found, filled = None, 0
+        for part in self._parts[kind, name]:
+            begin, end = max(first, part.begin[0]), min(last, part.begin[0] + part.shape[0])
+            if begin >= end and first < last:
+                continue
+            piece = part.file.get_slice(part.key)[begin - part.begin[0] : max(begin, end) - part.begin[0]]
+            if found is None:
+                found = np.empty((last - first, *shape[1:]), piece.dtype)
+            across = tuple(slice(at, at + n) for at, n in zip(part.begin[1:], part.shape[1:], strict=True))
+            found[(slice(begin - first, begin - first + len(piece)), *across)] = piece
+            filled += piece.size
+        if found is None or filled != found.size:
+            raise ValueError(f"parts of {kind}/{name} are missing")
+        return found

@@ -1,0 +1,1 @@
+"""The run's configuration: settings, the rules between them, run files."""

@@ -1,0 +1,197 @@
+"""Run files: TOML with `base`, overrides from the command line, and every error at once with its file and key."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from lockstep.core.config.schema import RunConfig, broken_rules, flatten
+from lockstep.core.errors import UserError
+from lockstep.core.files.paths import path_problem
+
+COMMAND_LINE = "command line"
+# Ten times what every setting with its description would take.
+_LARGEST_FILE = 1 << 20
+# Characters of a wrong value that are shown.
+_SHOWN = 60
+
+
+def settings() -> dict[str, FieldInfo]:
+    """Every setting by its dotted key."""
+    return _fields(RunConfig, "")
+
+
+def _fields(model: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
+    found: dict[str, FieldInfo] = {}
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found |= _fields(kind, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = field
+    return found
+
+
+def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -> RunConfig:
+    """Read a run file (None: the defaults) and its `base`, apply overrides (dotted key → text), check everything.
+
+    Raises UserError that lists every error, one a line, each with the file (or `command line`) and the key.
+    """
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    errors: list[str] = []
+    for file, tree in reversed(_chain(path) if path else []):
+        for key, value in flatten(tree).items():
+            values[key], origin[key] = value, str(file)
+    known = settings()
+    sections = _sections(known)
+    values = {key: value for key, value in values.items() if value != {} or key not in sections}
+    for key, text in (overrides or {}).items():
+        origin[key] = COMMAND_LINE
+        values.pop(key, None)
+        if key in known:
+            try:
+                values[key] = _adapter(known[key]).validate_strings(text)
+            except ValidationError as error:
+                errors.append(complaint(COMMAND_LINE, key, text, error))
+        else:
+            values[key] = text
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            errors.append(f"{origin[key]}: {unknown_key(key, value, known)}")
+            continue
+        try:
+            checked[key] = _adapter(known[key]).validate_python(value, strict=True)
+        except ValidationError as error:
+            errors.append(complaint(origin[key], key, value, error))
+    # Rules see defaults for what was not set, and pass over what was set wrongly.
+    wrong = (set(values) | set(overrides or {})) - set(checked)
+    flat = {key: field.get_default(call_default_factory=True) for key, field in known.items()} | checked
+    for keys, message in broken_rules({key: value for key, value in flat.items() if key not in wrong}):
+        blamed = next((key for key in keys if key in origin), keys[0])
+        errors.append(f"{origin.get(blamed, str(path or COMMAND_LINE))}: {blamed}: {message}")
+    if errors:
+        raise UserError(*errors)
+    return RunConfig.model_validate(_nest(checked))
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as TOML; `load_config` of it gives an equal object."""
+    import tomli_w
+
+    return tomli_w.dumps(config.model_dump())
+
+
+def config_differences(ours: RunConfig, theirs: RunConfig, ignore: tuple[str, ...] = ()) -> list[str]:
+    """`key: theirs → ours` for every setting that differs, except keys that start with one of `ignore`."""
+    left, right = flatten(theirs.model_dump()), flatten(ours.model_dump())
+    return [f"{k}: {left[k]!r} → {right[k]!r}" for k in right if left[k] != right[k] and not k.startswith(ignore)]
+
+
+def unknown_key(key: str, value: Any, known: Mapping[str, Any]) -> str:
+    """What to say of a key that is not a setting: the nearest right name, by the whole key or by its last part.
+
+    value: what was given to it, None if that is not known.
+    """
+    if key in _sections(known):
+        return f"{key} is a section, not a value" + ("" if value is None else f" ({shortened(value)})")
+    if len(key) > _SHOWN or not key.strip():
+        return f"{shortened(key)} is not a setting"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not near:
+        last = key.rsplit(".", 1)[-1]
+        tails: dict[str, str] = {}
+        for k in known:
+            tails.setdefault(k.rsplit(".", 1)[-1], k)
+        near = [tails[t] for t in difflib.get_close_matches(last, tails, n=1, cutoff=0.7)]
+    return f"{key} is not a setting" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _sections(known: Mapping[str, Any]) -> set[str]:
+    return {key.rsplit(".", 1)[0] for key in known if "." in key}
+
+
+def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
+    from typing import Annotated
+
+    return TypeAdapter(Annotated[field.annotation, field], config={"allow_inf_nan": False})  # type: ignore[arg-type]
+
+
+def complaint(origin: str, key: str, value: Any, error: ValidationError) -> str:
+    """What is wrong with one value, in the words of pydantic."""
+    reasons = "; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())
+    return f"{origin}: {key} = {shortened(value)}: {reasons[:1].lower()}{reasons[1:]}"
+
+
+def shortened(value: Any) -> str:
+    """A value as Python writes it, its middle left out if it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        text = "a very large number"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}…{text[-10:]}"
+
+
+def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The file, its base, the base's base, …: nearest first, `base` taken out."""
+    chain: list[tuple[Path, dict[str, Any]]] = []
+    seen: set[Path] = set()
+    current: Path | None = path
+    named_by: Path | None = None
+    while current is not None:
+        where = f"{named_by}: base: " if named_by else ""
+        tree = _parse(current, where)
+        if (resolved := current.resolve()) in seen:
+            raise UserError(f"{where}{current} is its own base")
+        seen.add(resolved)
+        base = tree.pop("base", None)
+        if base is not None and (not isinstance(base, str) or not base or path_problem(base)):
+            raise UserError(f"{current}: base = {shortened(base)}: must be the path of another run file")
+        chain.append((current, tree))
+        named_by, current = current, (current.parent / base if base is not None else None)
+    return chain
+
+
+def _parse(path: Path, where: str) -> dict[str, Any]:
+    """The file's TOML. `where` says who named it, for what is wrong with it."""
+    try:
+        if not path.is_file():
+            # Pipes and devices may never end.
+            what = "it is no file" if path.exists() else None
+            raise UserError(f"{where}cannot read {path}: {what}" if what else f"{where}no such run file: {path}")
+        with path.open("rb") as file:
+            raw = file.read(_LARGEST_FILE + 1)
+        if len(raw) > _LARGEST_FILE:
+            raise UserError(f"{where}{path} is larger than {_LARGEST_FILE:,} bytes: no run file")
+        tree = tomllib.loads(raw.decode("utf-8-sig"))
+        flatten(tree)
+        return tree
+    except OSError as error:
+        raise UserError(f"{where}cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}cannot read {path}: not UTF-8 text (byte {error.start})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not TOML: {error}") from None
+    except UserError:
+        raise
+    except (ValueError, RecursionError):
+        # What tomllib itself does not foresee: numbers of thousands of digits, brackets in thousands of brackets.
+        raise UserError(f"{path}: not TOML that can be read: a number too long, or too deep a nesting") from None
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, last = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return tree

@@ -1,0 +1,1 @@
+"""Files that stay whole: atomic writes, lines with checksums, arrays, locks, paths."""

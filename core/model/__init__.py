@@ -1,0 +1,1 @@
+"""The model as data: names, shapes, groups, initial weights, what a step costs."""

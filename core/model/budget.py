@@ -1,0 +1,219 @@
+"""Parameters, FLOPs and hardware peaks: what a step costs, in the field's three conventions."""
+
+from __future__ import annotations
+
+import math
+
+from lockstep.core.config.schema import BLOCK_LINEARS, ModelConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.model.groups import BLOCK, by_muon, in_eight_bits, moment_kinds
+from lockstep.core.model.names import GROUPS, group_of, parameter_shapes
+
+_SXM = {"fp8": 1978.9e12, "bf16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12, "fp64": 66.9e12}
+# Dense matrix peaks in FLOP/s by operand precision (no structured sparsity: "1979" for H100 in bf16 is the sparse one).
+# H100 SXM and PCIe: NVIDIA H100 Tensor Core GPU datasheet; H200: NVIDIA H200 datasheet (same GPU as H100 SXM).
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "NVIDIA H100 80GB HBM3": _SXM,
+    "NVIDIA H100 PCIe": {"fp8": 1513e12, "bf16": 756e12, "tf32": 378e12, "fp32": 51.2e12, "fp64": 51.2e12},
+    "NVIDIA H200": _SXM,
+}
+# Policies whose peak has another name: fp16 runs at bf16's rate, and a run with any layer in FP8 is held against FP8.
+_PEAK_OF = {"fp16": "bf16", "fp8_tensorwise": "fp8", "fp8_rowwise": "fp8"}
+# Attention kernels whose output is computed again even where `recompute.keep_products` keeps what products gave: they
+# are no operators that torch_backend/kernels/recompute.py could name.
+_NEVER_KEPT = ("flex", "fa3")
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Number of parameters; a tied head counts once. Nothing is allocated."""
+    return sum(math.prod(shape) for shape in parameter_shapes(model).values())
+
+
+def parameter_count_by_group(model: ModelConfig) -> dict[str, int]:
+    """Number of parameters in each optimizer group, groups without parameters left out."""
+    counts = dict.fromkeys(GROUPS, 0)
+    for name, shape in parameter_shapes(model).items():
+        counts[group_of(name)] += math.prod(shape)
+    return {group: count for group, count in counts.items() if count}
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int) -> dict[str, float]:
+    """Forward and backward FLOPs of one token, in three conventions.
+
+    `6N`:     6 · parameters (Kaplan et al. 2020): two FLOPs a weight forward, four backward; attention not counted.
+    `causal`: + 6 · layers · hidden · S: scores and values over the S/2 positions that a token sees on average.
+    `full`:   + 12 · layers · hidden · S: over all S positions, as PaLM's MFU does (Chowdhery et al. 2022, appendix B).
+    """
+    base = 6.0 * parameter_count(model)
+    attention = 6.0 * model.layers * model.hidden * sequence_length
+    return {"6N": base, "causal": base + attention, "full": base + 2 * attention}
+
+
+def forward_products(model: ModelConfig, sequence_length: int) -> dict[str, float]:
+    """Forward FLOPs of one token's matrix products: two a weight, by what they are.
+
+    A name of BLOCK_LINEARS is that layer of one block; `attention` is scores and values of one block over the S/2
+    positions that a token sees on average, 2 · hidden · S; `head` is the logits. Look-up, norms and biases have none.
+    """
+    shapes = parameter_shapes(model)
+    found = {name: 2.0 * math.prod(shapes[f"blocks.0.{name}.weight"]) for name in BLOCK_LINEARS}
+    head = 2.0 * model.vocab_size * model.hidden
+    return {**found, "attention": 2.0 * model.hidden * sequence_length, "head": head}
+
+
+def recomputed_flops_per_token(config: RunConfig) -> dict[str, float] | None:
+    """Forward FLOPs of one token that the backward pass computes again, in the conventions of `flops_per_token`.
+
+    Of each block that `recompute.every` chooses, products only (norms, activations and the look-up count nothing):
+
+    `attention`: q, k and v, and attention: 2·(weights of q, k, v) + 2·hidden·S (causal; `full` twice that, `6N` none).
+    `mlp`:       gate and up: 2·(their weights).
+    `block`:     both, and attention's output projection, whose output the second half of the block starts from.
+
+    A part's last product (o_proj, down_proj) is not among them: nothing in the backward pass asks for its output, and
+    torch's checkpoint stops before it. With `keep_products` none are, but for attention by a kernel that is no operator
+    of torch's own (flex, fa3). None under a memory budget: what is computed again is then the compiler's choice.
+    """
+    recompute, model, length = config.recompute, config.model, config.train.sequence_length
+    if recompute.memory_budget < 1:
+        return None
+    of = forward_products(model, length)
+    parts = recompute.chosen
+    has_attention = bool(parts & {"attention", "block"})
+    linears = 0.0
+    if not recompute.keep_products:
+        linears += sum(of[f"attn.{name}_proj"] for name in "qkv") if has_attention else 0.0
+        linears += of["mlp.gate_proj"] + of["mlp.up_proj"] if parts & {"mlp", "block"} else 0.0
+        linears += of["attn.o_proj"] if "block" in parts else 0.0
+    repeats = has_attention and (not recompute.keep_products or config.attention.kernel in _NEVER_KEPT)
+    attention = of["attention"] if repeats else 0.0
+    blocks = model.layers // recompute.every
+    return {
+        "6N": blocks * linears,
+        "causal": blocks * (linears + attention),
+        "full": blocks * (linears + 2 * attention),
+    }
+
+
+def peak_flops(device: str, policy: str) -> tuple[str, float] | None:
+    """(precision, dense peak in FLOP/s) that a run under `policy` on `device` is held against; None if not known."""
+    precision = _PEAK_OF.get(policy, policy)
+    peak = PEAK_FLOPS.get(device, {}).get(precision)
+    return None if peak is None else (precision, peak)
+
+
+def mfu(
+    model: ModelConfig, sequence_length: int, tokens_per_second: float, device: str, policy: str
+) -> dict[str, float]:
+    """Model FLOP utilisation by convention against `peak_flops`; empty where the peak is not known."""
+    peak = peak_flops(device, policy)
+    if peak is None:
+        return {}
+    flops = flops_per_token(model, sequence_length)
+    return {kind: value * tokens_per_second / peak[1] for kind, value in flops.items()}
+
+
+def hfu(config: RunConfig, tokens_per_second: float, device: str) -> dict[str, float]:
+    """Hardware FLOP utilisation: as `mfu`, with what is computed again (`recomputed_flops_per_token`) counted too.
+
+    Korthikanti et al. 2022 (arXiv 2205.05198), section 6.3. Empty where either the peak or that is not known.
+    """
+    length = config.train.sequence_length
+    again, peak = recomputed_flops_per_token(config), peak_flops(device, config.precision.policy)
+    if again is None or peak is None:
+        return {}
+    flops = flops_per_token(config.model, length)
+    return {kind: (value + again[kind]) * tokens_per_second / peak[1] for kind, value in flops.items()}
+
+
+def optimizer_bytes(config: RunConfig) -> float:
+    """Bytes that the update must move: weights and moments read and written, gradients read, each once.
+
+    AdamW in FP32: 4 · (2 + 1 + 2 · 2) = 28 a parameter. 8-bit moments count a byte a number and a scale a block; Muon's
+    matrices have one moment. Clipping and accumulation are not counted.
+    """
+    wide = 8 if config.precision.policy == "fp64" else 4
+    total = 0.0
+    for name, shape in parameter_shapes(config.model).items():
+        narrow = wide == 4 and in_eight_bits(config.optim, shape)
+        moment = 1 + 4 / BLOCK if narrow else wide
+        total += math.prod(shape) * (3 * wide + 2 * moment * len(moment_kinds(config.optim, name)))
+    return total
+
+
+def state_bytes(config: RunConfig) -> float:
+    """Bytes of weights, gradients and moments, each held once: what no training step can do with less of.
+
+    AdamW in FP32: 4 · (1 + 1 + 2) = 16 a parameter; 8-bit moments and Muon's as in `optimizer_bytes`.
+    """
+    wide = 8 if config.precision.policy == "fp64" else 4
+    # As much less than what the update moves as it reads and writes: weights twice, moments twice, gradients once.
+    return (optimizer_bytes(config) + wide * parameter_count(config.model)) / 2
+
+
+def require_memory(config: RunConfig, memory: int) -> None:
+    """Raise UserError that names the setting to blame if the run cannot fit into `memory` bytes (0: not known).
+
+    On the CPU those are weights, gradients, moments, and each block's input for a micro-batch; on another device only
+    the initial weights in FP32, which are made in the host's memory. All else is not counted: what passes may still be
+    too large.
+    """
+    model, train = config.model, config.train
+    count = parameter_count(model)
+    tokens = train.micro_batch_size * train.sequence_length
+    on_cpu = config.device == "cpu"
+    needs = {
+        _largest_size(config): (state_bytes(config) if on_cpu else 4.0 * count, f"{count:,} parameters"),
+        "train.micro_batch_size": (4.0 * tokens * model.hidden * model.layers * on_cpu, f"{tokens:,} tokens at a time"),
+    }
+    for key, (needed, what) in needs.items():
+        if memory and needed > memory:
+            section, _, name = key.partition(".")
+            raise UserError(
+                f"{key} = {getattr(getattr(config, section), name)}: {what} take at least {needed / 2**30:,.1f} GiB, "
+                f"and there are {memory / 2**30:,.1f} GiB"
+            )
+
+
+def _largest_size(config: RunConfig) -> str:
+    """The size of the model that has most of its parameters: the one without whose excess it would lose most."""
+    model, usual = config.model, ModelConfig()
+    without = {}
+    for name in ("vocab_size", "hidden", "layers", "ffn_hidden"):
+        less = min(getattr(model, name), getattr(usual, name))
+        without[f"model.{name}"] = parameter_count(model.model_copy(update={name: less}))
+    return min(without, key=lambda key: without[key])
+
+
+def newton_schulz_flops(config: RunConfig) -> float:
+    """FLOPs of Muon's products in one update: per iteration and matrix (r, c), r ≤ c, 4·r²·c + 2·r³; 0 without Muon."""
+    total = 0.0
+    for name, shape in parameter_shapes(config.model).items():
+        if by_muon(config.optim, name):
+            rows, columns = sorted(shape)
+            total += config.optim.ns_steps * (4.0 * rows**2 * columns + 2.0 * rows**3)
+    return total
+
+
+def floor_seconds(config: RunConfig, rates: dict[str, float], bandwidth: float) -> float | None:
+    """What no step of this configuration can beat: FLOPs / measured rate of products + bytes / measured bandwidth.
+
+    The FLOPs are those of the products alone, causal, forward and backward, nothing computed again: block linears at
+    FP8's rate where they are in FP8, all else at the operand's; Muon's at its own. The bytes are `optimizer_bytes`.
+
+    rates: FLOP/s by `fp8`, `bf16`, `fp16`, `tf32`, `fp32`, `fp64`. bandwidth: bytes a second, read and written.
+    None if a rate that is needed was not measured; without a rate of its own, FP8 is emulated in bf16 and TF32 is FP32.
+    """
+    operand = config.precision.operand
+    rate = rates.get(operand, rates.get("fp32") if operand == "tf32" else None)
+    by_muon_rate = rates.get(config.optim.ns_dtype) if config.optim.name == "muon" else math.inf
+    if rate is None or by_muon_rate is None:
+        return None
+    of = forward_products(config.model, config.train.sequence_length)
+    seconds = of["head"] / rate + config.model.layers * of["attention"] / rate
+    for layer in range(config.model.layers):
+        for name in BLOCK_LINEARS:
+            narrow = config.precision.is_fp8(f"blocks.{layer}.{name}")
+            seconds += of[name] / (rates.get("fp8", rate) if narrow else rate)
+    tokens = config.train.batch_size * config.train.sequence_length
+    return 3 * tokens * seconds + newton_schulz_flops(config) / by_muon_rate + optimizer_bytes(config) / bandwidth

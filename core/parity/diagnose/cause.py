@@ -1,0 +1,203 @@
+"""The cause finder: run the flagged step again with one thing changed at a time.
+
+A change under which the origin is gone, while it was examined, is where the fault lives: "disappears without
+torch.compile". `VARIATIONS` is the table; where there is nothing to change, the reason is told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lockstep.core.backend import Backend, NotSupported
+from lockstep.core.config.schema import PrecisionConfig, RecomputeConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.judge.judge import Reference, judge
+from lockstep.core.parity.measures.verdict import Check, Finding
+from lockstep.core.parity.reference.stages import HEADS
+
+
+@dataclass(frozen=True)
+class Variation:
+    """One change of the configuration.
+
+    words: as they follow "disappears …". apply: the changed configuration, or why there is nothing to change.
+    touches: the stages that it computes otherwise, or none if it may be any. Another one, examined from its own inputs,
+    stays as it is.
+    """
+
+    words: str
+    apply: Callable[[RunConfig], RunConfig | str]
+    touches: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What the variations say. tried: (change, outcome): the origin `vanishes`, `stays`, or why neither is known."""
+
+    words: str
+    tried: list[tuple[str, str]] = field(default_factory=list)
+
+
+def _eager(config: RunConfig) -> RunConfig | str:
+    return _compile(config, enabled=False) if config.compile.enabled else "the program is eager already"
+
+
+def _aot_eager(config: RunConfig) -> RunConfig | str:
+    if not config.compile.enabled or config.compile.backend == "aot_eager":
+        return "no code is generated already"
+    return _compile(config, backend="aot_eager")
+
+
+def _one_micro_batch(config: RunConfig) -> RunConfig | str:
+    if config.train.accumulation == 1:
+        return "there is one micro-batch already"
+    whole = config.train.batch_size // config.train.ranks
+    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": whole})})
+
+
+def _one_rank(config: RunConfig) -> RunConfig | str:
+    if config.train.ranks == 1:
+        return "there is one rank already"
+    return config.model_copy(update={"train": config.train.model_copy(update={"ranks": 1})})
+
+
+def _fp32(config: RunConfig) -> RunConfig | str:
+    if config.precision.policy in ("fp64", "fp32"):
+        return "nothing is rounded to a narrow format already"
+    return config.model_copy(update={"precision": PrecisionConfig(policy="fp32")})
+
+
+def _compile(config: RunConfig, **changes: bool | str) -> RunConfig:
+    return config.model_copy(update={"compile": config.compile.model_copy(update=changes)})
+
+
+def _bf16(config: RunConfig) -> RunConfig | str:
+    if config.precision.fp8 is None:
+        return "there is no FP8 already"
+    return config.model_copy(update={"precision": PrecisionConfig(policy="bf16")})
+
+
+def _all_kept(config: RunConfig) -> RunConfig | str:
+    if config.recompute == RecomputeConfig():
+        return "nothing is recomputed already"
+    return config.model_copy(update={"recompute": RecomputeConfig()})
+
+
+def _full_loss(config: RunConfig) -> RunConfig | str:
+    if config.loss.head == "full":
+        return "the logits are there at once already"
+    return config.model_copy(update={"loss": config.loss.model_copy(update={"head": "full"})})
+
+
+def _fp32_logits(config: RunConfig) -> RunConfig | str:
+    return "every policy leaves the logits in FP32 already"
+
+
+def _math_attention(config: RunConfig) -> RunConfig | str:
+    if config.attention.kernel == "math":
+        return "attention is written out already"
+    return config.model_copy(update={"attention": config.attention.model_copy(update={"kernel": "math"})})
+
+
+VARIATIONS = (
+    Variation("without torch.compile", _eager),
+    Variation("under torch.compile without generated code (aot_eager)", _aot_eager),
+    Variation("with one micro-batch", _one_micro_batch),
+    Variation("in FP32", _fp32),
+    Variation("without FP8", _bf16),
+    Variation("without activation checkpointing", _all_kept),
+    Variation("with FP32 logits", _fp32_logits),
+    Variation("with the full loss instead of the chunked one", _full_loss, ("logits", "nll", *HEADS, "loss")),
+    Variation("on one rank", _one_rank),
+    Variation("with another attention kernel (math)", _math_attention, ("attn",)),
+)
+
+
+def find_cause(
+    backend: Backend,
+    reference: Backend,
+    config: RunConfig,
+    evidence: Evidence,
+    check: Check | None = None,
+    variations: tuple[Variation, ...] = VARIATIONS,
+) -> Cause:
+    """Try every variation on the step of `evidence`.
+
+    check: the verdict on that evidence; judged anew if it is not given. A variation that cannot be opened or judged
+    (no such device, no bounds for its recipe) is listed with the reason, and says nothing.
+    """
+    if check is None:
+        check = _judged(reference, config, evidence)
+    if check.origin is None:
+        return Cause("there is nothing to explain: the step agrees")
+    tried: list[tuple[str, str]] = []
+    for variation in variations:
+        changed = variation.apply(config)
+        local = check.origin.scope == "local" and check.origin.stage not in ("compiler", "gradients", "accumulation")
+        if local and variation.touches and check.origin.stage not in variation.touches:
+            changed = f"{check.origin.stage} is computed as before"
+        outcome = changed if isinstance(changed, str) else _outcome(backend, reference, changed, evidence, check.origin)
+        tried.append((variation.words, outcome))
+    gone = [words for words, outcome in tried if outcome == "vanishes"]
+    kept = [words for words, outcome in tried if outcome == "stays"]
+    if gone:
+        said = f"disappears {' and '.join(gone)}"
+    elif kept:
+        said = f"present in every variation tried: {', '.join(kept)}"
+    else:
+        said = "no variation could be tried"
+    parts = [said] + ([f"present {', '.join(kept)}"] if gone and kept else [])
+    parts += [decoded(check)] if decoded(check) else []
+    return Cause("; ".join(parts), tried)
+
+
+def decoded(check: Check) -> str:
+    """Return the decoder's note (core/parity/measures/decode.py) at the origin, or the commonest of its stage."""
+    origin = check.origin
+    if origin is None or origin.note:
+        return origin.note if origin else ""
+    same = (f for f in check.findings if not f.ok and (f.stage, f.phase) == (origin.stage, origin.phase))
+    notes = Counter(f.note for f in same if f.note)
+    return notes.most_common(1)[0][0] if notes else ""
+
+
+def _outcome(backend: Backend, reference: Backend, changed: RunConfig, evidence: Evidence, origin: Finding) -> str:
+    """`vanishes`, `stays`, or why neither can be said."""
+    try:
+        session = backend.open(changed)
+        try:
+            session.load(evidence.before)
+            again = gather(
+                session, changed, evidence.batch, evidence.given_probe, due=evidence.due, tapped=evidence.given_tapped
+            )
+            check = _judged(reference, changed, again)
+        finally:
+            session.close()
+    except (NotSupported, UserError) as reason:
+        return f"could not be tried: {str(reason).splitlines()[0]}"
+    except Exception as error:  # a candidate is somebody else's code, and this a configuration that it never saw
+        said = next(iter(str(error).splitlines()), "")
+        return f"could not be tried: {type(error).__name__}: {said}"
+    if any(_link(found) == _link(origin) for found in check.origins):
+        return "stays"
+    examined = any(_link(found) == _link(origin) and found.scope == origin.scope for found in check.findings)
+    if check.verdict == "agreed" or (examined and check.verdict == "disagreed"):
+        return "vanishes"
+    return "could not be tried: the origin was not examined"
+
+
+def _judged(reference: Backend, config: RunConfig, evidence: Evidence) -> Check:
+    opened = Reference.open(reference, config)
+    try:
+        return judge(evidence, opened)
+    finally:
+        opened.close()
+
+
+def _link(finding: Finding) -> tuple[str, str, int | None]:
+    """The link of a finding; what is `compiler` under compile is `gradients` in eager."""
+    stage = "gradients" if finding.stage == "compiler" else finding.stage
+    return stage, finding.phase, finding.layer

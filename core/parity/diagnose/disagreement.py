@@ -1,0 +1,188 @@
+"""What follows a check that disagreed: run the step again, find the cause, pack the step.
+
+What does not repeat, from the same state on the same batch, is not the program's doing: hardware, or a race.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.core.backend import NotSupported, Session, State
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.diagnose.cause import decoded
+from lockstep.core.parity.evidence.capsule import write_capsule
+from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.judge.update import flat
+from lockstep.core.parity.measures.verdict import Check, Finding
+
+# What a step's record holds besides its arithmetic.
+CLOCK = ("seconds", "tokens_per_second", "mfu", "metrics", "host", "sample")
+NAMED = 5
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A step run again. happened: whether the same came out, None if it could not be run.
+
+    differed: what was not bit-equal, in the order of the chain. why: in words.
+    """
+
+    happened: bool | None
+    differed: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What is said of a check that disagreed.
+
+    summary: one line. repeated: see `Repeat.happened`. capsule: the folder, or None if it could not be written.
+    cause: sentences. problem: why there is no capsule.
+    """
+
+    summary: str
+    repeated: bool | None
+    capsule: Path | None
+    cause: tuple[str, ...]
+    differed: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def sound(
+    session: Session,
+    evidence: Evidence,
+    check: Check,
+    config: RunConfig,
+    folder: Path,
+    *,
+    candidate: str,
+    reference: str,
+    versions: Mapping[str, str],
+    machine: Mapping[str, Any] | None = None,
+    judge_again: Callable[[Evidence], Check] | None = None,
+    find_cause: Callable[[Evidence, Check], str | None] | None = None,
+) -> Alarm:
+    """Run the flagged step again, look for its cause if it repeats, and write its capsule into `folder`.
+
+    session: the candidate's; its state is put back bit for bit. judge_again: judges the evidence of the second run,
+    where it is not bit-equal: a candidate whose sums vary from run to run may still be wrong every time.
+    find_cause: words for the cause (core/parity/diagnose/cause.py), asked only if the fault repeats or nobody knows.
+
+    Never raises for a capsule that cannot be written: the alarm says so. Raises RuntimeError if the session does not
+    take its state back, since training on would not be training on.
+    """
+    repeat = repeated(session, evidence, check, config, judge_again)
+    cause = [repeat.why]
+    if repeat.happened is not False and find_cause is not None:
+        words = find_cause(evidence, check)
+        cause += [words] if words else []
+    if (note := decoded(check)) and not any(note in words for words in cause):
+        cause.append(note)
+    capsule, problem = None, ""
+    try:
+        capsule = write_capsule(folder, evidence, check, config, candidate, reference, versions, machine)
+    except UserError as error:
+        problem = str(error)
+    kept = f"packed in {capsule}" if capsule else f"no capsule: {problem}"
+    summary = f"step {check.step}: {_place(check.origin)}; {'; '.join(cause)}; {kept}"
+    return Alarm(summary, repeat.happened, capsule, tuple(cause), repeat.differed, problem)
+
+
+def repeated(
+    session: Session,
+    evidence: Evidence,
+    check: Check,
+    config: RunConfig,
+    judge_again: Callable[[Evidence], Check] | None = None,
+) -> Repeat:
+    """Run the identical step again and compare what it gives bit by bit; the session's state is put back."""
+    load = getattr(session, "load", None)
+    if not callable(load):
+        return Repeat(None, (), "the step could not be run again: the session has no load")
+    now = session.state()
+    try:
+        load(evidence.before)
+    except NotSupported as reason:
+        return Repeat(None, (), f"the step could not be run again: {reason}")
+    try:
+        again = gather(
+            session, config, evidence.batch, evidence.given_probe, due=evidence.due, tapped=evidence.given_tapped
+        )
+    except Exception as error:  # a candidate is somebody else's code, and training goes on after an alarm
+        said = next(iter(str(error).splitlines()), "")
+        return Repeat(None, (), f"the step could not be run again: {type(error).__name__}: {said}")
+    finally:
+        _put_back(session, now)
+    differed = tuple(different(evidence, again))
+    if not differed:
+        return Repeat(True, (), "the same step, run again, gives the same bits")
+    many = f" and {len(differed) - NAMED} more" if len(differed) > NAMED else ""
+    named = f"{', '.join(differed[:NAMED])}{many}"
+    second = judge_again(again) if judge_again else None
+    if second is not None and _same_origin(check, second):
+        return Repeat(True, differed, f"repeats, though not bit for bit: sums vary from run to run ({named})")
+    return Repeat(False, differed, f"does not repeat: hardware or a race; the same step, run again, differs in {named}")
+
+
+def different(one: Evidence, other: Evidence) -> Iterator[str]:
+    """Names of everything that is not bit-equal in two runs of one step, in the order of the chain."""
+    first, second = dict(_everything(one)), dict(_everything(other))
+    for name in [*first, *(n for n in second if n not in first)]:
+        if name not in first or name not in second or not bit_equal(first[name], second[name]):
+            yield name
+
+
+def bit_equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays hold the same bits: NaN equals NaN, and −0 is not 0."""
+    same = one.dtype == other.dtype and one.shape == other.shape
+    return same and np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
+
+
+def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
+    for name, array in evidence.taps.items():
+        yield name, array
+    given = {"probe": evidence.probed, "step": evidence.stepped, "micro-batch": evidence.micro}
+    for name, found in given.items():
+        if found is not None:
+            yield f"nll of the {name}", found.nll
+            yield f"loss of the {name}", np.asarray(found.loss)
+            for parameter, grad in {**found.program, **found.grads}.items():
+                yield f"gradient of the {name}: {parameter}", grad
+    for what, sums in {"accumulation": evidence.accumulated, "reduction": evidence.reduced}.items():
+        for i, part in enumerate((*sums.parts, sums.whole) if sums else ()):
+            for parameter, grad in part.items():
+                yield f"{what} {i} {parameter}", grad
+    for name, value in asdict(evidence.record).items():
+        if name not in CLOCK:
+            yield f"record.{name}", np.asarray(value)
+    for name, array in flat(evidence.after).items():
+        yield f"after the step: {name}", array
+    if evidence.reloaded is not None:
+        for name, array in flat(evidence.reloaded).items():
+            yield f"reloaded: {name}", array
+
+
+def _put_back(session: Session, state: State) -> None:
+    session.load(state)
+    before, after = flat(state), flat(session.state())
+    lost = [name for name in before if name not in after or not bit_equal(before[name], after[name])]
+    if lost:
+        raise RuntimeError(f"the session did not take its state back after a step was run again: {', '.join(lost[:5])}")
+
+
+def _same_origin(one: Check, other: Check) -> bool:
+    a, b = one.origin, other.origin
+    return a is not None and b is not None and (a.stage, a.phase, a.layer) == (b.stage, b.phase, b.layer)
+
+
+def _place(origin: Finding | None) -> str:
+    if origin is None:
+        return "no origin"
+    layer = "" if origin.layer is None else f", layer {origin.layer}"
+    return f"{origin.stage} ({origin.phase}{layer}) at {origin.tap}"

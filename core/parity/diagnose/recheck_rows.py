@@ -1,0 +1,75 @@
+"""A closer look: where a check sees that something is wrong but not where, the stages of the rows that it left out.
+
+A check examines the stages of a micro-batch's first and last sequence, and the whole batch end to end. A fault that
+acts on other rows alone (an index that runs over in the middle, a tile, a sequence without padding) is seen end to end
+and has no origin. Then the step's state is loaded again, and the loss laid upon the other sequences, two at a time,
+until a stage is wrong on what it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from lockstep.core.backend import Batch, NotSupported, Session
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.gather import Evidence, look, probe_batch, probe_of, weighted_rows
+from lockstep.core.parity.judge import local
+from lockstep.core.parity.judge.judge import in_order
+from lockstep.core.parity.measures.compare import Reference
+from lockstep.core.parity.measures.verdict import Check, Finding
+from lockstep.core.parity.reference.stages import FORWARD
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def look_closer(
+    session: Session, config: RunConfig, evidence: Evidence, check: Check, reference: Reference
+) -> tuple[Evidence, Check]:
+    """The evidence and the check, with what the other sequences show if the check's origin is only seen end to end.
+
+    The session's state is that of `evidence.after` before and after. What cannot be done leaves both as they are.
+    """
+    origin = check.origin
+    if check.verdict != "disagreed" or origin is None or origin.scope != "end_to_end" or not evidence.taps:
+        return evidence, check
+    if origin.stage not in (*FORWARD, "gradients") or not callable(getattr(session, "load", None)):
+        return evidence, check
+    quiet = replace(reference, over_steps=None)
+    try:
+        session.load(evidence.before)
+        for tapped in _others(evidence, config):
+            seen = replace(evidence, tapped=tapped, taps=look(session, config, tapped, []), closer=True)
+            broken = [found for found in local.stages(seen, quiet, []) if not found.ok]
+            if broken:
+                rows = ", ".join(map(str, weighted_rows(tapped)))
+                seen = replace(seen, micro=session.gradients(tapped))
+                return seen, replace(check, findings=in_order([*check.findings, *_of_rows(broken, rows)]))
+    except NotSupported:
+        pass
+    finally:
+        session.load(evidence.after)
+    return evidence, check
+
+
+def _of_rows(broken: list[Finding], rows: str) -> list[Finding]:
+    note = f"on sequences {rows} of the micro-batch"
+    return [replace(found, note="; ".join(n for n in (found.note, note) if n)) for found in broken]
+
+
+def _others(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
+    """Micro-batches whose loss lies on two sequences that were not examined: of the one that was, then of the others.
+
+    An odd one comes with the one before it: the reference's programs are of two sequences.
+    """
+    size = len(evidence.tapped.tokens)
+    seen = set(weighted_rows(evidence.tapped).tolist())
+    for number, micro in enumerate(evidence.batch.micro_batches(size)):
+        rest = [row for row in range(size) if number or row not in seen]
+        if config.precision.couples_sequences and rest:
+            yield probe_of(micro, config)
+            continue
+        for start in range(0, len(rest), 2):
+            pair = rest[start : start + 2] if start + 1 < len(rest) else rest[max(0, start - 1) :]
+            yield probe_batch(micro, config.seed, pair)

@@ -1,0 +1,360 @@
+"""`repro.py` of a capsule: a script without Lockstep that holds one stage's call, its FP64 answer, and what was wrong.
+
+The origin stage of a check is turned into tensors (`stage.npz`: its inputs, its weights, what the candidate made of
+them) and a script put together from `repro_templates/`. The script runs the framework's call as the trainer makes it,
+and the formula written out, in FP64 and at the declared precision; the latter's error is the scale of honest rounding.
+The stored output is held to the bounds of the check that raised the alarm.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.groups import by_muon, group_settings, in_eight_bits, moment_kinds
+from lockstep.core.model.init import init_parameters
+from lockstep.core.model.names import GRADIENT, group_of
+from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.judge.update import flat
+from lockstep.core.parity.measures.compare import FEW_ULPS
+from lockstep.core.parity.measures.verdict import Check, Finding
+from lockstep.core.parity.reference.stages import HEADS, ForwardStage, Shared, shared_tensors, stages_of
+from lockstep.core.train.schedule import learning_rate
+
+# Which call stands for a forward stage.
+CALLS = {
+    "embed": "embed",
+    **dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), "norm"),
+    **dict.fromkeys(("q", "k", "v", "o_proj", "gate", "up", "down_proj"), "linear"),
+    **dict.fromkeys(("q_rope", "k_rope"), "rope"),
+    "attn": "attn",
+    **dict.fromkeys(("attn_residual", "mlp_residual"), "add"),
+    "act": "act",
+    "logits": "logits",
+    "nll": "nll",
+}
+
+
+@dataclass(frozen=True)
+class Repro:
+    """A script, and the tensors that it reads from `stage.npz`."""
+
+    script: str
+    tensors: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a script is made of: templates after the head, tensors, and numbers that they read from FACTS."""
+
+    templates: tuple[str, ...]
+    tensors: Mapping[str, np.ndarray] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    about: str = ""
+
+
+OPERANDS = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def repro(evidence: Evidence, check: Check, config: RunConfig, versions: Mapping[str, str]) -> Repro:
+    """The script for the origin of `check`, or for its worst finding if nothing in it is broken."""
+    origin = check.origin or check.worst
+    parts = _nothing(check, "nothing was compared") if origin is None else _parts(origin, evidence, check, config)
+    policy = config.precision.policy
+    where = "no origin" if origin is None else f"{origin.stage} ({origin.phase}) at {origin.tap}"
+    facts = {
+        "stream": "float64" if policy == "fp64" else "float32",
+        "operand": OPERANDS[config.precision.operand],
+        "device": "cuda" if config.device == "cuda" else "cpu",
+        "torch": versions.get("torch", "unknown"),
+        "tap": origin.tap if origin else "",
+        **parts.facts,
+    }
+    text = "".join(_template(name) for name in ("head", *parts.templates))
+    # A name out of somebody else's code must not end the string that it stands in.
+    words = {"title": re.sub(r"[^\w .()/-]", "?", where), "step": str(check.step), "about": parts.about}
+    words["facts"] = json.dumps(facts, indent=1).replace("'''", "'' '")
+    script = re.sub(r"\$(title|step|about|facts)", lambda match: words[match[1]], text)
+    return Repro(script, {key: np.asarray(array) for key, array in parts.tensors.items()})
+
+
+def _template(name: str) -> str:
+    return (
+        resources.files("lockstep.core.parity.diagnose")
+        .joinpath(f"repro_templates/{name}.txt")
+        .read_text(encoding="utf-8")
+    )
+
+
+def _parts(origin: Finding, evidence: Evidence, check: Check, config: RunConfig) -> _Parts:
+    if [m.name for m in origin.measures] == ["mismatches"] and origin.stage not in ("tokens", "weights", "checkpoint"):
+        return _nothing(check, "names, shapes or counts do not fit", _whatever(origin, evidence), off=not origin.ok)
+    if origin.stage in HEADS:
+        return _nothing(check, "the roundings of a library's head are not written out in a script")
+    if origin.stage in CALLS and _in_float8(origin, config):
+        why = "the casts of torchao's FP8 layers are not written out in a script"
+        return _nothing(check, why, _whatever(origin, evidence))
+    if origin.stage in CALLS:
+        return _of_stage(origin, evidence, check, config)
+    if origin.stage == "loss" and origin.phase == "backward":
+        return _loss_backward(evidence)
+    if origin.stage in ("loss", "grad_norm", "clip_coefficient", "learning_rate"):
+        return _scalar(origin, evidence, config)
+    if origin.stage in ("moments", "update"):
+        return _update(origin, evidence, check, config)
+    if origin.stage in ("gradients", "compiler"):
+        return _two_programs(origin, evidence, check)
+    if origin.stage == "accumulation" and evidence.accumulated:
+        parts = {f"part.{i}": part[origin.tap] for i, part in enumerate(evidence.accumulated.parts)}
+        whole = {"candidate.whole": evidence.accumulated.whole[origin.tap]}
+        facts = {"shares": evidence.accumulated.shares, "ulp": FEW_ULPS}
+        return _Parts(("sum",), parts | whole, facts, "Gradients of micro-batches apart, and what they were summed to.")
+    if origin.stage == "tokens":
+        batch = {f"input.{key}": array for key, array in evidence.batch.arrays.items()}
+        return _Parts(("tokens",), batch, {"consumed": evidence.record.digest, "due": evidence.due})
+    if origin.stage == "weights" and origin.tap == "initial":
+        due, found = init_parameters(config.model, config.seed), evidence.before.params
+        name = next((n for n in due if not np.array_equal(due[n], found[n])), next(iter(due)))
+        words = "the weights at step 0", f"what the seed makes them (core/model/init.py): {name}"
+        return _pair(found[name], due[name], *words, allowed=0.0)
+    if origin.stage == "checkpoint" and evidence.reloaded:
+        now, then = flat(evidence.reloaded), flat(evidence.after)
+        both = [n for n in then if n in now]
+        name = next((n for n in both if not np.array_equal(now[n], then[n], equal_nan=True)), both[0])
+        words = "after a checkpoint was written, read back and loaded", f"before: {name}"
+        return _pair(now[name], then[name], *words, allowed=0.0)
+    return _nothing(check, "this link has no tensors of its own", off=not origin.ok)
+
+
+def _in_float8(origin: Finding, config: RunConfig) -> bool:
+    stages = stages_of(config)
+    names = (s.params.get("weight", "") for s in stages if (s.id, s.layer) == (origin.stage, origin.layer))
+    return any(config.precision.is_fp8(name.removesuffix(".weight")) for name in names)
+
+
+def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConfig) -> _Parts:
+    """A stage of the model: its call, forward or backward; or a gradient that several stages add up to."""
+    model, taps = config.model, evidence.taps
+    sums = {shared.name: shared for shared in shared_tensors(config)}
+    every = stages_of(config)
+    stages = [s for s in every if s.id == origin.stage and s.layer == origin.layer]
+    stage = next(iter(stages), None)
+    if stage is None or stage.tap not in taps or not all(tap in taps for tap in stage.taps.values()):
+        return _nothing(check, "the candidate does not show this stage's tensors")
+    if origin.phase == "backward" and origin.tap == stage.tap and origin.tap in sums:
+        return _of_sum(sums[origin.tap], evidence, check)
+    part = evidence.weighted
+    tensors = {f"input.{role}": taps[tap] for role, tap in stage.taps.items()}
+    tensors |= {f"input.{role}": evidence.before.params[name] for role, name in stage.params.items()}
+    tensors |= {f"input.{role}": part.arrays[role] for role in stage.batch}
+    grad = taps.get(GRADIENT + stage.tap)
+    if origin.phase == "backward":
+        if grad is None:
+            return _nothing(check, "the candidate does not show the gradient of this stage's output")
+        tensors["grad"] = grad
+        tensors |= _sent_back(stage, evidence, sums)
+    else:
+        tensors["candidate.out"] = taps[stage.tap]
+    keys = ("norm_eps", "rope_theta", "heads", "kv_heads")
+    facts = {key: getattr(model, key) for key in keys} | {"head_dim": model.head_dim, "kernel": config.attention.kernel}
+    facts["limits"] = _limits(stage, origin, check)
+    roles = {**stage.taps, **stage.params}
+    accused = [f"grad.{role}" for role, total in roles.items() if origin.tap in (total, stage.sends(role))]
+    facts["accused"] = accused if origin.phase == "backward" else ["out"]
+    scopes = {
+        "end_to_end": "\nThe check found it only end to end: by itself this stage may be right.",
+        "over_steps": "\nThe check found a bias summed over steps: in one step it may be within rounding.",
+    }
+    of = f", of {len(evidence.weighted.tokens)} sequences" if stage.taps else ""
+    about = f"Inputs are the candidate's own{of}.{scopes.get(origin.scope, '')}"
+    return _Parts(("rounding", CALLS[stage.id], "stage"), tensors, facts, about)
+
+
+def _sent_back(stage: ForwardStage, evidence: Evidence, sums: Mapping[str, Shared]) -> dict[str, np.ndarray]:
+    """The candidate's gradients of a stage's inputs; where only a sum is known, the other stages' parts beside it."""
+    found: dict[str, np.ndarray] = {}
+    totals = {**stage.taps, **stage.params}
+    for role, total in totals.items():
+        name = stage.sends(role)
+        own = evidence.taps.get(GRADIENT + name)
+        others: list[np.ndarray] = []
+        if total in sums and (name == total or own is None):
+            parts = [(s, edge) for s, _, edge in sums[total].consumers if s.tap != stage.tap]
+            shown = [evidence.taps.get(GRADIENT + edge) if edge else _looked_up(s, evidence) for s, edge in parts]
+            others = [array for array in shown if array is not None]
+            own = evidence.taps.get(GRADIENT + total)
+            if own is None or len(others) != len(parts):
+                continue  # what this stage alone sent cannot be told
+            found[f"others.{role}"] = np.sum([a.astype(np.float64) for a in others], 0)
+        if own is None:  # nothing came back: that is a gradient of zeros
+            own = np.zeros_like(evidence.taps[total] if role in stage.taps else evidence.before.params[total])
+        found[f"candidate.grad.{role}"] = own
+    return found
+
+
+def _looked_up(stage: ForwardStage, evidence: Evidence) -> np.ndarray | None:
+    """What the look-up sends to a tied table, from the candidate's own gradient of its output: a sum over the places.
+
+    None for another stage: its part takes its call.
+    """
+    grad = evidence.taps.get(GRADIENT + stage.tap)
+    if stage.id != "embed" or grad is None:
+        return None
+    tokens = evidence.weighted.tokens
+    part = np.zeros(evidence.before.params["embed.weight"].shape)
+    np.add.at(part, tokens.ravel(), grad.reshape(-1, grad.shape[-1]).astype(np.float64))
+    return part
+
+
+def _of_sum(shared: Shared, evidence: Evidence, check: Check) -> _Parts:
+    edges = [edge for _, _, edge in shared.consumers]
+    parts = {
+        f"part.{edge}": evidence.taps[GRADIENT + edge] for edge in edges if edge and GRADIENT + edge in evidence.taps
+    }
+    if len(parts) != len(edges):
+        return _nothing(check, "not every part of this sum is shown")
+    total = evidence.taps.get(GRADIENT + shared.name)
+    whole = {} if total is None else {"candidate.whole": total}
+    facts = {"shares": [1.0] * len(parts), "ulp": FEW_ULPS}
+    return _Parts(("sum",), parts | whole, facts, "Gradients that several stages send back, and their sum.")
+
+
+def _limits(stage: ForwardStage, origin: Finding, check: Check) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """The bounds of the check, by what the script compares: `out`, or `grad.ROLE` of what was judged."""
+    judged = {f.tap: f for f in check.findings if (f.stage, f.phase, f.layer) == _link(origin) and f.scope == "local"}
+    names: dict[str, tuple[str, ...]] = {"out": (stage.tap,)}
+    if origin.phase == "backward":
+        names = {f"grad.{r}": (stage.sends(r), total) for r, total in {**stage.taps, **stage.params}.items()}
+    found = {key: next((judged[tap] for tap in taps if tap in judged), None) for key, taps in names.items()}
+    return {key: _bounds(finding) for key, finding in found.items() if finding is not None}
+
+
+def _link(finding: Finding) -> tuple[str, str, int | None]:
+    return finding.stage, finding.phase, finding.layer
+
+
+def _bounds(finding: Finding) -> dict[str, tuple[Any, Any]]:
+    renamed = {"relative_error": "error"}
+    return {renamed.get(m.name, m.name): (m.low, m.high) for m in finding.measures}
+
+
+def _loss_backward(evidence: Evidence) -> _Parts:
+    part = evidence.weighted
+    tensors = {"input.weights": part.weights}
+    found = evidence.taps.get(GRADIENT + "nll")
+    if found is not None and found.shape == part.weights.shape:
+        tensors["candidate.out"] = found
+    facts = {"total": float(evidence.tapped.weights.sum(dtype=np.float64)), "ulp": FEW_ULPS}
+    return _Parts(("loss_backward",), tensors, facts, "The gradient that the loss sends to each token's NLL.")
+
+
+def _scalar(origin: Finding, evidence: Evidence, config: RunConfig) -> _Parts:
+    record, optim = evidence.record, config.optim
+    measure = origin.worst
+    tensors: dict[str, np.ndarray] = {}
+    facts: dict[str, Any] = {"ulp": measure.high}
+    dtype = "float64" if config.precision.policy == "fp64" else "float32"
+    if origin.stage == "loss":
+        of, batch = (evidence.probed, evidence.probe) if origin.tap == "loss" else (evidence.stepped, evidence.batch)
+        assert of is not None
+        tensors = {"input.nll": of.nll, "input.weights": batch.weights}
+        dtype = of.nll.dtype.name
+        facts["stored"] = of.loss if origin.tap == "loss" else record.loss
+    elif origin.stage == "grad_norm":
+        assert evidence.stepped is not None
+        tensors = {f"input.{name}": grad for name, grad in evidence.stepped.grads.items()}
+        dtype = np.result_type(*evidence.stepped.grads.values()).name
+        facts["stored"] = record.grad_norm
+    elif origin.stage == "clip_coefficient":
+        facts |= {"stored": record.clip_coefficient, "norm": record.grad_norm, "clip_norm": optim.clip_norm}
+    else:
+        keys = ("peak_lr", "min_lr_ratio", "warmup_steps", "schedule", "decay_share", "decay_shape")
+        facts |= {key: getattr(optim, key) for key in keys} | {"stored": record.lr, "steps": config.train.steps}
+        facts["number"], dtype = evidence.before.step + 1, "float32"
+    return _Parts((origin.stage, "scalar"), tensors, facts | {"dtype": dtype}, "A scalar, recomputed from its inputs.")
+
+
+def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig) -> _Parts:
+    name = origin.tap.rpartition("/")[2]
+    before, after, optim = evidence.before, evidence.after, config.optim
+    if evidence.stepped is None:
+        return _nothing(check, "the candidate does not show its gradients")
+    tensors = {"input.parameter": before.params[name], "input.grad": evidence.stepped.grads[name]}
+    tensors["candidate.parameter"] = after.params[name]
+    kinds = moment_kinds(optim, name)
+    for kind in kinds:
+        tensors |= {f"input.{kind}": before.optimizer[kind][name], f"candidate.{kind}": after.optimizer[kind][name]}
+    judged = {(f.stage, f.tap): f for f in check.findings if f.stage in ("moments", "update")}
+    keys = {"update": ("update", name), **{kind: ("moments", f"{kind}/{name}") for kind in kinds}}
+    settings = group_settings(config, group_of(name))
+    rule, needs = "adamw", ["beta1", "beta2", "eps"]
+    if by_muon(optim, name):
+        rule, needs = "muon", ["momentum", "nesterov", "ns_steps", "ns_dtype"]
+    elif in_eight_bits(optim, before.params[name].shape):
+        rule = "adamw8bit_bnb" if optim.eight_bit == "bitsandbytes" else "adamw8bit"
+    facts: dict[str, Any] = {key: getattr(optim, key) for key in needs}
+    facts |= {
+        "number": before.step + 1,
+        "lr": learning_rate(optim, before.step + 1, config.train.steps) * settings.lr_factor,
+        "coefficient": evidence.record.clip_coefficient,
+        "weight_decay": settings.weight_decay,
+        "limits": {key: _bounds(judged[found]) for key, found in keys.items() if found in judged},
+    }
+    about = f"{rule} on {name}: state and gradient before, what the step made of them."
+    return _Parts((f"update_{rule}", "update"), tensors, facts, about)
+
+
+def _two_programs(origin: Finding, evidence: Evidence, check: Check) -> _Parts:
+    """A parameter's gradient from two programs of the candidate, or only end to end."""
+    name = origin.tap
+    micro = evidence.micro
+    tapped, raw, given = evidence.taps.get(GRADIENT + name), None, None
+    if micro is not None:
+        raw, given = micro.program.get(name), micro.grads.get(name)
+    measure = next((m for m in origin.measures if m.name in ("ulp", "twin_distance")), None)
+    program = "the gradient from the program that trains"
+    if origin.scope == "local" and measure is not None and measure.high is not None:
+        if measure.name == "ulp" and raw is not None and given is not None:
+            allowed = measure.high * float(np.finfo(raw.dtype).eps) * float(np.linalg.norm(raw.astype(np.float64)))
+            return _pair(given, raw, f"what the session gives as the gradient of {name}", program, allowed)
+        one = given if raw is None else raw
+        if measure.name == "twin_distance" and one is not None and tapped is not None:
+            # The check's distance is in units of the twin's own error, which this gives back.
+            apart = float(np.linalg.norm(one.astype(np.float64) - tapped.astype(np.float64)))
+            allowed = measure.high * apart / measure.value if measure.value else 0.0
+            return _pair(one, tapped, f"{program}: {name}", "the same from the tapped program", allowed)
+    why = "the gradient of a parameter end to end: its FP64 answer takes the whole model"
+    return _nothing(check, why, _whatever(origin, evidence))
+
+
+def _pair(one: np.ndarray, other: np.ndarray, of_one: str, of_other: str, allowed: float) -> _Parts:
+    facts = {"one": of_one, "other": of_other, "allowed": allowed}
+    return _Parts(("pair",), {"candidate.one": one, "candidate.other": other}, facts)
+
+
+def _whatever(origin: Finding, evidence: Evidence) -> dict[str, np.ndarray]:
+    """What there is of a tap or parameter by its name."""
+    found = {f"candidate.{origin.tap}": evidence.taps.get(origin.tap)}
+    found[f"candidate.grad.{origin.tap}"] = evidence.taps.get(GRADIENT + origin.tap)
+    if evidence.probed:
+        found["candidate.gradient"] = evidence.probed.grads.get(origin.tap)
+    return {key: array for key, array in found.items() if array is not None}
+
+
+def _nothing(check: Check, why: str, tensors: Mapping[str, np.ndarray] | None = None, off: bool = False) -> _Parts:
+    """A script that says what was measured. off: whether that alone, a count, shows that something is wrong."""
+    origin = check.origin or check.worst
+    said = [why]
+    if origin is not None:
+        said += [f"{m.name} {m.value:.6g}, allowed {m.low} to {m.high}: {m.basis}" for m in origin.measures]
+        said += [origin.note] if origin.note else []
+    return _Parts(
+        ("nothing",), tensors or {}, {"said": said, "off": [f"{origin.tap}: {why}"] if off and origin else []}
+    )

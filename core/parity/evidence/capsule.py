@@ -1,0 +1,226 @@
+"""Capsules: one step packed so that it can be judged again elsewhere.
+
+    step_000040/
+      about.json     schema, step, versions, candidate and reference, machine, sizes and SHA-256 of the files below
+      config.toml    the run's configuration, resolved
+      record.json    what the step said of itself
+      verdict.json   `Check.to_json()`
+      batch.npz      `batch.tokens` …, `probe.tokens` …, `tapped.tokens` …: int32 (B, S); weights float32 (B, S);
+                     `….documents` int32 (B, S) where attention asks for them
+      state/         weights and moments before the step, as a checkpoint
+      stage.npz      tensors of the origin stage, for repro.py
+      repro.py       the stage's call and its FP64 answer, without Lockstep
+
+All of it is readable without Lockstep (TOML, JSON, npz, safetensors). repro.py may be edited: it is not sealed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.core.backend import Arrays, Batch, State, StepRecord
+from lockstep.core.checkpoint.format import folder_name, list_checkpoints, load_checkpoint, save_checkpoint
+from lockstep.core.config.file import dump_config, load_config
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import canonical_json, read_whole
+from lockstep.core.parity.diagnose.repro import repro
+from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.measures.verdict import Check
+
+SCHEMA = 1
+ABOUT, CONFIG, RECORD, VERDICT, BATCH = "about.json", "config.toml", "record.json", "verdict.json", "batch.npz"
+STATE, STAGE, REPRO = "state", "stage.npz", "repro.py"
+BATCHES = ("batch", "probe", "tapped")
+
+
+@dataclass(frozen=True)
+class Capsule:
+    """What a capsule holds. `verdict` is the JSON of the check that was made when it was written."""
+
+    path: Path
+    config: RunConfig
+    state: State
+    batch: Batch
+    probe: Batch
+    tapped: Batch
+    record: StepRecord
+    verdict: Mapping[str, Any]
+    about: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Number of the step, from 1."""
+        return self.record.step
+
+    @property
+    def given_probe(self) -> Batch | None:
+        """The probe as `gather` takes it: None if the step's own batch was repeated."""
+        return None if self.probe.digest() == self.batch.digest() else self.tapped
+
+
+def write_capsule(
+    folder: Path,
+    evidence: Evidence,
+    check: Check,
+    config: RunConfig,
+    candidate: str,
+    reference: str,
+    versions: Mapping[str, str],
+    machine: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write `folder`/step_NNNNNN, named after the checked step, and return it; one of the same step is replaced.
+
+    candidate, reference: backends by name, as core/load_backend.py takes them (or `torch`, `jax`).
+    versions: of the libraries that decide numbers. machine: what is known of where the step was made.
+
+    Written aside and renamed when all is there. Raises UserError if the disk refuses (full, not writable); then
+    nothing is left behind.
+    """
+    final = folder / folder_name(evidence.record.step)
+    aside = folder / f".{final.name}.{os.getpid()}.tmp"
+    replaced = folder / f".{final.name}.{os.getpid()}.old"
+    script = repro(evidence, check, config, versions)
+    batches = {f"{b}.{key}": array for b in BATCHES for key, array in getattr(evidence, b).arrays.items()}
+    files = {
+        CONFIG: dump_config(config).encode(),
+        RECORD: _json(asdict(evidence.record)),
+        VERDICT: _json(check.to_json()),
+        BATCH: _npz(batches),
+        STAGE: _npz(script.tensors),
+    }
+    about = {
+        "schema": SCHEMA,
+        "step": evidence.record.step,
+        "candidate": candidate,
+        "reference": reference,
+        "versions": dict(versions),
+        "machine": dict(machine or {}),
+        "due": evidence.due,
+        "files": {name: {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in files.items()},
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        save_checkpoint(aside / STATE, evidence.before, {})
+        sealed = {**about, "seal": _seal(about)}
+        for name, raw in {**files, REPRO: script.script.encode(), ABOUT: _json(sealed)}.items():
+            with (aside / name).open("wb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+        if final.exists():
+            os.rename(final, replaced)
+        os.rename(aside, final)
+    except UserError as error:  # of the state: it names the folder that is written aside
+        raise UserError(f"cannot write the capsule {final}: {str(error).rpartition(': ')[2]}") from error
+    except OSError as error:
+        raise UserError(f"cannot write the capsule {final}: {error.strerror or error}") from error
+    finally:
+        if replaced.exists() and not final.exists():
+            os.rename(replaced, final)
+        for left_over in (aside, replaced):
+            shutil.rmtree(left_over, ignore_errors=True)
+    return final
+
+
+def is_capsule(path: Path) -> bool:
+    """Whether a folder calls itself a capsule."""
+    return (path / ABOUT).is_file() and not (path / "run.json").exists()
+
+
+def read_capsule(path: Path) -> Capsule:
+    """Verify and read a capsule. Raises UserError that names the file that is missing, damaged or of another schema."""
+    about = _read_about(path)
+    raw = {name: _verified(path / name, entry) for name, entry in about["files"].items()}
+    states = list_checkpoints(path / STATE)
+    if len(states) != 1:
+        raise UserError(f"{path / STATE} must hold the state before the step; it holds {len(states)} states")
+    state, _ = load_checkpoint(states[0])
+    name = BATCH
+    try:
+        arrays = _arrays(raw[name])
+        batch, probe, tapped = (_batch(arrays, name) for name in BATCHES)
+        name = RECORD
+        record = StepRecord(**json.loads(raw[name]))
+        name = VERDICT
+        verdict = json.loads(raw[name])
+    except (ValueError, KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path / name} is not what a capsule holds: {type(error).__name__}: {error}") from error
+    return Capsule(path, load_config(path / CONFIG), state, batch, probe, tapped, record, verdict, about)
+
+
+def other_versions(capsule: Capsule, here: Mapping[str, str]) -> list[str]:
+    """`torch 2.12.0 then, 2.13.0 here` for each library whose version differs: a warning, not an error."""
+    then = capsule.about["versions"]
+    names = sorted(then.keys() | here.keys())
+    return [
+        f"{name} {then.get(name, 'absent')} then, {here.get(name, 'absent')} here"
+        for name in names
+        if then.get(name) != here.get(name)
+    ]
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    file = path / ABOUT
+    try:
+        about = json.loads(file.read_bytes())
+        seal = about.pop("seal")
+        schema = about["schema"]
+    except FileNotFoundError:
+        raise UserError(f"{path} is not a capsule: it has no {ABOUT}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from error
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise UserError(f"{file} was damaged after it was written") from None
+    if schema != SCHEMA:
+        raise UserError(
+            f"{file} has schema {schema}; this Lockstep reads {SCHEMA}: replay it with the one that wrote it"
+        )
+    if seal != _seal(about):
+        raise UserError(f"{file} was damaged after it was written")
+    return dict(about)
+
+
+def _verified(path: Path, entry: Mapping[str, Any]) -> bytes:
+    raw = read_whole(path)
+    if len(raw) != entry["size"] or hashlib.sha256(raw).hexdigest() != entry["sha256"]:
+        raise UserError(f"{path} was damaged after it was written (its size or SHA-256 differs)")
+    return raw
+
+
+def _npz(arrays: Arrays) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]  # numpy types the keywords as the positional ones
+    return buffer.getvalue()
+
+
+def _batch(arrays: Arrays, name: str) -> Batch:
+    tokens, targets, weights = (arrays[f"{name}.{key}"] for key in ("tokens", "targets", "weights"))
+    return Batch(tokens, targets, weights, arrays.get(f"{name}.documents"))
+
+
+def _arrays(raw: bytes) -> dict[str, np.ndarray]:
+    with np.load(io.BytesIO(raw), allow_pickle=False) as file:
+        return dict(file)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=False, default=dict) + "\n").encode()
+
+
+def _seal(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(json.loads(_json(body)))).hexdigest()

@@ -1,0 +1,402 @@
+"""What a candidate says of one step: gathered from its session, judged elsewhere and later.
+
+Gathering never needs the reference and judging never needs the candidate, so the same evidence serves a check side by
+side (`lockstep parity`) and one in a worker process (`lockstep train --parity.every N`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.core.backend import (
+    Arrays,
+    Batch,
+    Gradients,
+    NotSupported,
+    RankReport,
+    Reads,
+    Session,
+    State,
+    StepRecord,
+)
+from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, writer_of
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
+from lockstep.core.train.finite import NotFinite
+from lockstep.core.train.loss_scale import SCALE
+
+# Shares of the loss weight that the micro-batches of the accumulation check have: uneven, and powers of two, so that
+# a micro-batch's part of the sum is its own gradient scaled without a rounding.
+SHARES = (0.5, 0.25, 0.25)
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """Gradients of several micro-batches, each on its own and summed by the candidate: on one rank, or over ranks.
+
+    parts: of each micro-batch alone. shares: the part of the loss weight that each has in the whole. whole: of all.
+    """
+
+    parts: tuple[Arrays, ...]
+    shares: tuple[float, ...]
+    whole: Arrays
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One step of a candidate.
+
+    before, after: state around the step. batch: what the step was given.
+    due:       digest of the batch that the data order prescribes for this step, where that is known.
+    stepped:   the candidate's NLL, loss and gradients on that batch.
+    probe:     the batch whose forward and backward pass the reference repeats (the step's own batch, or `tapped`).
+    probed:    the candidate's NLL, loss and gradients on the probe.
+    tapped:    a micro-batch whose loss lies on some of its sequences alone.
+    taps:      taps and gradients on `tapped`, of those sequences; of parameters under `grad/`.
+    micro:     what the session gives as gradients of `tapped`.
+    accumulated: gradients of several micro-batches apart and together. reloaded: the state after a checkpoint of
+    `after` was written, read back and loaded.
+    reduced: of several ranks, gradients of each rank's micro-batches by themselves, and reduced. ranks: what each rank
+    says of the step, rank 0 first.
+    closer: whether `tapped` was chosen by a closer look (core/parity/diagnose/recheck_rows.py).
+    not_covered: what the candidate could not do, in words. seconds: what gathering cost, without the step itself.
+    not_finite: where the session says that its step was not finite, and so left out; empty if it was made.
+    """
+
+    before: State
+    after: State
+    batch: Batch
+    record: StepRecord
+    stepped: Gradients | None
+    probe: Batch
+    probed: Gradients | None
+    tapped: Batch
+    taps: Arrays
+    not_covered: tuple[str, ...]
+    seconds: float
+    due: str | None = None
+    micro: Gradients | None = None
+    accumulated: Accumulation | None = None
+    reloaded: State | None = None
+    reduced: Accumulation | None = None
+    ranks: tuple[RankReport, ...] = ()
+    closer: bool = False
+    not_finite: str = ""
+
+    @property
+    def given_probe(self) -> Batch | None:
+        """The probe with which `gather` gives the like of this: None for a thorough check."""
+        return None if self.probe.digest() == self.batch.digest() else self.tapped
+
+    @property
+    def given_tapped(self) -> Batch | None:
+        """The `tapped` of the same: None where it is the one of every thorough check."""
+        return self.tapped if self.closer and self.given_probe is None else None
+
+    @property
+    def weighted(self) -> Batch:
+        """The sequences of `tapped` that hold its loss: those of `taps`."""
+        return weighted_part(self.tapped)
+
+
+def gather(
+    session: Session,
+    config: RunConfig,
+    batch: Batch,
+    probe: Batch | None = None,
+    norms: bool = False,
+    due: str | None = None,
+    tapped: Batch | None = None,
+) -> Evidence:
+    """Run one step of `session` on `batch` and keep what a check needs.
+
+    Without `probe` the check is thorough: the step's whole batch is repeated by the reference, accumulation is tried
+    on micro-batches of its own, and the state goes through a checkpoint. With one, made by `probe_batch` from a
+    micro-batch, only that is repeated, and the session's state is never touched but by its step.
+    tapped: for a thorough check, the micro-batch whose stages are shown, made by `probe_batch`; by default the first
+    one, with other sequences every step.
+
+    Raises whatever the session raises, except NotSupported, which is listed as not covered, and NotFinite: such a step
+    is judged like any other.
+    """
+    started = time.perf_counter()
+    missing: list[str] = []
+
+    def attempt(what: str, ask: Callable[[], Gradients]) -> Gradients | None:
+        try:
+            return ask()
+        except NotSupported as reason:
+            missing.append(f"{what}: {reason}")
+            return None
+
+    before = session.state()
+    if probe is not None:
+        tapped = probe
+    elif tapped is None:
+        tapped = probe_of(batch.cut(config.train)[0], config, turn=before.step)
+    target = batch if probe is None else probe
+    probed = stepped = attempt("gradients and per-token NLL", lambda: _gradients(session, target))
+    micro = probed
+    if probed is not None and probe is None:
+        micro = attempt("one micro-batch", lambda: _gradients(session, tapped))
+    # During training the step itself tells its gradients, where the session can: to compute them twice costs a step.
+    in_passing = getattr(session, "step_and_gradients", None) if probe is not None and probed is not None else None
+    if probed is not None and probe is not None and in_passing is None:
+        stepped = _gradients(session, batch)
+    taps = look(session, config, tapped, missing)
+    accumulated = None
+    if probe is None and probed is not None and config.train.accumulation > 1:
+        accumulated = _accumulate(session, before, batch.cut(config.train))
+    reduced = None
+    if probe is None and probed is not None and config.train.ranks > 1:
+        micros = batch.cut(config.train)
+        reduced = _reduce(session, config, before, micros, missing)
+    gathering = time.perf_counter() - started
+    started = time.perf_counter()
+    not_finite = ""
+    try:
+        if in_passing is not None:
+            record, stepped = in_passing(batch, norms=norms)
+            if stepped is None:
+                missing.append("moments and update: the session's step did not show its gradients")
+        else:
+            record = session.step(batch, norms=True) if norms else session.step(batch)
+    except NotFinite as found:
+        record, not_finite = found.record, found.where
+        stepped = stepped if in_passing is None else _gradients(session, batch)
+    record = replace(record, seconds=time.perf_counter() - started)
+    started = time.perf_counter()
+    after = session.state()
+    ranks = _reports(session, missing) if config.train.ranks > 1 else ()
+    reloaded = _round_trip(session, before, after, missing) if probe is None else None
+    if probe is not None:
+        missing.append("accumulation and the checkpoint's round trip: a check during training leaves the state alone")
+        if config.train.ranks > 1:
+            missing.append("reduced gradients against each rank's own: a check during training does not compute them")
+    gathering += time.perf_counter() - started
+    return Evidence(
+        before,
+        after,
+        batch,
+        record,
+        stepped,
+        target,
+        probed,
+        tapped,
+        taps,
+        tuple(missing),
+        gathering,
+        due=due,
+        micro=micro,
+        accumulated=accumulated,
+        reloaded=reloaded,
+        reduced=reduced,
+        ranks=ranks,
+        not_finite=not_finite,
+    )
+
+
+def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int = 0) -> Batch:
+    """`probe_batch` of the run's precision: where sequences share the scales of FP8, all of them are looked at.
+
+    seed: of the loss weights, by default the run's.
+    """
+    rows = range(len(micro.tokens)) if config.precision.couples_sequences else ()
+    return probe_batch(micro, config.seed if seed is None else seed, rows, turn)
+
+
+def probe_batch(micro: Batch, seed: int, rows: Sequence[int] = (), turn: int = 0) -> Batch:
+    """A micro-batch with uneven loss weights on `rows` alone, by default two: `turn` from its first and from its last.
+
+    The last one has the highest index in every tensor, where tiles end and indices overflow; the others have their turn
+    from check to check. What a sequence without
+    weight contributes to a gradient is exactly zero, so the reference computes only those with weight, while the
+    candidate runs the program and the shapes that it trains with.
+    """
+    size = len(micro.tokens)
+    turn %= (size + 1) // 2
+    # An odd one's middle comes with the one before it: the reference's programs are of two sequences.
+    low = turn if turn < size - 1 - turn else max(turn - 1, 0)
+    chosen = np.asarray(rows or sorted({low, size - 1 - turn}))
+    weights = np.zeros_like(micro.weights)
+    weights[chosen] = uneven_weights(micro.rows(chosen), seed).weights
+    return replace(micro, weights=weights)
+
+
+def weighted_rows(batch: Batch) -> np.ndarray:
+    """Indices of the sequences that hold the batch's loss weight."""
+    return np.flatnonzero(batch.weights.any(axis=1))
+
+
+def weighted_part(batch: Batch) -> Batch:
+    """Those sequences alone."""
+    return batch.rows(weighted_rows(batch))
+
+
+def observed_names(config: RunConfig) -> list[str]:
+    """Every name that a full check asks of a candidate's taps."""
+    taps, parameters = tap_names(config.model), list(parameter_shapes(config.model))
+    probed = (*taps, *edge_names(config.model), *parameters)
+    return [*taps, *(GRADIENT + name for name in probed)]
+
+
+def look(session: Session, config: RunConfig, tapped: Batch, missing: list[str]) -> Arrays:
+    """Taps and gradients of the sequences with weight, as far as the session shows them; `missing` gets what not."""
+    for asked, lost in (
+        (observed_names(config), ""),
+        (tap_names(config.model), "local checks of the backward stages"),
+        ([], "local checks of the forward stages"),
+    ):
+        try:
+            found = session.observe(tapped, asked) if asked else {}
+        except NotSupported as reason:
+            why = str(reason)
+            continue
+        if lost:
+            missing.append(f"{lost}: {why}")
+        return weighted_of(found, tapped)
+    raise AssertionError("an empty request cannot be refused")
+
+
+def weighted_of(found: Mapping[str, np.ndarray], batch: Batch) -> Arrays:
+    """Taps of the sequences with weight; parameter gradients, and what is not shaped like a tap, whole."""
+    rows = weighted_rows(batch)
+
+    def part(name: str, value: np.ndarray) -> np.ndarray:
+        tap = name.removeprefix(GRADIENT)
+        return (
+            value
+            if tap.endswith((".weight", ".bias")) or np.ndim(value) == 0 or len(value) != len(batch.tokens)
+            else value[rows]
+        )
+
+    return {name: part(name, value) for name, value in found.items()}
+
+
+def _accumulate(session: Session, before: State, micros: list[Batch]) -> Accumulation | None:
+    """Three micro-batches with loss weights that are each other's powers of two, apart and together."""
+    parts, whole = _of_shares(micros, SHARES)
+    grads = []
+    for part, share in zip(parts, SHARES, strict=True):
+        with _scaled(session, before, share):
+            grads.append(session.gradients(part).grads)
+    return Accumulation(tuple(grads), SHARES, session.gradients(whole).grads)
+
+
+@contextmanager
+def _scaled(session: Session, before: State, share: float) -> Iterator[None]:
+    """Under a loss scale, one that gives a micro-batch alone the gradients that it has as this share of a whole.
+
+    FP16 ends at both sides: a gradient of twice the size is not rounded alike.
+    """
+    if SCALE not in before.scalars:
+        yield
+        return
+    session.load(replace(before, scalars={**before.scalars, SCALE: before.scalars[SCALE] * share}))
+    try:
+        yield
+    finally:
+        session.load(before)
+
+
+def _reduce(
+    session: Session, config: RunConfig, before: State, micros: list[Batch], missing: list[str]
+) -> Accumulation | None:
+    """The same over ranks, two micro-batches for each: by themselves, made where they are at home, and reduced."""
+    by_rank = getattr(session, "rank_gradients", None)
+    if not callable(by_rank):
+        missing.append("reduced gradients against each rank's own: the session has no rank_gradients")
+        return None
+    count = 2 * config.train.ranks
+    # One loss scale serves all ranks: where there is one, so must one share.
+    shares = (1.0 / count,) * count if SCALE in before.scalars else rank_shares(count)
+    _, whole = _of_shares(micros, shares)
+    try:
+        with _scaled(session, before, shares[0]):
+            parts = tuple(by_rank(whole))
+        return Accumulation(parts, shares, session.gradients(whole).grads)
+    except NotSupported as reason:
+        missing.append(f"reduced gradients against each rank's own: {reason}")
+        return None
+
+
+def _reports(session: Session, missing: list[str]) -> tuple[RankReport, ...]:
+    reports = getattr(session, "rank_reports", None)
+    try:
+        if callable(reports):
+            return tuple(reports())
+        why = "the session has no rank_reports"
+    except NotSupported as reason:
+        why = str(reason)
+    missing.append(f"whether ranks keep the same weights: {why}")
+    return ()
+
+
+def rank_shares(count: int) -> tuple[float, ...]:
+    """Powers of two whose sum is 1, the first a half: whoever has it weighs more than every other."""
+    shares = [0.5, 0.5]
+    while len(shares) < count:
+        largest = max(range(1, len(shares)), key=shares.__getitem__)
+        shares[largest : largest + 1] = [shares[largest] / 2] * 2
+    return tuple(shares)
+
+
+def _of_shares(micros: list[Batch], shares: Sequence[float]) -> tuple[list[Batch], Batch]:
+    """As many micro-batches as shares, the first ones again where there are too few, apart and together."""
+    base = uneven_weights(micros[0], 0).weights
+    again = micros * (1 + len(shares) // len(micros))
+    parts = [
+        replace(m, weights=base * np.float32(share)) for m, share in zip(again[: len(shares)], shares, strict=True)
+    ]
+    return parts, Batch(**{key: np.concatenate([p.arrays[key] for p in parts]) for key in parts[0].arrays})
+
+
+def _round_trip(session: Session, before: State, after: State, missing: list[str]) -> State | None:
+    """The state after the step through a checkpoint on disk and back into the session.
+
+    The session takes another state over while its checkpoint is being written: it must be written of a copy.
+    """
+    load = getattr(session, "load", None)
+    if not callable(load):
+        missing.append("the checkpoint's round trip: the session has no load")
+        return None
+    try:
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+            write, read = writer_of(session), session.read if isinstance(session, Reads) else None
+            pending = begin_checkpoint(Path(folder) / "state", after.step, write, {})
+            load(before)
+            loaded, _ = load_checkpoint(pending.commit(), read)
+        load(loaded)
+    except (NotSupported, ValueError, KeyError) as reason:  # what is wrong with its names, the check says itself
+        missing.append(f"the checkpoint's round trip: the session does not take its state back: {reason}")
+        return None
+    return session.state()
+
+
+def _gradients(session: Session, batch: Batch) -> Gradients:
+    found = session.gradients(batch)
+    if not isinstance(found, Gradients):  # None would pass for a candidate that has none, and be agreed with
+        raise TypeError(f"gradients() gave {type(found).__name__}, not lockstep.core.backend.Gradients")
+    return found
+
+
+def uneven_weights(batch: Batch, seed: int) -> Batch:
+    """The batch with loss weights that differ between sequences and between tokens.
+
+    Sequence i keeps a share of its tokens that falls linearly from 1 to 1/4 over the batch (so micro-batches weigh
+    differently and a mean of their means is not the mean), and kept tokens weigh 1 or 1/2 (so a weight that is taken
+    for a mask shows). A function of the seed and the batch's shape alone.
+    """
+    rows, length = batch.tokens.shape
+    draw = np.random.Generator(np.random.Philox(key=seed)).random((2, rows, length), dtype=np.float32)
+    share = np.linspace(1.0, 0.25, rows, dtype=np.float32)[:, None]
+    weights = np.where(draw[0] < share, np.where(draw[1] < 0.5, np.float32(1.0), np.float32(0.5)), np.float32(0.0))
+    weights[:, 0] = 1.0
+    return replace(batch, weights=weights)

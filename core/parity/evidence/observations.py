@@ -1,0 +1,118 @@
+"""Observations: what is kept of a tensor. A sketch of 4 KiB and a few statistics, in one npz file a step.
+
+The file is readable with `numpy.load(path, allow_pickle=False)` alone. With N tensors: `names` (N,) ASCII, `sketch`
+(N, 1021), `norm`, `max_abs`, `mean` (N,) float64, `nonfinite`, `size`, `independent` (N,) int64, and `about`, a JSON
+object as text, whose `schema` says how to read the rest.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import write_atomically
+from lockstep.core.files.npz import read_npz
+from lockstep.core.parity.evidence.sketch import K, sketch
+from lockstep.core.parity.measures.calibrated_bounds import carriers
+from lockstep.core.parity.measures.distances import Distances, ratios
+
+SCHEMA = 1
+# Names beside taps and `grad/TAP`, which are of the tapped batch: NLL and parameter gradients of the probe batch.
+PROBE_NLL, PARAMETER = "nll/probe", "gradient/"
+STATISTICS = ("norm", "max_abs", "mean")
+COUNTS = ("nonfinite", "size", "independent")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What is kept of one tensor.
+
+    sketch: (K,) S(x). norm: L2. max_abs, mean: of all elements. nonfinite: how many are not finite. size: elements.
+    independent: about how many errors of their own they carry (core/parity/measures/calibrated_bounds.py).
+    """
+
+    sketch: np.ndarray
+    norm: float
+    max_abs: float
+    mean: float
+    nonfinite: int
+    size: int
+    independent: int
+
+
+def observed(x: np.ndarray) -> Observation:
+    """Observe a floating array; norm and mean are accumulated in FP64."""
+    if x.size == 0:
+        return Observation(sketch(x), 0.0, 0.0, 0.0, 0, 0, 0)
+    with np.errstate(all="ignore"):
+        wide = x.astype(np.float64).ravel()
+        return Observation(
+            sketch(x),
+            float(np.sqrt(wide @ wide)),
+            float(np.abs(x).max()),
+            float(wide.mean()),
+            int(x.size - np.count_nonzero(np.isfinite(x))),
+            x.size,
+            carriers(x),
+        )
+
+
+def sketch_distances(c: Observation, w: Observation, t: Observation, stream: type[np.floating]) -> Distances:
+    """The measures of core/parity/measures/distances.py from sketches; `unequal` is NaN, as bits are not kept.
+
+    Raises ValueError if sizes differ.
+    """
+    if not c.size == w.size == t.size:
+        raise ValueError(f"sizes differ: candidate {c.size}, twin {w.size}, truth {t.size}")
+    if c.nonfinite or w.nonfinite or t.nonfinite:
+        return Distances(np.inf, np.inf, np.inf, np.inf, np.inf, np.nan)
+    candidate, twin, truth = (o.sketch.astype(np.float64) for o in (c, w, t))
+    return ratios(candidate, twin, truth, stream, np.nan)
+
+
+def save(path: Path, observations: Mapping[str, Observation], about: Mapping[str, Any]) -> None:
+    """Write one npz file, atomically. Raises UserError if the disk refuses."""
+    rows = list(observations.values())
+    arrays: dict[str, np.ndarray] = {
+        "names": np.asarray(list(observations), dtype=np.bytes_),
+        "sketch": np.stack([o.sketch for o in rows]) if rows else np.zeros((0, K), np.float32),
+        **{key: np.asarray([getattr(o, key) for o in rows], np.float64) for key in STATISTICS},
+        **{key: np.asarray([getattr(o, key) for o in rows], np.int64) for key in COUNTS},
+        "about": np.asarray(json.dumps({"schema": SCHEMA, **about})),
+    }
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]  # numpy types the keywords as the positional ones
+    try:
+        write_atomically(path, [buffer.getvalue()])
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def load(path: Path) -> tuple[dict[str, Observation], dict[str, Any]]:
+    """Read (observations, about). Raises UserError if the file is missing, damaged or of another schema."""
+    arrays = read_npz(path)
+    try:
+        arrays = {key: arrays[key] for key in ("names", "sketch", *STATISTICS, *COUNTS, "about")}
+        about = json.loads(str(arrays["about"]))
+        schema = about["schema"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no file of observations: {type(error).__name__}: {error}") from error
+    if schema != SCHEMA:
+        raise UserError(f"{path} has schema {schema}; this Lockstep reads {SCHEMA}")
+    count = len(arrays["names"])
+    if arrays["sketch"].shape != (count, K) or any(arrays[key].shape != (count,) for key in (*STATISTICS, *COUNTS)):
+        raise UserError(f"{path} is damaged: its arrays do not belong together")
+    rows = zip(
+        arrays["sketch"],
+        *(arrays[key].tolist() for key in STATISTICS),
+        *(arrays[key].tolist() for key in COUNTS),
+        strict=True,
+    )
+    return {name.decode("ascii"): Observation(*row) for name, row in zip(arrays["names"], rows, strict=True)}, about

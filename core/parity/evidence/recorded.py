@@ -1,0 +1,66 @@
+"""Observations of a step as a file of the run directory, from which `lockstep replay` judges it later and elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.backend import Batch, NotSupported, Session
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.model.names import GRADIENT, tap_names
+from lockstep.core.parity.evidence import gather
+from lockstep.core.parity.evidence.gather import weighted_of, weighted_rows
+from lockstep.core.parity.evidence.observations import Observation, save
+from lockstep.core.parity.judge.end_to_end import observations
+
+
+def observation_file(folder: Path, step: int) -> Path:
+    """`observations/step_000100.npz`."""
+    return folder / f"step_{step:06d}.npz"
+
+
+def probe_of(batch: Batch, config: RunConfig) -> Batch:
+    """The micro-batch on which a step is observed during training: a function of the step's batch and the run."""
+    micro = batch.cut(config.train)[0]
+    return gather.probe_of(micro, config, turn=int(batch.digest()[:8], 16))
+
+
+def save_observations(folder: Path, step: int, batch: Batch, probe: Batch, found: Mapping[str, Observation]) -> Path:
+    """Write one step's observations, with what a replay must know besides. Raises UserError if the disk refuses."""
+    about: dict[str, Any] = {
+        "step": step,
+        "batch": batch.digest(),
+        "probe": probe.digest(),
+        "rows": weighted_rows(probe).tolist(),
+    }
+    path = observation_file(folder, step)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+    save(path, found, about)
+    return path
+
+
+def observe(session: Session, config: RunConfig, probe: Batch) -> Mapping[str, Observation]:
+    """Observations of the probe at the session's weights: by its own sketches, or from what it shows of its tensors.
+
+    Raises NotSupported if it can do neither.
+    """
+    try:
+        sketch = getattr(session, "sketch", None)
+        if sketch is not None:
+            found: Mapping[str, Observation] = sketch(probe)
+            return found
+    except NotSupported:
+        pass
+    probed = session.gradients(probe)
+    names = [name for tap in tap_names(config.model) for name in (tap, GRADIENT + tap)]
+    try:
+        taps = weighted_of(session.observe(probe, names), probe)
+    except NotSupported:
+        taps = {}
+    return observations(replace(probed, nll=probed.nll[weighted_rows(probe)]), taps, config.model)

@@ -1,0 +1,74 @@
+"""Observations kept during training, without a reference: cheap enough for every hundredth step of a long run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.core.backend import Batch, NotSupported, Session, StepRecord
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.evidence.observations import Observation
+from lockstep.core.parity.evidence.recorded import observe, probe_of, save_observations
+from lockstep.core.parity.modes.shadow import Result, Shadow
+
+
+class Recorder:
+    """Keeps the observations of every `parity.record_every`th step, beside checks if there are any.
+
+    A step that is checked has its observations kept by the check.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, shadow: Shadow | None) -> None:
+        self._config, self._folder, self._shadow = config, folder, shadow
+        self._lost: list[tuple[int, str]] = []
+        self._asked = 0
+
+    @property
+    def pending(self) -> int:
+        """Checks that are still out."""
+        return self._shadow.pending if self._shadow else 0
+
+    def due(self, step: int) -> bool:
+        """Whether the step is checked or recorded; `step` is called for the step that was asked about last."""
+        self._asked = step
+        checked = self._shadow is not None and self._shadow.due(step)
+        return checked or step % self._config.parity.record_every == 0 or step == 1
+
+    def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
+        """Check the step, or record its observations and then run it."""
+        if self._shadow and self._shadow.due(self._asked):
+            return self._shadow.step(session, batch, norms, due)
+        probe = probe_of(batch, self._config)
+        said: str | None = None
+        found: Mapping[str, Observation] = {}
+        try:
+            found = observe(session, self._config, probe)
+        except NotSupported as reason:
+            said = str(reason)
+        started = time.perf_counter()
+        record = session.step(batch, norms=norms)
+        record = replace(record, seconds=time.perf_counter() - started)
+        if found:
+            try:
+                save_observations(self._folder, record.step, batch, probe, found)
+            except UserError as error:
+                said = str(error)
+        if said:
+            self._lost.append((record.step, f"its observations were not kept: {said}"))
+        return record
+
+    def collect(self) -> Iterator[Result]:
+        """What checks have come back, and which observations were lost."""
+        lost, self._lost = self._lost, []
+        yield from lost
+        if self._shadow:
+            yield from self._shadow.collect()
+
+    def drain(self) -> Iterator[Result]:
+        """Wait for all checks that are still out."""
+        if self._shadow:
+            yield from self._shadow.drain()
+        yield from self.collect()

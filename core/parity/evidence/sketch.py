@@ -1,0 +1,70 @@
+"""Sketches: a linear map S from any array to K numbers (a count sketch, Charikar, Chen & Farach-Colton 2002).
+
+Coordinate n, row-major, goes to bucket n mod K with a pseudo-random sign. S is linear, so S(c) − S(t) = S(c − t), and
+‖S(x)‖ estimates ‖x‖ with a relative deviation of about √(1/2K) = 2.2 %. K is prime, so that the coordinates of one
+column of a matrix do not fall into a few buckets. Twins with the same signs, bit for bit: torch_backend/tools/sketch.py
+and jax_backend/tools/sketch.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+K = 1021
+
+# A mixing hash of 32 bits (lowbias32, Wellons 2018). The high word of a coordinate is spread by the golden ratio first.
+# A plain multiply-shift is not enough: its signs are regular along strides.
+GOLDEN, MULTIPLIERS, SHIFTS = 0x9E3779B9, (0x7FEB352D, 0x846CA68B), (16, 15, 16)
+
+# Signs of the first coordinates, the same for every array: kept, up to this many.
+MOST_KEPT = 1 << 26
+_kept = np.zeros(0, np.int8)
+
+
+def hashed(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Hash of the coordinates high·2³² + low, uint32 in and out."""
+    h = low ^ (high * np.uint32(GOLDEN))
+    for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
+        h = (h ^ (h >> np.uint32(shift))) * np.uint32(multiplier)
+    return h ^ (h >> np.uint32(SHIFTS[2]))
+
+
+def signs(start: int, count: int) -> np.ndarray:
+    """Signs of the coordinates start … start + count − 1 as int8, ±1; start may exceed 2³²."""
+    n = np.arange(start, start + count, dtype=np.uint64)
+    low, high = n.astype(np.uint32), (n >> np.uint64(32)).astype(np.uint32)
+    return (1 - 2 * (hashed(low, high) & np.uint32(1)).astype(np.int8)).astype(np.int8)
+
+
+def _first_signs(count: int) -> np.ndarray:
+    global _kept
+    if count > MOST_KEPT:
+        return signs(0, count)
+    if len(_kept) < count:
+        _kept = signs(0, min(max(2 * count, 1 << 16), MOST_KEPT))
+    return _kept[:count]
+
+
+def sketch(x: np.ndarray, offset: int = 0) -> np.ndarray:
+    """S(x) for the row-major coordinates offset … offset + size − 1: (K,), float64 for float64 input, else float32.
+
+    Sketches of the parts of an array, each at its own offset, add up to the sketch of the whole. What is not finite in
+    x is not finite in its bucket.
+    """
+    dtype = np.float64 if x.dtype == np.float64 else np.float32
+    flat = np.ascontiguousarray(x, dtype).reshape(-1)
+    sign = _first_signs(flat.size) if offset == 0 else signs(offset, flat.size)
+    before = offset % K
+    rows = -(-(before + flat.size) // K)
+    padded = np.zeros(rows * K, dtype)
+    np.multiply(flat, sign, out=padded[before : before + flat.size])
+    total: np.ndarray = padded.reshape(rows, K).sum(0)
+    return total
+
+
+def lift(probe: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sᵀ·probe: (K,) → an array of `shape` in the probe's dtype. ⟨S(x), p⟩ = ⟨x, Sᵀ·p⟩."""
+    size = math.prod(shape)
+    return np.resize(probe, size).reshape(shape) * _first_signs(size).reshape(shape)

@@ -1,0 +1,1 @@
+"""The judgement of a step: evidence against the reference, link by link."""

@@ -1,0 +1,262 @@
+"""Bias over checks: what no single step shows, because rounding is unbiased and bugs are not.
+
+Per comparison, with e = S(c − w) the sketch (or the small array itself) of candidate minus twin, h = ‖S(w − t)‖ the
+twin's own error, floored as in core/parity/measures/distances.py, and T checks so far::
+
+    bias      B = ‖Σ e/h‖ / √T                 bounded when honest, b·√T when each e/h holds the same part of norm b
+    gain bias U = |Σ (gain(c) − gain(w))/ε| / T   ε = h/‖t‖; of order 1/√T when honest, u when each length is u·ε off
+
+Each check is taken in units of its own h, so that it counts once: with Σe / √Σh² (the same thing where h is constant)
+the large gradients of the first steps would outweigh the next thousand checks.
+
+**Bound of B.** The single-step bound D holds ‖e‖ ≤ D·h, so for differences that are uncorrelated between checks
+E‖Σ e/h‖² = Σ E‖e/h‖² ≤ T·D². The sum is close to normal in each of its n independent coordinates, so B²/E[B²] is at
+most a χ²ₙ/n, which exceeds 1 + 2√(x/n) + 2x/n with probability at most exp(−x) (Laurent & Massart 2000, lemma 1);
+n is the number of independent numbers, at most the sketch's 1,021.
+
+**Bound of U.** Clean runs never left G / MARGIN, G the single-step bound, so the mean of T such differences leaves its
+expectation by (G / MARGIN)·√(2·ln(2/p) / T) with probability at most p (Azuma 1967; neither normal nor alike). It never
+passes G, as then one check alone did.
+
+**What is systematic and honest.** Two correct libraries do not differ at random alone: FMA or not, rsqrt or 1/√. In
+300 consecutive checks of torch against JAX (FP32 and bf16, eager, two blocks) the constant part of e/h reached
+0.061·D and 0.084 (first moments; RMSNorm 0.025, RoPE 0.016) and that of the gain 0.25·G (first moments, where
+the twin's compiler fuses the multiply and the add; RMSNorm 0.13·G, attention 0.11·G). Without an allowance every one of
+these becomes an alarm after some hundred checks. The allowance is twice what was measured: β = min(D/8, 0.17) and G/2,
+and with it::
+
+    B ≤ √((1 + 2√(x/n) + 2x/n)·D² + T·β²)        U ≤ min(G, G/2 + (G / MARGIN)·√(2·ln(2/p) / T))
+
+**Correlated checks.** Honest differences of a slowly moving state may resemble each other. For an AR(1) stream of
+lag-one correlation ρ, E[B²] grows by (1 + ρ)/(1 − ρ). Clean runs stay within D / MARGIN, which leaves a factor of
+MARGIN² = 4: ρ ≤ 0.6 keeps within the bound however long the run. Measured: |ρ| ≤ 0.08, first moments 0.21.
+
+**What it finds.** After T checks a constant part of b > bound(B)/√T, falling from D to β: with D = 0.3 it is 0.045
+after 200 checks. A pure length error of u > bound(U), falling from G to G/2. What is smaller than β and G/2 is never
+found.
+
+**A bias that begins late** drowns in the history: after 5,000 clean checks it needs hundreds more. So a second sum
+forgets (λ = 0.99, weights λᵃ for a check that is a checks old). All of the above holds for weighted sums, with
+Σλᵃ·e/h / √Σλ²ᵃ for B, the weighted mean for U, and (Σλᵃ)²/Σλ²ᵃ, at most 199, in the place of T.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lockstep.core.errors import UserError
+from lockstep.core.parity.evidence.sketch import K
+from lockstep.core.parity.measures.calibrated_bounds import MARGIN
+from lockstep.core.parity.measures.distances import FLOOR_ULPS
+from lockstep.core.parity.measures.verdict import Measure
+
+Key = tuple[str, ...]
+
+# How fast each sum forgets: the whole run, and about the last two hundred checks.
+MEMORIES = (1.0, 0.99)
+SUFFIXES = ("", "_recent")
+# Chance that one honest statistic passes its bound. 10,000 checks of 500 comparisons, four statistics each, are 2e7
+# looks, so one run in 50,000 has a false alarm if all were as near as the bounds allow.
+CHANCE = 1e-12
+# Systematic differences between correct libraries: twice what 300 real checks showed (see above). The distance's is a
+# share of D, but never more than SYSTEMATIC_MOST of the twin's error: where D is large it is chaos that makes it so.
+SYSTEMATIC_DISTANCE, SYSTEMATIC_MOST, SYSTEMATIC_GAIN = 1 / 8, 0.17, 1 / 2
+# Honest checks stay within D / MARGIN. Were they all alike, B would be √T·D / MARGIN: not above D before this many.
+LEAST_CHECKS = int(MARGIN**2) + 1
+# The curves keep this many points an octave of T: enough for a plot, some 900 after 10,000 checks.
+POINTS = 128
+COLUMNS = 1 + 2 * len(MEMORIES)
+VERSION = 1
+
+
+def limits(checks: float, distance_bound: float, gain_bound: float, size: int = K) -> tuple[float, float]:
+    """Bounds of B and U after `checks` (effective) checks of `size` independent numbers; derived in the module's text.
+
+    distance_bound, gain_bound: the single-step bounds D and G, in units of the twin's error.
+    """
+    n, x = min(size, K), -math.log(CHANCE)
+    scatter = 1.0 + 2.0 * math.sqrt(x / n) + 2.0 * x / n
+    systematic = min(SYSTEMATIC_DISTANCE * distance_bound, SYSTEMATIC_MOST)
+    chance = math.sqrt(2.0 * math.log(2.0 / CHANCE) / checks) / MARGIN
+    return (
+        math.sqrt(scatter * distance_bound**2 + checks * systematic**2),
+        gain_bound * min(1.0, SYSTEMATIC_GAIN + chance),
+    )
+
+
+@dataclass
+class _Sums:
+    """Of one key. M memories, L numbers.
+
+    total: Σ λᵃ·e/h, (M, L) FP64. gain: Σ λᵃ·u, (M,). weight: Σ λᵃ, (M,). power: Σ λ²ᵃ, (M,).
+    curve: rows of (T, B, U, recent B, recent U), flat.
+    """
+
+    total: np.ndarray
+    gain: np.ndarray
+    weight: np.ndarray
+    power: np.ndarray
+    checks: int = 0
+    curve: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, scaled: np.ndarray, gain: float) -> None:
+        forget = np.asarray(MEMORIES)
+        self.total = forget[:, None] * self.total + scaled
+        self.gain = forget * self.gain + gain
+        self.weight = forget * self.weight + 1.0
+        self.power = forget**2 * self.power + 1.0
+        self.checks += 1
+        every = max(1, 2 ** (self.checks.bit_length() - POINTS.bit_length()))
+        if self.checks % every == 0:
+            self.curve.extend((float(self.checks), *np.column_stack(self.statistics()).ravel().tolist()))
+
+    def statistics(self) -> tuple[np.ndarray, np.ndarray]:
+        """B and U by memory, each (M,)."""
+        return np.linalg.norm(self.total, axis=1) / np.sqrt(self.power), np.abs(self.gain) / self.weight
+
+    @property
+    def effective(self) -> np.ndarray:
+        """Checks that count, by memory: (Σ λᵃ)² / Σ λ²ᵃ, which is T where nothing is forgotten."""
+        return self.weight**2 / self.power
+
+
+class Bias:
+    """Running sums of signed differences by key, e.g. `("local", "blocks.0.attn.q")`.
+
+    Give it only checks that hold by themselves: one that does not has its own alarm, and would stand in the sums for
+    the rest of the run. 16 KiB a key at 1,021 numbers, and 36 KiB of curve after
+    10,000 checks.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[Key, _Sums] = {}
+
+    def add(
+        self,
+        key: Key,
+        apart: np.ndarray,
+        error: np.ndarray,
+        truth: np.ndarray,
+        stream: type[np.floating],
+        gain_difference: float | None = None,
+    ) -> bool:
+        """Add one check; False, with nothing added, if anything is not finite (then the check itself has failed).
+
+        apart: (L,) sketch, or the array itself, of c − w. error: (L,) of w − t. truth: (L,) of t. L is fixed by key.
+        stream: dtype whose ulp floors the twin's error, as in core/parity/measures/distances.py.
+        gain_difference: ⟨c − w, t⟩/⟨t, t⟩ where the whole tensors gave it; else it is taken from the sketches.
+        Raises ValueError if the lengths differ from each other or from the key's earlier ones.
+        """
+        e, w, t = (np.asarray(x, np.float64) for x in (apart, error, truth))
+        sums = self._sums.get(key)
+        if not (e.ndim == 1 and len(e) and e.shape == w.shape == t.shape) or (sums and sums.total.shape[1] != len(e)):
+            before = "" if sums is None else f", earlier ({sums.total.shape[1]},)"
+            raise ValueError(f"{key}: one length each and always: {e.shape}, {w.shape}, {t.shape}{before}")
+        if not (np.isfinite(e).all() and np.isfinite(w).all() and np.isfinite(t).all()):
+            return False
+        scale = float(np.linalg.norm(t))
+        floor = max(FLOOR_ULPS * float(np.finfo(stream).eps) * scale, float(np.finfo(np.float32).tiny))
+        honest = max(float(np.linalg.norm(w)), floor)
+        if gain_difference is None:
+            gain_difference = float(e @ t) / scale**2 if scale else 0.0
+        if not math.isfinite(gain_difference):
+            return False
+        if sums is None:
+            memories = len(MEMORIES)
+            sums = _Sums(np.zeros((memories, len(e))), np.zeros(memories), np.zeros(memories), np.zeros(memories))
+            self._sums[key] = sums
+        sums.add(e / honest, gain_difference * scale / honest)
+        return True
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Every key that was added to, in the order of its first check."""
+        return tuple(self._sums)
+
+    def checks(self, key: Key) -> int:
+        """T, the checks added under this key."""
+        return self._sums[key].checks if key in self._sums else 0
+
+    def curve(self, key: Key) -> np.ndarray:
+        """(points, 5) FP64: T, B, U, and both of the recent checks; thinned to `POINTS` an octave of T."""
+        return np.asarray(self._sums[key].curve).reshape(-1, COLUMNS)
+
+    def measures(self, key: Key, distance_bound: float, gain_bound: float, size: int = K) -> tuple[Measure, ...]:
+        """`bias`, `gain_bias`, `bias_recent`, `gain_bias_recent` with bounds; none before `LEAST_CHECKS` checks.
+
+        distance_bound, gain_bound: the single-step bounds of this comparison
+        (core/parity/measures/calibrated_bounds.py), both in units of the twin's error. size: independent numbers in the
+        tensor.
+        """
+        if self.checks(key) < LEAST_CHECKS:
+            return ()
+        sums = self._sums[key]
+        found: list[Measure] = []
+        for suffix, bias, gain, signed, counted in zip(
+            SUFFIXES, *sums.statistics(), sums.gain / sums.weight, sums.effective, strict=True
+        ):
+            most, most_gain = limits(float(counted), distance_bound, gain_bound, size)
+            over = f"{sums.checks} checks" if not suffix else f"the last checks, {counted:.0f} in effect"
+            least = most / math.sqrt(counted)
+            found += [
+                Measure(
+                    f"bias{suffix}",
+                    float(bias),
+                    None,
+                    most,
+                    f"{over}, each within {distance_bound:.3g} and unlike the others; "
+                    f"finds a constant part of {least:.2g} of the twin's error",
+                ),
+                Measure(
+                    f"gain_bias{suffix}",
+                    float(gain),
+                    None,
+                    most_gain,
+                    f"{over}, each within ±{gain_bound:.3g}, of the twin's error; the mean is {signed:+.2g}",
+                ),
+            ]
+        return tuple(found)
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Everything as arrays for one npz; `from_arrays` gives the same sums, bit for bit."""
+        sums = list(self._sums.values())
+        curves = [self.curve(key) for key in self._sums]
+        return {
+            "version": np.asarray(VERSION),
+            "memories": np.asarray(MEMORIES),
+            "keys": np.asarray([json.dumps(key) for key in self._sums], np.str_),
+            "lengths": np.asarray([s.total.shape[1] for s in sums], np.int64),
+            "totals": np.concatenate([s.total for s in sums], axis=1) if sums else np.zeros((len(MEMORIES), 0)),
+            "checks": np.asarray([s.checks for s in sums], np.int64),
+            "scalars": np.asarray([(s.gain, s.weight, s.power) for s in sums]).reshape(-1, 3, len(MEMORIES)),
+            "points": np.asarray([len(c) for c in curves], np.int64),
+            "curves": np.concatenate(curves) if curves else np.zeros((0, COLUMNS)),
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Bias:
+        """The sums that `to_arrays` gave. Raises UserError if they are another version's or incomplete."""
+        try:
+            version, memories = int(arrays["version"]), tuple(arrays["memories"].tolist())
+            if (version, memories) != (VERSION, MEMORIES):
+                raise UserError(f"these bias sums are of version {version} {memories}, not {VERSION} {MEMORIES}")
+            count = len(arrays["keys"])  # of none, np.split still gives one empty part
+            totals = np.split(arrays["totals"], np.cumsum(arrays["lengths"])[:-1], axis=1)[:count]
+            curves = np.split(arrays["curves"], np.cumsum(arrays["points"])[:-1])[:count]
+            bias = cls()
+            for text, total, checks, (gain, weight, power), curve in zip(
+                arrays["keys"].tolist(), totals, arrays["checks"].tolist(), arrays["scalars"], curves, strict=True
+            ):
+                points = array("d", curve.ravel().tolist())
+                bias._sums[tuple(json.loads(text))] = _Sums(
+                    total.copy(), gain.copy(), weight.copy(), power.copy(), checks, points
+                )
+        except (KeyError, ValueError) as error:
+            raise UserError(f"these are no whole bias sums: {error}") from None
+        return bias

@@ -1,0 +1,154 @@
+"""End-to-end checks: what the candidate's step carries after everything upstream, from sketches alone.
+
+Both sides start from the candidate's state and the same batch. What is compared is what `observations/` keeps, so that
+a check beside the run and a replay from its recorded sketches are one computation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, Session, State
+from lockstep.core.config.schema import ModelConfig
+from lockstep.core.model.names import GRADIENT, parameter_shapes, tap_names
+from lockstep.core.parity.evidence.gather import Evidence, weighted_part, weighted_rows
+from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed
+from lockstep.core.parity.evidence.sketch import K
+from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures.compare import Reference, compare_observed, exact, finding
+from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.parity.reference.stages import stages_of
+
+Observations = Mapping[str, Observation]
+
+
+def observations(probed: Gradients | None, taps: Arrays, model: ModelConfig) -> dict[str, Observation]:
+    """What is kept of a step: sketch and statistics of every tap, its gradient and each parameter's gradient."""
+    kept = {name: taps[name] for tap in tap_names(model) for name in (tap, GRADIENT + tap) if name in taps}
+    if probed is not None:
+        kept |= {PROBE_NLL: probed.nll, **{PARAMETER + name: grad for name, grad in probed.grads.items()}}
+    return {name: observed(array) for name, array in kept.items()}
+
+
+def observations_of(evidence: Evidence, model: ModelConfig) -> dict[str, Observation]:
+    """The observations of a candidate's step; NLL without those sequences that have no weight."""
+    probed = evidence.probed
+    if probed is not None and _same(evidence.probe, evidence.tapped):
+        probed = replace(probed, nll=probed.nll[weighted_rows(evidence.tapped)])
+    return observations(probed, evidence.taps, model)
+
+
+def _same(one: Batch, other: Batch) -> bool:
+    return one is other or one.digest() == other.digest()
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """What twin and truth give from the candidate's state on its batches.
+
+    twin, truth: observations. tapped: of each, taps and gradients as arrays; parameter gradients under `grad/`.
+    errors: about how many independent errors the loss's gradient carries, by the tokens that it comes from.
+    """
+
+    twin: Observations
+    truth: Observations
+    tapped: tuple[Arrays, Arrays]
+    errors: int = K
+
+
+def repeat(
+    asked: Collection[str],
+    state: State,
+    probe: Batch,
+    tapped: Batch,
+    reference: Reference,
+    missing: list[str],
+) -> Repeated:
+    """Run the reference for the observations `asked` for.
+
+    probe: the batch of NLL and parameter gradients. tapped: that of the taps, whose loss lies on some sequences.
+    Raises NotSupported if the reference gives no gradients.
+    """
+    model = reference.config.model
+    # What has no weight contributes nothing: the reference leaves it out.
+    part = weighted_part(tapped)
+    repeated = part if _same(probe, tapped) else probe
+    sides, errors = [], K
+    for session in reference.sessions:
+        session.load(state)
+        probed = session.gradients(repeated) if PROBE_NLL in asked else None
+        if probed is not None:
+            errors = errors_of_loss(probed.nll, repeated)
+        taps = _taps(session, part, asked, model, missing)
+        sides.append((observations(probed, taps, model), taps))
+    return Repeated(sides[0][0], sides[-1][0], (sides[0][1], sides[-1][1]), errors)
+
+
+def errors_of_loss(nll: np.ndarray, batch: Batch) -> int:
+    """About how many independent errors the gradients of a loss carry, by the tokens that carry the loss's gradient.
+
+    ‖∂ loss / ∂ logits‖ of a token is about weight · (1 − p), p = e^(−nll) the probability of its target.
+    """
+    wide = nll.astype(np.float64).ravel()
+    energy = np.square(batch.weights.ravel() * -np.expm1(-wide))
+    # In a run of one letter every prediction is the same one, with the same error.
+    _, same = np.unique(np.round(wide, 6), return_inverse=True)
+    return calibrated_bounds.OF_A_ROW * calibrated_bounds.participation(np.bincount(same, energy))
+
+
+def compare_with(found: Observations, repeated: Repeated, reference: Reference) -> Iterator[Finding]:
+    """Every observation of a candidate against twin and truth at its state and on its batches."""
+    twin, truth = repeated.twin, repeated.truth
+    for stage in stages_of(reference.config):
+        for name, phase in ((stage.tap, "forward"), (GRADIENT + stage.tap, "backward")):
+            if name in found and name in twin and not (name == "nll" and PROBE_NLL in found):
+                kind = calibrated_bounds.tap_kind(stage.id, phase)
+                yield compare_observed(
+                    reference, stage.id, kind, stage.tap, found[name], twin[name], truth[name], phase
+                )
+    if PROBE_NLL in found:
+        last = stages_of(reference.config)[-1].id
+        kind = calibrated_bounds.tap_kind(last, "forward")
+        yield compare_observed(reference, last, kind, "nll", found[PROBE_NLL], twin[PROBE_NLL], truth[PROBE_NLL])
+    yield from _parameter_gradients(found, repeated, reference)
+
+
+def _taps(session: Session, part: Batch, asked: Collection[str], model: ModelConfig, missing: list[str]) -> Arrays:
+    names = [name for tap in tap_names(model) for name in (tap, GRADIENT + tap) if name in asked]
+    if any(name.startswith(GRADIENT) for name in names):
+        names += [GRADIENT + name for name in parameter_shapes(model)]
+    try:
+        return session.observe(part, names) if names else {}
+    except NotSupported as reason:
+        missing.append(f"taps end to end: the reference does not observe them: {reason}")
+        return {}
+
+
+def _parameter_gradients(found: Observations, repeated: Repeated, reference: Reference) -> Iterator[Finding]:
+    twin, truth, errors = repeated.twin, repeated.truth, repeated.errors
+    shapes = parameter_shapes(reference.config.model)
+    given = {name.removeprefix(PARAMETER) for name in found if name.startswith(PARAMETER)}
+    if not given:
+        return
+    absent = sorted(given ^ set(shapes))
+    basis = "every parameter has a gradient"
+    yield exact("gradients", "names", len(absent), len(shapes), basis, ", ".join(absent[:5]))
+    excesses: list[float] = []
+    for name in shapes:
+        if name in given:
+            key = PARAMETER + name
+            kind = calibrated_bounds.gradient_kind(name)
+            one = compare_observed(reference, "gradients", kind, name, found[key], twin[key], truth[key], most=errors)
+            excesses += [m.value for m in one.measures if m.name == "excess"]
+            yield one
+    if excesses:
+        mean = math.exp(math.fsum(math.log(max(e, 1e-300)) for e in excesses) / len(excesses))
+        together = Distances(mean, 0.0, 0.0, 0.0, 0.0, 0.0)
+        bounds = reference.bound(reference.recipe, "gradients/together", together, errors)
+        only = tuple(m for m in bounds if m.name == "excess")
+        yield finding("gradients", "geometric mean", "end_to_end", only, len(excesses))

@@ -1,0 +1,134 @@
+"""The judgement of one step: evidence from a candidate against twin and truth of a reference, link by link."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from lockstep.core.backend import Batch, NotSupported, State
+from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.observations import PARAMETER, Observation
+from lockstep.core.parity.judge import end_to_end, local, update
+from lockstep.core.parity.measures.compare import Reference
+from lockstep.core.parity.measures.decode import known_scalars
+from lockstep.core.parity.measures.verdict import Check, Finding
+from lockstep.core.parity.reference.stages import place
+from lockstep.core.train.loss_scale import SCALE
+
+__all__ = ["Reference", "judge", "judge_observations"]
+
+
+# What is not finite in a candidate is a finding, not a warning.
+@np.errstate(invalid="ignore", over="ignore")
+def judge(evidence: Evidence, reference: Reference) -> Check:
+    """Compare every link of the chain that the evidence covers; findings stand in the chain's order."""
+    started = time.perf_counter()
+    missing = [*evidence.not_covered, *reference.not_asked]
+    known = known_scalars(reference.config, evidence.batch, evidence.record, evidence.before.step + 1)
+    reference = replace(reference, known=known)
+    state = list(update.weights(evidence, reference))
+    findings = [*update.data(evidence), *state]
+    if state[0].ok:
+        model = reference.config.model
+        kept = end_to_end.observations_of(evidence, model)
+        repeated = _repeated(kept, evidence, reference, missing)
+        parts: tuple[Callable[[], Iterator[Finding]], ...] = (
+            lambda: local.stages(evidence, reference, missing),
+            lambda: local.program(evidence, repeated, reference),
+            lambda: local.accumulation(evidence, reference),
+            lambda: local.reduction(evidence, reference),
+            lambda: end_to_end.compare_with(kept, repeated, reference) if repeated else iter(()),
+            lambda: update.step_scalars(evidence, reference),
+            lambda: update.update(evidence, reference),
+            lambda: update.loss_scale(evidence, reference),
+            lambda: update.checkpoint(evidence),
+            lambda: reference.over_steps.findings() if reference.over_steps else iter(()),
+        )
+        for part in parts:
+            findings += _as_far_as_it_goes(part, missing)
+        if repeated:
+            findings = _finite_or_blamed(findings, evidence.before, kept, repeated, missing)
+    else:
+        missing.append("all that follows from the weights: the reference has no such parameters")
+    unseen = len(evidence.tapped.tokens) - len(evidence.weighted.tokens)
+    if evidence.taps and unseen:
+        missing.append(f"local checks of {unseen} of the micro-batch's sequences")
+    if reference.config.train.ranks == 1:
+        missing.append("reduction over ranks: one process")
+    seconds = time.perf_counter() - started + evidence.seconds
+    return Check(evidence.record.step, in_order(findings), tuple(missing), seconds)
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def judge_observations(
+    found: Mapping[str, Observation],
+    about: Mapping[str, Any],
+    state: State,
+    probe: Batch,
+    tapped: Batch,
+    reference: Reference,
+) -> Check:
+    """End to end only: recorded observations against a reference computed now, from the state before that step.
+
+    about: what was recorded beside them; `step` is read. Raises NotSupported if the reference gives no gradients.
+    """
+    started = time.perf_counter()
+    missing = ["local checks: they need tensors, and only sketches were recorded", *reference.not_asked]
+    repeated = end_to_end.repeat(found, state, probe, tapped, reference, missing)
+    findings = list(end_to_end.compare_with(found, repeated, reference))
+    findings = _finite_or_blamed(findings, state, found, repeated, missing)
+    return Check(int(about["step"]), in_order(findings), tuple(missing), time.perf_counter() - started)
+
+
+def in_order(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Findings in the order of the chain; what is local before what came end to end."""
+    scopes = {"local": 0, "over_steps": 1, "end_to_end": 2}
+    return tuple(sorted(findings, key=lambda f: (*place(f.stage, f.phase, f.layer), scopes[f.scope])))
+
+
+def _finite_or_blamed(
+    findings: list[Finding],
+    before: State,
+    kept: Mapping[str, Observation],
+    repeated: end_to_end.Repeated,
+    missing: list[str],
+) -> list[Finding]:
+    """The findings without those that are not finite, of a step that its twin leaves out as well."""
+    if not (before.scalars and _overflows(kept) and _overflows(repeated.twin)):
+        return findings
+    there = [f for f in findings if all(math.isfinite(m.value) for m in f.measures)]
+    gone, scale = len(findings) - len(there), before.scalars.get(SCALE)
+    at_scale = f"FP16 cannot hold at a loss scale of {scale:g}, as its twin cannot" if scale else ""
+    missing.append(f"{gone} comparisons of what {at_scale or 'is not finite, nor is its twin'}")
+    return there
+
+
+def _overflows(found: Mapping[str, Observation]) -> bool:
+    """Whether the gradient of any parameter is not finite."""
+    return any(one.nonfinite for name, one in found.items() if name.startswith(PARAMETER))
+
+
+def _repeated(
+    kept: Mapping[str, Observation], evidence: Evidence, reference: Reference, missing: list[str]
+) -> end_to_end.Repeated | None:
+    try:
+        return end_to_end.repeat(kept, evidence.before, evidence.probe, evidence.tapped, reference, missing)
+    except NotSupported as reason:
+        missing.append(f"what is compared end to end: {reason}")
+        return None
+
+
+def _as_far_as_it_goes(part: Callable[[], Iterator[Finding]], missing: list[str]) -> list[Finding]:
+    """The findings of one part until the reference says that it cannot go on."""
+    found: list[Finding] = []
+    try:
+        for one in part():
+            found.append(one)
+    except NotSupported as reason:
+        missing.append(str(reason))
+    return found

@@ -1,0 +1,339 @@
+"""Local checks: every stage of the model, forward and backward, from the candidate's own inputs to it.
+
+Upstream error is gone, so sensitivity is highest and the culprit is named directly. A stage's backward is fed the
+candidate's own inputs and the candidate's own gradient of its output; what it must send back is compared at each
+*edge*: the gradient that this stage alone sends to each of its inputs and parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from lockstep.core.backend import Arrays, NotSupported
+from lockstep.core.model.names import GRADIENT, parameter_shapes
+from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.judge.end_to_end import Repeated
+from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
+from lockstep.core.parity.measures.compare import (
+    Noise,
+    Reference,
+    compare,
+    exact,
+    finding,
+    relative_difference,
+    same_but_for_rounding,
+)
+from lockstep.core.parity.measures.distances import Distances, distances
+from lockstep.core.parity.measures.verdict import Finding, Measure
+from lockstep.core.parity.reference.stages import ForwardStage, Shared, shared_tensors, stages_of
+from lockstep.core.train.loss_scale import SCALE
+
+Contribution = tuple[np.ndarray, np.ndarray]  # of the twin, of the truth
+
+
+def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iterator[Finding]:
+    """Each stage's output, then each gradient that it sends back, in no particular order of the chain."""
+    if not evidence.taps:
+        return
+    evidence = _as_computed(evidence)
+    precision = reference.config.precision
+    has_gradients = any(name.startswith(GRADIENT) for name in evidence.taps)
+    sums = {shared.name: shared for shared in shared_tensors(reference.config)}
+    sent: dict[tuple[str, str], Contribution] = {}
+    if has_gradients:
+        yield _loss_backward(evidence, reference)
+    for stage in stages_of(reference.config):
+        if absent := [t for t in (*stage.taps.values(), stage.tap) if t not in evidence.taps]:
+            basis = "every tap that was asked for is there"
+            yield exact(stage.id, stage.tap, len(absent), len(absent), basis, ", ".join(absent))
+            continue
+        inputs = _inputs(stage, evidence)
+        if not all(np.isfinite(a).all() for a in inputs.values()):
+            missing.append(f"{stage.id} at {stage.tap}: the candidate's own inputs to it are not finite")
+            continue
+        grad = evidence.taps.get(GRADIENT + stage.tap)
+        if grad is not None and not np.isfinite(grad).all():
+            missing.append(f"{stage.id} backward at {stage.tap}: the candidate's own gradient of it is not finite")
+            grad = None
+        if grad is not None:
+            inputs["grad"] = grad
+        try:
+            variant = f"{stage.id}/fp8" if precision.is_fp8(_linear(stage)) else stage.id
+            w, t = _run(stage, variant, inputs, reference)
+        except ValueError as error:  # shapes that do not fit together: the tap's own comparison says so
+            yield exact(stage.id, stage.tap, 1, 1, "shapes of the inputs fit together", str(error).splitlines()[0])
+            continue
+        kind, noise = calibrated_bounds.local_kind(stage.id), Noise(reference, variant, inputs, w, t)
+        c = evidence.taps[stage.tap]
+        yield compare(
+            reference, stage.id, kind, stage.tap, "local", c, w["out"], t["out"], noise=partial(noise.of, "out")
+        )
+        if grad is None:
+            continue
+        for role in (*stage.taps, *stage.params):
+            name, total = stage.sends(role), stage.taps.get(role, stage.params.get(role))
+            there = GRADIENT + name in evidence.taps
+            if total in sums:
+                sent[stage.tap, role] = (w[f"grad/{role}"], t[f"grad/{role}"])
+                if not there or name == total:
+                    continue
+            sides = w[f"grad/{role}"], t[f"grad/{role}"]
+            # A parameter's gradient is a sum over all tokens.
+            terms = grad[..., 0].size if role in stage.params else 1
+            heard = partial(noise.of, f"grad/{role}", terms)
+            yield _sent_back(stage, role, name, sides, evidence.taps, reference, heard)
+    if has_gradients:
+        for shared in sums.values():
+            yield from _sum(shared, sent, evidence.taps, reference)
+
+
+def program(evidence: Evidence, repeated: Repeated | None, reference: Reference) -> Iterator[Finding]:
+    """The program that trains against the tapped one, and what the session makes of its gradients.
+
+    The two programs may differ by what honest rounding makes of the same mathematics: their distance is held against
+    that between twin and truth. Where gradients cancel, both are large.
+    Where the session does not show what its program gave before anything else touched it, the two links are one, and
+    it is called `compiler` under compile and `gradients` else.
+    """
+    compiled = reference.config.compile.enabled
+    if evidence.micro is None:
+        return
+    for name in parameter_shapes(reference.config.model):
+        tapped, given = evidence.taps.get(GRADIENT + name), evidence.micro.grads.get(name)
+        raw = evidence.micro.program.get(name)
+        untapped = given if raw is None else raw
+        if tapped is not None and untapped is not None and repeated is not None:
+            yield from _bridge("compiler" if compiled else "gradients", name, untapped, tapped, repeated, reference)
+        if raw is not None and given is not None:
+            yield same_but_for_rounding(reference, "gradients", name, given, raw)
+        if given is None:
+            yield exact("gradients", name, 1, 1, "every parameter has a gradient")
+
+
+def accumulation(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+    """The gradients of several micro-batches against the sum of what each gives alone, by its share of the weight."""
+    found = evidence.accumulated
+    if found is None:
+        return
+    for name, whole in found.whole.items():
+        parts = [part.get(name) for part in found.parts]
+        if any(part is None or part.shape != whole.shape for part in parts):
+            yield exact("accumulation", name, 1, 1, "every micro-batch has this gradient", phase="backward")
+            continue
+        total = np.zeros_like(whole)
+        for share, part in zip(found.shares, parts, strict=True):
+            assert part is not None
+            total += whole.dtype.type(share) * part
+        yield same_but_for_rounding(reference, "accumulation", name, whole, total)
+
+
+def reduction(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+    """Gradients reduced over ranks against the sum of the ranks' own; whether ranks hold the same state afterwards."""
+    found, dtype = evidence.reduced, reference.config.parallel.gradient_dtype
+    if found is not None:
+        for name, whole in found.whole.items():
+            parts = [part.get(name) for part in found.parts]
+            if any(part is None or part.shape != whole.shape for part in parts):
+                yield exact("reduction", name, 1, 1, "every rank has this gradient")
+                continue
+            scaled = [
+                whole.dtype.type(s) * part for s, part in zip(found.shares, parts, strict=True) if part is not None
+            ]
+            total = np.zeros_like(whole)
+            for part in scaled:
+                total += part
+            if dtype == "fp32":
+                yield same_but_for_rounding(reference, "reduction", name, whole, total)
+            else:
+                yield _narrowly_reduced(name, whole, total, scaled, reference)
+    yield from _same_on_every_rank(evidence)
+
+
+# Unit roundoff of the formats in which gradients may be summed, and half their smallest spacing.
+NARROW = {"bf16": (2.0**-8, 2.0**-134), "fp16": (2.0**-11, 2.0**-25)}
+
+
+def _narrowly_reduced(
+    name: str, whole: np.ndarray, total: np.ndarray, parts: list[np.ndarray], reference: Reference
+) -> Finding:
+    """A sum in a declared narrow format: one rounding when a rank's part is cast, one an addition.
+
+    Each is at most u of what it rounds, and that no larger than the sum of the parts' magnitudes (Higham 2002, 4.2),
+    or half the smallest spacing.
+    """
+    train, dtype = reference.config.train, reference.config.parallel.gradient_dtype
+    roundoff, smallest = NARROW[dtype]
+    together = np.sum([np.abs(part, dtype=np.float64) for part in parts], axis=0)
+    size = float(np.linalg.norm(total.astype(np.float64)))
+    lost = train.ranks * (roundoff * float(np.linalg.norm(together)) + smallest * math.sqrt(total.size))
+    basis = f"summed over {train.ranks} ranks in {dtype}: {train.ranks} roundings of {roundoff:.1e} of the parts' sizes"
+    apart = relative_difference(whole, total)
+    measure = Measure("relative_difference", apart, None, lost / size if size else 0.0, basis)
+    return finding("reduction", name, "local", (measure,), whole.size, float(np.mean(whole != total)))
+
+
+# What a rank's record says → the link that it belongs to.
+OF_EVERY_RANK = {
+    "step": "step_count",
+    "lr": "learning_rate",
+    "grad_norm": "grad_norm",
+    "clip_coefficient": "clip_coefficient",
+}
+
+
+def _same_on_every_rank(evidence: Evidence) -> Iterator[Finding]:
+    """Each rank's record and state against rank 0's: equal, bit for bit."""
+    if len(evidence.ranks) < 2:
+        return
+    first, *others = evidence.ranks
+    for key, stage in OF_EVERY_RANK.items():
+        values = [getattr(report.record, key) for report in evidence.ranks]
+        differ = sum(not scalar_bounds.same(value, values[0]) for value in values[1:])
+        note = f"{key} by rank: {', '.join(map(str, values))}" if differ else ""
+        yield exact(stage, f"{key}_of_ranks", differ, len(others), "equal on every rank", note)
+    unequal = [
+        f"{name} on rank {rank}"
+        for rank, report in enumerate(others, 1)
+        for name, digest in first.state.items()
+        if report.state.get(name) != digest
+    ]
+    note = ", ".join(unequal[:5]) + (f" and {len(unequal) - 5} more" if len(unequal) > 5 else "")
+    basis = "equal bits on every rank after the step, by SHA-256"
+    yield exact("update", "state_of_ranks", len(unequal), len(others) * len(first.state), basis, note)
+
+
+def _inputs(stage: ForwardStage, evidence: Evidence) -> dict[str, np.ndarray]:
+    inputs = {role: evidence.taps[tap] for role, tap in stage.taps.items()}
+    inputs |= {role: evidence.before.params[name] for role, name in stage.params.items()}
+    part = evidence.weighted
+    return inputs | {role: part.arrays[role] for role in stage.batch}
+
+
+def _as_computed(evidence: Evidence) -> Evidence:
+    """Under a loss scale, with gradients as the backward pass had them: where FP16 ends depends on it."""
+    scale = np.float32(evidence.before.scalars.get(SCALE, 1.0))
+    if scale == 1:
+        return evidence
+    taps = {name: value * scale if name.startswith(GRADIENT) else value for name, value in evidence.taps.items()}
+    return replace(evidence, taps=taps)
+
+
+def _linear(stage: ForwardStage) -> str:
+    """The canonical name of the linear layer that a stage is, or an empty one."""
+    return stage.params.get("weight", "").removesuffix(".weight") if stage.layer is not None else ""
+
+
+def _run(stage: ForwardStage, variant: str, inputs: Arrays, reference: Reference) -> tuple[Arrays, Arrays]:
+    # FP64 has no FP8: the truth is the plain stage.
+    names = (variant, stage.id) if len(reference.sessions) > 1 else (stage.id,)
+    outputs = [session.run_stage(name, inputs) for name, session in zip(names, reference.sessions, strict=True)]
+    if "grad" in inputs and any("grad/" + role not in outputs[0] for role in (*stage.taps, *stage.params)):
+        raise NotSupported(f"the reference gives no gradients of {stage.id}")
+    return outputs[0], outputs[-1]
+
+
+def _loss_backward(evidence: Evidence, reference: Reference) -> Finding:
+    """The gradient of each token's NLL is its weight's share."""
+    part = evidence.weighted
+    share = part.weights.astype(np.float64) / evidence.tapped.weights.sum(dtype=np.float64)
+    share *= evidence.before.scalars.get(SCALE, 1.0)
+    found = evidence.taps.get(GRADIENT + "nll")
+    if found is None or found.shape != share.shape:
+        return exact("loss", "nll", 1, 1, "every NLL has a gradient", phase="backward")
+    return same_but_for_rounding(reference, "loss", "nll", found, share, phase="backward")
+
+
+def _sent_back(
+    stage: ForwardStage,
+    role: str,
+    name: str,
+    sides: Contribution,
+    taps: Mapping[str, np.ndarray],
+    reference: Reference,
+    noise: Callable[[], float],
+) -> Finding:
+    """One gradient that a stage sends back; one that never came is zero."""
+    w, t = sides
+    c = taps.get(GRADIENT + name)
+    note = "" if c is not None else "no gradient came back"
+    c = np.zeros_like(t) if c is None else c
+    kind = calibrated_bounds.local_kind(stage.id, role)
+    return compare(reference, stage.id, kind, name, "local", c, w, t, "backward", note, noise, stage.layer)
+
+
+def _at(found: Finding, stage: ForwardStage) -> Finding:
+    return replace(found, layer=stage.layer)
+
+
+def _sum(
+    shared: Shared, sent: Mapping[tuple[str, str], Contribution], taps: Mapping[str, np.ndarray], reference: Reference
+) -> Iterator[Finding]:
+    """A shared tensor's gradient against the sum of its consumers' parts.
+
+    Parts that the candidate shows are its own; for others the twin's and the truth's stand in, so that what is wrong
+    is one of those: the one in whose direction the difference points.
+    """
+    total = taps.get(GRADIENT + shared.name)
+    own = {edge: taps.get(GRADIENT + edge) for _, _, edge in shared.consumers if edge}
+    hidden = [(s, role) for s, role, edge in shared.consumers if edge is None or own[edge] is None]
+    if any((s.tap, role) not in sent for s, role in hidden):
+        return
+    shown = [part for part in own.values() if part is not None]
+    if not hidden and total is not None:
+        together = np.sum([part.astype(np.float64) for part in shown], axis=0)
+        size = float(np.linalg.norm(together))
+        cancelled = sum(float(np.linalg.norm(part.astype(np.float64))) for part in shown) / size if size else 1.0
+        found = same_but_for_rounding(
+            reference, shared.producer.id, shared.name, total, together, "backward", cancelled
+        )
+        yield _at(found, shared.producer)
+        return
+    if not hidden:
+        yield exact(shared.producer.id, shared.name, 1, 1, "what its consumers send back arrives", phase="backward")
+        return
+    w, t = (
+        np.sum([p.astype(np.float64) for p in (*shown, *(sent[s.tap, r][i] for s, r in hidden))], 0) for i in (0, 1)
+    )
+    c = np.zeros_like(t) if total is None else total
+    w = w.astype(c.dtype)
+    stage, role = max(hidden, key=lambda item: _alignment(c - t, sent[item[0].tap, item[1]][1]))
+    kind = calibrated_bounds.local_kind(stage.id, role)
+    yield _at(compare(reference, stage.id, kind, shared.name, "local", c, w, t, "backward"), stage)
+
+
+def _alignment(difference: np.ndarray, part: np.ndarray) -> float:
+    size = float(np.linalg.norm(part))
+    return abs(float(np.vdot(difference, part))) / size if size else 0.0
+
+
+def _bridge(
+    stage: str, name: str, untapped: np.ndarray, tapped: np.ndarray, repeated: Repeated, reference: Reference
+) -> Iterator[Finding]:
+    """Untapped against tapped gradient, as a twin distance."""
+    w, t = (side.get(GRADIENT + name) for side in repeated.tapped)
+    if w is None or t is None:
+        return
+    if not untapped.shape == tapped.shape == t.shape:
+        yield exact(stage, name, 1, 1, "shapes must be equal", f"{untapped.shape}, {tapped.shape}", "backward")
+        return
+    # Candidate minus tapped, laid upon the twin: all three measures are then those of the difference.
+    d = replace(distances(w + (untapped - tapped), w, t, reference.stream), excess=1.0)
+    size = min(calibrated_bounds.carriers(t), repeated.errors)
+    found = reference.bound(reference.recipe, calibrated_bounds.bridge_kind(name), d, size)
+    unequal = float(np.mean(untapped != tapped))
+    measures = (*found, *_along_the_truth(found, d))
+    yield finding(stage, name, "local", measures, tapped.size, unequal, phase="backward")
+
+
+def _along_the_truth(found: tuple[Measure, ...], d: Distances) -> Iterator[Measure]:
+    """Of a distance that is allowed, half may lie along the truth: rounding points anywhere, a wrong length not."""
+    for measure in found:
+        if measure.name == "twin_distance" and measure.high is not None:
+            reach = measure.high / 2 * d.twin_relative_error
+            basis = f"half the bound on the distance, of the error {d.twin_relative_error:.1e}"
+            yield Measure("gain_difference", d.gain_difference, -reach, reach, basis)

@@ -1,0 +1,1 @@
+"""Measures and bounds: how far two tensors or scalars are apart, and how far they may be."""

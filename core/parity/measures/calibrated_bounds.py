@@ -1,0 +1,353 @@
+"""The bounds that tensor comparisons are held to: measured extremes of clean runs, by recipe and kind of comparison.
+
+`python -m lockstep.scripts.studies.calibrate` makes `calibrated_bounds.json`: for each recipe (precision policy, eager
+or compiled) and kind (a forward stage judged locally, NLL end to end, gradients by kind of parameter, moments, update)
+it holds the extremes over clean draws. Bounds are those extremes widened by a stated margin on the logarithm; the same
+script checks them on separate draws (docs/results/calibration.md).
+
+A ratio of norms over few numbers scatters more: the logarithm of the ratio of two norms of n independent errors has a
+standard deviation of order 1/√n, and the cosine between an error and the truth is of order 1/√n too. Extremes are
+therefore kept, and bounds given, in units of `scatter(n)`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from lockstep.core.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.model.groups import by_muon, in_eight_bits, moment_kinds
+from lockstep.core.model.names import Shape, group_of, parameter_shapes
+from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.verdict import Measure
+from lockstep.core.parity.reference.stages import HEADS, forward_stages
+
+# Bounds are the calibration's extremes times this (on log-excess, distance and gain). End to end, one early rounding
+# that falls otherwise reaches many numbers alike, and tails are heavier than a count of numbers says; what is small is
+# found locally.
+MARGIN, MARGIN_END_TO_END = 2.0, 5.0
+# No band is narrower than this. What ends in a rounding to a narrow operand dtype is reproduced but for the few
+# elements that lie at a tie: other libraries' sums move those. What stays in FP32 differs by the order of its sums
+# alone, which no policy declares: a sequential sum of n terms is off by √n, one in blocks by less, and the ratio of two
+# honest ones reaches this. Of 3e-7, a few times more or less is no fault.
+LEAST_EXCESS, LEAST_DISTANCE, LEAST_GAIN = 1.15, 0.6, 0.1
+LEAST_OF_SUMS = 4.0
+# Of the noise that core/parity/measures/compare.py measures, another order of sums makes a few times more or less.
+NOISE_MARGIN = 4.0
+# FP64 has no truth above it; two orders of summation of some thousand terms differ by about 1e-15 a step of the chain.
+FP64_LIMIT = 1e-12
+# What two libraries compute in FP32 from the weights on is some ulp off, and the ratio of such errors scatters widely:
+# a relative error below this, 80 ulp, is never accused end to end, and one above it in a gradient always is.
+FP32_LIMIT = 1e-5
+
+
+# Sampling scatter of this many numbers is as large as what clean runs show on tensors of any size.
+SCATTER_SIZE = 256
+
+
+def scatter(size: int) -> float:
+    """How much wider a band is for a tensor of `size` numbers: √(1 + 256 / size), 1 for large ones."""
+    return math.sqrt(1.0 + SCATTER_SIZE / size)
+
+
+# Independent errors that one token, or one row of a matrix, has of its own.
+OF_A_ROW = 16
+
+
+def effective(error: np.ndarray) -> int:
+    """About how many independent errors carry the norm of `error`: 3·(Σe²)² / Σe⁴, at most its size.
+
+    The participation ratio, times the three of a normal distribution. Where one row of a gradient outweighs the rest,
+    its few roundings decide every ratio.
+    """
+    return min(error.size, 3 * participation(np.square(error, dtype=np.float64)))
+
+
+def noise_margin(terms: int) -> float:
+    """By how much the noise of a sum of `terms` numbers may be larger than the reference's: √(n / 2·log₂ n) at least.
+
+    One number after the other, roundings to the size of the partial sums add up to u·√(n²/2)/√3 of a term; in pairs,
+    as libraries sum, to u·√(n·log₂ n)/√3 (Higham 1993, The accuracy of floating point summation).
+    """
+    return max(NOISE_MARGIN, math.sqrt(terms / (2 * math.log2(terms)))) if terms > 1 else NOISE_MARGIN
+
+
+def independent(shape: tuple[int, ...]) -> int:
+    """About how many independent errors an array of this shape carries: its size, or less for a narrow matrix.
+
+    A gradient Σ g·xᵀ shares each error of g along a row and each of x along a column: a matrix of 8 rows scatters as a
+    tensor of some hundred numbers does, however long its rows are.
+    """
+    return min(math.prod(shape), OF_A_ROW * min(shape)) if len(shape) == 2 else math.prod(shape)
+
+
+def carriers(x: np.ndarray) -> int:
+    """About how many independent errors carry a tensor's, from where its own norm lies: at most `independent` of shape.
+
+    A token's numbers share its errors: one whose gradient outweighs all others (a small RMS before a norm, a confident
+    prediction) has them in the direction of the truth itself, and a ratio of two such errors is that of two draws.
+    Tokens count by participation ratio, (Σe)² / Σe², e their energies; in a matrix of a parameter, rows and columns do.
+    """
+    count = independent(x.shape)
+    if x.ndim < 2:
+        return count
+    energy = np.square(x.reshape(x.shape[0], -1) if x.ndim == 2 else x.reshape(-1, math.prod(x.shape[2:])), dtype=float)
+    axes = (energy.sum(1), energy.sum(0)) if x.ndim == 2 else (energy.sum(1),)
+    return min(count, *(OF_A_ROW * participation(along) for along in axes))
+
+
+def participation(energy: np.ndarray) -> int:
+    """How many of these non-negative numbers carry their sum: (Σe)² / Σe², their count if they are all alike."""
+    # In units of a power of two near the largest: the squares of energies of 1e160 are beyond FP64.
+    share = np.ldexp(energy, -int(np.frexp(energy.max())[1])) if energy.size else energy
+    squares = float(np.square(share).sum())
+    ratio = float(share.sum()) ** 2 / squares if squares else math.nan
+    return max(1, round(ratio)) if math.isfinite(ratio) else energy.size
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """What clean runs showed: max |log excess|, max twin distance, max |gain difference| / twin's error.
+
+    Each in units of `scatter(size)`.
+    """
+
+    log_excess: float
+    distance: float
+    gain: float
+    draws: int
+
+
+def least(recipe: str, kind: str) -> tuple[float, float]:
+    """The narrowest bounds on excess and distance that a comparison may have."""
+    scope, _, stage = kind.partition("/")
+    place, _, role = stage.partition("/")
+    rounded = scope in ("end_to_end", "gradients", "bridge") or (place in ROUNDED and role != "bias")
+    narrow = not recipe.startswith(("fp32/", "fp64/"))
+    if kind in ROUNDED_UPDATES or (narrow and rounded):
+        return LEAST_EXCESS, LEAST_DISTANCE
+    return LEAST_OF_SUMS, LEAST_OF_SUMS
+
+
+# Stages whose operands are rounded, so that the twin's error is that rounding's.
+ROUNDED = {"q", "k", "v", "o_proj", "gate", "up", "down_proj", "attn", "logits", *HEADS}
+
+# What the optimizer rounds to a narrower format than the stream's, whatever the policy.
+ROUNDED_UPDATES = {
+    "adamw8bit/exp_avg",
+    "adamw8bit/exp_avg_sq",
+    "adamw8bit_bnb/exp_avg",
+    "adamw8bit_bnb/exp_avg_sq",
+    "muon/update",
+}
+
+
+def margin(kind: str) -> float:
+    """The margin on the extremes of clean runs."""
+    return MARGIN_END_TO_END if kind.startswith(("end_to_end/", "gradients/", "bridge/")) else MARGIN
+
+
+def recipe_of(config: RunConfig) -> str:
+    """The recipe whose clean runs set the bounds; compiled programs round elsewhere than eager ones and stand apart."""
+    return f"{config.precision.policy}/{'compiled' if config.compile.enabled else 'eager'}"
+
+
+def gradient_kind(parameter: str) -> str:
+    """Gradients of one kind share bounds: by parameter group, queries and keys apart, whose gradients cancel most."""
+    if ".q_proj." in parameter or ".k_proj." in parameter:
+        return "gradients/qk"
+    group = group_of(parameter)
+    return f"gradients/{'vocabulary' if group in ('embedding', 'head') else group}"
+
+
+def local_kind(stage: str, role: str | None = None) -> str:
+    """A stage's output from its own inputs, or the gradient that it sends back through an input of this role."""
+    return f"forward/{stage}" if role is None else f"backward/{stage}/{role}"
+
+
+def tap_kind(stage: str, phase: str) -> str:
+    """A tap's value or gradient end to end; a library's head writes the NLL as Lockstep's own does."""
+    return f"end_to_end/{phase}/{'nll' if stage in HEADS else stage}"
+
+
+def bridge_kind(parameter: str) -> str:
+    """A parameter's gradient from the program that trains against the one from the tapped program."""
+    return f"bridge/{gradient_kind(parameter).removeprefix('gradients/')}"
+
+
+def update_kind(optim: OptimConfig, parameter: str, shape: Shape, what: str) -> str:
+    """A kind of moment, or `update`: AdamW's where it does as AdamW, else of its own by optimizer and library.
+
+    Muon's update by the precision of Newton–Schulz.
+    """
+    if by_muon(optim, parameter):
+        return f"muon/{what}" + ("_fp32" if what == "update" and optim.ns_dtype == "fp32" else "")
+    if not in_eight_bits(optim, shape):
+        return what
+    return f"{'adamw8bit_bnb' if optim.eight_bit == 'bitsandbytes' else 'adamw8bit'}/{what}"
+
+
+def all_kinds(model: ModelConfig, optim: OptimConfig, loss: LossConfig | None = None) -> set[str]:
+    """Every kind of comparison that a check makes against calibrated bounds: of model, optimizer and loss head."""
+    kinds = {"gradients/together"}
+    for name, shape in parameter_shapes(model).items():
+        kinds |= {gradient_kind(name), bridge_kind(name)}
+        kinds |= {update_kind(optim, name, shape, what) for what in (*moment_kinds(optim, name), "update")}
+    for stage in forward_stages(model, loss=loss):
+        kinds |= {local_kind(stage.id), tap_kind(stage.id, "forward"), tap_kind(stage.id, "backward")}
+        kinds |= {local_kind(stage.id, role) for role in (*stage.taps, *stage.params)}
+    return kinds
+
+
+TABLE = resources.files("lockstep.core.parity.measures").joinpath("calibrated_bounds.json")
+
+
+@cache
+def table() -> dict[str, dict[str, Extremes]]:
+    """Recipe → kind → extremes, from calibrated_bounds.json."""
+    raw: dict[str, Any] = json.loads(TABLE.read_text())
+    return {recipe: {kind: Extremes(**row) for kind, row in kinds.items()} for recipe, kinds in raw["recipes"].items()}
+
+
+def require(config: RunConfig) -> None:
+    """Raise UserError unless clean runs of its recipe were measured: before anything starts.
+
+    In every kind of comparison that its optimizer and its loss head may need. FP64 needs none: its bound is absolute.
+    """
+    if (recipe := recipe_of(config)).startswith("fp64/"):
+        return
+    optim = config.optim
+    if (optim.name, optim.eight_bit, config.device) == ("adamw8bit", "bitsandbytes", "cuda"):
+        raise UserError(
+            "the reference rounds as bitsandbytes' CPU kernel does, and CUDA's rounds otherwise: "
+            "leave the checks out, or take optim.eight_bit = 'torchao'"
+        )
+    kinds = all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), optim, config.loss)
+    if missing := sorted(kind for kind in kinds if kind not in table().get(measured_under(recipe, kind), {})):
+        what = f"{recipe} ({', '.join(missing)})" if kinds & table().get(recipe, {}).keys() else recipe
+        how = recipe
+        if all(map(of_library, missing)):
+            how = f"{measured_under(recipe, missing[0])} --parts {config.loss.head}_head --device cuda"
+        raise UserError(
+            f"no clean runs of {what} were measured, so a check has no bounds: "
+            f"run python -m lockstep.scripts.studies.calibrate {how}, or leave the checks out"
+        )
+
+
+def measured_under(recipe: str, kind: str) -> str:
+    """The recipe whose clean runs measure a kind.
+
+    Muon and 8-bit AdamW compute in FP32 under every policy. A library's head is no part of what a compiler makes, and
+    FP8 leaves it in bf16.
+    """
+    if kind.startswith(("muon/", "adamw8bit/", "adamw8bit_bnb/")):
+        return "fp32/eager"
+    policy = recipe.partition("/")[0]
+    return f"{'bf16' if policy.startswith('fp8') else policy}/eager" if of_library(kind) else recipe
+
+
+def of_library(kind: str) -> bool:
+    """Whether a kind of comparison is that of a library's loss head."""
+    return kind.partition("/")[2].partition("/")[0] in HEADS
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one comparison: excess in [1/excess, excess], |gain difference| / twin's error, twin distance."""
+
+    excess: float
+    gain: float
+    distance: float
+
+
+def limits(recipe: str, kind: str, size: int) -> Limits:
+    """The bounds of a comparison of `size` numbers. Raises UserError for an uncalibrated recipe."""
+    clean, wider, width = _clean(recipe, kind), margin(kind), scatter(size)
+    least_excess, least_distance = least(recipe, kind)
+    distance = max(wider * clean.distance, least_distance)
+    return Limits(
+        excess=max(_widened(clean.log_excess, kind), least_excess) ** width,
+        # Of an error that points anywhere, a part lies along the truth: half a distance that is allowed may do so.
+        gain=width * max(wider * clean.gain, LEAST_GAIN, distance / 2 if margin(kind) == MARGIN else 0.0),
+        distance=width * distance,
+    )
+
+
+def _with_slack(limit: Limits, recipe: str, kind: str, d: Distances) -> Limits:
+    """Of what FP32 gives end to end, wide enough for `FP32_LIMIT`."""
+    if recipe.startswith("fp32/") and kind.startswith(("end_to_end/", "gradients/", "bridge/")):
+        slack = FP32_LIMIT / d.twin_relative_error if d.twin_relative_error else 0.0
+        return Limits(max(limit.excess, slack), max(limit.gain, slack), max(limit.distance, slack))
+    return limit
+
+
+def too_good(recipe: str, kind: str) -> bool:
+    """Whether less error than the twin's is news in this comparison: a narrower format that is not in force.
+
+    Nobody is accused of summing FP32 better than the twin, nor of a gradient that comes out exact where it is the
+    remainder of a cancellation end to end; all gradients together tell as much.
+    """
+    single = kind.startswith(("end_to_end/backward/", "gradients/")) and kind != "gradients/together"
+    return kind in ROUNDED_UPDATES or (not recipe.startswith("fp32/") and not single)
+
+
+def _widened(log_excess: float, kind: str) -> float:
+    """An extreme of the excess with its margin: locally a power of it, end to end, where it is large, a multiple."""
+    reached = math.exp(log_excess)
+    return reached * MARGIN_END_TO_END if margin(kind) == MARGIN_END_TO_END else reached**MARGIN
+
+
+def _clean(recipe: str, kind: str) -> Extremes:
+    try:
+        return table()[measured_under(recipe, kind)][kind]
+    except KeyError:
+        raise UserError(
+            f"no clean runs of {recipe} ({kind}) were measured; run python -m lockstep.scripts.studies.calibrate"
+        ) from None
+
+
+def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, ...]:
+    """The measures of a comparison of `size` numbers with their bounds. Raises UserError for an uncalibrated recipe."""
+    if recipe.startswith("fp64/"):
+        basis = f"FP64 has no truth above it: relative error at most {FP64_LIMIT:.0e}"
+        return (Measure("relative_error", d.relative_error, None, FP64_LIMIT, basis),)
+    clean, calibrated = _clean(recipe, kind), limits(recipe, kind, size)
+    limit = _with_slack(calibrated, recipe, kind, d)
+    wider, width = margin(kind), scatter(size)
+    slack = f"; never below a relative error of {FP32_LIMIT:.0e}" if limit != calibrated else ""
+
+    def why(extreme: float, bound: float, least: float, times: str) -> str:
+        few = f", few numbers {times[0]}{width:.2g}" if width > 1.05 else ""
+        how = f"least {least:g}" if bound < least else times
+        return f"{clean.draws} clean draws reached {extreme:.3g}, {how}{few}{slack}"
+
+    power = f"{wider:g}"
+    least_excess, least_distance = least(recipe, kind)
+    distance_basis = why(clean.distance, wider * clean.distance, least_distance, f"×{power}")
+    if kind.startswith("bridge/"):
+        return (Measure("twin_distance", d.twin_distance, None, limit.distance, distance_basis),)
+    reached = math.exp(clean.log_excess)
+    how = f"×{power}" if margin(kind) == MARGIN_END_TO_END else f"^{power}"
+    excess_basis = why(reached, _widened(clean.log_excess, kind), least_excess, how)
+    gain_basis = why(clean.gain, wider * clean.gain, LEAST_GAIN, f"×{power}")
+    if calibrated.gain > 1.001 * width * max(wider * clean.gain, LEAST_GAIN):
+        gain_basis = f"half the bound on the distance (of clean gains the largest was {clean.gain:.3g})"
+    gain_basis += f", of the error {d.twin_relative_error:.1e}"
+    reach = limit.gain * d.twin_relative_error
+    found = [
+        Measure("excess", d.excess, 1 / limit.excess if too_good(recipe, kind) else None, limit.excess, excess_basis),
+        Measure("gain_difference", d.gain_difference, -reach, reach, gain_basis),
+        Measure("twin_distance", d.twin_distance, None, limit.distance, distance_basis),
+    ]
+    if recipe.startswith("fp32/") and kind.startswith("gradients/"):
+        most = max(FP32_LIMIT, limit.excess * d.twin_relative_error)
+        basis = f"FP32 gradients: {FP32_LIMIT:.0e}, or the bound on excess where the twin's own error makes that more"
+        found.append(Measure("relative_error", d.relative_error, None, most, basis))
+    return tuple(found)

@@ -1,0 +1,250 @@
+"""One comparison as a finding: exact, by distances of full arrays, or by distances of their sketches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import EllipsisType
+
+import numpy as np
+
+from lockstep.core.backend import Arrays, Backend, Session
+from lockstep.core.config.schema import CompileConfig, PrecisionConfig, RecomputeConfig, RunConfig
+from lockstep.core.model.names import layer_of
+from lockstep.core.parity.evidence.observations import Observation, sketch_distances
+from lockstep.core.parity.evidence.sketch import K
+from lockstep.core.parity.judge.over_steps import OverSteps
+from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures.decode import explain
+from lockstep.core.parity.measures.distances import Distances, distances
+from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
+from lockstep.core.parity.reference.stages import PHASES
+
+# Two orders of a few FP32 additions, or one of a value that was added to a zero, differ by no more.
+FEW_ULPS = 16.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Two sessions of one reference: the twin at the candidate's declared precision, the truth in FP64.
+
+    bound: (recipe, kind, distances, numbers) → measures with their bounds; calibration puts a recorder here.
+    open_plain: opens the reference in the stream dtype throughout, nothing rounded to a narrower one; the twin serves
+    where there is no such difference.
+    over_steps: sums of local comparisons over the checks of a run, or None where there are no bounds to hold them to.
+    known: numbers that the judged step knows, for the decoder (core/parity/measures/decode.py).
+    not_asked: what could not be asked of the reference itself (core/parity/reference/self_check.py).
+    """
+
+    config: RunConfig
+    twin: Session
+    truth: Session
+    bound: Callable[[str, str, Distances, int], tuple[Measure, ...]] = calibrated_bounds.measures
+    open_plain: Callable[[], Session] | None = None
+    over_steps: OverSteps | None = None
+    known: Mapping[str, float] = field(default_factory=dict)
+    not_asked: tuple[str, ...] = ()
+
+    @classmethod
+    def open(cls, backend: Backend, config: RunConfig) -> Reference:
+        """Open both sessions of `backend`, uncompiled and of one rank; under fp64 the truth is the twin.
+
+        Where ranks sum their gradients in a narrow format, the twin knows of them, to round as they do.
+        """
+        plain = _plain(config)
+        rounded = config.parallel.gradient_dtype != "fp32"
+        twin = backend.open(plain.model_copy(update={"train": config.train}) if rounded else plain)
+        if config.precision.policy == "fp64":
+            return cls(config, twin, twin)
+        truth = backend.open(plain.model_copy(update={"precision": PrecisionConfig(policy="fp64")}))
+        if config.precision.policy == "fp32":
+            return cls(config, twin, truth)
+        in_stream = plain.model_copy(update={"precision": PrecisionConfig(policy="fp32")})
+        return cls(config, twin, truth, open_plain=cache(lambda: backend.open(in_stream)))
+
+    def over_a_run(self) -> Reference:
+        """The same sessions with sums of their own, begun now: for the checks of one run in their order."""
+        return self if self.truth is self.twin else replace(self, over_steps=OverSteps(self.recipe))
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """Twin and truth, or the one that is both."""
+        return (self.twin,) if self.truth is self.twin else (self.twin, self.truth)
+
+    @property
+    def recipe(self) -> str:
+        """The recipe whose clean runs set the bounds."""
+        return calibrated_bounds.recipe_of(self.config)
+
+    @property
+    def stream(self) -> type[np.floating]:
+        """The dtype of everything but matrix operands: its ulp is the floor of every ratio."""
+        return np.float64 if self.config.precision.policy == "fp64" else np.float32
+
+    def close(self) -> None:
+        """Close both sessions."""
+        for session in self.sessions:
+            session.close()
+
+
+def _plain(config: RunConfig) -> RunConfig:
+    """The run without what changes how it is computed, not what: one process, nothing compiled, nothing recomputed."""
+    changed = {"compile": CompileConfig(enabled=False), "recompute": RecomputeConfig()}
+    return config.model_copy(update=changed | {"train": config.train.model_copy(update={"ranks": 1})})
+
+
+def finding(
+    stage: str,
+    tap: str,
+    scope: Scope,
+    measures: tuple[Measure, ...],
+    size: int,
+    unequal: float | None = None,
+    note: str = "",
+    phase: str | None = None,
+) -> Finding:
+    """A finding with its tap's layer, and its stage's first phase unless another is given."""
+    return Finding(stage, tap, phase or PHASES[stage], layer_of(tap), scope, measures, size, unequal, note)
+
+
+def exact(
+    stage: str, tap: str, mismatches: int, size: int, basis: str, note: str = "", phase: str | None = None
+) -> Finding:
+    """A comparison in which nothing may differ."""
+    found = Measure("mismatches", float(mismatches), None, 0.0, basis)
+    return finding(stage, tap, "local", (found,), size, note=note, phase=phase)
+
+
+def compare(
+    reference: Reference,
+    stage: str,
+    kind: str,
+    tap: str,
+    scope: Scope,
+    c: np.ndarray,
+    w: np.ndarray,
+    t: np.ndarray,
+    phase: str | None = None,
+    note: str = "",
+    noise: Callable[[], float] | None = None,
+    layer: int | EllipsisType | None = ...,
+) -> Finding:
+    """Candidate, twin and truth as full arrays of one shape.
+
+    noise: gives the L2 norm of what the stream dtype's arithmetic alone makes of this result. It is asked before an
+    accusation: where a result is what is left of a cancellation, one twin's error says nothing of another's. So is how
+    many errors carry the twin's norm. A fault has no part in either.
+    """
+    if c.shape != t.shape:
+        return exact(stage, tap, 1, t.size, "shapes must be equal", f"candidate {c.shape}, reference {t.shape}", phase)
+    d = distances(c, w, t, reference.stream)
+    size = calibrated_bounds.independent(t.shape)
+    found = finding(stage, tap, scope, reference.bound(reference.recipe, kind, d, size), t.size, d.unequal, note, phase)
+    if layer is not ...:  # a gradient belongs to the stage that sends it back, not to the one that wrote the tap
+        found = replace(found, layer=layer)
+    at_first = found.ok
+    if not found.ok and noise is not None:
+        d = distances(c, w, t, reference.stream, noise())
+        size = min(size, calibrated_bounds.effective(w.astype(np.float64) - t))
+        found = replace(found, measures=reference.bound(reference.recipe, kind, d, size))
+    if not found.ok:
+        words = explain(c, t, reference.known, d.twin_relative_error)
+        return replace(found, note="; ".join([n for n in (note, *words[:2]) if n]))
+    if at_first and reference.over_steps is not None and scope == "local":
+        reference.over_steps.add(found, kind, size, (c, w, t), reference.stream, d.gain_difference)
+    return found
+
+
+def compare_observed(
+    reference: Reference,
+    stage: str,
+    kind: str,
+    tap: str,
+    c: Observation,
+    w: Observation,
+    t: Observation,
+    phase: str | None = None,
+    most: int = K,
+) -> Finding:
+    """The same end to end, from what is kept of each side: a sketch of 1,021 numbers.
+
+    most: independent errors that it can carry at most, where that is known.
+    """
+    if c.size != t.size:
+        return exact(stage, tap, 1, t.size, "sizes must be equal", f"candidate {c.size}, reference {t.size}", phase)
+    d = sketch_distances(c, w, t, reference.stream)
+    measures = reference.bound(reference.recipe, kind, d, min(t.independent, most, K))
+    found = finding(stage, tap, "end_to_end", measures, t.size, None, phase=phase)
+    if found.ok:
+        return found
+    words = explain(c.sketch, t.sketch, reference.known, d.twin_relative_error, sketched=True)
+    return replace(found, note="; ".join(words[:2]))
+
+
+def same_but_for_rounding(
+    reference: Reference,
+    stage: str,
+    tap: str,
+    ours: np.ndarray,
+    theirs: np.ndarray,
+    phase: str | None = None,
+    cancelled: float = 1.0,
+) -> Finding:
+    """Two arrays of the candidate's own that should be equal bit for bit, but for the order of a few additions.
+
+    cancelled: how much larger than the sum its parts are: by so much do their roundings weigh more.
+    """
+    if ours.shape != theirs.shape:
+        return exact(stage, tap, 1, theirs.size, "shapes must be equal", f"{ours.shape}, {theirs.shape}", phase)
+    apart = relative_difference(ours, theirs) / float(np.finfo(reference.stream).eps) / max(cancelled, 1.0)
+    basis = f"one number twice, at most a few additions in another order: {FEW_ULPS:g} ulp of the norm"
+    unequal = float(np.mean(ours != theirs)) if ours.size else 0.0
+    return finding(
+        stage, tap, "local", (Measure("ulp", apart, None, FEW_ULPS, basis),), theirs.size, unequal, phase=phase
+    )
+
+
+def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """‖a − b‖ / ‖b‖ in FP64; infinite if anything is not finite, or b is zero and a is not."""
+    a64, b64 = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
+    apart, scale = float(np.linalg.norm(a64 - b64)), float(np.linalg.norm(b64))
+    if not (np.isfinite(apart) and np.isfinite(scale)):
+        return float("inf")
+    return apart / scale if scale else (0.0 if apart == 0 else float("inf"))
+
+
+class Noise:
+    """What arithmetic in the stream dtype alone makes of a stage's outputs, by output: the larger of two responses.
+
+    The twin's to inputs that are off by one rounding of the stream dtype; and the error of the reference with nothing
+    rounded to a narrower format. In a well-conditioned stage both are far below the twin's error, and nothing changes.
+    """
+
+    def __init__(self, reference: Reference, stage: str, inputs: Arrays, w: Arrays, t: Arrays) -> None:
+        self._reference, self._stage, self._inputs, self._w, self._t = reference, stage, inputs, w, t
+        self._responses: list[tuple[Arrays, Arrays]] | None = None
+
+    def of(self, name: str, terms: int = 1) -> float:
+        """L2 norm of the noise in one output; terms: of how many numbers, one after another, each of it is a sum."""
+        if self._responses is None:
+            moved = self._reference.twin.run_stage(self._stage, perturbed(self._inputs, self._reference.stream))
+            self._responses = [(moved, self._w)]
+            if self._reference.open_plain is not None:
+                plain = self._reference.open_plain().run_stage(self._stage.partition("/")[0], self._inputs)
+                self._responses.append((plain, self._t))
+        apart = (np.linalg.norm(a[name].astype(np.float64) - b[name]) for a, b in self._responses)
+        return calibrated_bounds.noise_margin(terms) * float(max(apart))
+
+
+def perturbed(inputs: Arrays, stream: type[np.floating]) -> dict[str, np.ndarray]:
+    """Floating inputs with every number off by up to an ulp of the stream dtype, up or down at random."""
+    rng = np.random.Generator(np.random.Philox(key=0))
+    ulp = float(np.finfo(stream).eps)
+
+    def moved(x: np.ndarray) -> np.ndarray:
+        if not np.issubdtype(x.dtype, np.floating):
+            return x
+        return (x.astype(np.float64) * (1.0 + rng.uniform(-ulp, ulp, x.shape))).astype(x.dtype)
+
+    return {name: moved(np.asarray(x)) for name, x in inputs.items()}

@@ -1,0 +1,199 @@
+"""Findings and verdicts as data: what was measured, its bound, the bound's basis, and what follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lockstep.core.parity.reference.stages import place
+
+SCHEMA = 2
+
+# Agreement in these alone says nothing of the arithmetic: no tensor was computed.
+BOOKKEEPING = frozenset({"tokens", "weights", "clip_coefficient", "learning_rate", "step_count", "checkpoint"})
+
+Outcome = Literal["agreed", "disagreed", "could_not"]
+Scope = Literal["local", "end_to_end", "over_steps"]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measured number, the interval that it must lie in (None = open on that side) and why that interval."""
+
+    name: str
+    value: float
+    low: float | None
+    high: float | None
+    basis: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the value lies in its interval; NaN never does."""
+        if math.isnan(self.value):
+            return False
+        return (self.low is None or self.value >= self.low) and (self.high is None or self.value <= self.high)
+
+    @property
+    def strain(self) -> float:
+        """How near the value is to its bound: above 1 means broken. Orders findings by how bad they are."""
+        if math.isnan(self.value):
+            return math.inf
+        if self.name == "excess" and self.low and self.high and self.low < 1 < self.high:
+            # A ratio: half and double are equally far from 1.
+            if self.value <= 0:
+                return math.inf
+            return math.log(self.value) / math.log(self.high if self.value >= 1 else self.low)
+        if self.name == "gain_difference":
+            reach = self.high if self.value >= 0 else self.low
+            return 0.0 if reach is None else _ratio(abs(self.value), abs(reach))
+        above = _ratio(self.value, self.high) if self.high is not None else 0.0
+        below = _ratio(self.low, self.value) if self.low else 0.0
+        return max(above, below)
+
+
+def _ratio(a: float, b: float) -> float:
+    if b <= 0:
+        return math.inf if a > 0 else 0.0
+    return a / b
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison of one tap.
+
+    stage: literal id of core/parity/reference/stages.py. tap: canonical name. layer: block or None.
+    phase: `forward`, `backward`, `update`, `data` or `state`.
+    scope: `local` if the reference was fed the candidate's own inputs to the stage; `end_to_end` if it started from
+           the weights and the batch; `over_steps` for a bias summed over the checks so far.
+    size:  numbers compared. unequal: share of them whose bits differ from the twin's, None where that is not known.
+    """
+
+    stage: str
+    tap: str
+    phase: str
+    layer: int | None
+    scope: Scope
+    measures: tuple[Measure, ...]
+    size: int
+    unequal: float | None = None
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every measure holds; a finding without measures compared nothing and does not."""
+        return bool(self.measures) and self.size > 0 and all(m.ok for m in self.measures)
+
+    @property
+    def worst(self) -> Measure:
+        """The measure nearest to (or furthest beyond) its bound."""
+        return max(self.measures, key=lambda m: m.strain)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping; infinities and NaN become strings, as JSON has none."""
+        tree = asdict(self) | {"ok": self.ok}
+        tree["measures"] = [{k: _json_number(v) for k, v in asdict(m).items()} | {"ok": m.ok} for m in self.measures]
+        return tree
+
+
+@dataclass(frozen=True)
+class Check:
+    """The findings of one checked step."""
+
+    step: int
+    findings: tuple[Finding, ...]
+    not_covered: tuple[str, ...]
+    seconds: float = 0.0
+    cause: str | None = None
+
+    @property
+    def verdict(self) -> Outcome:
+        """`disagreed` if a finding does not hold, `could_not` if nothing computed was compared, else `agreed`."""
+        if not all(f.ok for f in self.findings):
+            return "disagreed"
+        return "agreed" if any(f.stage not in BOOKKEEPING for f in self.findings) else "could_not"
+
+    @property
+    def origins(self) -> tuple[Finding, ...]:
+        """The broken links in the chain's order, one a link: stages that are wrong on what they themselves were given.
+
+        What is broken end to end is an origin only where no link is broken by itself: it inherits what came before.
+        """
+        broken = [f for f in self.findings if not f.ok]
+        by_themselves = [f for f in broken if f.scope != "end_to_end"] or broken
+        links: dict[tuple[int, int, int], Finding] = {}
+        for finding in sorted(by_themselves, key=lambda f: place(f.stage, f.phase, f.layer)):
+            links.setdefault(place(finding.stage, finding.phase, finding.layer), finding)
+        return tuple(links.values())
+
+    @property
+    def origin(self) -> Finding | None:
+        """The first broken link of the chain."""
+        return next(iter(self.origins), None)
+
+    def role(self, finding: Finding) -> str | None:
+        """`origin` for a broken link, `contaminated` for what only inherited wrong inputs, None for what holds."""
+        if finding.ok:
+            return None
+        local = any(not f.ok and f.scope != "end_to_end" for f in self.findings)
+        return "contaminated" if local and finding.scope == "end_to_end" else "origin"
+
+    @property
+    def worst(self) -> Finding | None:
+        """The finding nearest to, or furthest beyond, its bound."""
+        return max(self.findings, key=lambda f: f.worst.strain if f.measures else math.inf, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """One line of `parity.jsonl`."""
+        return {
+            "schema": SCHEMA,
+            "step": self.step,
+            "verdict": self.verdict,
+            "origin": _origin_json(self.origin),
+            "origins": [_origin_json(f) for f in self.origins],
+            "cause": self.cause,
+            "stages": [f.to_json() | {"role": self.role(f)} for f in self.findings],
+            "not_covered": list(self.not_covered),
+            "seconds": self.seconds,
+        }
+
+
+def verdict_json(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
+    """The verdict over several checked steps, with the keys that `--json` promises."""
+    first = next((c for c in checks if c.verdict == "disagreed"), None)
+    outcome = overall(checks)
+    return {
+        "schema": SCHEMA,
+        "verdict": outcome,
+        "first_bad_step": first.step if first else None,
+        "origin": _origin_json(first.origin) if first else None,
+        "cause": first.cause if first else None,
+        **context,
+        "stages": [f.to_json() | {"role": c.role(f), "step": c.step} for c in checks for f in c.findings],
+        "not_covered": sorted({item for c in checks for item in c.not_covered}),
+        "origins": [_origin_json(f) for f in first.origins] if first else [],
+        "steps": [c.step for c in checks],
+        "seconds": sum(c.seconds for c in checks),
+    }
+
+
+def overall(checks: Sequence[Check]) -> Outcome:
+    """`disagreed` if any check did, `could_not` if nothing was compared in some step, else `agreed`."""
+    if any(c.verdict == "disagreed" for c in checks):
+        return "disagreed"
+    if not checks or any(c.verdict == "could_not" for c in checks):
+        return "could_not"
+    return "agreed"
+
+
+def _origin_json(finding: Finding | None) -> dict[str, Any] | None:
+    if finding is None:
+        return None
+    return {"stage": finding.stage, "tap": finding.tap, "phase": finding.phase, "layer": finding.layer}
+
+
+def _json_number(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

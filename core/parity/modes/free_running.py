@@ -1,0 +1,80 @@
+"""Divergence watched instead of judged: candidate, twin and truth each train on from the same initial weights.
+
+Nothing is synchronised, so rounding feeds back through the weights and grows: the distance between two correct
+trajectories grows as well. What an honest candidate does not do is to leave the truth faster than its twin does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.core.backend import Arrays, Backend, Batch
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.reference.self_check import sound_reference
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far apart the trajectories are after a step.
+
+    loss: candidate's, twin's and truth's, of the step. weights: relative L2 distance over all weights of candidate and
+    twin from the truth, and of candidate from twin.
+    """
+
+    step: int
+    loss_candidate: float
+    loss_twin: float
+    loss_truth: float
+    candidate_from_truth: float
+    twin_from_truth: float
+    candidate_from_twin: float
+
+    @property
+    def excess(self) -> float:
+        """The candidate's distance from the truth over the twin's: near 1 for an honest candidate."""
+        if self.twin_from_truth:
+            return self.candidate_from_truth / self.twin_from_truth
+        return 1.0 if self.candidate_from_truth == 0 else math.inf
+
+
+def drift(candidate: Backend, reference: Backend, config: RunConfig, batches: Iterable[Batch]) -> Iterator[Drift]:
+    """Step all three on the same batches, with uneven loss weights; one `Drift` a step.
+
+    All begin from the *candidate's* initial state, so that what grows is what its steps add.
+    """
+    with ExitStack() as stack:
+        session = candidate.open(config)
+        stack.callback(session.close)
+        references = sound_reference(reference, config)
+        stack.callback(references.close)
+        initial = session.state()
+        for other in references.sessions:
+            other.load(initial)
+        for number, batch in enumerate(batches):
+            weighted = uneven_weights(batch, config.seed + number)
+            record = session.step(weighted)
+            others = [other.step(weighted) for other in references.sessions]
+            c = session.state().params
+            states = [other.state().params for other in references.sessions]
+            w, t = states[0], states[-1]
+            yield Drift(
+                record.step,
+                record.loss,
+                others[0].loss,
+                others[-1].loss,
+                _apart(c, t),
+                _apart(w, t),
+                _apart(c, w),
+            )
+
+
+def _apart(one: Arrays, other: Arrays) -> float:
+    """‖one − other‖ / ‖other‖ over all weights."""
+    power = sum(float(np.square(one[n].astype(np.float64) - other[n]).sum()) for n in other)
+    return math.sqrt(power / sum(float(np.square(other[n], dtype=np.float64).sum()) for n in other))

@@ -1,0 +1,235 @@
+"""Replay: judge a step later and elsewhere, from a capsule or from what a run directory keeps.
+
+A capsule holds state and batch: the candidate runs the step again, and everything is judged. A run directory holds
+sketches of some steps and states of some: where it has both, the step *as the run made it* is judged end to end,
+without the candidate; where it has only the state, the candidate runs the step again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from lockstep.core.backend import Backend, Batch, NotSupported, State
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.diagnose.recheck_rows import look_closer
+from lockstep.core.parity.evidence import observations
+from lockstep.core.parity.evidence.capsule import Capsule
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.recorded import probe_of
+from lockstep.core.parity.judge.judge import Reference, judge_observations
+from lockstep.core.parity.measures.compare import exact
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.parity.modes.rerun import Rerun, StoredStates, differing_fields, judged
+from lockstep.core.parity.reference.self_check import sound_reference
+from lockstep.core.run.directory import RunDir
+from lockstep.core.train.skipped_steps import as_its_own
+
+How = Literal["sketches", "run again", "not covered"]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One step of a replay. how: from what it was judged. notes: what could not be done, and why, in words."""
+
+    step: int
+    how: How
+    check: Check | None
+    notes: tuple[str, ...] = field(default=())
+
+
+def replay_capsule(
+    capsule: Capsule, candidate: Backend, reference: Backend, config: RunConfig | None = None
+) -> Replayed:
+    """Run the capsule's step again with `candidate` and judge it as it was judged.
+
+    config: in place of the capsule's, on a machine without its device.
+    Raises UserError if candidate or reference does not take its state.
+    """
+    config = config or capsule.config
+    opened = sound_reference(reference, config)
+    session = candidate.open(config)
+    try:
+        try:
+            session.load(capsule.state)
+        except (ValueError, KeyError, NotSupported) as error:
+            raise UserError(f"the candidate does not take the capsule's state: {error}") from error
+        evidence = gather(session, config, capsule.batch, capsule.given_probe, due=capsule.about.get("due"))
+        _, check = look_closer(session, config, evidence, judged(evidence, opened), opened)
+    finally:
+        session.close()
+        opened.close()
+    notes = []
+    if differ := differing_fields(asdict(capsule.record), asdict(evidence.record)):
+        notes.append(f"the step came out otherwise than when it was packed: {in_words(differ)}")
+    if (packed := capsule.verdict.get("origin")) and any(
+        line.get("scope") == "over_steps" and not line.get("ok") for line in capsule.verdict.get("stages", [])
+    ):
+        notes.append(f"bias over steps, as at {packed['tap']}: one step does not show it")
+    return Replayed(capsule.step, "run again", check, tuple(notes))
+
+
+def replay_run(
+    run: RunDir,
+    batch: Callable[[int], Batch],
+    candidate: Callable[[], Backend],
+    reference: Backend,
+    step: int | None = None,
+    elsewhere: RunConfig | None = None,
+) -> Iterator[Replayed]:
+    """Judge every step that the run directory lets one judge, or only `step`.
+
+    candidate: opened when a step has to be run again. elsewhere: the run's configuration with the device on which it is
+    run again, if not the run's own. Each step is judged under the settings that were in force there.
+    A step that is asked for and has no stored state is reached by running the candidate to it from the nearest one.
+    Raises UserError if there is nothing at `step`, or what is there is damaged.
+    """
+    states, recorded = StoredStates(run), {line["step"]: line for line in run.records()}
+    if not recorded:
+        raise UserError(f"{run.path} has no recorded step: there is nothing to replay")
+    last = max(recorded)
+    sketched = [n for n in sorted(run.observations()) if n <= last]
+    after_states = [done + 1 for done in states.steps if done + 1 <= last]
+    if step is not None and not 1 <= step <= last:
+        raise UserError(f"{run.path} has no step {step}: it recorded steps 1 to {last}")
+    opened = References(reference, run.config_at)
+    again = _Again(run, batch, candidate, opened, config_of_steps(run, elsewhere))
+    try:
+        for number in sorted({*sketched, *after_states}) if step is None else [step]:
+            has_state = number - 1 in states.steps
+            if number in sketched and has_state:
+                yield _from_sketches(run, number, states.load(number - 1), batch(number), recorded, opened.of(number))
+            elif number in sketched and step is None:
+                why = f"sketches, but no checkpoint of step {number - 1}: --step {number} runs the candidate up to it"
+                yield Replayed(number, "not covered", None, (why,))
+            elif number in sketched:
+                yield again.sketches(number, recorded)
+            else:
+                yield again.step(number, "" if has_state else f"no checkpoint of step {number - 1}")
+    finally:
+        again.close()
+        opened.close()
+
+
+def config_of_steps(run: RunDir, elsewhere: RunConfig | None) -> Callable[[int], RunConfig]:
+    """The run's configuration at a step, on the device that `elsewhere` names if it is not None."""
+    if elsewhere is None:
+        return run.config_at
+    return lambda step: run.config_at(step).model_copy(update={"device": elsewhere.device})
+
+
+class References:
+    """A reference for each configuration that steps are judged under, opened when first asked for."""
+
+    def __init__(self, backend: Backend, config: Callable[[int], RunConfig]) -> None:
+        self._backend, self._config = backend, config
+        self._opened: list[Reference] = []
+
+    def of(self, step: int) -> Reference:
+        """The reference for a step. Raises UserError if the reference itself is wrong."""
+        config = self._config(step)
+        found = next((opened for opened in self._opened if opened.config == config), None)
+        if found is None:
+            found = sound_reference(self._backend, config)
+            self._opened.append(found)
+        return found
+
+    def like(self, config: Callable[[int], RunConfig]) -> References:
+        """References of the same backend under other configurations."""
+        return References(self._backend, config)
+
+    def close(self) -> None:
+        """Close what was opened."""
+        for opened in self._opened:
+            opened.close()
+
+
+def in_words(differences: list[tuple[str, Any, Any]]) -> str:
+    """`loss 5.1 then, 5.2 now`."""
+    return ", ".join(
+        f"another {key}" if key == "digest" else f"{key} {then!r} then, {now!r} now" for key, then, now in differences
+    )
+
+
+def other_batch(step: int, size: int, note: str = "") -> Check:
+    """The verdict on a step that consumed another batch than the data order prescribes."""
+    basis = "equal bits, by SHA-256, with the data order at this step"
+    missing = "all that follows from the batch: the one that was consumed is not known"
+    return Check(step, (exact("tokens", "order", 1, size, basis, note),), (missing,))
+
+
+def _from_sketches(
+    run: RunDir, step: int, state: State, batch: Batch, recorded: Mapping[int, Mapping[str, Any]], reference: Reference
+) -> Replayed:
+    """The step as the run made it, from its sketches and the state before it."""
+    if step not in recorded:
+        return Replayed(step, "not covered", None, ("its record is lost: its sketches may be of another branch",))
+    found, about = observations.load(run.observations()[step])
+    if about["batch"] != recorded[step]["digest"]:
+        return Replayed(step, "not covered", None, ("its sketches are of another branch of the run",))
+    if about["batch"] != batch.digest():
+        return Replayed(step, "sketches", other_batch(step, batch.tokens.size))
+    probe, state = probe_of(batch, reference.config), as_its_own(reference.config, state)
+    if about["probe"] != probe.digest():
+        return Replayed(step, "not covered", None, ("its sketches are of sequences that this version does not choose",))
+    try:
+        return Replayed(step, "sketches", judge_observations(found, about, state, probe, probe, reference))
+    except NotSupported as reason:
+        return Replayed(step, "not covered", None, (f"its sketches: {reason}",))
+    except UserError:
+        raise
+    except (ValueError, KeyError) as error:
+        raise UserError(f"the reference does not take this run's state: {error}") from error
+
+
+class _Again:
+    """The candidate, opened when it is first needed."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        batch: Callable[[int], Batch],
+        candidate: Callable[[], Backend],
+        opened: References,
+        config: Callable[[int], RunConfig],
+    ) -> None:
+        self._run, self._batch, self._candidate, self._config = run, batch, candidate, config
+        # The twin follows the attention kernel of the candidate's device.
+        self._of_run, self._here = opened, opened.like(config)
+        self._rerun: Rerun | None = None
+
+    def step(self, step: int, why: str) -> Replayed:
+        """Run the step again and judge it."""
+        rerun = self._opened()
+        same = self._config(step) == self._run.config_at(step)
+        check, _ = rerun.check(step, (self._of_run if same else self._here).of(step))
+        notes = ["its sketches: none were recorded", *([why] if why else []), *self._said(rerun, step)]
+        return Replayed(step, "run again", check, tuple(notes))
+
+    def sketches(self, step: int, recorded: Mapping[int, Mapping[str, Any]]) -> Replayed:
+        """Run up to the step; its sketches hold if every step before came out as recorded, else it is run again."""
+        rerun = self._opened()
+        state = rerun.state(step - 1)
+        if said := self._said(rerun, step - 1):
+            return self.step(step, said[0])
+        return _from_sketches(self._run, step, state, self._batch(step), recorded, self._of_run.of(step))
+
+    def close(self) -> None:
+        """Close what was opened here."""
+        self._here.close()
+        if self._rerun is not None:
+            self._rerun.close()
+
+    def _opened(self) -> Rerun:
+        if self._rerun is None:
+            self._rerun = Rerun(self._run, self._candidate(), self._config, self._batch)
+        return self._rerun
+
+    def _said(self, rerun: Rerun, step: int) -> list[str]:
+        """What the way from the last stored state to this step was like."""
+        first = rerun.first_difference(rerun.loaded)
+        if first is None or first > step:
+            return []
+        return [f"step {first} did not come out as recorded ({in_words(rerun.differences[first])})"]

@@ -1,0 +1,166 @@
+"""The candidate of a run, taken to any of its steps from the nearest stored state, its records held to the run's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.core.backend import Backend, Batch, Reads, Session, State, StepRecord
+from lockstep.core.checkpoint.format import checkpoint_step, load_checkpoint
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.model.groups import moment_names
+from lockstep.core.model.init import init_parameters
+from lockstep.core.parity.diagnose.recheck_rows import look_closer
+from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.judge.judge import Reference, judge
+from lockstep.core.parity.measures.scalar_bounds import same
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.run.directory import RunDir
+from lockstep.core.train.skipped_steps import as_its_own, first_scalars
+
+# What a record says of the step's arithmetic: bit-equal if the step was repeated.
+COMPARED = ("digest", "loss", "loss_weight", "lr", "grad_norm", "clip_coefficient")
+
+
+class StoredStates:
+    """What a run keeps of its states: its checkpoints, and the initial weights, which follow from the seed."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._config = run.config_at(1)
+        self._paths = {_step(path): path for path in run.checkpoints()}
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps done in each stored state, 0 first."""
+        return sorted({0, *self._paths})
+
+    def load(self, done: int, session: Session | None = None) -> State:
+        """The state after `done` steps. Raises UserError if its checkpoint is damaged.
+
+        session: reads checkpoints of a format of its own.
+        """
+        if done in self._paths:
+            read = session.read if isinstance(session, Reads) else None
+            return load_checkpoint(self._paths[done], read)[0]
+        return initial_state(self._config)
+
+
+def initial_state(config: RunConfig) -> State:
+    """The state before step 1."""
+    params = init_parameters(config.model, config.seed)
+    dtype = np.float64 if config.precision.policy == "fp64" else np.float32
+    params = {name: array.astype(dtype) for name, array in params.items()}
+    kinds = moment_names(config.optim, params)
+    moments = {kind: {n: np.zeros_like(params[n]) for n in names} for kind, names in kinds.items()}
+    return State(0, params, moments, first_scalars(config))
+
+
+class Rerun:
+    """Runs a candidate again along a run, each step under the settings that were in force there.
+
+    differences: step → (field, recorded, now) of every record that came out otherwise than the run's.
+    steps_run: how many steps were run again. loaded: steps done in the stored state that was loaded last.
+    """
+
+    def __init__(
+        self, run: RunDir, backend: Backend, config: Callable[[int], RunConfig], batch: Callable[[int], Batch]
+    ) -> None:
+        """config: of a step, the run's but for what the candidate is to do otherwise. Raises what opening raises."""
+        self._states, self._batch, self._config_of, self._backend = StoredStates(run), batch, config, backend
+        self._recorded = {line["step"]: line for line in run.records()}
+        self._config = config(1)
+        self._session: Session = backend.open(self._config)
+        self._done: int | None = None
+        self.loaded = 0
+        self.differences: dict[int, list[tuple[str, Any, Any]]] = {}
+        self.steps_run = 0
+
+    def to(self, done: int) -> None:
+        """Bring the session to the state after `done` steps."""
+        nearest = max(step for step in self._states.steps if step <= done)
+        if self._done is None or not nearest <= self._done <= done:
+            self._load(self._states.load(nearest, self._session), nearest + 1)
+            self._done = self.loaded = nearest
+        for step in range(self._done + 1, done + 1):
+            self._into(step)
+            self._compare(self._session.step(self._batch(step)))
+            self._done = step
+        self._into(done + 1)
+
+    def state(self, done: int) -> State:
+        """The state after `done` steps, run to from the nearest stored one."""
+        self.to(done)
+        return self._session.state()
+
+    def step_on(self, step: int, batch: Batch) -> StepRecord:
+        """Step `step` on a batch that is given, after the steps before it on the run's."""
+        self.to(step - 1)
+        self._done = None
+        return self._session.step(batch)
+
+    def check(self, step: int, reference: Reference) -> tuple[Check, Evidence]:
+        """A thorough check of step `step`, state-synchronised."""
+        self.to(step - 1)
+        batch = self._batch(step)
+        evidence = gather(self._session, self._config, batch, due=batch.digest())
+        self._compare(evidence.record)
+        self._done = step if evidence.after.step == step else None
+        evidence, check = look_closer(self._session, self._config, evidence, judged(evidence, reference), reference)
+        return check, evidence
+
+    def first_difference(self, after: int = 0) -> int | None:
+        """The first step after `after` that did not come out as the run recorded it."""
+        return min((step for step in self.differences if step > after), default=None)
+
+    def close(self) -> None:
+        """Close the session."""
+        self._session.close()
+
+    def _into(self, step: int) -> None:
+        """Open the session of this step, where a branch of the run begins with it, with the state of the last one."""
+        if self._config_of(step) != self._config:
+            self._load(self._session.state(), step)
+
+    def _load(self, state: State, step: int) -> None:
+        """Take a state over, to make this step from it."""
+        config = self._config_of(step)
+        if config != self._config:
+            self._session.close()
+            self._session, self._config = self._backend.open(config), config
+        try:
+            self._session.load(as_its_own(config, state))
+        except (ValueError, KeyError) as error:
+            raise UserError(f"the candidate does not take the run's state: {error}") from error
+
+    def _compare(self, record: StepRecord) -> None:
+        self.steps_run += 1
+        if found := differing_fields(self._recorded.get(record.step), asdict(record)):
+            self.differences[record.step] = found
+
+
+def differing_fields(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(field, then, now) of what two records of one step say differently; nothing if there is no record to compare."""
+    if then is None:
+        return []
+    return [(key, then.get(key), now[key]) for key in COMPARED if not same(then.get(key), now[key])]
+
+
+def judged(evidence: Evidence, reference: Reference) -> Check:
+    """`judge`, where a reference that does not take the state is the user's to put right. Raises UserError."""
+    try:
+        return judge(evidence, reference)
+    except UserError:
+        raise
+    except (ValueError, KeyError) as error:
+        raise UserError(f"the reference does not take this state: {error}") from error
+
+
+def _step(path: Path) -> int:
+    step = checkpoint_step(path)
+    assert step is not None
+    return step

@@ -1,0 +1,323 @@
+"""Checks during training: the reference works in a process of its own, the trainer waits only to gather evidence.
+
+Every N steps the trainer gathers evidence (a probe micro-batch of the live data with uneven loss weights, at the live
+weights, and the live step's update) and hands it to a thread that writes it to the worker. If more checks wait than
+`parity.queue` allows, a check is skipped and counted. If the worker dies, training goes on and every check that is lost
+says so. A worker that gives nothing for `parity.timeout_seconds`, though it has something to judge, is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from lockstep.core.backend import Batch, Session, StepRecord
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import write_atomically
+from lockstep.core.load_backend import load_backend
+from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.recorded import probe_of, save_observations
+from lockstep.core.parity.judge.end_to_end import observations_of
+from lockstep.core.parity.judge.judge import Reference, judge
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.parity.reference.self_check import sound_reference
+from lockstep.core.train.finite import NotFinite
+
+POLL_SECONDS = 0.2
+# The worker gives way to the trainer; both may share two cores.
+WORKER_NICENESS = 5
+# A worker that is told to end may be in the midst of a judgement that nobody waits for.
+END_SECONDS = 1.0
+# The sums over a run's checks (core/parity/judge/bias.py) are some megabytes: written after this many checks and at the
+# end.
+SUMS, SUMS_EVERY = "bias.npz", 8
+
+Result = Check | tuple[int, str]
+
+
+class Shadow:
+    """The trainer's end. `reference` is a backend's name as core/load_backend.py takes it.
+
+    As a context manager it ends the worker, at once if it is left by an exception.
+    """
+
+    def __init__(self, config: RunConfig, reference: str, observations: Path | None = None) -> None:
+        """`observations`: the folder that keeps the sketches of each checked step, or None to keep none."""
+        self._config = config
+        self._waiting: set[int] = set()
+        # Of checks that are out, and of the last that came back: an alarm runs the step again.
+        self._gathered: dict[int, Evidence] = {}
+        self._lost: list[tuple[int, str]] = []
+        # When the worker last gave something, or had nothing to do.
+        self._heard = time.monotonic()
+        self._given_up = False
+        # One pipe each way, and no end of the worker's stays open here: when it dies, reading says so instead of
+        # waiting for the rest of a message.
+        context = multiprocessing.get_context("spawn")
+        self._results, results_out = context.Pipe(duplex=False)
+        evidence_in, self._evidence = context.Pipe(duplex=False)
+        self._worker: SpawnProcess = context.Process(
+            target=_work,
+            args=(config, reference, observations, evidence_in, results_out),
+            daemon=True,
+            name="lockstep-reference",
+        )
+        # Ctrl-C, and the end of a terminal, reach the whole group of processes: the worker inherits that they are
+        # ignored, and finishes what it has.
+        previous = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGHUP)}
+        try:
+            self._worker.start()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        evidence_in.close()
+        results_out.close()
+        self._outbox: queue.SimpleQueue[Evidence | None] = queue.SimpleQueue()
+        self._unsent: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._sender = threading.Thread(
+            target=_send_all, args=(self._outbox, self._evidence, self._unsent), name="lockstep-evidence", daemon=True
+        )
+        self._sender.start()
+
+    @property
+    def worker_pid(self) -> int:
+        """Process id of the worker."""
+        assert self._worker.pid is not None
+        return self._worker.pid
+
+    @property
+    def pending(self) -> int:
+        """Checks that were handed over and have not come back."""
+        return len(self._waiting)
+
+    def due(self, step: int) -> bool:
+        """Every `parity.every` steps, and at step 1."""
+        return self._config.parity.due(step)
+
+    def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
+        """Run the step; hand its evidence over if the worker can take it. `due`: digest of the batch that is due.
+
+        Raises NotFinite after its evidence was handed over.
+        """
+        if not self._ready():
+            started = time.perf_counter()
+            record = session.step(batch, norms=norms)
+            record = replace(record, seconds=time.perf_counter() - started)
+            self._lost.append((record.step, self._reason()))
+            return record
+        probe = probe_of(batch, self._config)
+        evidence = gather(session, self._config, batch, probe, norms, due)
+        if not self._waiting:
+            self._heard = time.monotonic()
+        self._waiting.add(evidence.record.step)
+        self._gathered[evidence.record.step] = evidence
+        self._outbox.put(evidence)
+        if evidence.not_finite:
+            raise NotFinite(evidence.record, evidence.not_finite)
+        return evidence.record
+
+    def collect(self) -> Iterator[Result]:
+        """What has come back so far."""
+        self._end_if_overdue()
+        alive = self._worker.is_alive()  # asked first: what a worker sent before it died is still read
+        while (result := self._receive(0.0)) is not None:
+            yield result
+        self._take_unsent()
+        if self._waiting and not alive:
+            for step in sorted(self._waiting):
+                self._lost.append((step, self._reason()))
+            self._waiting.clear()
+            self._gathered.clear()
+        lost, self._lost = self._lost, []
+        yield from lost
+
+    def drain(self) -> Iterator[Result]:
+        """Wait until every check that was handed over has come back or is lost: `parity.timeout_seconds` for each."""
+        while self._waiting:
+            self._end_if_overdue()
+            alive = self._worker.is_alive()
+            if (result := self._receive(POLL_SECONDS)) is not None:
+                yield result
+            elif not alive:
+                break
+            self._take_unsent()
+        yield from self.collect()
+
+    def close(self, at_once: bool = False) -> None:
+        """End the worker; a second call does nothing."""
+        self._outbox.put(None)
+        if self._worker.is_alive() and not at_once:
+            self._worker.join(timeout=END_SECONDS)
+        if self._worker.is_alive():
+            self._worker.kill()
+            self._worker.join()
+        # Nobody reads any more, so it ends now. Waited for: a thread that frees a tensor's memory while the interpreter
+        # shuts down aborts the process.
+        self._sender.join(timeout=END_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close(at_once=kind is not None)
+
+    def _ready(self) -> bool:
+        return self._worker.is_alive() and len(self._waiting) < self._config.parity.queue
+
+    def _reason(self) -> str:
+        if self._worker.is_alive():
+            return f"the reference is still busy with {len(self._waiting)} earlier checks"
+        how = f"process has died (exit code {self._worker.exitcode})"
+        if self._given_up:
+            how = f"process gave no answer within {self._config.parity.timeout_seconds} s and was ended"
+        return f"the reference's {how}; training goes on unchecked"
+
+    def _end_if_overdue(self) -> None:
+        """Nothing tells a reference that hangs from one that is slow, but how long it takes."""
+        waited = time.monotonic() - self._heard
+        if not self._waiting or waited <= self._config.parity.timeout_seconds or self._results.poll(0.0):
+            return
+        if self._worker.is_alive():
+            self._given_up = True
+            self._worker.kill()
+            self._worker.join()
+
+    def _take_unsent(self) -> None:
+        while not self._unsent.empty():
+            lost = self._unsent.get()
+            self._waiting.discard(lost[0])
+            self._lost.append(lost)
+
+    def _receive(self, seconds: float) -> Result | None:
+        """A result that is there within `seconds`, or None; also None, at once, if the worker is gone."""
+        try:
+            if not self._results.poll(seconds):
+                return None
+            result: Result = self._results.recv()
+        except (EOFError, OSError):
+            self._worker.join(timeout=END_SECONDS)  # its end of the pipe closes a moment before it is gone
+            return None
+        step = result.step if isinstance(result, Check) else result[0]
+        self._heard = time.monotonic()
+        self._waiting.discard(step)
+        self._gathered = {s: e for s, e in self._gathered.items() if s in self._waiting or s == step}
+        return result
+
+    def evidence_of(self, step: int) -> Evidence | None:
+        """What was gathered at a step whose check is out, or was the last to come back."""
+        return self._gathered.get(step)
+
+
+def send_evidence(evidence: Evidence, pipe: Connection) -> None:
+    """Write evidence array by array: nothing is copied, and the interpreter is free while the pipe is full."""
+    buffers: list[pickle.PickleBuffer] = []
+    frame = pickle.dumps(evidence, protocol=5, buffer_callback=buffers.append)
+    views = [buffer.raw() for buffer in buffers]
+    pipe.send((frame, [view.nbytes for view in views]))
+    for view in views:
+        pipe.send_bytes(view)
+
+
+def receive_evidence(pipe: Connection) -> Evidence | None:
+    """Read what `send_evidence` wrote; None when the sender is done, or gone."""
+    try:
+        message = pipe.recv()
+        if message is None:
+            return None
+        frame, sizes = message
+        buffers = [bytearray(size) for size in sizes]
+        for buffer in buffers:
+            pipe.recv_bytes_into(buffer)
+    except EOFError:
+        return None
+    evidence: Evidence = pickle.loads(frame, buffers=buffers)
+    return evidence
+
+
+def _send_all(
+    outbox: queue.SimpleQueue[Evidence | None], pipe: Connection, unsent: queue.SimpleQueue[tuple[int, str]]
+) -> None:
+    """The thread beside the trainer: it waits for the worker, so that the trainer need not."""
+    with contextlib.suppress(OSError):  # the worker has died: `Shadow.collect` says which checks are lost
+        while (evidence := outbox.get()) is not None:
+            try:
+                send_evidence(evidence, pipe)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:  # raised before a byte is written
+                unsent.put((evidence.record.step, f"its evidence could not be sent: {type(error).__name__}: {error}"))
+            del evidence
+        pipe.send(None)
+
+
+def _work(
+    config: RunConfig, reference: str, observations: Path | None, evidence_in: Connection, results_out: Connection
+) -> None:
+    """The worker: judge what comes until the trainer is done, or gone."""
+    os.nice(WORKER_NICENESS)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    opened: Reference | None = None
+    judged = 0
+    while (evidence := receive_evidence(evidence_in)) is not None:
+        result: Result
+        try:
+            if opened is None:
+                opened = sound_reference(load_backend(reference), config).over_a_run()
+            check = judge(evidence, opened)
+            result = check if observations is None else _kept(check, evidence, config, observations)
+        except UserError as error:
+            result = (evidence.record.step, str(error))
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            said = next(iter(str(error).splitlines()), "")
+            reason = f"the reference failed: {type(error).__name__}: {said} ({where.filename}:{where.lineno})"
+            result = (evidence.record.step, reason)
+        results_out.send(result)
+        del evidence
+        judged += 1
+        if judged % SUMS_EVERY == 0:
+            _keep_sums(opened, observations)
+    _keep_sums(opened, observations)
+
+
+def _keep_sums(reference: Reference | None, folder: Path | None) -> None:
+    """Write the sums over the run's checks beside its observations, for the report and for a resume."""
+    if reference is None or reference.over_steps is None or folder is None:
+        return
+    buffer = io.BytesIO()
+    np.savez(buffer, **reference.over_steps.bias.to_arrays())  # type: ignore[arg-type]
+    with contextlib.suppress(OSError):  # a full disk: the checks themselves have said so
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / SUMS, [buffer.getvalue()])
+
+
+def _kept(check: Check, evidence: Evidence, config: RunConfig, folder: Path) -> Check:
+    """The check, after the sketches of its step were written; what could not be written is not covered later."""
+    try:
+        kept = observations_of(evidence, config.model)
+        save_observations(folder, evidence.record.step, evidence.batch, evidence.probe, kept)
+    except UserError as error:
+        return replace(check, not_covered=(*check.not_covered, f"a later replay of this step: {error}"))
+    return check
+
+
+def _end_with_parent() -> None:
+    """End this process, whatever it does, when the trainer is gone."""
+    parent: Any = multiprocessing.parent_process()
+    parent.join()
+    os._exit(1)

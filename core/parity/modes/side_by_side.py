@@ -1,0 +1,49 @@
+"""Candidate and reference step by step: every step judged from the candidate's own state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+
+from lockstep.core.backend import Backend, Batch, Session
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.diagnose.recheck_rows import look_closer
+from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
+from lockstep.core.parity.judge.judge import judge
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.parity.reference.self_check import sound_reference
+
+ASKED_OF_A_CANDIDATE = ("state", "step", "gradients", "observe", "close")
+
+
+Alarmed = Callable[[Session, Evidence, Check], Check]
+
+
+def check_steps(
+    candidate: Backend,
+    reference: Backend,
+    config: RunConfig,
+    batches: Iterable[Batch],
+    alarm: Alarmed = lambda session, evidence, check: check,
+) -> Iterator[Check]:
+    """A check of each of the candidate's first steps, on these batches with uneven loss weights.
+
+    State-synchronised: before each judgement the reference takes the candidate's state, so every check judges one step.
+    alarm: what is made of a check that disagreed (core/parity/diagnose/disagreement.py); it leaves the session's state
+    as it was.
+    """
+    with ExitStack() as stack:
+        session = candidate.open(config)
+        if missing := [name for name in ASKED_OF_A_CANDIDATE if not callable(getattr(session, name, None))]:
+            raise UserError(
+                f"the candidate's session has no {', '.join(missing)}: docs/guide/candidates.md says what it needs; "
+                "what it cannot do may raise lockstep.core.backend.NotSupported"
+            )
+        stack.callback(session.close)
+        references = sound_reference(reference, config).over_a_run()
+        stack.callback(references.close)
+        for number, batch in enumerate(batches):
+            evidence = gather(session, config, uneven_weights(batch, config.seed + number))
+            evidence, check = look_closer(session, config, evidence, judge(evidence, references), references)
+            yield alarm(session, evidence, check) if check.verdict == "disagreed" else check

@@ -1,0 +1,241 @@
+"""What a stage must give on inputs for which the answer is known by hand: the reference is held to it before it judges.
+
+Every form is (stage, what it shows, the reference's answer, the answer). Shapes are those of
+core/parity/reference/stages.py: B batch, S sequence, D hidden, H heads, K key-value heads, E head dimension, F
+feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.core.backend import Arrays, Session
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.groups import by_muon, group_settings, moment_names
+from lockstep.core.model.names import group_of, parameter_shapes, probe_shapes
+from lockstep.core.parity.reference.stages import HEADS, ForwardStage, stages_of
+
+Form = tuple[str, str, np.ndarray, np.ndarray]
+ROWS, LENGTH = 2, 8
+# Which of its sequence's documents each token belongs to, where the run asks: of one token and of several, at either
+# end and in the middle.
+DOCUMENTS = np.array([[0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 2, 2, 2]], np.int32)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A session of the reference at a small model of its own, and that model's run."""
+
+    session: Session
+    config: RunConfig
+
+    def run(self, stage: str, **inputs: np.ndarray) -> np.ndarray:
+        """The stage's output, float64."""
+        return self.session.run_stage(stage, inputs)["out"].astype(np.float64)
+
+    def stages(self) -> dict[str, ForwardStage]:
+        """The first of every forward stage, by id."""
+        found: dict[str, ForwardStage] = {}
+        for stage in stages_of(self.config):
+            found.setdefault(stage.id, stage)
+        return found
+
+    def shapes(self, stage: ForwardStage) -> dict[str, tuple[int, ...]]:
+        """Shape of every floating input of a stage, and of its output under `out`."""
+        taps = probe_shapes(self.config.model, ROWS, LENGTH)
+        params = parameter_shapes(self.config.model)
+        of_inputs = {role: taps[tap] for role, tap in stage.taps.items()}
+        return of_inputs | {role: params[name] for role, name in stage.params.items()} | {"out": taps[stage.tap]}
+
+    def integers(self, stage: ForwardStage) -> dict[str, np.ndarray]:
+        """The inputs that come from the batch: token ids, each another one; documents."""
+        ids = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
+        return {role: DOCUMENTS if role == "documents" else ids for role in stage.batch}
+
+
+def tables(subject: Subject) -> Iterator[Form]:
+    """An embedding is a row of its table; a projection of the unit vector i is column i of its matrix, plus bias."""
+    for stage in subject.stages().values():
+        shapes = subject.shapes(stage)
+        if "weight" not in stage.params or len(shapes["weight"]) != 2 or stage.id in HEADS:
+            continue
+        rows, columns = shapes["weight"]
+        # Small integers: exact in every format, and in every sum of them.
+        weight = ((np.arange(rows * columns).reshape(rows, columns) * 7) % 61 - 30).astype(np.float64)
+        if stage.id == "embed":
+            tokens = subject.integers(stage)["tokens"]
+            yield stage.id, "a row of the table", subject.run("embed", weight=weight, tokens=tokens), weight[tokens]
+            continue
+        unit = np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % columns
+        x = np.eye(columns)[unit]
+        bias = {"bias": np.arange(rows) % 5 - 2.0} if "bias" in stage.params else {}
+        due = weight.T[unit] + bias.get("bias", 0.0)
+        yield stage.id, "the column of a unit vector", subject.run(stage.id, x=x, weight=weight, **bias), due
+
+
+def sums_and_norms(subject: Subject) -> Iterator[Form]:
+    """X + y; RMSNorm of a constant c is c/√(c² + ε), times its gain (Zhang & Sennrich 2019): no mean is taken away."""
+    for stage in subject.stages().values():
+        shapes = subject.shapes(stage)
+        if stage.id.endswith("_residual"):
+            x = np.arange(math.prod(shapes["x"])).reshape(shapes["x"]) % 97.0
+            yield stage.id, "a sum", subject.run(stage.id, x=x, y=1.0 - 2 * x), 1.0 - x
+        elif stage.id.endswith("_norm"):
+            gain, constant = 1.0 + np.arange(shapes["weight"][0]) % 3, 0.25
+            x = np.full(shapes["x"], constant)
+            due = np.broadcast_to(gain * constant / math.sqrt(constant**2 + subject.config.model.norm_eps), x.shape)
+            yield stage.id, "a constant vector", subject.run(stage.id, x=x, weight=gain), due
+
+
+def activation(subject: Subject) -> Iterator[Form]:
+    """SwiGLU (Shazeer 2020): silu(ln 3) = ¾·ln 3, times `up`; silu(−ln 3) = −¼·ln 3."""
+    shape = subject.shapes(subject.stages()["act"])["gate"]
+    sign = np.where(np.arange(math.prod(shape)).reshape(shape) % 2, -1.0, 1.0)
+    due = np.where(sign > 0, 0.75, -0.25) * math.log(3.0) * 2.0
+    yield "act", "silu at ±ln 3", subject.run("act", gate=sign * math.log(3.0), up=np.full(shape, 2.0)), due
+
+
+def rotation(subject: Subject) -> Iterator[Form]:
+    """RoPE (Su et al. 2021) in two halves: pair (j, j + E/2) turns by position·θ^(−2j/E); products know distances."""
+    model, reset = subject.config.model, subject.config.attention.reset_positions
+    half, base = model.head_dim // 2, float(model.rope_theta)
+    position = within_documents() if reset else np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
+    angle = position[..., None] * base ** (-2.0 * np.arange(half) / model.head_dim)
+    several = {"documents": DOCUMENTS} if reset else {}
+    single = {"documents": np.zeros_like(DOCUMENTS)} if reset else {}
+    for stage in ("q_rope", "k_rope"):
+        heads, width = (model.heads if stage == "q_rope" else model.kv_heads), model.head_dim
+        x = np.zeros((ROWS, LENGTH, heads, width))
+        x[..., :half] = 1.0
+        due = np.broadcast_to(np.concatenate([np.cos(angle), np.sin(angle)], 2)[:, :, None], x.shape)
+        yield stage, "angles", subject.run(stage, x=x.reshape(ROWS, LENGTH, -1), **several), due
+        rng = np.random.default_rng(0)
+        one, other = (np.broadcast_to(rng.standard_normal(width), x.shape) for _ in range(2))
+        turned = [subject.run(stage, x=y.reshape(ROWS, LENGTH, -1), **single)[0, :, 0] for y in (one, other)]
+        products = turned[0] @ turned[1].T
+        due = np.array([[products[max(i - j, 0), max(j - i, 0)] for j in range(LENGTH)] for i in range(LENGTH)])
+        yield stage, "products depend on the distance alone", products, due
+
+
+def attention(subject: Subject) -> Iterator[Form]:
+    """Equal keys give the running mean of values, each from its own KV head; two keys a logistic weight at 1/√E.
+
+    Where documents do not see each other, within each of them.
+    """
+    model, masked = subject.config.model, subject.config.attention.document_mask
+    seen = {"documents": DOCUMENTS} if masked else {}
+    position = np.broadcast_to(np.arange(LENGTH, dtype=np.float64), (ROWS, LENGTH))
+    within = within_documents() if masked else position
+    heads, kv_heads, width = model.heads, model.kv_heads, model.head_dim
+    q = np.random.default_rng(0).standard_normal((ROWS, LENGTH, heads, width))
+    of_head = np.arange(heads) // (heads // kv_heads)
+    own = 16.0 * np.arange(kv_heads)
+    v = np.broadcast_to(position[..., None, None] + own[:, None], (ROWS, LENGTH, kv_heads, width))
+    k = np.ones((ROWS, LENGTH, kv_heads, width))
+    out = subject.run("attn", q=q, k=k, v=v.reshape(ROWS, LENGTH, -1), **seen).reshape(ROWS, LENGTH, heads, width)
+    due = np.broadcast_to((position - within / 2)[..., None, None] + 16.0 * of_head[:, None], out.shape)
+    yield "attn", "equal keys: the running mean", out, due
+    q, k = np.zeros_like(q), np.zeros_like(k)
+    q[..., 0], k[within == 0, :, 0] = 1.0, math.sqrt(width) * math.log(3.0)
+    v = np.zeros((ROWS, LENGTH, kv_heads, width))
+    v[within == 0] = 1.0
+    out = subject.run("attn", q=q, k=k, v=v.reshape(ROWS, LENGTH, -1), **seen).reshape(ROWS, LENGTH, heads, width)
+    due = np.broadcast_to((3.0 / (3.0 + within))[..., None, None], out.shape)
+    yield "attn", "a score of ln 3 against zeros: 3 / (3 + n)", out, due
+
+
+def within_documents() -> np.ndarray:
+    """Place of each token of DOCUMENTS in its own document, from 0: float64 (ROWS, LENGTH)."""
+    return np.array([[list(row[:i]).count(row[i]) for i in range(LENGTH)] for row in DOCUMENTS], np.float64)
+
+
+def loss_head(subject: Subject) -> Iterator[Form]:
+    """Uniform logits cost ln V; one logit `a` above the rest costs ln(1 + (V − 1)·e^(−a)) as the target.
+
+    A library's head gets them as products: row t of the weight is the unit vector of the token whose target is t.
+    """
+    vocabulary, last = subject.config.model.vocab_size, list(subject.stages().values())[-1]
+    targets, shapes = subject.integers(last)["targets"], subject.shapes(last)
+
+    def nll(logits: np.ndarray) -> np.ndarray:
+        if last.id not in HEADS:
+            return subject.run(last.id, logits=logits, targets=targets)
+        x = np.eye(shapes["x"][-1])[targets]
+        weight = np.zeros(shapes["weight"])
+        weight[:, : targets.size] = logits.reshape(-1, vocabulary).T
+        return subject.run(last.id, x=x, weight=weight, targets=targets)
+
+    flat = np.full((ROWS, LENGTH, vocabulary), 3.0)
+    due = np.full((ROWS, LENGTH), math.log(vocabulary))
+    yield last.id, "uniform logits cost ln V", nll(flat), due
+    above = np.linspace(0.5, 12.0, LENGTH)
+    peaked = above[:, None] * np.eye(vocabulary)[targets]
+    due = np.broadcast_to(np.log1p((vocabulary - 1) * np.exp(-above)), (ROWS, LENGTH))
+    yield last.id, "one logit above the rest", nll(peaked), due
+
+
+def optimizer(subject: Subject) -> Iterator[Form]:
+    """AdamW by hand (Loshchilov & Hutter 2019, algorithm 2, lr on both terms), at the third step, with clipping.
+
+    Decay is decoupled, rate and decay are the group's. Muon of a matrix by its singular values (`by_singular_values`).
+    """
+    optim, rng = subject.config.optim, np.random.default_rng(1)
+    schedule, coefficient, done = 0.01, 0.5, 2
+    shapes = parameter_shapes(subject.config.model)
+    kinds = {"params": list(shapes), "grads": list(shapes), **moment_names(optim, shapes)}
+    old: dict[str, dict[str, np.ndarray]] = {
+        kind: {name: rng.standard_normal(shapes[name]) for name in names} for kind, names in kinds.items()
+    }
+    old["exp_avg_sq"] = {name: np.square(value) for name, value in old["exp_avg_sq"].items()}
+    inputs = {f"{kind}/{name}": value for kind, tree in old.items() for name, value in tree.items()}
+    scalars = {"step": np.asarray(done), "coefficient": np.asarray(coefficient), "lr": np.asarray(schedule)}
+    new = subject.session.run_stage("update", inputs | scalars)
+    for name in shapes:
+        gradient, p = coefficient * old["grads"][name], old["params"][name]
+        settings = group_settings(subject.config, group_of(name))
+        lr, decay = schedule * settings.lr_factor, settings.weight_decay
+        if by_muon(optim, name):
+            b = optim.momentum * old["momentum_buffer"][name] + (1 - optim.momentum) * gradient
+            direction = optim.momentum * b + (1 - optim.momentum) * gradient if optim.nesterov else b
+            made = 0.2 * math.sqrt(max(p.shape)) * by_singular_values(direction, optim.ns_steps)
+            yield "moments", f"momentum_buffer of {name}", new[f"momentum_buffer/{name}"], b
+            yield "update", name, new[f"params/{name}"], p - lr * (made + decay * p)
+            continue
+        m = optim.beta1 * old["exp_avg"][name] + (1 - optim.beta1) * gradient
+        v = optim.beta2 * old["exp_avg_sq"][name] + (1 - optim.beta2) * gradient**2
+        yield "moments", f"exp_avg of {name}", new[f"exp_avg/{name}"], m
+        yield "moments", f"exp_avg_sq of {name}", new[f"exp_avg_sq/{name}"], v
+        m_hat, v_hat = m / (1 - optim.beta1 ** (done + 1)), v / (1 - optim.beta2 ** (done + 1))
+        yield "update", name, new[f"params/{name}"], p - lr * (m_hat / (np.sqrt(v_hat) + optim.eps) + decay * p)
+
+
+def by_singular_values(x: np.ndarray, steps: int) -> np.ndarray:
+    """Newton–Schulz (Jordan 2024) moves singular values alone: each by s ← 3.4445·s − 4.775·s³ + 2.0315·s⁵."""
+    left, values, right = np.linalg.svd(x, full_matrices=False)
+    values = values / np.linalg.norm(values)
+    for _ in range(steps):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    moved: np.ndarray = (left * values) @ right
+    return moved
+
+
+FORMS: tuple[Callable[[Subject], Iterator[Form]], ...] = (
+    tables,
+    sums_and_norms,
+    activation,
+    rotation,
+    attention,
+    loss_head,
+    optimizer,
+)
+
+
+def drawn(subject: Subject, stage: ForwardStage, seed: int = 0) -> Arrays:
+    """Inputs of a stage from a normal distribution, and the gradient of its output under `grad`."""
+    rng, shapes = np.random.default_rng(seed), subject.shapes(stage)
+    drawn = {("grad" if role == "out" else role): rng.standard_normal(shape) for role, shape in shapes.items()}
+    return drawn | subject.integers(stage)

@@ -1,0 +1,291 @@
+"""The reference judged, before it judges anybody: a wrong reference accuses honest trainers and passes faulty ones.
+
+It opens a small model of the run's own kind (tied or not, biases, grouped heads, ε, θ, optimizer) and is held to
+
+* closed forms of every stage and of an AdamW step, in FP64 (core/parity/reference/closed_forms.py);
+* its own differences: what each stage's backward sends back, against (f(x + h·v) − f(x − h·v)) / 2h;
+* causality by gradient, through the whole model: nothing comes back from a later position or another sequence, nor
+  from another document where documents do not see each other;
+* its model against its own stages: what it computes at a tap is what that stage makes of the taps before;
+* its declared precision: FP32 products are FP32 (TF32 has 10 bits of mantissa, and is JAX's default on GPUs), and
+  under a narrower policy exactly the matrix products are rounded, by about as much as that format rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lockstep.core.backend import Backend, Batch, NotSupported
+from lockstep.core.config.schema import CompileConfig, PrecisionConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.model.names import GRADIENT, parameter_shapes
+from lockstep.core.parity.evidence.gather import observed_names, uneven_weights
+from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures.compare import Reference, relative_difference
+from lockstep.core.parity.measures.verdict import Finding, Measure
+from lockstep.core.parity.reference.closed_forms import DOCUMENTS, FORMS, LENGTH, ROWS, Subject, drawn
+from lockstep.core.parity.reference.stages import PHASES, shared_tensors, stages_of
+
+# Central differences with h = 2⁻¹⁶: of h² = 2e-10 times a third derivative, and ε/h = 1e-11 of rounding.
+WIDTH, DIFFERENCE_LIMIT = 2.0**-16, 1e-7
+# Rounding normal numbers to unit roundoff u makes a relative error of 0.42·u (root mean square); a product of rounded
+# operands, rounded once more, 0.73·u. Below a quarter of u a narrower format is not in force, be it by TF32 or FP16
+# (u/8) instead; a backward of attention, with seven roundings of which some cancel, stays below 4·u.
+UNIT_ROUNDOFF = {
+    "tf32": 2.0**-11,
+    "bf16": 2.0**-8,
+    "fp16": 2.0**-11,
+    "fp8_tensorwise": 2.0**-8,
+    "fp8_rowwise": 2.0**-8,
+}
+UNIT_ROUNDOFF_FP8 = 2.0**-4
+LINEARS = ("q", "k", "v", "o_proj", "gate", "up", "down_proj")
+MOST_ROUNDOFFS, LEAST_ROUNDOFFS = 4.0, 0.25
+# 1 + 2⁻¹² needs 12 bits of mantissa: FP32 has 23, TF32 10.
+TF32_PROBE = 1.0 + 2.0**-12
+
+
+@dataclass(frozen=True)
+class ReferenceCheck:
+    """What the reference was held to, and what could not be asked of it, in words."""
+
+    findings: tuple[Finding, ...]
+    not_covered: tuple[str, ...]
+
+    @property
+    def wrong(self) -> tuple[Finding, ...]:
+        """What it gets wrong, in the order of the questions."""
+        return tuple(f for f in self.findings if not f.ok)
+
+
+def require_sound(reference: Backend, config: RunConfig) -> ReferenceCheck:
+    """`check_reference`; raises UserError that names what the reference gets wrong."""
+    check = check_reference(reference, config)
+    if check.wrong:
+        first, *others = check.wrong
+        said = f"{first.stage}, {first.phase}: {first.tap}: {first.worst.name} {first.worst.value:.1e}"
+        bounds = f"at most {first.worst.high:.1e}" if first.worst.high is not None else ""
+        if first.worst.low is not None and first.worst.value < first.worst.low:
+            bounds = f"at least {first.worst.low:.1e}"
+        rest = f", and {len(others)} more of {len(check.findings)}" if others else ""
+        raise UserError(f"the reference is wrong, and judges nobody: {said} ({bounds}: {first.worst.basis}){rest}")
+    return check
+
+
+def sound_reference(backend: Backend, config: RunConfig) -> Reference:
+    """`Reference.open` of one that was judged. Raises UserError that names what it gets wrong."""
+    check = require_sound(backend, config)
+    return replace(Reference.open(backend, config), not_asked=check.not_covered)
+
+
+def check_reference(reference: Backend, config: RunConfig) -> ReferenceCheck:
+    """Put every question to a reference. What it raises NotSupported for is not covered, nor a model it cannot open."""
+    subjects = Subjects(reference, small(config))
+    questions: tuple[tuple[str, Callable[[Subjects], Iterator[Finding]]], ...] = (
+        ("closed forms", _closed_forms),
+        ("derivatives", _derivatives),
+        ("causality by gradient", _causality),
+        ("the model against its stages", _wiring),
+        ("the declared precision", _precision),
+    )
+    found: list[Finding] = []
+    missing: list[str] = []
+    for what, ask in questions:
+        try:
+            found += list(ask(subjects))
+        except NotSupported as reason:
+            missing.append(f"{what} of the reference: {reason}")
+        except Exception as error:  # somebody else's reference; the check itself says what it cannot do with it
+            missing.append(f"{what} of the reference: {_said(error)}")
+    subjects.close()
+    return ReferenceCheck(tuple(found), tuple(missing))
+
+
+def small(config: RunConfig) -> RunConfig:
+    """A run of the same kind, with a model of two layers and some thousand parameters."""
+    model = config.model
+    heads = 4
+    kv_heads = {model.heads: heads, 1: 1}.get(model.kv_heads, 2)
+    sizes = {"vocab_size": 40, "hidden": 32, "layers": 2, "heads": heads, "kv_heads": kv_heads, "ffn_hidden": 24}
+    train = {"batch_size": ROWS, "micro_batch_size": ROWS, "sequence_length": LENGTH, "ranks": 1, "curriculum": ""}
+    return config.model_copy(
+        update={
+            "model": model.model_copy(update=sizes),
+            "train": config.train.model_copy(update=train),
+            "compile": CompileConfig(enabled=False),
+        }
+    )
+
+
+class Subjects:
+    """Sessions of the reference at a small model, one a policy, opened when first asked for."""
+
+    def __init__(self, reference: Backend, config: RunConfig) -> None:
+        self.policy = config.precision.policy
+        self._reference, self._config = reference, config
+        self._opened: dict[str, Subject] = {}
+
+    def at(self, policy: str) -> Subject:
+        """The session at a policy. Raises NotSupported if the reference cannot open it or runs no stages."""
+        if policy not in self._opened:
+            precision = PrecisionConfig.model_validate({"policy": policy})
+            config = self._config.model_copy(update={"precision": precision})
+            try:
+                session = self._reference.open(config)
+            except Exception as error:  # somebody else's reference, which need not know another model than the run's
+                raise NotSupported(f"it opens no small model at {policy}: {_said(error)}") from error
+            if not callable(getattr(session, "run_stage", None)):
+                raise NotSupported("its session has no run_stage")
+            if differ := sorted(session.state().params.keys() ^ parameter_shapes(config.model).keys()):
+                raise NotSupported(f"it knows the parameters by other names: {', '.join(differ[:3])}")
+            self._opened[policy] = Subject(session, config)
+        return self._opened[policy]
+
+    def close(self) -> None:
+        """Close what was opened."""
+        for subject in self._opened.values():
+            subject.session.close()
+
+
+def _closed_forms(subjects: Subjects) -> Iterator[Finding]:
+    truth = subjects.at("fp64")
+    basis = "a closed form, in FP64"
+    for form in FORMS:
+        for stage, what, answer, due in form(truth):
+            yield _finding(stage, what, relative_difference(answer, due), calibrated_bounds.FP64_LIMIT, basis, due.size)
+
+
+def _derivatives(subjects: Subjects) -> Iterator[Finding]:
+    truth = subjects.at("fp64")
+    basis = "central differences of its own forward pass, in FP64"
+    for name, stage in truth.stages().items():
+        inputs = drawn(truth, stage)
+        sent = truth.session.run_stage(name, inputs)
+        for role in (*stage.taps, *stage.params):
+            if f"grad/{role}" not in sent:
+                raise NotSupported(f"it gives no gradients of {name}")
+            direction = np.random.default_rng(2).standard_normal(np.shape(inputs[role]))
+            sides = [truth.run(name, **{**inputs, role: inputs[role] + h * direction}) for h in (WIDTH, -WIDTH)]
+            along = (sides[0] - sides[1]) / (2 * WIDTH)
+            due, grad = float(np.vdot(inputs["grad"], along)), sent[f"grad/{role}"].astype(np.float64)
+            scale = float(np.linalg.norm(inputs["grad"]) * np.linalg.norm(along))
+            off = abs(float(np.vdot(grad, direction)) - due) / scale
+            yield _finding(name, f"gradient of {role}", off, DIFFERENCE_LIMIT, basis, grad.size, "backward")
+
+
+def _causality(subjects: Subjects) -> Iterator[Finding]:
+    """The loss of one position of one sequence: zeros come back at every later one and from the other sequence.
+
+    Where documents do not see each other, from those before it too.
+    """
+    truth = subjects.at("fp64")
+    masked = truth.config.attention.document_mask
+    at = LENGTH // 2
+    weights = np.zeros((ROWS, LENGTH), np.float32)
+    weights[0, at] = 1.0
+    grad = truth.session.observe(_batch(truth.config, weights), [GRADIENT + "embed"])[GRADIENT + "embed"]
+    reached = np.any(grad != 0, axis=-1)
+    due = np.zeros_like(reached)
+    due[0, : at + 1] = DOCUMENTS[0, : at + 1] == DOCUMENTS[0, at] if masked else True
+    before = "what came before it in its document" if masked else "what came before it"
+    basis = f"what the loss at a position reaches: itself, {before}, and nothing else"
+    wrong = Measure("mismatches", float(np.count_nonzero(reached != due)), None, 0.0, basis)
+    yield Finding("attn", "causality by gradient", "backward", None, "local", (wrong,), due.size)
+
+
+def _batch(config: RunConfig, weights: np.ndarray) -> Batch:
+    """Every token another one; documents where the run asks for them."""
+    tokens = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
+    documents = DOCUMENTS if config.attention.needs_documents else None
+    return Batch(tokens, tokens[:, ::-1].copy(), weights, documents)
+
+
+def _wiring(subjects: Subjects) -> Iterator[Finding]:
+    """Every stage of every layer from the taps that it reads, and what it sends back from the gradient at its own."""
+    truth = subjects.at("fp64")
+    params = truth.session.state().params
+    batch = uneven_weights(_batch(truth.config, np.ones((ROWS, LENGTH), np.float32)), 0)
+    taps = truth.session.observe(batch, observed_names(truth.config))
+    shared = {one.name for one in shared_tensors(truth.config)}
+    basis = "the model's own stage on the model's own taps, in FP64"
+    for stage in stages_of(truth.config):
+        inputs = {role: taps[tap] for role, tap in stage.taps.items()} | {"grad": taps[GRADIENT + stage.tap]}
+        inputs |= {role: params[name] for role, name in stage.params.items()}
+        made = truth.session.run_stage(stage.id, inputs | {role: batch.arrays[role] for role in stage.batch})
+        off = relative_difference(taps[stage.tap], made["out"])
+        yield _finding(
+            stage.id, stage.tap, off, calibrated_bounds.FP64_LIMIT, basis, made["out"].size, layer=stage.layer
+        )
+        for role in (*stage.taps, *stage.params):
+            if (name := stage.sends(role)) not in shared:
+                sent = made[f"grad/{role}"]
+                off = relative_difference(taps[GRADIENT + name], sent)
+                what = f"{stage.tap}, gradient of {role}"
+                yield _finding(
+                    stage.id, what, off, calibrated_bounds.FP64_LIMIT, basis, sent.size, "backward", layer=stage.layer
+                )
+
+
+def _precision(subjects: Subjects) -> Iterator[Finding]:
+    """Every stage at the declared precision, and in the stream dtype, against FP64 on the same inputs."""
+    policy = subjects.policy
+    truth = subjects.at("fp64")
+    if policy == "fp64":
+        return
+    yield from _not_tf32(subjects.at("fp32"))
+    declared = subjects.at(policy)
+    stages = truth.stages()
+    variants = [(name, name, UNIT_ROUNDOFF.get(policy)) for name in stages]
+    if policy.startswith("fp8"):
+        variants += [(name, f"{name}/fp8", UNIT_ROUNDOFF_FP8) for name in LINEARS]
+    for name, variant, unit in variants:
+        # The same bits for both: FP32 values.
+        drawn_at = drawn(truth, stages[name])
+        inputs = {r: a.astype(np.float32) if a.dtype == np.float64 else a for r, a in drawn_at.items()}
+        answers, due = declared.session.run_stage(variant, inputs), truth.session.run_stage(name, inputs)
+        for key in due:
+            rounded = unit is not None and name in calibrated_bounds.ROUNDED and key != "grad/bias"
+            high = MOST_ROUNDOFFS * unit if rounded and unit else calibrated_bounds.FP32_LIMIT
+            low = LEAST_ROUNDOFFS * unit if rounded and unit else None
+            what = f"{policy}: {'output' if key == 'out' else 'gradient of ' + key.removeprefix('grad/')}"
+            basis = f"operands rounded to {variant.partition('/')[2] or policy}" if rounded else "FP32 throughout"
+            off = relative_difference(answers[key], due[key])
+            phase = None if key == "out" else "backward"
+            yield _finding(name, what, off, high, basis, due[key].size, phase, low)
+
+
+def _not_tf32(subject: Subject) -> Iterator[Finding]:
+    """A unit vector, a little longer than one, comes back from a matrix product with every bit that FP32 has."""
+    for name, stage in subject.stages().items():
+        if name not in ("q", "o_proj", "gate", "down_proj", "logits"):
+            continue
+        shapes = subject.shapes(stage)
+        x, weight = np.full(shapes["x"], 0.0, np.float32), np.ones(shapes["weight"], np.float32)
+        x[..., 0] = TF32_PROBE
+        bias = {"bias": np.zeros(shapes["bias"], np.float32)} if "bias" in shapes else {}
+        off = float(np.max(np.abs(subject.run(name, x=x, weight=weight, **bias) - TF32_PROBE)))
+        basis = "1 + 2⁻¹² through an FP32 product; TF32 would give 1"
+        yield _finding(name, "TF32 probe", off, math.ulp(1.0) * 2.0**29, basis, x.size)
+
+
+def _finding(
+    stage: str,
+    what: str,
+    off: float,
+    high: float,
+    basis: str,
+    size: int,
+    phase: str | None = None,
+    low: float | None = None,
+    layer: int | None = None,
+) -> Finding:
+    measure = Measure("relative_error", off, low, high, basis)
+    return Finding(stage, what, phase or PHASES[stage], layer, "local", (measure,), size)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

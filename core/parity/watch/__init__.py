@@ -1,0 +1,1 @@
+"""`lockstep.watch`: the parity engine inside a training loop that knows nothing of Lockstep."""

@@ -1,0 +1,415 @@
+"""`watch`: forward, backward and update of somebody's own training loop against a function of theirs, no `Backend`.
+
+    watcher = watch(model, optimizer, reference=reference(jax_loss), every=100)
+    for batch in data:
+        loss = train_loss(model, batch)
+        loss.backward()
+        with watcher.step(batch, loss):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        optimizer.zero_grad()
+
+What is read is copied, nothing is written: model, gradients, optimizer state and random numbers stay as they are.
+Outside of checked steps nothing happens but counting. docs/guide/watch.md is the page for users.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from lockstep.core.backend import Arrays
+from lockstep.core.errors import UserError
+from lockstep.core.parity.measures.verdict import Check, Finding, Outcome, overall, verdict_json
+from lockstep.core.parity.watch import judge
+from lockstep.core.parity.watch.judge import Judge, Limits, Precision, Step
+from lockstep.core.parity.watch.snapshot import (
+    Answer,
+    FromCallable,
+    Names,
+    Reference,
+    Snapshot,
+    array_of,
+    batch_as,
+    dtype_of,
+    gradients_of,
+    outside,
+    parameters_of,
+    renamed,
+    snapshot,
+)
+from lockstep.core.parity.watch.update_rules import ROUNDINGS, RULES, Rule, rule_of
+
+log = logging.getLogger("lockstep.watch")
+
+OnAlarm = Literal["log", "stop"] | Callable[[Check], None]
+Declared = Mapping[str, Any] | Callable[[str, int], Mapping[str, Any]]
+
+
+class Disagreed(Exception):
+    """A check disagreed and `on_alarm="stop"` was asked for; `check` holds the findings."""
+
+    def __init__(self, check: Check) -> None:
+        super().__init__(in_words(check))
+        self.check = check
+
+
+def watch(
+    model: Any,
+    optimizer: Any,
+    *,
+    reference: Reference | Callable[[dict[str, np.ndarray], Any], tuple[float, Arrays]],
+    every: int = 100,
+    precision: Precision | None = None,
+    names: Names = None,
+    clip_norm: float | None = None,
+    declared: Declared | None = None,
+    rule: str | Rule | None = None,
+    bounds: Mapping[str, float] | None = None,
+    calibrate: int = 0,
+    on_alarm: OnAlarm = "log",
+    start: int = 0,
+) -> Watcher:
+    """A watcher of `model` (any torch module) and `optimizer` (one, or a sequence of them).
+
+    Args:
+        model: what `named_parameters()` names and `.grad` is read from.
+        optimizer: its groups' hyperparameters and its state are read around its step.
+        reference: `lockstep.jax_backend.watch.reference(loss)`, any object with `truth` and `twin`, or a numpy callable
+            `(params, batch) -> (loss, gradients)` that computes in the dtype of its parameters.
+        every: check the first step and every step whose number is a multiple of this.
+        precision: the candidate's: `fp32`, `bf16` (autocast, or bf16 weights) or `fp64`. Default: its weights' dtype.
+        names: the model's parameter name → the reference's, a mapping or a function. Default: the same names.
+        clip_norm: the norm to which gradients are clipped, inside or before the block.
+        declared: hyperparameters that the optimizer should have, or `(parameter name, step) -> hyperparameters`.
+        rule: `adamw`, `adam`, `sgd` or a function as in core/parity/watch/update_rules.py, for an optimizer that is not
+            torch's own. Several optimizers share it.
+        bounds: any of `excess`, `distance`, `gain`, `relative_error` (fp64) and `loss`, in place of the derived ones.
+        calibrate: the first so many checks only measure loss and gradients; their extremes with a margin become bounds.
+        on_alarm: a check that disagrees is logged, or raises `Disagreed` after the step, or is handed to a function.
+        start: steps done before the watcher's first, for a resumed run.
+
+    Raises UserError for settings that cannot work; `step` raises it at the first check for a reference that cannot.
+    """
+    return Watcher(
+        model,
+        list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer],
+        reference if hasattr(reference, "truth") else FromCallable(reference),
+        Settings(every, precision, names, clip_norm, declared, rule, bounds, calibrate, on_alarm, start),
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The keyword arguments of `watch`."""
+
+    every: int
+    precision: Precision | None
+    names: Names
+    clip_norm: float | None
+    declared: Declared | None
+    rule: str | Rule | None
+    bounds: Mapping[str, float] | None
+    calibrate: int
+    on_alarm: OnAlarm
+    start: int
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UserError(f"every={self.every}: it counts steps, 1 or more")
+        if self.precision not in (None, "fp32", "bf16", "fp64"):
+            raise UserError(f"precision={self.precision!r}: it is fp32, bf16 or fp64")
+        if isinstance(self.rule, str) and self.rule not in RULES:
+            raise UserError(f"rule={self.rule!r}: known are {', '.join(RULES)}, or give a function")
+        if not callable(self.on_alarm) and self.on_alarm not in ("log", "stop"):
+            raise UserError(f"on_alarm={self.on_alarm!r}: it is 'log', 'stop' or a function of the check")
+        if self.calibrate and self.bounds:
+            raise UserError("bounds= and calibrate= are two sources of one thing: give one")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UserError(f"clip_norm={self.clip_norm}: it is positive, or None where nothing is clipped")
+
+
+@dataclass
+class _Pending:
+    """One step that is being checked: what was read so far."""
+
+    number: int
+    batch: Any
+    loss: float
+    outputs: Arrays
+    params: Arrays
+    grads: Arrays
+    before: list[Snapshot | None]
+    after: list[Snapshot | None]
+    fired: list[int]
+    between: list[Finding]
+    started: float
+    handles: list[Any] = field(default_factory=list)
+
+
+class Watcher:
+    """Built by `watch`. `checks` holds every check so far, in order."""
+
+    def __init__(self, model: Any, optimizers: Sequence[Any], reference: Any, settings: Settings) -> None:
+        self.settings, self.reference = settings, reference
+        self.steps, self.checks = settings.start, list[Check]()
+        self._model, self._optimizers = model, optimizers
+        params = parameters_of(model)
+        self._dtypes = {name: dtype_of(p) for name, p in params.items()}
+        if unknown := sorted(set(self._dtypes.values()) - set(ROUNDINGS)):
+            raise UserError(f"parameters of dtype {unknown[0]} cannot be watched; {', '.join(ROUNDINGS)} can")
+        if not any(p.requires_grad for p in params.values()):
+            raise UserError("every parameter is frozen: there is no gradient to compare")
+        self._renamed = renamed(settings.names, list(params))
+        self.precision = settings.precision or _precision_of(set(self._dtypes.values()))
+        limits = Limits.nearest(self.precision)
+        if settings.bounds:
+            limits = limits.given(settings.bounds)
+        self._judge = Judge(self.precision, None if settings.calibrate else limits)
+        given = RULES[settings.rule] if isinstance(settings.rule, str) else settings.rule
+        self._rules = [given or rule_of(optimizer) for optimizer in optimizers]
+        self._pending: _Pending | None = None
+        self._last: tuple[int, str] | None = None  # step, digest of the moments after it
+        self._judged = False  # whether any check judged gradients
+
+    @property
+    def verdict(self) -> Outcome:
+        """Over all checks: `disagreed` if any did, `could_not` if gradients were never judged, else `agreed`."""
+        if any(c.verdict == "disagreed" for c in self.checks):
+            return "disagreed"
+        # Checks that only measured are no verdict, and do not undo later ones.
+        return overall([c for c in self.checks if c.verdict != "could_not"]) if self._judged else "could_not"
+
+    def to_json(self) -> dict[str, Any]:
+        """As `lockstep parity --json` (docs)."""
+        return verdict_json(self.checks, mode="watch", precision=self.precision) | {"verdict": self.verdict}
+
+    def __str__(self) -> str:
+        lines = [in_words(check) for check in self.checks]
+        uncovered = sorted({item for check in self.checks for item in check.not_covered})
+        return "\n".join(
+            [*lines, *(f"not covered: {item}" for item in uncovered), f"{self.verdict} in {len(self.checks)} checks"]
+        )
+
+    @contextmanager
+    def step(
+        self, batch: Any, loss: Any, *, outputs: Mapping[str, Any] | None = None, check: bool | None = None
+    ) -> Iterator[None]:
+        """Around clipping and `optimizer.step()`: after `backward`, before `zero_grad`.
+
+        Args:
+            batch: what the reference gets, with tensors as numpy arrays; under accumulation, all micro-batches.
+            loss: the loss whose gradients are in `.grad`, a tensor or a float; under accumulation, that of the step.
+            outputs: values of the forward by the reference's names, if the reference gives any.
+            check: check this step, or don't, whatever its number.
+        """
+        self.before_step(batch, loss, outputs=outputs, check=check)
+        try:
+            yield
+        except BaseException:
+            self._drop()
+            raise
+        self.after_step()
+
+    def before_step(
+        self, batch: Any, loss: Any, *, outputs: Mapping[str, Any] | None = None, check: bool | None = None
+    ) -> None:
+        """The first half of `step`, for loops where a block does not fit."""
+        self._drop()
+        self.steps += 1
+        first = self.steps == self.settings.start + 1
+        if check is False or not (check or first or self.steps % self.settings.every == 0):
+            return
+        started = time.perf_counter()
+        params = parameters_of(self._model)
+        if params.keys() != self._dtypes.keys():
+            raise UserError("the model's parameters are not those that watch() saw: build the watcher after the model")
+        count = len(self._optimizers)
+        value = array_of(loss)
+        if value.size != 1:
+            raise UserError(f"loss is one number; this one has shape {value.shape}")
+        self._pending = pending = _Pending(
+            self.steps,
+            batch,
+            float(value.reshape(())),
+            {name: array_of(x) for name, x in (outputs or {}).items()},
+            {name: array_of(p) for name, p in params.items()},
+            gradients_of(params),
+            [None] * count,
+            [None] * count,
+            [0] * count,
+            list(self._between(params)),
+            started,
+        )
+        for i, optimizer in enumerate(self._optimizers):
+            _listen(pending, i, optimizer, params)
+
+    def after_step(self) -> Check | None:
+        """The second half of `step`: judges what was read, where this step is checked.
+
+        Raises Disagreed under `on_alarm="stop"`, and UserError for a reference that cannot judge this model.
+        """
+        pending = self._pending
+        if pending is None:
+            return None
+        params = parameters_of(self._model)
+        before, after, fired = [], [], []
+        for i, optimizer in enumerate(self._optimizers):
+            now = snapshot(params, [optimizer])
+            hooked = hasattr(optimizer, "register_step_post_hook")
+            fired.append(pending.fired[i] if hooked else 1)
+            before.append(pending.before[i] or now)
+            after.append(pending.after[i] or now)
+        self._drop()
+        frozen = frozenset(name for name, p in params.items() if not p.requires_grad)
+        step = Step(
+            pending.number, pending.loss, pending.outputs, pending.params, pending.grads,
+            before, after, fired, frozen, self._dtypes,
+        )  # fmt: skip
+        check = self._check(step, pending, params)
+        self.checks.append(check)
+        self._last = (step.number, _digest(after)) if self.settings.every == 1 else None
+        self._tell(check)
+        return check
+
+    def _check(self, step: Step, pending: _Pending, params: Mapping[str, Any]) -> Check:
+        missing: list[str] = []
+        findings = list(pending.between)
+        truth, twin = self._answers(step.params, pending.batch)
+        calibrating = self._judge.limits is None
+        compared = list(self._judge.forward_backward(step, truth, twin, self.settings.clip_norm, missing))
+        findings += compared
+        left_out, strangers = outside(params, self._optimizers)
+        basis = "every trainable parameter stands in an optimizer's group"
+        findings.append(
+            judge.exact("update", "names", len(left_out), len(params), basis, ", ".join(left_out[:5]), "update")
+        )
+        if strangers:
+            missing.append(f"{strangers} tensors that the optimizer holds and the model does not")
+        if all(count == 1 for count in step.fired):
+            findings += judge.clipping(step, self.settings.clip_norm)
+        findings += judge.hyperparameters(step, self.settings.declared, missing)
+        findings += judge.update(step, self._rules, missing)
+        if self.settings.every > 1:
+            missing.append("optimizer state between checked steps (every=1 compares it)")
+        if calibrating and all(f.ok for f in findings):
+            findings = self._calibrated(missing)
+        else:
+            self._judged = self._judged or not calibrating
+        cause = judge.cause_of(step, truth, compared, self.precision)
+        return Check(step.number, tuple(findings), tuple(missing), time.perf_counter() - pending.started, cause)
+
+    def _calibrated(self, missing: list[str]) -> list[Finding]:
+        """Count one measuring check in; it judges nothing, and so does not agree."""
+        seen = self._judge.extremes
+        seen.checks += 1
+        missing.append(
+            f"loss and gradients: check {seen.checks} of {self.settings.calibrate} only measures (calibrate=)"
+        )
+        if seen.checks >= self.settings.calibrate:
+            self._judge.limits = seen.limits(self.precision)
+        return []
+
+    def _answers(self, params: Arrays, batch: Any) -> tuple[Answer, Answer]:
+        """Truth and twin, with the model's names; under fp64 the truth is both."""
+        back = {theirs: name for name, theirs in self._renamed.items()}
+        sides: list[Answer] = []
+        for ask, dtype in ((self.reference.truth, np.float64), (self.reference.twin, np.float32)):
+            given = {self._renamed[name]: p.astype(dtype) for name, p in params.items()}
+            if sides and self.precision == "fp64":
+                break
+            try:
+                answer = ask(given, batch_as(batch, dtype))
+            except KeyError as error:
+                if error.args and error.args[0] not in given:
+                    raise UserError(
+                        f"the reference asks for {error.args[0]!r}, which is neither a parameter of the model nor in "
+                        f"its batch; parameters: {', '.join(list(given)[:8])}, … (names= maps the model's names)"
+                    ) from error
+                raise
+            sides.append(Answer(answer.loss, {back.get(n, n): g for n, g in answer.grads.items()}, answer.outputs))
+        return sides[0], sides[-1]
+
+    def _between(self, params: Mapping[str, Any]) -> Iterator[Finding]:
+        """Whether the moments are still those that the step before left; only where that step was checked as well."""
+        if self._last is not None and self._last[0] == self.steps - 1:
+            now = _digest([snapshot(params, [optimizer]) for optimizer in self._optimizers])
+            basis = "equal bits of optimizer state after one step and before the next"
+            yield judge.exact("moments", "state", int(now != self._last[1]), 1, basis, phase="state")
+
+    def _tell(self, check: Check) -> None:
+        if check.verdict != "disagreed":
+            log.info("%s", in_words(check))
+        elif callable(self.settings.on_alarm):
+            self.settings.on_alarm(check)
+        elif self.settings.on_alarm == "stop":
+            raise Disagreed(check)
+        else:
+            log.warning("%s", in_words(check))
+
+    def _drop(self) -> None:
+        """Forget a step that is not finished, and stop listening."""
+        if self._pending is not None:
+            for handle in self._pending.handles:
+                handle.remove()
+            self._pending = None
+
+
+def in_words(check: Check) -> str:
+    """One check in a line or two: the verdict, and either what came nearest to its bound or where it broke."""
+    if check.verdict == "could_not":
+        return f"step {check.step}: nothing judged; {'; '.join(check.not_covered)}"
+    shown = check.worst if check.verdict == "agreed" else check.origin
+    assert shown is not None
+    measure = shown.worst
+    bound = measure.high if measure.low is None or measure.value > measure.low else measure.low
+    where = f"{shown.stage} at {shown.tap} ({shown.phase}): {measure.name} {measure.value:.4g}, bound {bound:.4g}"
+    if check.verdict == "agreed":
+        return f"step {check.step}: agreed, {len(check.findings)} comparisons; nearest to its bound: {where}"
+    broken = sum(not f.ok for f in check.findings)
+    more = "".join(f"; {text}" for text in (measure.basis, shown.note, check.cause) if text)
+    return f"step {check.step}: DISAGREED in {broken} of {len(check.findings)} comparisons; origin: {where}{more}"
+
+
+def _listen(pending: _Pending, i: int, optimizer: Any, params: Mapping[str, Any]) -> None:
+    """Copy what the update reads right before it, and what it wrote right after; clipping and schedules lie around."""
+    depth = 0  # a subclass's step that calls its parent's fires inside itself
+
+    def before(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1 and not pending.fired[i]:
+            pending.before[i] = snapshot(params, [optimizer])
+
+    def after(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            pending.fired[i] += 1
+            pending.after[i] = snapshot(params, [optimizer])
+
+    if hasattr(optimizer, "register_step_post_hook"):
+        pending.handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    else:
+        pending.before[i] = snapshot(params, [optimizer])
+
+
+def _precision_of(dtypes: set[str]) -> Precision:
+    return "fp64" if dtypes == {"float64"} else "fp32" if dtypes == {"float32"} else "bf16"
+
+
+def _digest(states: Sequence[Snapshot]) -> str:
+    digest = hashlib.sha256()
+    for state in states:
+        for kind, by_name in sorted(state.moments.items()):
+            for name, moment in sorted(by_name.items()):
+                digest.update(f"{kind}/{name}".encode() + moment.tobytes())
+        digest.update(repr(sorted(state.steps.items())).encode())
+    return digest.hexdigest()

@@ -1,0 +1,475 @@
+"""The judgement of one step of somebody's own loop: gradients and loss end to end, clipping and update locally."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from lockstep.core.backend import Arrays
+from lockstep.core.errors import UserError
+from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
+from lockstep.core.parity.measures.distances import Distances, distances
+from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
+from lockstep.core.parity.watch.snapshot import Answer, Snapshot
+from lockstep.core.parity.watch.update_rules import EXACT, Arithmetic, Rule
+
+Precision = Literal["fp32", "bf16", "fp64"]
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+# A loss is one number: its error is one draw, and a ratio of two draws has no largest value. Both are therefore set
+# against what the twin's gradients say of the function (`loss_unit`), which overstates the error of a mean over many.
+LOSS_UNITS = 4.0
+# `p + Δ` in FP64 is off by half an ulp of p on either side: this many of ‖p‖/‖Δ‖.
+FP64_ULPS = 4.0
+LEAST_TWIN_ERROR_BF16 = 1e-5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on gradients and outputs of a large tensor, and why.
+
+    excess, distance, gain: as lockstep.core.parity.measures.calibrated_bounds.Limits, for many numbers; few numbers
+    widen them by their scatter.
+    relative_error: the one bound under fp64. loss: in units of `loss_unit`.
+    """
+
+    excess: float
+    distance: float
+    gain: float
+    relative_error: float
+    loss: float
+    basis: str
+
+    @classmethod
+    def nearest(cls, precision: Precision) -> Limits:
+        """The widest bounds over the kinds of gradients that clean runs of Lockstep's own eager program set.
+
+        Nobody has calibrated a stranger's model; the twin is its owner's own function, so what is measured is the same
+        ratio of two roundings of one function, by the same two libraries.
+        """
+        if precision == "fp64":
+            basis = "FP64 has no truth above it"
+            return cls(math.inf, math.inf, math.inf, calibrated_bounds.FP64_LIMIT, LOSS_UNITS, basis)
+        recipe = f"{precision}/eager"
+        kinds = [
+            k for k in calibrated_bounds.table()[recipe] if k.startswith("gradients/") and k != "gradients/together"
+        ]
+        # Of tensors so large that their own scatter is nothing.
+        found = [calibrated_bounds.limits(recipe, kind, 2**60) for kind in kinds]
+        basis = f"widest over the gradients of clean {recipe} runs of Lockstep's model, the nearest calibrated recipe"
+        widest = {key: max(getattr(one, key) for one in found) for key in ("excess", "distance", "gain")}
+        return cls(**widest, relative_error=math.inf, loss=LOSS_UNITS, basis=basis)
+
+    def given(self, bounds: Mapping[str, float]) -> Limits:
+        """The same with the user's own. Raises UserError for a name that is no bound."""
+        known = {"excess", "distance", "gain", "relative_error", "loss"}
+        if unknown := sorted(set(bounds) - known):
+            raise UserError(f"bounds has no {unknown[0]!r}; it takes {', '.join(sorted(known))}")
+        basis = f"{', '.join(bounds)} given by bounds=; else {self.basis}"
+        return Limits(**{key: bounds.get(key, getattr(self, key)) for key in known}, basis=basis)
+
+
+@dataclass
+class Extremes:
+    """The largest of each measure over the checks that only measure, in units of the bound's scatter."""
+
+    log_excess: float = 0.0
+    distance: float = 0.0
+    gain: float = 0.0
+    relative_error: float = 0.0
+    loss: float = 0.0
+    checks: int = 0
+
+    def see(self, d: Distances, size: int) -> None:
+        """Take one comparison of `size` independent numbers into account."""
+        width = calibrated_bounds.scatter(size)
+        self.log_excess = max(self.log_excess, abs(math.log(d.excess)) / width)
+        self.distance = max(self.distance, d.twin_distance / width)
+        self.gain = max(self.gain, abs(d.gain_difference) / d.twin_relative_error / width)
+        self.relative_error = max(self.relative_error, d.relative_error)
+
+    def limits(self, precision: Precision) -> Limits:
+        """Bounds from these extremes, with the margins of core/parity/measures/calibrated_bounds.py."""
+        wider = calibrated_bounds.margin("gradients/")
+        basis = f"{self.checks} checks of this run, taken as honest by calibrate=, reached {{}}, with margin {wider:g}"
+        return Limits(
+            excess=max(math.exp(wider * self.log_excess), calibrated_bounds.LEAST_EXCESS),
+            distance=max(wider * self.distance, calibrated_bounds.LEAST_DISTANCE),
+            gain=max(calibrated_bounds.MARGIN * self.gain, calibrated_bounds.LEAST_GAIN),
+            relative_error=max(wider * self.relative_error, calibrated_bounds.FP64_LIMIT)
+            if precision == "fp64"
+            else math.inf,
+            loss=max(wider * self.loss, 1.0),
+            basis=basis.format(f"excess {math.exp(self.log_excess):.2g}, distance {self.distance:.2g}"),
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """Everything read of one step, by the model's names.
+
+    params, grads: before clipping. before, after: around each optimizer's own step. fired: how often each stepped.
+    frozen: parameters without requires_grad. dtypes: of parameters.
+    """
+
+    number: int
+    loss: float
+    outputs: Arrays
+    params: Arrays
+    grads: Arrays
+    before: Sequence[Snapshot]
+    after: Sequence[Snapshot]
+    fired: Sequence[int]
+    frozen: frozenset[str]
+    dtypes: Mapping[str, str]
+
+
+@dataclass
+class Judge:
+    """Judges steps; keeps the bounds, and what the first checks measured.
+
+    limits: None while calibrating.
+    """
+
+    precision: Precision
+    limits: Limits | None
+    extremes: Extremes = field(default_factory=Extremes)
+
+    @property
+    def stream(self) -> type[np.floating]:
+        """The dtype whose ulp is the floor of every ratio."""
+        return np.float64 if self.precision == "fp64" else np.float32
+
+    def forward_backward(
+        self, step: Step, truth: Answer, twin: Answer, clip_norm: float | None, missing: list[str]
+    ) -> Iterator[Finding]:
+        """Outputs, loss and every gradient against the reference's, whose names are already the model's.
+
+        Raises UserError for gradients of another shape, and a twin that does not round as the precision says.
+        """
+        trainable = [name for name in step.params if name not in step.frozen]
+        _check_shapes(step, truth, twin)
+        extra = sorted(set(truth.grads) - set(step.params))
+        absent = sorted(set(trainable) - (set(truth.grads) & set(twin.grads)))
+        yield exact(
+            "gradients", "names", len(extra) + len(absent), len(trainable), "every parameter stands on both sides",
+            _list("the reference lacks", absent) + _list("the model lacks", extra),
+        )  # fmt: skip
+        if step.frozen:
+            missing.append(f"gradients of {len(step.frozen)} frozen parameters: {_few(sorted(step.frozen))}")
+        both = [name for name in trainable if name in truth.grads and name in twin.grads]
+        t = {name: truth.grads[name].astype(np.float64) for name in both}
+        w = {name: twin.grads[name].astype(np.float64) for name in both}
+        error = _relative(w, t)
+        if self.precision == "bf16" and both and error < LEAST_TWIN_ERROR_BF16:
+            raise UserError(
+                f"the twin's gradients are {error:.0e} from the truth, as FP32's are, but precision is bf16: "
+                "give the reference a twin that casts as the model does, reference(loss, twin=loss_in_bf16)"
+            )
+        if self.precision == "fp32" and any(twin.grads[name].dtype == np.float64 for name in both):
+            raise UserError(
+                "the reference computed in FP64 where its parameters are float32: its twin must round as the model does"
+            )
+        yield from self._outputs(step, truth, twin, missing)
+        yield from self._loss(step, truth, twin, t, error)
+        if clip_norm is not None and _clipped_before(step, t, clip_norm):
+            own = _norm(step.grads)
+            yield _clip_finding(
+                step, clip_norm, clip_norm, own, 0.0, "the gradients were clipped before they were read"
+            )
+            t, w = _scaled(t, own / _norm(t)), _scaled(w, own / _norm(w))
+        # In the order of the backward pass, as far as the order of registration tells: the first broken is the origin.
+        for name in reversed(both):
+            yield from self._gradient(name, step, w[name], t[name])
+
+    def _gradient(self, name: str, step: Step, w: np.ndarray, t: np.ndarray) -> Iterator[Finding]:
+        if name in step.grads:
+            yield from self._compared("gradients", name, "end_to_end", "backward", step.grads[name], w, t)
+        elif np.any(t):
+            note = "no gradient reached it (detached, or not used), but the reference's is not zero"
+            yield exact("gradients", name, 1, t.size, "every parameter that the loss depends on has a gradient", note)
+
+    def _compared(
+        self, stage: str, tap: str, scope: Scope, phase: str, c: np.ndarray, w: np.ndarray, t: np.ndarray
+    ) -> Iterator[Finding]:
+        d = distances(c.astype(np.float64), w, t, self.stream)
+        size = calibrated_bounds.independent(t.shape)
+        if self.limits is None:
+            if not math.isfinite(d.excess):
+                note = "not finite"
+                yield exact(stage, tap, 1, t.size, "finite numbers, also while calibrating", note, phase)
+            else:
+                self.extremes.see(d, size)
+            return
+        yield Finding(
+            stage=stage, tap=tap, phase=phase, layer=layer_in(tap), scope=scope,
+            measures=self._measures(self.limits, d, size), size=t.size, unequal=d.unequal,
+        )  # fmt: skip
+
+    def _measures(self, limits: Limits, d: Distances, size: int) -> tuple[Measure, ...]:
+        if self.precision == "fp64":
+            return (Measure("relative_error", d.relative_error, None, limits.relative_error, limits.basis),)
+        width = calibrated_bounds.scatter(size)
+        basis = limits.basis + (f", few numbers ×{width:.2g}" if width > 1.05 else "")
+        most, reach = limits.excess**width, width * limits.gain * d.twin_relative_error
+        return (
+            Measure("excess", d.excess, 1 / most, most, basis),
+            Measure("gain_difference", d.gain_difference, -reach, reach, basis),
+            Measure("twin_distance", d.twin_distance, None, width * limits.distance, basis),
+        )
+
+    def _outputs(self, step: Step, truth: Answer, twin: Answer, missing: list[str]) -> Iterator[Finding]:
+        theirs, ours = set(truth.outputs), set(step.outputs)
+        if not ours:
+            what = f"{', '.join(sorted(theirs))} was not given to step(outputs=)" if theirs else "none are compared"
+            missing.append(f"outputs of the forward but the loss: {what}")
+            return
+        basis = "equal names and shapes"
+        shaped = {n for n in ours & theirs if step.outputs[n].shape == truth.outputs[n].shape}
+        yield exact("loss", "outputs", len((ours | theirs) - shaped), len(ours | theirs), basis,
+                    _list("differing", sorted((ours | theirs) - shaped)), "forward")  # fmt: skip
+        for name in sorted(shaped):
+            w, t = (side.outputs[name].astype(np.float64) for side in (twin, truth))
+            yield from self._compared("loss", name, "end_to_end", "forward", step.outputs[name], w, t)
+
+    def _loss(self, step: Step, truth: Answer, twin: Answer, t: Arrays, error: float) -> Iterator[Finding]:
+        unit = loss_unit(truth, twin, t, step.params, error, self.stream)
+        off = abs(step.loss - truth.loss) / unit if math.isfinite(step.loss) else math.inf
+        if self.limits is None and math.isfinite(off):
+            self.extremes.loss = max(self.extremes.loss, off)
+            return
+        most = self.limits.loss if self.limits else LOSS_UNITS
+        basis = (
+            f"units of {unit:.1e}: the larger of the twin's own error and its gradients' relative error, {error:.1e}, "
+            "of |loss| + ‖gradient·parameter‖"
+        )
+        note = f"{step.loss!r}, truth {truth.loss!r}"
+        yield Finding(
+            stage="loss", tap="loss", phase="forward", layer=None, scope="end_to_end",
+            measures=(Measure("loss_error", off, None, most, basis),), size=1, note=note,
+        )  # fmt: skip
+
+
+def loss_unit(truth: Answer, twin: Answer, t: Arrays, params: Arrays, error: float, stream: type[np.floating]) -> float:
+    """How far an honest loss may stray: first order in relative roundings of size `error` anywhere on its way.
+
+    A relative change ε of every parameter, at random, moves the loss by ε·‖gradient·parameter‖; one of the last
+    operations, by ε·|loss|. Where terms cancel in the loss, the first counts; where parameters do little, the second.
+    """
+    through = math.sqrt(sum(float(np.sum(np.square(g * params[name]))) for name, g in t.items()))
+    spacing = 4 * float(np.spacing(np.abs(stream(truth.loss))))
+    return max(abs(twin.loss - truth.loss), error * (abs(truth.loss) + through), spacing)
+
+
+def clipping(step: Step, clip_norm: float | None) -> Iterator[Finding]:
+    """What became of the gradients between their reading and the optimizer's step: min(1, limit / (norm + 1e-6))."""
+    stepped = {n: g for s in step.before for n, g in s.grads.items()}
+    shared = [name for name in step.grads if name in stepped]
+    changed = [n for n in shared if not np.array_equal(step.grads[n], stepped[n], equal_nan=True)]
+    # What no optimizer holds is no matter of clipping.
+    changed += [n for s in step.before for n in s.groups if n in step.grads and n not in stepped]
+    old, new = _norm({n: step.grads[n] for n in shared}), _norm({n: stepped[n] for n in shared})
+    if clip_norm is None:
+        basis = "no clip_norm= was declared, so the optimizer steps by the gradients that backward left"
+        note = f"norm {old:.6g} became {new:.6g}" if changed else ""
+        yield exact("clip_coefficient", "gradients", len(changed), max(len(step.grads), 1), basis, note, "update")
+    elif not math.isfinite(old):
+        return
+    elif changed or old > clip_norm * (1 + _norm_slack(step)):
+        dot = math.fsum(float(np.vdot(step.grads[n].astype(np.float64), stepped[n])) for n in shared)
+        k = dot / old**2 if old else 1.0
+        apart = {n: stepped[n].astype(np.float64) - k * step.grads[n].astype(np.float64) for n in shared}
+        due = old * min(1.0, clip_norm / (old + 1e-6))
+        yield _clip_finding(step, clip_norm, due, k * old, _norm(apart) / new if new else 0.0)
+
+
+def update(step: Step, rules: Sequence[Rule | None], missing: list[str]) -> Iterator[Finding]:
+    """Moments and update from the candidate's own gradients, state and hyperparameters, relative to the update."""
+    for before, after, rule, fired in zip(step.before, step.after, rules, step.fired, strict=True):
+        counted = sum(after.steps.get(n, 0) != before.steps.get(n, 0) + 1 for n in before.grads if n in after.steps)
+        basis = "one optimizer step inside the block, counted once for every parameter with a gradient"
+        note = f"optimizer.step() ran {fired} times" if fired != 1 else ""
+        yield exact("step_count", "step", counted + (fired != 1), 1, basis, note, "update")
+        idle = [n for n in before.params if n not in before.grads]
+        if idle and fired == 1:
+            moved = [n for n in idle if not np.array_equal(before.params[n], after.params[n], equal_nan=True)]
+            yield exact("update", "without gradient", len(moved), len(idle), "what has no gradient stays", _few(moved))
+        if fired != 1:
+            missing.append("update: it needs exactly one optimizer.step() inside the block")
+        elif rule is None:
+            missing.append(
+                "update: no rule for this optimizer (torch's AdamW, Adam and SGD are known; rule= names one)"
+            )
+        else:
+            for name in before.grads:
+                yield from _updated(name, before, after, rule, step.dtypes[name], missing)
+
+
+def _updated(
+    name: str, before: Snapshot, after: Snapshot, rule: Rule, dtype: str, missing: list[str]
+) -> Iterator[Finding]:
+    p, g = before.params[name].astype(np.float64), before.grads[name].astype(np.float64)
+    if not np.isfinite(g).all():
+        missing.append(f"update of {name}: its gradient is not finite")
+        return
+    old = {kind: by_name[name].astype(np.float64) for kind, by_name in before.moments.items() if name in by_name}
+    count, group = int(before.steps.get(name, 0)) + 1, before.groups[name]
+    w, t = (rule(p, g, old, count, group, a) for a in (Arithmetic.of(dtype), EXACT))
+    stream: type[np.floating] = np.float64 if dtype == "float64" else np.float32
+    for kind, moment in t.moments.items():
+        found = after.moments.get(kind, {}).get(name)
+        tap = f"{kind}/{name}"
+        if found is None:
+            yield exact("moments", tap, 1, p.size, "the optimizer keeps what its rule writes", "not kept", "update")
+            continue
+        band = "exp_avg_sq" if kind.endswith("_sq") else "exp_avg"
+        d = distances(found.astype(np.float64), w.moments[kind], moment, stream)
+        yield _local("moments", tap, band, d, p, dtype, calibrated_bounds.FP64_LIMIT)
+    moves = [x - p for x in (after.params[name].astype(np.float64), w.param, t.param)]
+    d = distances(moves[0], moves[1], moves[2], stream)
+    lost = float(np.mean((moves[1] == 0) & (moves[2] != 0)))
+    note = f"{lost:.0%} of the update is below half an ulp of {dtype} weights and vanishes" if lost > 0.5 else ""
+    size = float(np.linalg.norm(moves[2]))
+    of_weights = FP64_ULPS * EPS["float64"] * (float(np.linalg.norm(p)) / size if size else 0.0)
+    yield _local("update", name, "update", d, p, dtype, calibrated_bounds.FP64_LIMIT + of_weights, note)
+
+
+def _local(
+    stage: str, tap: str, band: str, d: Distances, p: np.ndarray, dtype: str, most: float, note: str = ""
+) -> Finding:
+    if dtype == "float64":
+        basis = f"FP64: {calibrated_bounds.FP64_LIMIT:.0e}, and {FP64_ULPS:g} ulp of the weights for an update"
+        found: tuple[Measure, ...] = (Measure("relative_error", d.relative_error, None, most, basis),)
+    else:
+        found = calibrated_bounds.measures("fp32/eager", band, d, calibrated_bounds.independent(p.shape))
+    return Finding(
+        stage=stage, tap=tap, phase="update", layer=layer_in(tap), scope="local", measures=found, size=p.size,
+        unequal=d.unequal, note=note,
+    )  # fmt: skip
+
+
+def exact(
+    stage: str, tap: str, mismatches: int, size: int, basis: str, note: str = "", phase: str = "backward"
+) -> Finding:
+    """A comparison in which nothing may differ."""
+    found = (Measure("mismatches", float(mismatches), None, 0.0, basis),)
+    return Finding(
+        stage=stage, tap=tap, phase=phase, layer=layer_in(tap), scope="local", measures=found, size=size, note=note
+    )
+
+
+def layer_in(name: str) -> int | None:
+    """The first number among a name's dotted parts: the block, in the names of most models."""
+    return next((int(part) for part in name.rpartition("/")[2].split(".") if part.isdecimal()), None)
+
+
+def cause_of(step: Step, truth: Answer, findings: Sequence[Finding], precision: Precision) -> str | None:
+    """What the broken gradients have in common, if it can be told: a factor, or errors of a lower precision's size."""
+    broken = [f.tap for f in findings if f.stage == "gradients" and not f.ok and f.tap in step.grads]
+    lengths, cosines, errors = [], [], []
+    for name in broken:
+        c, t = step.grads[name].astype(np.float64).ravel(), truth.grads[name].astype(np.float64).ravel()
+        sizes = float(np.linalg.norm(c)), float(np.linalg.norm(t))
+        if not (all(sizes) and all(map(math.isfinite, sizes))):
+            return None
+        lengths.append(sizes[0] / sizes[1])
+        cosines.append(float(c @ t) / (sizes[0] * sizes[1]))
+        errors.append(float(np.linalg.norm(c - t)) / sizes[1])
+    if not broken:
+        return None
+    many = f"all {len(broken)} broken gradients" if len(broken) > 1 else f"the gradient of {broken[0]}"
+    middle = float(np.median(lengths))
+    alike = max(abs(r / middle - 1) for r in lengths)
+    if min(cosines) > 0.999 and abs(middle - 1) > 10 * max(alike, max(1 - c for c in cosines), 1e-4):
+        return f"{many}: right direction, {middle:.6g} times the right length"
+    if precision == "fp32" and len(broken) > 1 and 1e-4 < float(np.median(errors)) < 3e-2:
+        return f"{many}: off by {np.median(errors):.0e}, as TF32 or bf16 is: is autocast on (precision='bf16')?"
+    return None
+
+
+def _check_shapes(step: Step, truth: Answer, twin: Answer) -> None:
+    for name in step.params:
+        for side in (truth, twin):
+            if name in side.grads and side.grads[name].shape != step.params[name].shape:
+                raise UserError(
+                    f"the reference's gradient of {name} has shape {side.grads[name].shape}, the model's parameter "
+                    f"{step.params[name].shape}: return gradients in the layout of the parameters that were given"
+                )
+
+
+def _clipped_before(step: Step, t: Arrays, clip_norm: float) -> bool:
+    """Whether the gradients, as read, already have the norm to which larger ones are clipped."""
+    slack = _norm_slack(step) + 1e-6 / clip_norm
+    return _norm(t) > clip_norm * (1 + slack) and abs(_norm(step.grads) / clip_norm - 1) <= slack
+
+
+def _clip_finding(step: Step, clip_norm: float, due: float, new: float, apart: float, note: str = "") -> Finding:
+    """The norm is `new` where `due` is right; tensors are `apart` from their common multiple, relative to the norm."""
+    found = (
+        Measure("norm_error", abs(new / due - 1) if due else 0.0, None, _norm_slack(step) + 1e-6 / clip_norm,
+                "a norm summed in the gradients' precision, as in core/parity/measures/scalar_bounds.py"),
+        Measure(
+            "ulp", apart / _eps(step), None, scalar_bounds.FEW_ULPS, "all gradients times one coefficient, rounded once"
+        ),
+    )  # fmt: skip
+    return Finding(
+        stage="clip_coefficient", tap="clip_coefficient", phase="update", layer=None, scope="local", measures=found,
+        size=1, note=note,
+    )  # fmt: skip
+
+
+def _norm_slack(step: Step) -> float:
+    """Relative error that an honest norm of these gradients may have (core/parity/measures/scalar_bounds.py)."""
+    terms = max((g.size for g in step.grads.values()), default=1) + len(step.grads)
+    chain = min(terms, scalar_bounds.LONGEST_RUN) / scalar_bounds.LANES
+    return (scalar_bounds.sum_bound(terms)[0] + chain / 4 + 2 * scalar_bounds.FEW_ULPS) * _eps(step)
+
+
+def _eps(step: Step) -> float:
+    return max((EPS[step.dtypes[name]] for name in step.grads), default=EPS["float32"])
+
+
+def _norm(arrays: Arrays) -> float:
+    return math.sqrt(math.fsum(float(np.square(g, dtype=np.float64).sum()) for g in arrays.values()))
+
+
+def _relative(w: Arrays, t: Arrays) -> float:
+    size = _norm(t)
+    return _norm({name: w[name] - t[name] for name in t}) / size if size else 0.0
+
+
+def _scaled(arrays: Arrays, by: float) -> dict[str, np.ndarray]:
+    return {name: by * array for name, array in arrays.items()}
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+
+
+def _list(what: str, names: Sequence[str]) -> str:
+    return f"{what} {_few(names)}; " if names else ""
+
+
+def hyperparameters(step: Step, declared: Any, missing: list[str]) -> Iterator[Finding]:
+    """What the optimizer's groups hold against what the user declares. Raises UserError for unknown ones."""
+    if declared is None:
+        missing.append("hyperparameters: taken as they stand in the optimizer (declared= compares them)")
+        return
+    wrong: dict[str, list[str]] = {}
+    for before in step.before:
+        for name, group in before.groups.items():
+            due = declared(name, step.number) if callable(declared) else declared
+            for key, value in due.items():
+                if key not in group:
+                    raise UserError(f"declared= names {key!r}, which is no hyperparameter of the optimizer of {name}")
+                if group[key] != value:
+                    wrong.setdefault(f"{key} {group[key]!r}, declared {value!r}", []).append(name)
+    note = "; ".join(f"{what}: {_few(names)}" for what, names in wrong.items())
+    count = sum(map(len, wrong.values()))
+    size = max(sum(len(before.groups) for before in step.before), 1)
+    stage = "learning_rate" if wrong and all(what.startswith("lr ") for what in wrong) else "update"
+    yield exact(stage, "hyperparameters", count, size, "equal numbers, as declared", note, "update")

@@ -1,0 +1,518 @@
+"""The run directory: resolved configuration, what the run says of itself, records, checks and checkpoints.
+
+Everything in it can be read without Lockstep (TOML, JSON, safetensors). One process writes; any number may read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from lockstep.core.backend import State, StepRecord
+from lockstep.core.checkpoint.format import (
+    CorruptCheckpoint,
+    Pending,
+    Read,
+    WritingState,
+    begin_checkpoint,
+    checkpoint_step,
+    folder_name,
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    read_random,
+    remove_left_overs,
+    verify_checkpoint,
+)
+from lockstep.core.config.file import dump_config, load_config
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import remove_temporaries
+from lockstep.core.files.jsonl import Cut, DamagedLine, JsonLines, cut_after, damage, in_ranges, read_lines
+from lockstep.core.files.lock import FolderLock
+from lockstep.core.run.history import BRANCH, LEFT, VALUES, VERSION, branch_of, settings_at
+from lockstep.core.run.info import CHANGED, SETTINGS, read_info, require_unchanged, settings_of, write_info
+from lockstep.core.run.resume import Changes
+
+CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records.jsonl", "parity.jsonl", "checkpoints"
+OBSERVATIONS, CAPSULES, SPIKES, SAVED = "observations", "capsules", "spikes", "checkpoints.jsonl"
+LINES = RECORDS, CHECKS, SAVED
+NO_CHANGES = Changes()
+_OBSERVED = re.compile(r"step_(\d{6,})\.npz")
+
+
+class RunDir:
+    """A run directory. `create` and `open(…, write=True)` hold its lock until `close`; `open` alone only reads."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: RunConfig,
+        info: Mapping[str, Any],
+        lock: FolderLock | None,
+        changes: Changes = NO_CHANGES,
+    ) -> None:
+        self.path = path
+        self._changes = changes
+        self._configs: dict[tuple[tuple[str, str], ...], RunConfig] = {}
+        self._view: Callable[[RunConfig], RunConfig] = lambda config: config
+        self.config = config
+        self._info = dict(info)
+        self._lock = lock
+        self._place = os.stat(path) if lock else None
+        self._records = JsonLines(path / RECORDS) if lock else None
+        self._checks = JsonLines(path / CHECKS) if lock else None
+        self._saved = JsonLines(path / SAVED) if lock else None
+        # What `create` made above the directory, outermost first.
+        self._parents: list[Path] = []
+
+    @staticmethod
+    def check_free(path: Path, overwrite: bool) -> bool:
+        """Whether an earlier run lies at `path`. Raises UserError if a new one cannot take its place."""
+        occupied = path.is_dir() and any(path.iterdir())
+        if (path.exists() or path.is_symlink()) and not path.is_dir():
+            raise UserError(f"{path} is a file, not a folder for a run")
+        if occupied and not is_run(path):
+            raise UserError(f"{path} is not empty and not a run: choose another name")
+        if occupied and not overwrite:
+            raise UserError(f"{path} holds a run already: --overwrite replaces it, --resume {path} goes on with it")
+        return occupied
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig, info: Mapping[str, Any], overwrite: bool = False) -> Self:
+        """Make a new run directory with config.toml and run.json, and hold its lock.
+
+        It is put together beside `path` and renamed, so a start that fails leaves nothing, not even new parents.
+        `overwrite` replaces an earlier run, and never a folder that is not a run. What a killed process left beside
+        `path` is cleared away.
+
+        Raises:
+            UserError: `path` is in use, or cannot be written.
+        """
+        _clear_beside(path)
+        occupied = cls.check_free(path, overwrite)
+        beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+        replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
+        described = {"name": config.name, "created": _now(), "finished": False, "resumes": [], "branches": []}
+        described |= {SETTINGS: settings_of(config), **info}
+        old_lock = lock = None
+        new_parents: list[Path] = []
+        done = False
+        try:
+            old_lock = FolderLock(path) if occupied else None
+            new_parents = _make_parents(path.parent)
+            beside.mkdir()
+            lock = FolderLock(beside)
+            (beside / CONFIG).write_text(dump_config(config), encoding="utf-8")
+            write_info(beside / INFO, described)
+            (beside / CHECKPOINTS).mkdir()
+            if occupied:
+                os.rename(path, replaced)
+            os.rename(beside, path)
+            done = True
+        except OSError as error:
+            raise UserError(f"cannot make {path}: {error.strerror or error}") from error
+        finally:
+            if old_lock:
+                old_lock.release()
+            if not done:
+                if lock:
+                    lock.release()
+                if replaced.exists() and not path.exists():
+                    os.rename(replaced, path)
+                shutil.rmtree(beside, ignore_errors=True)
+                _remove_parents(new_parents)
+            shutil.rmtree(replaced, ignore_errors=True)
+        run = cls(path, config, described, lock)
+        run._parents = new_parents
+        return run
+
+    @classmethod
+    def open(cls, path: Path, write: bool = False, changes: Changes = NO_CHANGES, done: int | None = None) -> Self:
+        """Open an existing run to read, or with `write` to go on with it (takes the lock, clears left-overs away).
+
+        changes: by which it is to go on otherwise; `resume_from` notes them in run.json. done: after how many steps;
+        None for all. Its configuration is config.toml with the settings that were changed since it was made and are in
+        force there.
+
+        Raises UserError if it is not a run, config.toml or run.json is not what was written, or another process writes
+        it.
+        """
+        if not is_run(path):
+            raise UserError(f"{path} is not a run directory: it has no {CONFIG} and {INFO}")
+        lock = FolderLock(path) if write else None
+        try:
+            info = read_info(path / INFO)
+            require_unchanged(path / CONFIG, info)
+            config = load_config(path / CONFIG, {**settings_at(info, done), **changes.settings})
+            if write:
+                remove_temporaries(path)
+                remove_left_overs(path / CHECKPOINTS)
+            return cls(path, config, info, lock, changes)
+        except BaseException:
+            if lock:
+                lock.release()
+            raise
+
+    # What the run says of itself
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """The contents of run.json."""
+        return self._info
+
+    def config_at(self, step: int) -> RunConfig:
+        """The configuration in force at step `step` of the run as it is: branches that were begun on purpose change it.
+
+        Raises UserError if config.toml cannot be read.
+        """
+        settings = settings_at(self._info, step - 1)
+        if settings == settings_at(self._info):
+            return self.config
+        key = tuple(sorted(settings.items()))
+        if key not in self._configs:
+            self._configs[key] = self._view(load_config(self.path / CONFIG, settings))
+        return self._configs[key]
+
+    def read_through(self, view: Callable[[RunConfig], RunConfig]) -> None:
+        """See every configuration of this run through `view`, which changes what is the reader's business alone."""
+        self.config, self._view = view(self.config), view
+        self._configs.clear()
+
+    def update_info(self, **changes: Any) -> None:
+        """Change keys of run.json, atomically."""
+        self._writer()
+        changed = self._info | changes
+        write_info(self.path / INFO, changed)
+        self._info = changed
+
+    def finish(self) -> None:
+        """Set `finished`: all steps are done."""
+        self.update_info(finished=True)
+
+    def discard(self) -> None:
+        """Remove the directory of a run that has not begun, and parents that were made for it.
+
+        Raises RuntimeError if a step was recorded.
+        """
+        self._writer()
+        if self.records():
+            raise RuntimeError(f"{self.path} has records")
+        shutil.rmtree(self.path, ignore_errors=True)
+        _remove_parents(self._parents)
+        self.close()
+
+    # Records and checks
+
+    def append_record(self, record: StepRecord) -> None:
+        """Append a line to records.jsonl, with the number of the branch if one was begun on purpose."""
+        self._writer()
+        assert self._records is not None
+        branch = branch_of(self._info)
+        told = {BRANCH: branch} if branch > 1 else {}
+        plain = {"mfu": dict(record.mfu), "metrics": dict(record.metrics), "host": dict(record.host)}
+        self._records.append(asdict(record) | plain | told)
+
+    def append_check(self, line: Mapping[str, Any]) -> None:
+        """Append a line to parity.jsonl: `Check.to_json()`, or what says why a check was skipped."""
+        self._writer()
+        assert self._checks is not None
+        self._checks.append(line)
+
+    def append_saved(self, line: Mapping[str, Any]) -> None:
+        """Append a line to checkpoints.jsonl: `Saved` of core/run/checkpoints.py."""
+        self._writer()
+        assert self._saved is not None
+        self._saved.append(line)
+
+    def take_history(self, other: RunDir, step: int) -> None:
+        """Append another run's records, checks and checkpoints' lines up to a step."""
+        self._writer()
+        lines = {RECORDS: self._records, CHECKS: self._checks, SAVED: self._saved}
+        for name, file in lines.items():
+            assert file is not None
+            for line in read_lines(other.path / name):
+                if line.get("step", 0) <= step:
+                    file.append(line)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of records.jsonl; a torn last line is left out. Raises UserError if another is damaged."""
+        return self._read(RECORDS)
+
+    def checks(self) -> list[dict[str, Any]]:
+        """The lines of parity.jsonl; a torn last line is left out. Raises UserError if another is damaged."""
+        return self._read(CHECKS)
+
+    def observations(self) -> dict[int, Path]:
+        """Step → file of what was observed in it."""
+        return observation_files(self.path / OBSERVATIONS)
+
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        try:
+            return read_lines(self.path / name)
+        except DamagedLine as error:
+            raise UserError(f"{error}; lockstep train --resume {self.path} sets it aside") from error
+
+    def resume_from(self, step: int, warn: Callable[[str], None] = warnings.warn) -> None:
+        """Make the directory what it was after `step`, before going on from there, and note the resume in run.json.
+
+        Records, checks, observations, spikes and checkpoints of later steps belong to another future. They are moved to
+        branches/NNN/, where nothing prunes them, and run.json lists them under `branches`; a branch that is begun on
+        purpose leaves such a folder in any case, and is the one of the next number. Damaged lines are moved to
+        damaged/NNN/ and listed under `damaged`; `warn` is told of them, and of steps whose lines are missing.
+        """
+        self._writer()
+        assert self._records is not None and self._checks is not None and self._saved is not None
+        for file in (self._records, self._checks, self._saved):
+            file.close()
+        # Made by a setting back that was cut short, they are there already; no step was trained since.
+        branch, aside = (self._next(kind) for kind in ("branches", "damaged"))
+        late = [(p, Path()) for p in list_checkpoints(self.path / CHECKPOINTS) if _step(p) > step]
+        late += [(p, Path(OBSERVATIONS)) for n, p in observation_files(self.path / OBSERVATIONS).items() if n > step]
+        late += [(p, Path(SPIKES)) for p in list_checkpoints(self.path / SPIKES) if _step(p) > step]
+        try:
+            for folder in (branch, aside):
+                if folder.exists():
+                    remove_temporaries(folder)
+            cuts = {name: cut_after(self.path / name, step, branch / name, aside / name) for name in LINES}
+            if self._changes.branch:
+                branch.mkdir(parents=True, exist_ok=True)
+            for path, into in late:
+                (branch / into).mkdir(parents=True, exist_ok=True)
+                os.rename(path, branch / into / path.name)
+        except OSError as error:
+            raise UserError(f"cannot set {self.path} back to step {step}: {error.strerror or error}") from error
+        finally:
+            self._records, self._checks, self._saved = (JsonLines(self.path / name) for name in LINES)
+        for said in self._losses(step, cuts, aside):
+            warn(said)
+        resumed: dict[str, Any] = {"step": step, "time": _now()}
+        changes: dict[str, Any] = {}
+        if self._changes.settings:
+            resumed[CHANGED] = dict(self._changes.settings)
+        if branch.exists():
+            left = {"from_step": step, **_contents(branch, self.path)}
+            changes["branches"] = [*self._info.get("branches", []), left]
+            resumed[LEFT] = left["path"]
+        if self._changes.branch:
+            resumed[BRANCH] = len(changes["branches"]) + 1
+            resumed[VALUES] = {key: list(values) for key, values in self._changes.branch.items()}
+            resumed[VERSION] = metadata.version("lockstep")
+        self._changes = NO_CHANGES
+        changes["resumes"] = [*self._info.get("resumes", []), resumed]
+        if (settings := settings_at(changes)) or CHANGED in self._info:
+            changes[CHANGED] = settings
+        if aside.exists():
+            lost = {
+                "path": str(aside.relative_to(self.path)),
+                "records": list(cuts[RECORDS].damaged),
+                "checks": list(cuts[CHECKS].damaged),
+            }
+            changes["damaged"] = [*self._info.get("damaged", []), lost]
+        self.update_info(**changes, finished=False)
+
+    def _next(self, kind: str) -> Path:
+        return self.path / kind / f"{len(self._info.get(kind, [])) + 1:03d}"
+
+    def _losses(self, step: int, cuts: Mapping[str, Cut], aside: Path) -> Iterator[str]:
+        """What a resume from `step` goes on without, in words."""
+        for name, cut in cuts.items():
+            if cut.damaged:
+                yield f"{damage(self.path / name, list(cut.damaged))}; set aside in {aside / name} and not used"
+        made = range(1, step + 1)
+        if lost := [n for n in made if n not in cuts[RECORDS].steps]:
+            yield f"{self.path / RECORDS}: no record is left of {_steps(lost)}, made before"
+        if lost := [n for n in made if self.config.parity.due(n) and n not in cuts[CHECKS].steps]:
+            yield (
+                f"{self.path / CHECKS}: nothing is left of the checks that were due at {_steps(lost)}: "
+                "lost, or under way when the run stopped"
+            )
+
+    # Checkpoints
+
+    def checkpoint_of(self, step: int) -> Path:
+        """Where the checkpoint of a step lies, or would."""
+        return self.path / CHECKPOINTS / folder_name(step)
+
+    def commit_checkpoint(self, pending: Pending, spare: int | None = None, best: int | None = None) -> Path:
+        """Put a checkpoint in its place, then delete those that the configuration does not keep.
+
+        best: step of the lowest validation loss, kept if `checkpoint.best` says so. spare: a step; the last checkpoint
+        at or before it is kept besides, and all later ones. Raises UserError if the disk refuses.
+        """
+        self._writer()
+        path, kept = pending.commit(), self.config.checkpoint
+        prune_checkpoints(self.path / CHECKPOINTS, kept.keep, kept.keep_every, best if kept.best else None, spare)
+        return path
+
+    def save_checkpoint(self, state: State, extra: Mapping[str, Any], spare: int | None = None) -> Path:
+        """Write a state to checkpoints/step_NNNNNN at once, then delete as `commit_checkpoint` does."""
+        final = self.checkpoint_of(state.step)
+        pending = begin_checkpoint(final, state.step, lambda folder: WritingState(state, folder), extra)
+        return self.commit_checkpoint(pending, spare)
+
+    def checkpoints(self) -> list[Path]:
+        """Checkpoint folders, oldest first. Nothing is verified."""
+        return list_checkpoints(self.path / CHECKPOINTS)
+
+    def latest_checkpoint(self) -> Path | None:
+        """The last checkpoint, not verified; None if there is none."""
+        return next(reversed(self.checkpoints()), None)
+
+    def load_latest(
+        self, warn: Callable[[str], None], read: Read | None = None, step: int | None = None
+    ) -> tuple[State, dict[str, Any], dict[str, np.ndarray]]:
+        """State, extra and random states of the last intact checkpoint; `warn` is told of each one passed over.
+
+        read: as `load_checkpoint` takes it. step: that checkpoint and no other. Raises UserError if there is none.
+        """
+        path = self.checkpoint(warn, step)
+        state, extra = load_checkpoint(path, read)
+        return state, extra, read_random(path)
+
+    def checkpoint(self, warn: Callable[[str], None], step: int | None = None) -> Path:
+        """The last intact checkpoint, or that of `step`, which is not verified. Raises UserError if there is none."""
+        return self.last_intact(warn) if step is None else self.checkpoint_after(step)
+
+    def checkpoint_after(self, step: int) -> Path:
+        """The checkpoint of `step`, not verified. Raises UserError that says which there are, if not that one."""
+        found = {_step(path): path for path in self.checkpoints()}
+        if step not in found:
+            there = f"its checkpoints are of steps {in_ranges(found)}" if found else "it has no checkpoint"
+            raise UserError(f"{self.path} has no checkpoint of step {step}: {there}")
+        return found[step]
+
+    def last_intact(self, warn: Callable[[str], None]) -> Path:
+        """The last checkpoint whose files are what was written; `warn` is told of each one passed over.
+
+        Raises UserError if there is none.
+        """
+        found = self.checkpoints()
+        for path in reversed(found):
+            try:
+                verify_checkpoint(path)
+                return path
+            except CorruptCheckpoint as error:
+                warn(f"checkpoint passed over: {error}")
+        raise UserError(
+            f"{self.path} has no {'intact ' if found else ''}checkpoint to go on from: begin again with --overwrite"
+        )
+
+    # Lifetime
+
+    def close(self) -> None:
+        """Close the files and give the lock back; a second call does nothing."""
+        for file in (self._records, self._checks, self._saved):
+            if file:
+                file.close()
+        self._records = self._checks = self._saved = None
+        if self._lock:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _writer(self) -> None:
+        if self._lock is None:
+            raise RuntimeError(f"{self.path} was opened to read, or is closed")
+        try:
+            here = self._place is not None and os.path.samestat(self._place, os.stat(self.path))
+        except OSError:
+            here = False
+        if not here:  # what lies there now, if anything, is somebody else's
+            raise UserError(
+                f"{self.path} was moved or deleted while the run wrote it; what it wrote is where that went"
+            )
+
+
+def observation_files(folder: Path) -> dict[int, Path]:
+    """Step → file of the observations in a folder."""
+    found = ((_OBSERVED.fullmatch(path.name), path) for path in folder.glob("step_*.npz"))
+    return {int(match[1]): path for match, path in found if match}
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder calls itself a run."""
+    return (path / CONFIG).is_file() and (path / INFO).is_file()
+
+
+def _contents(branch: Path, run: Path) -> dict[str, Any]:
+    """What run.json says of a branch."""
+    return {
+        "path": str(branch.relative_to(run)),
+        "records": len(read_lines(branch / RECORDS)),
+        "checks": len(read_lines(branch / CHECKS)),
+        "checkpoints": [_step(path) for path in list_checkpoints(branch)],
+    }
+
+
+def _step(path: Path) -> int:
+    step = checkpoint_step(path)
+    assert step is not None
+    return step
+
+
+def _clear_beside(path: Path) -> None:
+    """Delete what a killed `create` left beside `path`; a run whose place was to be taken and was not is put back."""
+    left_over = re.compile(rf"\.{re.escape(path.name)}\.\d+\.(new|old)")
+    try:
+        found = [entry for entry in path.parent.iterdir() if left_over.fullmatch(entry.name)]
+    except OSError:
+        return  # nothing can be made there, which `create` will say
+    for folder in found:
+        try:
+            lock = FolderLock(folder)
+        except UserError:
+            continue  # its process is at work
+        if folder.suffix == ".old" and is_run(folder) and not path.exists():
+            os.rename(folder, path)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Make `folder` and what is missing above it; returns what was made, outermost first. All or nothing."""
+    missing = [p for p in (folder, *folder.parents) if not p.exists()]
+    made: list[Path] = []
+    try:
+        for parent in reversed(missing):
+            parent.mkdir()
+            made.append(parent)
+    except OSError:
+        for parent in reversed(made):
+            parent.rmdir()
+        raise
+    return made
+
+
+def _steps(numbers: list[int]) -> str:
+    return f"step{'' if len(numbers) == 1 else 's'} {in_ranges(numbers)}"
+
+
+def _remove_parents(made: list[Path]) -> None:
+    for parent in reversed(made):
+        with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
+            parent.rmdir()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,1 @@
+"""Text from a model: drawing the next token, one token at a time."""

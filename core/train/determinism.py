@@ -1,0 +1,157 @@
+"""The start of a deterministic run: its first step, repeated from one state, must give the same bits.
+
+With `deterministic = true` a session refuses what has no deterministic kernel (torch_backend/tools/deterministic.py).
+That is what libraries say of themselves, so it is tried before anything is trained. Bits are promised on one machine
+with one
+number of threads and one set of versions: a run goes on nowhere else.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.core.backend import Batch, Gradients, MeasuresDeterminism, NotSupported, Session
+from lockstep.core.checkpoint.random_state import random_state, restore_random_state
+from lockstep.core.config.schema import RunConfig, flatten
+from lockstep.core.errors import UserError
+from lockstep.core.run.directory import RunDir
+
+# A second compilation that would take longer than so many seconds is not made for the sake of a figure.
+AFFORDABLE = 60.0
+# Where run.json keeps it, and what the line in the table is called.
+PROOF = "deterministic"
+# How many names a line lists.
+LISTED = 4
+# A resume may change these (core/run/resume.py), and with them the order of sums.
+SETTINGS = ("train.ranks", "train.micro_batch_size", "parallel.bucket_mb")
+# These change no bit of a step.
+NO_MATTER = ("lockstep", "python", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found at the start of a deterministic run.
+
+    step: which one was repeated. gradients: how many were the same bits, the loss and the losses of tokens besides.
+    costs: time of the forward and backward pass of a micro-batch a rank / the same without the setting, one after the
+    other, several times; empty where it was not measured, and `unmeasured` says why.
+    """
+
+    step: int
+    gradients: int
+    costs: Sequence[float] = ()
+    unmeasured: str = ""
+
+    def __str__(self) -> str:
+        same = f"step {self.step} repeated bit for bit (loss, {self.gradients} gradients)"
+        if not self.costs:
+            return f"{same}; its cost was not measured: {self.unmeasured}"
+        pairs = f"{min(self.costs):.2f} to {max(self.costs):.2f} in {len(self.costs)} pairs"
+        return (
+            f"{statistics.median(self.costs):.2f}× the time of a step (measured: {pairs}, forward and backward of a "
+            f"micro-batch); {same}"
+        )
+
+
+def place(config: RunConfig, about: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
+    """What bits depend on besides a run's lasting settings. about: of the backend; versions: of libraries, by name."""
+    settings = flatten(config.model_dump())
+    found = {"device": about.get("device"), "threads": about.get("threads")}
+    found |= {key: settings[key] for key in SETTINGS}
+    return found | {name: version for name, version in versions.items() if name not in NO_MATTER}
+
+
+def require_same_place(run: RunDir, now: Mapping[str, Any]) -> None:
+    """Raise UserError, before the run is touched, if it was proven elsewhere than at `now` (`place`)."""
+    if moved := moves(run.info.get(PROOF, {}).get("where", now), now):
+        raise UserError(f"{run.path}: a deterministic run goes on only where it began: {moved}")
+
+
+def prove_run(
+    run: RunDir, session: Session, batch: Batch, step: int, about: Mapping[str, Any], versions: Mapping[str, str]
+) -> Mapping[str, Any]:
+    """Prove step `step` of a deterministic run, note it in run.json, and return `about` with a line for the table.
+
+    Raises UserError as `prove` does.
+    """
+    proof = prove(run.config, session, batch, step)
+    in_force = {**about["in_force"], PROOF: str(proof)}
+    where = place(run.config, about, versions)
+    run.update_info(in_force=in_force, **{PROOF: {"where": where, **asdict(proof)}})
+    return {**about, "in_force": in_force}
+
+
+def moves(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What is not as it was where the run began, in words; empty if all is."""
+    keys = {**then, **now}
+    return "; ".join(f"{k} was {then.get(k)}, is {now.get(k)}" for k in keys if then.get(k) != now.get(k))
+
+
+def prove(config: RunConfig, session: Session, batch: Batch, step: int) -> Proof:
+    """Repeat forward and backward pass of `batch`, and measure what determinism costs; the state is left as it was.
+
+    Raises UserError if a bit differs, naming the parameters, or if the session gives no gradients.
+    """
+    random = random_state(session)
+    try:
+        found, compiling = _repeated(config, session, batch)
+    except NotSupported as reason:
+        raise UserError(f"deterministic = true: the first step cannot be repeated: {reason}") from None
+    one, other = found
+    if said := differences(one, other):
+        raise UserError(f"deterministic = true: step {step}, repeated from the same state, gave other bits: {said}")
+    costs, why = _costs(config, session, batch, compiling)
+    restore_random_state(session, random)
+    return Proof(step, len(one.grads), costs, why)
+
+
+def _repeated(config: RunConfig, session: Session, batch: Batch) -> tuple[tuple[Gradients, Gradients], float]:
+    """The step's gradients twice, and how many seconds the first call took longer than the last."""
+    random = random_state(session)
+    if config.train.ranks > 1:
+        # Rank 0 computes it alone: what it refuses is said in its own words, and leaves nobody waiting.
+        session.gradients(batch.cut(config.train)[0])
+    # In their first pass CUDA graphs are recorded.
+    calls = 3 if config.compile.mode == "reduce-overhead" else 2
+    found: list[Gradients] = []
+    seconds = []
+    for _ in range(calls):
+        restore_random_state(session, random)
+        started = time.perf_counter()
+        found = [*found[-1:], session.gradients(batch)]
+        seconds.append(time.perf_counter() - started)
+    return (found[0], found[1]), seconds[0] - seconds[-1]
+
+
+def differences(one: Gradients, other: Gradients) -> str:
+    """What of a step is not the same bits, in words; empty if all is."""
+    said = []
+    # Of floats, == would take NaN for another number than itself, and −0 for 0.
+    if one.loss.hex() != other.loss.hex() or one.nll.tobytes() != other.nll.tobytes():
+        said.append("the loss")
+    names = [n for n in {**one.grads, **other.grads} if n not in one.grads or n not in other.grads]
+    names += [n for n in one.grads if n in other.grads and one.grads[n].tobytes() != other.grads[n].tobytes()]
+    if names:
+        said.append(f"gradients of {_listed(names)}")
+    return " and ".join(said)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def _costs(config: RunConfig, session: Session, batch: Batch, compiling: float) -> tuple[Sequence[float], str]:
+    if not isinstance(session, MeasuresDeterminism):
+        return (), "this session computes in one way only"
+    if config.compile.enabled and compiling > AFFORDABLE:
+        return (), f"compiling the step once more would take about {compiling:.0f} s"
+    try:
+        share = config.train.ranks * config.train.micro_batch_of(batch.tokens.shape[1])
+        return session.costs_of_determinism(batch.rows(slice(share))), ""
+    except NotSupported as reason:
+        return (), str(reason)

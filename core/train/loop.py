@@ -1,0 +1,305 @@
+"""The training loop: a generator of step records, and `train`, which drains it into a run directory and its sinks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal, Protocol
+
+import numpy as np
+
+from lockstep.core.backend import Batch, Session, ShowsAttention, StepRecord, Timed, UsesMemory
+from lockstep.core.checkpoint.format import checkpoint_step
+from lockstep.core.data.loader import LoaderError, Prefetcher
+from lockstep.core.model.budget import mfu
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.run.checkpoints import Checkpointer, Reason, Saved
+from lockstep.core.run.data import RunData
+from lockstep.core.run.directory import RunDir
+from lockstep.core.sampling.generate import continue_tokens
+from lockstep.core.sinks.sink import Sink
+from lockstep.core.train.finite import NotFinite, is_finite, require_progress
+from lockstep.core.train.metrics import MEMORY, SEQUENCE_LENGTH, attention_logits
+from lockstep.core.train.process_memory import process_memory
+from lockstep.core.train.spikes import Spikes
+from lockstep.core.train.time_accounting import Stalls
+
+Ending = Literal["finished", "interrupted", "alarmed"]
+
+
+class Watch(Protocol):
+    """Something that checks steps while they are made (core/parity/modes/shadow.py)."""
+
+    def due(self, step: int) -> bool:
+        """Whether step `step` is to be checked."""
+        ...
+
+    def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
+        """Run the step and gather what a check needs; `seconds` of the record is the step alone.
+
+        due: digest of the batch that the data order prescribes.
+        """
+        ...
+
+    @property
+    def pending(self) -> int:
+        """Checks that are still out."""
+        ...
+
+    def collect(self) -> Iterator[Check | tuple[int, str]]:
+        """What has come back since the last call: checks, or (step, why it was skipped)."""
+        ...
+
+    def drain(self) -> Iterator[Check | tuple[int, str]]:
+        """Wait for all that is still out."""
+        ...
+
+
+class Interrupted(Protocol):
+    """A flag that something outside sets, such as `threading.Event`."""
+
+    def is_set(self) -> bool:
+        """Whether to stop after the step that is being made."""
+        ...
+
+
+def due(every: int, step: int, last: int) -> bool:
+    """Whether something with this interval happens at this step; the last step is always due, 0 is never."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
+def step_records(
+    session: Session,
+    data: RunData,
+    first: int,
+    device: str,
+    watch: Watch | None = None,
+    stalls: Stalls | None = None,
+    spikes: Spikes | None = None,
+) -> Iterator[StepRecord]:
+    """Steps `first`… of the run, each as its record with timing and the metrics that are due.
+
+    stalls: the stopwatch of whoever takes the records. spikes: looks at each loss, and keeps the batch of one.
+    Raises NotFinite at a step whose loss or gradients are not finite, also where the session lets it pass, and where
+    too many of them were left out in a row.
+    """
+    config, stalls = data.config, stalls or Stalls()
+    last = config.train.steps
+    with Prefetcher(data.batch, first, last + 1, config.data.prefetch) as batches:
+        for step in range(first, last + 1):
+            with stalls.part("data"):
+                batch = next(batches)
+            norms = due(config.log.norms_every, step, last)
+            watched = watch is not None and watch.due(step)
+            started = time.perf_counter()
+            with stalls.part("compute"):
+                if watch is not None and watched:
+                    # Read anew, not from the loader: a loader that has lost its place is a fault to be found.
+                    record = watch.step(session, batch, norms, data.batch(step).digest())
+                else:
+                    record = session.step(batch, norms=norms)
+                    record = replace(record, seconds=time.perf_counter() - started)
+            if isinstance(session, Timed):
+                stalls.split_step(session.seconds_of_step(), "checks" if watched else "other")
+            if not is_finite(record):
+                raise NotFinite(record, "the session does not say where, and its weights may have it")
+            require_progress(record, config.train.skips_in_a_row)
+            # A clock too coarse to see a step is no reason to divide by zero.
+            rate = record.tokens / record.seconds if record.seconds > 0 else 0.0
+            with stalls.part("validation"):
+                metrics = dict(record.metrics) | measured(session, data, batch, step)
+                text = sample(session, data, step) if due(config.log.sample_every, step, last) else None
+            with stalls.part("logging"):
+                host = memory(session) if due(config.log.memory_every, step, last) else {}
+                metrics |= spikes.look(record, batch) if spikes else {}
+            yield replace(
+                record,
+                tokens_per_second=rate,
+                mfu=mfu(config.model, batch.tokens.shape[1], rate, device, config.precision.policy),
+                metrics=metrics,
+                host=stalls.lap() | host,
+                sample=text,
+            )
+
+
+def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[str, float]:
+    """Validation; FP32 cross-entropy and top-1 accuracy, and attention logits, on slices of the batch: where due."""
+    config = data.config
+    metrics: dict[str, float] = {}
+    if len(config.train.lengths) > 1:
+        metrics[SEQUENCE_LENGTH] = float(batch.tokens.shape[1])
+    if due(config.eval.every, step, config.train.steps):
+        metrics |= validate(session, data.validation)
+    if due(config.log.fp32_loss_every, step, config.train.steps):
+        # Its logits stand there at once: as many of longer sequences would take more memory than the run began with.
+        tokens = config.log.fp32_loss_sequences * config.train.sequence_length
+        part = batch.rows(slice(max(tokens // batch.tokens.shape[1], 1)))
+        scores = session.evaluate(part)
+        trained = float(scores["nll"].mean(dtype=np.float64))
+        full = float(session.evaluate(part, "fp32")["nll"].mean(dtype=np.float64))
+        metrics |= {"fp32/loss": full, "fp32/difference": trained - full}
+        metrics["train/top1"] = float(scores["top1"].mean(dtype=np.float64))
+    if due(config.log.attention_logits_every, step, config.train.steps) and isinstance(session, ShowsAttention):
+        part = batch.rows(slice(config.log.attention_logits_sequences))
+        metrics |= attention_logits(session.attention_logits(part))
+    return metrics
+
+
+def memory(session: Session) -> dict[str, float]:
+    """Bytes in use as the session tells them, else those of this process."""
+    found = session.memory() if isinstance(session, UsesMemory) else process_memory()
+    return {MEMORY + name: size for name, size in found.items()}
+
+
+def validate(session: Session, batches: Sequence[Batch]) -> dict[str, float]:
+    """Mean NLL in nats and share of tokens guessed right, over held-out batches."""
+    scores = [session.evaluate(batch) for batch in batches]
+    return {
+        "val/loss": float(np.mean([s["nll"].mean(dtype=np.float64) for s in scores])),
+        "val/top1": float(np.mean([s["top1"].mean(dtype=np.float64) for s in scores])),
+    }
+
+
+def sample(session: Session, data: RunData, step: int) -> str:
+    """Text from the configured prompt."""
+    log, tokenizer = data.config.log, data.dataset.tokenizer()
+    prompt = np.asarray(tokenizer.encode_documents([log.sample_prompt])[0], np.int32)
+    if len(prompt) == 0:
+        prompt = np.asarray([data.dataset.eot_id], np.int32)
+    window = data.config.train.longest
+    written = continue_tokens(session.next_token_logits, prompt, log.sample_tokens, window, data.config.seed + step)
+    return log.sample_prompt + tokenizer.decode(np.minimum(written, data.dataset.vocab_size - 1))
+
+
+def train(
+    session: Session,
+    data: RunData,
+    run: RunDir,
+    sinks: Sequence[Sink],
+    interrupted: Interrupted,
+    first: int,
+    device: str,
+    watch: Watch | None = None,
+    alarm: Callable[[Check], str | None] = lambda check: None,
+) -> Ending:
+    """Train from step `first` to the end, or until `interrupted` or an alarm; returns how it ended.
+
+    Every record and check goes to the sinks as it comes, and what `alarm` says of a check that disagreed. A checkpoint
+    is written at its interval, at the end, and when interrupted; none of a state that a check has just accused, if the
+    run is to stop there (`parity.on_alarm`). docs/guide/guards.md says what becomes of a run that meets with a fault.
+
+    Raises NotFinite after all checks that are out have come back, LoaderError after a checkpoint, and what the session,
+    a sink or a checkpoint raises.
+    """
+    last, kept = run.config.train.steps, run.config.checkpoint
+    done = first - 1
+    checks = Checks(sinks, alarm)
+    stops = run.config.parity.on_alarm != "log"
+    stalls, spikes = Stalls(), Spikes(run, data, first)
+    with Checkpointer(session, data, run) as checkpoints:
+        try:
+            for record in step_records(session, data, first, device, watch, stalls, spikes):
+                done = record.step
+                with stalls.part("logging"):
+                    for sink in sinks:
+                        sink.record(record)
+                    spikes.tell(sinks)
+                if watch is not None:
+                    with stalls.part("checks"):
+                        checks.deliver(watch.collect())
+                if stops and checks.bad is not None:
+                    break
+                best = checkpoints.improved(record) and kept.best
+                with stalls.part("checkpoint"):
+                    if due(kept.every, done, last) or done == last or best:
+                        reason: Reason = "end" if done == last else "best" if best else "interval"
+                        checkpoints.save(done, reason, checks.good)
+                    tell(sinks, checkpoints.collect())
+                if interrupted.is_set():
+                    break
+        except NotFinite:
+            if watch is not None:  # the step may be among what is out, or one before it that says why
+                _wait_for(watch, checks, sinks, run.config.parity.timeout_seconds)
+            raise
+        except LoaderError:
+            if done >= first and checkpoints.last != done:
+                checkpoints.save(done, "interrupted", checks.good)
+            raise
+        if done >= first and checkpoints.last != done and not (stops and checks.bad is not None):
+            checkpoints.save(done, "interrupted", checks.good)
+        tell(sinks, checkpoints.finish())
+    if watch is not None:
+        _wait_for(watch, checks, sinks, run.config.parity.timeout_seconds)
+    if stops and checks.bad is not None:
+        return _stop(run, checks, sinks)
+    if done == last:
+        run.finish()
+    return "finished" if done == last else "interrupted"
+
+
+def _wait_for(watch: Watch, checks: Checks, sinks: Sequence[Sink], seconds: int) -> None:
+    """Wait for every check that is still out, `seconds` at most for each."""
+    if watch.pending:
+        for sink in sinks:
+            sink.note(
+                f"waiting for the reference: checks under way: {watch.pending}, at most {seconds} s for each "
+                "(parity.timeout_seconds)"
+            )
+    checks.deliver(watch.drain())
+
+
+def _stop(run: RunDir, checks: Checks, sinks: Sequence[Sink]) -> Ending:
+    """End a run that a check has accused; under `roll_back`, as it was at the last checkpoint that is not suspect."""
+
+    def note(text: str) -> None:
+        for sink in sinks:
+            sink.note(text)
+
+    said = f"stopped: the check of step {checks.bad} disagreed"
+    if run.config.parity.on_alarm == "roll_back":
+        good = [p for p in run.checkpoints() if (checkpoint_step(p) or 0) <= (checks.good or 0)]
+        if good:
+            step = checkpoint_step(good[-1]) or 0
+            run.resume_from(step, note)
+            said += f"; rolled back to step {step}, which is not later than the last check that agreed ({checks.good})"
+        else:
+            said += "; there is no checkpoint from before the last check that agreed, so nothing was rolled back"
+    note(said)
+    return "alarmed"
+
+
+def tell(sinks: Sequence[Sink], told: Iterator[Saved | str]) -> None:
+    """Say to every sink which checkpoints were written, and which could not be."""
+    for one in told:
+        for sink in sinks:
+            sink.note(one) if isinstance(one, str) else sink.saved(one)
+
+
+class Checks:
+    """What has come back from the reference, given on to every sink.
+
+    good: step of the last check that agreed, before any that did not. bad: step of the first that did not.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], alarm: Callable[[Check], str | None]) -> None:
+        self._sinks, self._alarm = sinks, alarm
+        self.good: int | None = None
+        self.bad: int | None = None
+
+    def deliver(self, results: Iterator[Check | tuple[int, str]]) -> None:
+        """Take what came back; a check that disagreed sounds the alarm."""
+        for result in results:
+            said = None
+            if isinstance(result, Check) and result.verdict == "disagreed":
+                self.bad = self.bad or result.step
+                said = self._alarm(result)
+            elif isinstance(result, Check) and result.verdict == "agreed" and self.bad is None:
+                self.good = result.step
+            for sink in self._sinks:
+                if isinstance(result, Check):
+                    sink.check(result)
+                else:
+                    sink.skipped(*result)
+                if said:
+                    sink.note(said)

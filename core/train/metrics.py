@@ -1,0 +1,61 @@
+"""Metrics of a step: norms by parameter group and of the outer blocks, from norms by parameter; names of others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from lockstep.core.model.names import GROUPS, group_of, layer_of
+
+# Programs that torch.compile made anew in this step, after a session's first: there is no such metric where none was.
+RECOMPILED = "compile/recompiled"
+# Tokens a sequence of this step, where they are not the same in every step of the run.
+SEQUENCE_LENGTH = "train/sequence_length"
+# In a record's `host`: what the time since the last record went into (core/train/time_accounting.py),
+# `seconds/compute`, …, and bytes of memory: `memory/allocated`, `memory/reserved`, `memory/peak` of the device,
+# `memory/resident` of the process.
+SECONDS = "seconds/"
+MEMORY = "memory/"
+# Largest attention logit of the slice, over all layers and by block: `attention_logit/max`, `attention_logit/blocks.0`.
+ATTENTION_LOGIT = "attention_logit/"
+# How many deviations a loss spike stands above what was expected (core/train/spikes.py), at steps that are one.
+SPIKE = "spike/sigmas"
+
+
+def group_norms(norms: Mapping[str, float]) -> dict[str, float]:
+    """L2 norm of each parameter group, and of the first and the last block (`blocks.0`, `blocks.11`).
+
+    Each is the root of the sum of squares of its parameters' norms; a block's parameters are in a group as well.
+    """
+    squares: dict[str, float] = {}
+    blocks = outer_blocks(norms)
+    for name, norm in norms.items():
+        for part in (group_of(name), f"blocks.{layer_of(name)}"):
+            squares[part] = squares.get(part, 0.0) + norm * norm
+    return {part: math.sqrt(squares[part]) for part in (*GROUPS, *blocks) if part in squares}
+
+
+def outer_blocks(names: Iterable[str]) -> list[str]:
+    """`blocks.0` and the last block of parameters with these names; one of a model with one."""
+    layers = sorted({layer for name in names if (layer := layer_of(name)) is not None})
+    return [f"blocks.{layer}" for layer in dict.fromkeys((*layers[:1], *layers[-1:]))]
+
+
+def norms_by_group(
+    gradient: Mapping[str, float], parameter: Mapping[str, float], update: Mapping[str, float]
+) -> dict[str, float]:
+    """The step record's metrics: pre-clip gradient norm, parameter norm, and update-to-weight ratio of each group.
+
+    Takes L2 norms by canonical parameter name: of the accumulated gradients before clipping, of the weights before
+    the update, and of the update. A group whose weights are all 0 (fresh biases) has no ratio.
+    """
+    gradients, parameters, updates = group_norms(gradient), group_norms(parameter), group_norms(update)
+    metrics = {f"grad_norm/{group}": norm for group, norm in gradients.items()}
+    metrics |= {f"param_norm/{group}": norm for group, norm in parameters.items()}
+    return metrics | {f"update_ratio/{group}": updates[group] / norm for group, norm in parameters.items() if norm}
+
+
+def attention_logits(by_layer: Iterable[float]) -> dict[str, float]:
+    """The step record's metrics of the largest attention logit of each layer."""
+    found = {f"{ATTENTION_LOGIT}blocks.{layer}": float(value) for layer, value in enumerate(by_layer)}
+    return {f"{ATTENTION_LOGIT}max": max(found.values()), **found} if found else {}

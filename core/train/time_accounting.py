@@ -1,0 +1,69 @@
+"""Where the time of a run goes: every moment between two records is charged to exactly one part.
+
+The parts of a record add up to the time since the record before it, so that what follows a record (checkpoints, what is
+told) is charged to the next one. Nothing is waited for: a device's own times come from the session (`Timed`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from lockstep.core.train.metrics import SECONDS
+
+# In the order in which they are shown. data: waiting for the loader. compute: forward and backward pass.
+# communication: waiting for the sum over ranks. optimizer: norm, clipping, update. checks: evidence and alarms.
+# validation: held-out loss, FP32 loss, attention logits, samples. logging: norms by group, sinks. checkpoint: training
+# stands still for one. other: all the rest.
+PARTS = ("data", "compute", "communication", "optimizer", "checks", "validation", "logging", "checkpoint", "other")
+
+
+class Stalls:
+    """A stopwatch for one thread. Parts may be nested: the inner one's time is not the outer one's."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._at = clock()
+        self._open = ["other"]
+        self._spent = dict.fromkeys(PARTS, 0.0)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What is done meanwhile is charged to `name`."""
+        self._charge()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def split_step(self, told: Mapping[str, float], rest: str) -> None:
+        """Split what was charged to `compute` as the session tells of its step (`Timed`), and the rest of it to `rest`.
+
+        It gives away no more than it has, so that nothing is counted twice. Of a session that tells nothing it keeps
+        all.
+        """
+        if not told:
+            return
+        for part in PARTS:
+            if part != "compute":
+                self._move(part, told.get(part, 0.0))
+        self._move(rest, self._spent["compute"] - told.get("compute", 0.0))
+
+    def lap(self) -> dict[str, float]:
+        """Seconds of each part since the last call: what is not 0, under the names of a record's `host`."""
+        self._charge()
+        spent, self._spent = self._spent, dict.fromkeys(PARTS, 0.0)
+        return {SECONDS + part: seconds for part, seconds in spent.items() if seconds > 0}
+
+    def _move(self, part: str, seconds: float) -> None:
+        moved = max(0.0, min(seconds, self._spent["compute"]))
+        self._spent["compute"] -= moved
+        self._spent[part] += moved
+
+    def _charge(self) -> None:
+        now = self._clock()
+        self._spent[self._open[-1]] += max(0.0, now - self._at)
+        self._at = now

@@ -1,0 +1,1 @@
+"""Operations with the roundings of particular libraries and kernels."""

@@ -1,0 +1,61 @@
+"""Linear layers in FP8, cast for cast as torchao makes them. Twin: torch_backend/kernels/float8.py.
+
+A scale maps the largest magnitude of its group to the format's largest number. Tensorwise (one scale a tensor): inputs
+and weights in e4m3, gradients in e5m2. Rowwise (one scale a row of the left operand and a column of the right one, cut
+down to a power of two): e4m3 throughout. Values stay in the stream dtype, rounded in place; a product of two FP8 values
+is exact in FP32. Weights are cast from the stream dtype, all else from bf16; outputs are rounded to bf16.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lockstep.jax_backend.kernels.formats import E4M3, E5M2, Format, rounded
+
+if TYPE_CHECKING:
+    from lockstep.jax_backend.precision import Policy
+
+Recipe = Literal["tensorwise", "rowwise"]
+# torchao's least magnitude of a group (float8_utils.EPS).
+LEAST = 1e-12
+
+
+def cast(x: Array, axis: int, form: Format, recipe: Recipe) -> Array:
+    """X (M, N) as FP8 sees it: scaled, rounded, scaled back; rowwise, the numbers along `axis` share a scale."""
+    magnitude = jnp.max(jnp.abs(x), axis=axis if recipe == "rowwise" else None, keepdims=True)
+    scale = (form.largest / jnp.maximum(magnitude.astype(jnp.float64), LEAST)).astype(jnp.float32)
+    if recipe == "rowwise":
+        # JAX makes exp2 and log2 of FP32 from e and ln: they miss powers of two.
+        power = jnp.floor(jnp.log2(scale.astype(jnp.float64)).astype(jnp.float32))
+        scale = jnp.ldexp(jnp.ones_like(scale), power.astype(jnp.int32))
+    scaled = jnp.clip(x.astype(jnp.float32) * scale, -form.largest, form.largest)
+    return (rounded(scaled, form) / scale).astype(x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def product(x: Array, weight: Array, policy: Policy, recipe: Recipe) -> Array:
+    """X (…, in), weight (out, in) → (…, out) in the stream dtype."""
+    return _forward(x, weight, policy, recipe)[0]
+
+
+def _forward(x: Array, weight: Array, policy: Policy, recipe: Recipe) -> tuple[Array, tuple[Array, Array]]:
+    flat = policy.round(x).reshape(-1, x.shape[-1])
+    y = cast(flat, -1, E4M3, recipe) @ cast(weight, -1, E4M3, recipe).T
+    return policy.round(y).reshape(*x.shape[:-1], -1), (policy.round(x), weight)
+
+
+def _backward(policy: Policy, recipe: Recipe, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    x, weight = saved
+    form = E5M2 if recipe == "tensorwise" else E4M3
+    flat, grad = x.reshape(-1, x.shape[-1]), policy.round(grad).reshape(-1, grad.shape[-1])
+    grad_x = cast(grad, -1, form, recipe) @ cast(weight, 0, E4M3, recipe)
+    grad_weight = cast(grad, 0, form, recipe).T @ cast(flat, 0, E4M3, recipe)
+    return policy.round(grad_x).reshape(x.shape), policy.round(grad_weight)
+
+
+product.defvjp(_forward, _backward)

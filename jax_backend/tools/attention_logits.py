@@ -1,0 +1,47 @@
+"""The largest attention logit of each layer. Twin: torch_backend/tools/attention_logits.py."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import Array
+
+from lockstep.jax_backend.model import Llama, expand
+from lockstep.jax_backend.precision import Policy
+
+# Queries at a time.
+QUERIES = 256
+
+
+def largest_logits(model: Llama, tokens_BS: Array, policy: Policy, documents_BS: Array | None) -> Array:
+    """(layers,): the maximum over sequences, heads, queries and the keys that each may see of q·kᵀ/√E; pure."""
+    apart = documents_BS if documents_BS is not None and model.document_mask else jnp.zeros_like(tokens_BS)
+    found: dict[str, Array] = {}
+    queries: dict[str, Array] = {}
+
+    def tap(name: str, value: Array) -> Array:
+        block, _, what = name.rpartition(".")
+        if what == "q_rope":
+            queries[block] = value
+        elif what == "k_rope":
+            q_BSHE = queries.pop(block)
+            found[block] = _largest(q_BSHE, expand(value, q_BSHE.shape[2]), apart, policy)
+        return value
+
+    model.trunk(tokens_BS, policy, tap, documents_BS)
+    return jnp.stack([found[f"blocks.{i}.attn"] for i in range(len(model.blocks))])
+
+
+def _largest(q_BSHE: Array, k_BSHE: Array, documents_BS: Array, policy: Policy) -> Array:
+    q_BSHE, k_BSHE = policy.round(q_BSHE), policy.round(k_BSHE)
+    length, scale = q_BSHE.shape[1], 1.0 / math.sqrt(q_BSHE.shape[-1])
+    largest = jnp.full((), -jnp.inf, q_BSHE.dtype)
+    places = jnp.arange(length)
+    for start in range(0, length, QUERIES):
+        stop = min(start + QUERIES, length)
+        logits_BHST = jnp.einsum("bshe,bthe->bhst", q_BSHE[:, start:stop], k_BSHE[:, :stop]) * scale
+        seen_ST = places[start:stop, None] >= places[None, :stop]
+        seen_BST = seen_ST & (documents_BS[:, start:stop, None] == documents_BS[:, None, :stop])
+        largest = jnp.maximum(largest, jnp.where(seen_BST[:, None], logits_BHST, -jnp.inf).max())
+    return largest

@@ -1,0 +1,1 @@
+"""The scoreboards of planted faults, and their tests."""

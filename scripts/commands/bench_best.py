@@ -1,0 +1,232 @@
+"""`lockstep bench best`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from lockstep.core.errors import UserError
+from lockstep.scripts.shared.arguments import check_file, parse
+from lockstep.scripts.shared.installation import HOME
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from lockstep.core.bench.best import Candidate, Prediction, Search, Space
+    from lockstep.core.config.schema import RunConfig
+    from lockstep.core.plan.gpus import Gpu
+
+DEVICE_LIMIT = 120.0
+KERNELS = {"cuda": ("cudnn", "flash", "fa3", "efficient"), "cpu": ("auto", "math")}
+CHUNKS = (2048, 4096, 8192, 16384)
+
+
+@dataclass
+class BenchBest:
+    """Search the fastest configuration of a run within a time limit: `lockstep bench best CONFIG --minutes 9`.
+
+    Micro-batch, activation checkpointing, attention kernel, compilation and loss head are tried; precision is the run
+    file's, or searched too with --fp8. Each candidate runs in a process of its own: what crashes, runs out of memory or
+    loses its loss is struck out with its reason. Ends 0 with a run file of the winner, 2 if no candidate could run.
+    """
+
+    config: Annotated[
+        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="(required)")
+    ] = None
+    """run file (TOML): model, sequence length, optimizer"""
+    minutes: float = 9.0
+    """for all of it; what is at work then is ended"""
+    gpu: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: h100; cpu on a CPU)")] = ""
+    """whose plan leaves candidates out: h100, h100-pcie, h200, a100-80 or cpu"""
+    batch: int = 64
+    """sequences of a step while searching, at most the run file's batch_size"""
+    fp8: bool = False
+    """try FP8, tensorwise and rowwise, as well"""
+    few: int = 3
+    """steps of a candidate that count, after 2 that do not"""
+    many: int = 10
+    """steps of a leader that count"""
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("best.toml")
+    """where the winner is written, ready for lockstep train; beside it .json, .md and .log"""
+
+
+def main(argv: list[str]) -> int:
+    """Search, print, write."""
+    from lockstep.core.config.file import load_config
+    from lockstep.core.plan import gpu_named
+
+    options, given = parse(BenchBest, "bench best", argv, with_settings=True, shown=_bears_on_it)
+    if options.config is None:
+        raise UserError("nothing to search for: name a run file, as in lockstep bench best configs/llama-1b.toml")
+    if not (math.isfinite(options.minutes) and options.minutes > 0):
+        raise UserError(f"command line: minutes = {options.minutes}: must be a number above 0")
+    for name in ("batch", "few", "many"):
+        if getattr(options, name) < 1:
+            raise UserError(f"command line: {name} = {getattr(options, name)}: must be at least 1")
+    check_file("out", options.out)
+    if options.gpu:
+        gpu_named(options.gpu)
+    load_config(options.config, given)
+    return find(options, given)
+
+
+def _bears_on_it(key: str) -> bool:
+    return key in ("seed", "device", "precision.policy") or key.startswith(("model.", "optim.")) or "length" in key
+
+
+class Plan:
+    """lockstep.core.plan as bench best asks it (core/bench/best.py, `Predicts`)."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.memory = gpu, gpu.memory
+
+    def __call__(self, config: RunConfig) -> Prediction:
+        """What `config` needs and takes."""
+        from lockstep.core.bench.best import Prediction
+        from lockstep.core.plan import fits
+
+        estimate = fits(config, self.gpu)
+        return Prediction(estimate.peak, estimate.step_seconds)
+
+
+def space(config: RunConfig, kind: str, batch: int, fp8: bool) -> Space:
+    """Levers and their choices; on a CPU fewer, and nothing that takes minutes to compile."""
+    from lockstep.core.plan.choices import POLICIES
+
+    powers = [2**k for k in range(batch.bit_length()) if batch % 2**k == 0]
+    length, lengths = config.train.sequence_length, config.train.lengths
+    # The winner trains the whole run: at every length of its curriculum.
+    micro = [size for size in powers if all(size * length % other == 0 for other in lengths)]
+    policies = {
+        name: {
+            "recompute.parts": policy.parts,
+            "recompute.every": str(policy.every),
+            "recompute.keep_products": str(policy.keep_products).lower(),
+        }
+        for name, policy in POLICIES.items()
+        if kind == "cuda" or name in ("none", "block")
+    }
+    tokens = batch * config.train.sequence_length
+    chunks = [chunk for chunk in CHUNKS if chunk <= tokens] or [max(tokens // 2, 1)]
+    heads = {f"chunked {chunk}": {"loss.head": "chunked", "loss.chunk": str(chunk)} for chunk in chunks}
+    programs = {
+        "whole": _program("default", "model"),
+        "by blocks": _program("default", "blocks"),
+        "CUDA graphs": _program("reduce-overhead", "model"),
+        "max-autotune": _program("max-autotune", "model"),
+    }
+    if kind == "cpu":
+        programs = {"eager": {"compile.enabled": "false", "compile.mode": "default"}}
+    found: dict[str, Any] = {
+        "micro-batch": {str(size): {"train.micro_batch_size": str(size)} for size in reversed(micro)},
+        "checkpointing": policies,
+        "attention": {name: {"attention.kernel": name} for name in KERNELS[kind]},
+        "program": programs,
+        "head": {**heads, "whole": {"loss.head": "full"}},
+    }
+    if fp8:
+        names = (config.precision.policy, "fp8_tensorwise", "fp8_rowwise")
+        found["precision"] = {name: {"precision.policy": name} for name in dict.fromkeys(names)}
+    return found
+
+
+def _program(mode: str, scope: str) -> dict[str, str]:
+    return {
+        "compile.enabled": "true",
+        "compile.backend": "inductor",
+        "compile.mode": mode,
+        "compile.scope": scope,
+        "recompute.memory_budget": "1.0",
+    }
+
+
+def find(options: BenchBest, given: dict[str, str]) -> int:
+    """Search with this machine's device; everything found is in the files when it ends."""
+    from rich.console import Console
+
+    from lockstep.core.bench.best import as_data, candidates, page, search
+    from lockstep.core.bench.suite import Worker
+    from lockstep.core.config.file import load_config
+    from lockstep.core.files.atomic import write_atomically
+    from lockstep.core.plan import gpu_named
+
+    started = time.monotonic()
+    console = Console(highlight=False)
+    with options.out.with_suffix(".log").open("a") as log:
+        ask = Worker([sys.executable, "-m", "lockstep.scripts.shared.bench_worker"], HOME, log)
+        about = ask({"job": "device"}, DEVICE_LIMIT)
+        if about["status"] != "measured":
+            raise UserError(f"the bench could not ask this device: {about['reason']}")
+        kind = about["device"]["kind"] if given.get("device") != "cpu" else "cpu"
+        config = load_config(options.config, {**given, "device": kind})
+        batch = min(options.batch, config.train.batch_size)
+        fixed = {**given, "device": kind, "train.batch_size": str(batch), "train.ranks": "1", "train.curriculum": ""}
+        gpu = gpu_named(options.gpu or ("cpu" if kind == "cpu" else "h100"))
+        found = candidates(
+            space(config, kind, batch, options.fp8),
+            lambda settings: load_config(options.config, {**fixed, **settings}),
+            Plan(gpu),
+        )
+        total = len(found.candidates) + len(found.pruned)
+        console.print(f"{total:,} combinations, {len(found.pruned):,} left out without a run", markup=False)
+
+        def measure(one: Candidate, steps: int, limit: float) -> dict[str, Any]:
+            job = {"job": "row", "row": one.name, "config": one.config.model_dump(mode="json")}
+            return ask({**job, "warmup": 2, "repeat": steps}, limit)
+
+        def told(one: Candidate, result: dict[str, Any]) -> None:
+            said = f"{result['median']:.4g} s" if result["status"] == "measured" else f"{result['reason']}"
+            console.print(f"{one.name}: {said}", markup=False, soft_wrap=True)
+
+        seconds = 60 * options.minutes - (time.monotonic() - started)
+        search(found, measure, seconds, options.few, options.many, told=told)
+    said = {"device": about["device"], "versions": about["versions"], "config": config.name}
+    said["command"] = f"lockstep bench best {_shown(options.config)} --minutes {options.minutes:g}"
+    data = as_data(found, {**said, "batch": [batch, config.train.sequence_length]})
+    write_atomically(options.out.with_suffix(".json"), [(json.dumps(data, indent=1) + "\n").encode()])
+    write_atomically(options.out.with_suffix(".md"), [page(data).encode()])
+    print(page(data))
+    if found.winner is None:
+        raise UserError(f"no candidate could be measured; {options.out.with_suffix('.md')} says why of each")
+    write_atomically(options.out, [run_file(options, given, found).encode()])
+    print(f"{options.out}: lockstep train {options.out}")
+    return 0
+
+
+def _shown(path: Path | None) -> str:
+    """A run file as it was named, without where this machine keeps it."""
+    assert path is not None
+    return path.name if path.is_absolute() else str(path)
+
+
+def run_file(options: BenchBest, given: dict[str, str], found: Search) -> str:
+    """The winner as a run file: its base, and what differs from it."""
+    import tomli_w
+
+    from lockstep.core.config.file import load_config
+    from lockstep.core.config.schema import flatten
+
+    assert options.config is not None and found.winner is not None
+    won = flatten(found.of(found.winner).config.model_dump(mode="json"))
+    base = flatten(load_config(options.config).model_dump(mode="json"))
+    # The batch of a step stays the run's own; only how it is cut was searched for.
+    kept = {"device", "train.batch_size", "train.ranks", "train.curriculum"} - set(given)
+    tree: dict[str, Any] = {"base": os.path.relpath(options.config.resolve(), options.out.resolve().parent)}
+    for key, value in won.items():
+        if base[key] != value and key not in kept:
+            section, _, name = key.rpartition(".")
+            (tree.setdefault(section, {}) if section else tree)[name] = value
+    header = f"# The fastest of lockstep bench best: {found.of(found.winner).name}\n"
+    return header + tomli_w.dumps(tree)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,296 @@
+"""`lockstep bench parity`: what a check costs, in time and bytes a step.
+
+All rows of a model are measured in one process, in turns, after compilation; medians. A training step here is forward
+and backward of one micro-batch and the optimizer's update, through the compiled program.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import jax
+import torch
+from torch import Tensor
+
+from lockstep.core.bench import parity_costs
+from lockstep.core.bench.files import read_results, write_page
+from lockstep.core.bench.parity_costs import CHECK, OFF, SHADOW, SKETCHES
+from lockstep.core.config.file import load_config
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import write_atomically
+from lockstep.core.model.budget import parameter_count
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.recorded import observe, probe_of, save_observations
+from lockstep.core.parity.judge import end_to_end, local
+from lockstep.core.parity.judge.judge import judge
+from lockstep.core.parity.measures.compare import Reference
+from lockstep.core.parity.modes.shadow import Shadow
+from lockstep.core.run.data import RunData
+from lockstep.jax_backend.session import JaxBackend
+from lockstep.scripts.shared.arguments import check_file, parse
+from lockstep.scripts.shared.backends import REFERENCE
+from lockstep.scripts.shared.installation import shipped_config
+from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.tools.bench import random_batches
+from lockstep.torch_backend.tools.sketch import sign_table, sketch, sketches_of
+
+QUICKSTART, LARGE = shipped_config("quickstart"), shipped_config("llama-1b")
+# The 1.24B model's blocks where memory is short: width, heads and feed-forward are its own.
+SCALED = {"model.layers": "1", "model.vocab_size": "4096", "train.sequence_length": "128", "train.curriculum": ""}
+SCALED |= {"train.batch_size": "1", "train.micro_batch_size": "1", "device": "cpu", "train.ranks": "1"}
+MOST_THREADS = 1024
+
+
+@dataclass
+class BenchParity:
+    """Measure what looking at a step costs: taps off, sketches every step, a full check every N, the shadow.
+
+    For the quickstart model whole, and for blocks of the 1.24B model's shapes, whose bytes are computed for all of it.
+    """
+
+    config: Path = QUICKSTART
+    """run file, measured whole"""
+    every: int = 100
+    """N: steps from one check to the next"""
+    repeats: int = 7
+    """of each row, in turns; the median counts"""
+    threads: int = 0
+    """of torch; 0 = one less than there are cores, which leaves one to the reference"""
+    small: bool = False
+    """leave out the 1.24B model's shapes, which take 2.5 GB"""
+    json: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("bench_parity.json")
+    """where results are kept"""
+    page: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
+    """measure nothing: write the results as a page in Markdown"""
+
+
+def in_turns(rows: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each row, one after the other, `repeats` times; a first round is not counted."""
+    for run in rows.values():
+        run()
+    taken: dict[str, list[float]] = {name: [] for name in rows}
+    for _ in range(repeats):
+        for name, run in rows.items():
+            gc.collect()
+            started = time.perf_counter()
+            run()
+            taken[name].append(time.perf_counter() - started)
+    return taken
+
+
+def sketches_alone(tensors: dict[str, Tensor], table: Tensor) -> dict[str, Tensor]:
+    """`sketches_of` without norm, largest magnitude, mean and count of what is not finite: a second pass."""
+    return {name: sketch(x, table=table) for name, x in tensors.items()}
+
+
+def sketch_all(session: TorchSession, of_all: Callable[..., Any]) -> Callable[[], Any]:
+    """One compiled program that sketches every gradient of a step."""
+    table = sign_table(max(p.numel() for p in session.parameters.values()), session.device)
+    program = session.compiled(of_all)
+    grads = {name: torch.randn_like(p) for name, p in session.parameters.items()}
+    return lambda: program(grads, table)
+
+
+def measure(options: BenchParity) -> dict[str, Any]:
+    """Every row, in seconds and in steps."""
+    whole = load_config(options.config, {"device": "cpu", "compile.enabled": "true"})
+    config = whole
+    one = config.train.model_copy(update={"batch_size": config.train.micro_batch_size})
+    config = config.model_copy(update={"train": one})
+    data = RunData.open(config)
+    session = TorchBackend().open_rank(config)
+    reference = Reference.open(JaxBackend(), config)
+    batch = data.batch(1)
+    probe = probe_of(batch, config)
+    evidence = gather(session, config, batch, probe)
+    kept = end_to_end.observations_of(evidence, config.model)
+
+    def of(side: str) -> Reference:
+        return Reference(config, getattr(reference, side), getattr(reference, side))
+
+    def repeat(side: str, whole: bool) -> Callable[[], Any]:
+        asked = kept if whole else {name: o for name, o in kept.items() if not name.startswith("grad/")}
+        target = batch if whole else probe
+        return lambda: end_to_end.repeat(asked, evidence.before, target, evidence.tapped, of(side), [])
+
+    def every_stage(side: str) -> Callable[[], Any]:
+        return lambda: list(local.stages(evidence, of(side), []))
+
+    folder = tempfile.TemporaryDirectory()
+
+    def sketched() -> None:
+        session.step(batch)
+        save_observations(Path(folder.name), 1, batch, probe, observe(session, config, probe))
+
+    rows = {
+        "training step": lambda: session.step(batch),
+        "sketches of all gradients": sketch_all(session, sketches_alone),
+        "sketches and statistics of all gradients": sketch_all(session, sketches_of),
+        "observations, in the compiled programs": lambda: observe(session, config, probe),
+        "end to end, twin": repeat("twin", True),
+        "end to end, truth": repeat("truth", True),
+        "local stages, twin": every_stage("twin"),
+        "local stages, truth": every_stage("truth"),
+        "evidence of a check during training": lambda: gather(session, config, batch, probe),
+        SKETCHES: sketched,
+        CHECK: lambda: judge(gather(session, config, batch, probe), reference),
+    }
+    seconds = in_turns(rows, options.repeats)
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    size = save_observations(Path(folder.name), 1, batch, probe, kept).stat().st_size
+    folder.cleanup()
+    step, evident = medians["training step"], parity_costs.array_bytes(evidence)
+    shadow = shadow_overhead(whole, options.repeats, options.every)
+    waits = (medians[CHECK] - step) / options.every
+    modes = {
+        OFF: _mode(step, step, 0, 0),
+        SKETCHES: _mode(medians[SKETCHES], step, size, size),
+        CHECK: _mode(step + waits, step, (evident + size) / options.every, (evident + size) / options.every),
+        SHADOW: _mode(step * (1 + shadow["share"]), step, *[(evident + size) / options.every] * 2),
+    }
+    model = {
+        "name": whole.name,
+        "scaled": "",
+        "modes": modes,
+        "remarks": [
+            f"A full check takes {medians[CHECK]:.3f} s with its step; the trainer waits for all of it.",
+            f"A step that the shadow checks, with all its micro-batches, takes {shadow['checked_step']:.3f} s instead "
+            f"of {shadow['step']:.3f} s, the worker at work beside it.",
+            f"A step's observations: {size:,} bytes; the evidence of a check, which is handed over and not kept: "
+            f"{evident:,}.",
+        ],
+    }
+    return {
+        "config": str(options.config.name),
+        "seconds": seconds,
+        "medians": medians,
+        "steps": {name: value / step for name, value in medians.items()},
+        "shadow": shadow,
+        "models": [model],
+    }
+
+
+def _mode(seconds: float | None, step: float, size: float | None, whole: float | None) -> dict[str, Any]:
+    more = None if seconds is None else seconds / step - 1
+    return {"seconds": seconds, "more": more, "bytes": size, "bytes_whole": whole}
+
+
+def measure_large(options: BenchParity, threads: int) -> dict[str, Any]:
+    """Blocks of the 1.24B model's shapes: step and sketches measured, all bytes computed for the whole of it."""
+    torch.set_num_threads(threads)
+    whole = load_config(LARGE)
+    config = load_config(LARGE, {**SCALED, "compile.enabled": "true"})
+    session, batch = TorchBackend().open_rank(config), random_batches(config, 1)[0]
+    probe = probe_of(batch, config)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def sketched() -> int:
+            session.step(batch)
+            found = observe(session, config, probe)
+            return save_observations(Path(folder), 1, batch, probe, found).stat().st_size
+
+        size = sketched()
+        taken = in_turns({OFF: lambda: session.step(batch), SKETCHES: sketched}, options.repeats)
+    step, seen = (statistics.median(taken[mode]) for mode in (OFF, SKETCHES))
+    observed = parity_costs.observation_bytes(whole)
+    handed = (parity_costs.evidence_bytes(whole) + observed) / options.every
+    here = (parity_costs.evidence_bytes(config, 1) + parity_costs.observation_bytes(config)) / options.every
+    model, train = config.model, config.train
+    return {
+        "name": f"{whole.name}, blocks of its shapes",
+        "scaled": f"Measured with {model.layers} layer of {whole.model.layers}, a vocabulary of {model.vocab_size:,} "
+        f"of {whole.model.vocab_size:,}, [{train.batch_size}, {train.sequence_length}] tokens instead of "
+        f"[{whole.train.micro_batch_size}, {whole.train.sequence_length}]; hidden {model.hidden}, {model.heads} heads, "
+        f"{model.kv_heads} KV heads and feed-forward {model.ffn_hidden:,} as they are: {parameter_count(model):,} "
+        f"parameters of {parameter_count(whole.model):,}. The last column is computed for all of it.",
+        "modes": {
+            OFF: _mode(step, step, 0, 0),
+            SKETCHES: _mode(seen, step, size, observed),
+            CHECK: _mode(None, step, here, handed),
+            SHADOW: _mode(None, step, here, handed),
+        },
+        "seconds": taken,
+        "remarks": [
+            f"Sketches, computed: {len(parity_costs.observation_names(whole))} of {4 * 1021:,} bytes are "
+            f"{parity_costs.sketch_bytes(whole):,}; with statistics and names {observed:,}. They do not grow with the "
+            f"batch: against a step of 2²⁰ tokens the time of a sketch is a smaller share than against one of "
+            f"{train.batch_size * train.sequence_length}.",
+            f"The evidence of a check, computed: {parity_costs.evidence_bytes(whole):,} bytes, of which weights, "
+            "moments and gradients before and after are the most.",
+            "A full check and the shadow are not measured: weights, moments and evidence of several copies, FP64 "
+            "among them, are more than the memory that was given.",
+        ],
+    }
+
+
+def shadow_overhead(config: RunConfig, repeats: int, every: int) -> dict[str, float]:
+    """Seconds that a check adds to the trainer's own step, the worker running beside it."""
+    data = RunData.open(config)
+    session = TorchBackend().open_rank(config)
+    plain, checked = [], []
+    parity = config.parity.model_copy(update={"every": every, "queue": 1})
+    with Shadow(config.model_copy(update={"parity": parity}), REFERENCE) as shadow:
+        for number in range(repeats + 1):
+            started = time.perf_counter()
+            shadow.step(session, data.batch(number + 1), False)
+            taken = time.perf_counter() - started
+            list(shadow.drain())
+            for _ in range(3):
+                started = time.perf_counter()
+                session.step(data.batch(number + 1))
+                plain.append(time.perf_counter() - started)
+            if number:  # the first compiles
+                checked.append(taken)
+    step, check = statistics.median(plain), statistics.median(checked)
+    extra = check - step
+    return {"step": step, "checked_step": check, "added": extra, "share": extra / (every * step)}
+
+
+def main(argv: list[str]) -> int:
+    """Measure, or write the page."""
+    options, _ = parse(BenchParity, "bench parity", argv, with_settings=False)
+    for name in ("repeats", "every"):
+        if getattr(options, name) < 1:
+            raise UserError(f"command line: {name} = {getattr(options, name)}: at least one is needed")
+    if not 0 <= options.threads <= MOST_THREADS:
+        raise UserError(f"command line: threads = {options.threads}: must be a number from 0 to {MOST_THREADS}")
+    check_file("json", options.json)
+    check_file("page", options.page)
+    if options.page:
+        results = read_results(options.json, parity_costs.SUITE, parity_costs.SCHEMA)
+        write_page(options.page, parity_costs.page(results))
+        print(options.page)
+        return 0
+    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
+    found = {
+        "schema": parity_costs.SCHEMA,
+        "suite": parity_costs.SUITE,
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "versions": {"torch": torch.__version__, "jax": jax.__version__, "python": platform.python_version()},
+        "every": options.every,
+        **measure(options),
+    }
+    if not options.small:
+        # In a process of its own: the other model's session and reference are not beside it.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as own:
+            found["models"].append(own.submit(measure_large, options, torch.get_num_threads()).result())
+    write_atomically(options.json, [(json.dumps(found, indent=1) + "\n").encode()])
+    print(parity_costs.page(found))
+    return 0

@@ -1,0 +1,202 @@
+"""`lockstep bench peers`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from lockstep.core.errors import UserError
+from lockstep.scripts.shared.arguments import check_file, parse
+from lockstep.scripts.shared.installation import HOME, shipped_config
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import IO, Any
+
+    from lockstep.core.bench.peers import Contender
+    from lockstep.core.config.schema import RunConfig
+
+QUICKSTART = shipped_config("quickstart")
+# One step, compilation included; starting a process, imports included.
+STEP_LIMIT, START_LIMIT = 300.0, 120.0
+MOST_THREADS = 1024
+NEEDED = {"hugging-face": ("transformers", "accelerate")}
+
+
+@dataclass
+class BenchPeers:
+    """Train the same model beside Hugging Face's Trainer and a nanoGPT-like loop, in turns: `lockstep bench peers`.
+
+    All start from the same weights and see the same tokens; their losses must agree, or there is no comparison. Ends 0
+    if every row was measured, 1 if the losses of one differ, 2 if one failed.
+    """
+
+    config: Annotated[
+        Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="(default: quickstart.toml)")
+    ] = QUICKSTART
+    """run file (TOML): model, batch, optimizer; rows set precision and program"""
+    rows: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: all)")] = ()
+    """of fp32-eager, bf16-eager, fp32-compiled, bf16-compiled"""
+    without: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: nobody)")] = ()
+    """who does not take part, of lockstep-blas, nanogpt, hugging-face"""
+    rounds: int = 30
+    """steps of each that count"""
+    warmup: int = 8
+    """steps of each before them, whose losses are compared"""
+    seconds: float = 30.0
+    """of a row after the warm-up; then no further round begins"""
+    threads: int = 0
+    """of each contender; 0 = as many as there are cores"""
+    json: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("bench_peers.json")
+    """where results are kept; what processes print goes beside it, as .log"""
+    page: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
+    """measure nothing: write the results as a page in Markdown"""
+
+
+def main(argv: list[str]) -> int:
+    """Measure the rows, or write the page."""
+    from lockstep.core.bench.files import read_results, write_page
+    from lockstep.core.bench.peers import ROWS, SCHEMA, SUITE, check_comparable, page
+    from lockstep.core.config.file import load_config
+
+    options, given = parse(BenchPeers, "bench peers", argv, with_settings=True, shown=_bears_on_it)
+    _check(options)
+    if options.page:
+        write_page(options.page, page(read_results(options.json, SUITE, SCHEMA)))
+        print(options.page)
+        return 0
+    contenders = _contenders(options.without)
+    given = {"device": "cpu", "train.ranks": "1", **given}
+    rows = list(options.rows or ROWS)
+    for row in rows:
+        check_comparable(load_config(options.config, {**given, **ROWS[row]}))
+    return measure(options, given, rows, contenders)
+
+
+def _bears_on_it(key: str) -> bool:
+    return key in ("seed", "device") or key.startswith(("model.", "train.", "optim."))
+
+
+def _check(options: BenchPeers) -> None:
+    from lockstep.core.bench.peers import ROWS
+
+    for row in options.rows:
+        if row not in ROWS:
+            raise UserError(f"command line: rows: {row or repr(row)} is not a row; they are {', '.join(ROWS)}")
+    if options.rounds < 1 or options.warmup < 1:
+        raise UserError("command line: rounds and warmup: at least one step each is needed")
+    if not 0 <= options.threads <= MOST_THREADS:
+        raise UserError(f"command line: threads = {options.threads}: must be a number from 0 to {MOST_THREADS}")
+    if not (math.isfinite(options.seconds) and options.seconds > 0):
+        raise UserError(f"command line: seconds = {options.seconds}: must be a number above 0")
+    check_file("json", options.json)
+    check_file("page", options.page)
+
+
+def _contenders(without: Sequence[str]) -> list[Contender]:
+    """Who takes part. Raises UserError for an unknown name, for nobody to compare with, and for a missing library."""
+    from lockstep.core.bench.peers import CONTENDERS
+
+    names = [contender.name for contender in CONTENDERS if contender.name != "lockstep"]
+    for name in without:
+        if name not in names:
+            raise UserError(f"command line: without: {name or repr(name)} is nobody; they are {', '.join(names)}")
+    found = [contender for contender in CONTENDERS if contender.name not in without]
+    if all(contender.ours for contender in found):
+        raise UserError("command line: without: nobody is left to compare with")
+    for contender in found:
+        missing = [name for name in NEEDED.get(contender.name, ()) if find_spec(name) is None]
+        if missing:
+            raise UserError(
+                f"the peer {contender.name} needs {' and '.join(missing)}: pip install 'lockstep[peers]', or go on "
+                f"--without {contender.name}"
+            )
+    return found
+
+
+def measure(options: BenchPeers, given: dict[str, str], rows: list[str], contenders: Sequence[Contender]) -> int:
+    """Row by row; the file is written after each."""
+    from rich.console import Console
+
+    from lockstep.core.bench.peers import HEADERS, ROWS, SCHEMA, SUITE, answers, cells, taking_part
+    from lockstep.core.config.file import load_config
+    from lockstep.core.files.atomic import write_atomically
+    from lockstep.core.sinks.tables import table
+
+    console = Console(highlight=False, width=max(120, Console().width))
+    config = load_config(options.config, {**given, **ROWS[rows[0]]})
+    threads = options.threads or os.cpu_count() or 1
+    results: dict[str, Any] = {"schema": SCHEMA, "suite": SUITE, **_about(config, threads), "rows": []}
+    with options.json.with_suffix(".log").open("a") as log:
+        for row in rows:
+            part = taking_part(row, config.device, contenders)
+            found = _row(row, options, given, part, threads, log)
+            results["rows"].append(found)
+            write_atomically(options.json, [(json.dumps(results, indent=1) + "\n").encode()])
+            if found["status"] != "measured":
+                console.print(f"{row}: {found['status'].replace('_', ' ')}: {found['reason']}", markup=False)
+            if found.get("contenders"):
+                console.print(table(row, HEADERS, cells(found)))
+            for line in answers(found):
+                console.print(line, markup=False, soft_wrap=True)
+    status = {found["status"] for found in results["rows"]}
+    return 2 if "failed" in status else 1 if "not_the_same_work" in status else 0
+
+
+def _row(
+    row: str, options: BenchPeers, given: dict[str, str], part: Sequence[Contender], threads: int, log: IO[str]
+) -> dict[str, Any]:
+    from lockstep.core.bench.peers import ROWS, result
+    from lockstep.core.bench.turns import Side, in_turns
+    from lockstep.core.config.file import load_config
+
+    command = [sys.executable, "-m", "lockstep.scripts.shared.bench_peer"]
+    environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    sides: list[Side] = []
+    try:
+        for one in part:
+            config = load_config(options.config, {**given, **ROWS[row], **one.settings})
+            job = {"program": one.program, "config": config.model_dump(mode="json"), "threads": threads}
+            sides.append(Side(one.name, command, HOME, log, environment))
+            sides[-1].ask(json.dumps(job), START_LIMIT)
+        taken, losses = in_turns(sides, options.warmup, options.rounds, options.seconds, STEP_LIMIT)
+        memory = {side.name: side.ask("end", START_LIMIT)["memory"] for side in sides}
+    except UserError as error:
+        return {"row": row, "status": "failed", "reason": str(error)}
+    finally:
+        for side in sides:
+            side.close()
+    return result(row, load_config(options.config, {**given, **ROWS[row]}), part, taken, losses, memory)
+
+
+def _about(config: RunConfig, threads: int) -> dict[str, Any]:
+    from importlib import metadata
+
+    from lockstep.torch_backend.tools.bench import device_facts, versions
+
+    device = device_facts()
+    if config.device == "cpu":
+        device = {"kind": "cpu", "name": f"{platform.machine()} CPU", "cores": os.cpu_count()}
+    found = versions()
+    for name in ("transformers", "accelerate"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    dumped = config.model_dump(mode="json")
+    about = {key: dumped[key] for key in ("name", "seed", "model", "train", "optim")}
+    return {"device": {**device, "threads": threads}, "versions": found, "config": about}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

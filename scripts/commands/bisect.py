@@ -1,0 +1,111 @@
+"""`lockstep bisect`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from lockstep.scripts.commands.replay import (
+    EXIT,
+    attempt,
+    batches_of,
+    console_of_the_terminal,
+    on_device,
+    open_run,
+    require_bands,
+    write_json,
+)
+from lockstep.scripts.shared.arguments import check_file, parse
+from lockstep.scripts.shared.backends import spec
+
+
+@dataclass
+class Bisect:
+    """Find the first bad step of a run, its origin and its cause: `lockstep bisect RUN`.
+
+    Steps are run again from the nearest checkpoint and checked by halves; a fault is taken to stay once it is there.
+    Ends 0 if no step is bad, 1 if one is, 2 if it could not (docs/guide/replay.md).
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """run directory"""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
+    """write the verdict here as JSON"""
+    candidate: Annotated[str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: who made it)")] = (
+        None
+    )
+    """who runs steps again: torch, jax, FILE.py:NAME or module:NAME"""
+    reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
+    """who judges: torch, jax, FILE.py:NAME or module:NAME"""
+    branch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the run as it is)")] = None
+    """the run as it was before its Nth resume or roll-back set it back (branches/00N)"""
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"] | None,
+        tyro.conf.arg(metavar="auto|cpu|cuda", help_behavior_hint="(default: as recorded)"),
+    ] = None
+    """where the candidate runs steps again"""
+    reference_devices: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as recorded)")
+    ] = None
+    """devices of the reference (docs/guide/reference_sharding.md)"""
+    no_cause: bool = False
+    """stop at the origin: do not vary the configuration to find what makes it vanish"""
+
+
+def main(argv: list[str]) -> int:
+    """Bisect, print, write the JSON; the exit code is the verdict."""
+    from lockstep.core.load_backend import load_backend
+    from lockstep.core.parity.measures import calibrated_bounds
+    from lockstep.core.parity.measures.verdict import verdict_json
+    from lockstep.core.parity.modes.bisect import bisect_run
+    from lockstep.scripts.shared.parity_table import print_verdict
+
+    options, _ = parse(Bisect, "bisect", argv, with_settings=False)
+    check_file("json", options.json)
+    run, data = open_run(options.run, options.branch, options.reference_devices)
+    recipe = calibrated_bounds.recipe_of(run.config)
+    require_bands(run)
+    name = options.candidate or str(run.info.get("backend", "torch"))
+    candidate, reference = load_backend(spec(name)), load_backend(spec(options.reference))
+    config = attempt(lambda: on_device(run.config, options.device, candidate))
+    console = console_of_the_terminal()
+
+    def tell(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    if options.branch is None and (branches := run.info.get("branches", [])):
+        tell(f"the run was set back {len(branches)} times: --branch 1 to {len(branches)} bisects what was taken away")
+    found = attempt(
+        lambda: bisect_run(
+            run, batches_of(run, data), candidate, reference, tell, config, with_cause=not options.no_cause
+        )
+    )
+    if found.check is not None:
+        print_verdict(console, [found.check], recipe)
+    for note in found.notes:
+        tell(note)
+    if found.cause is not None:
+        for change, outcome in found.cause.tried:
+            tell(f"  {change}: {outcome}")
+    tell(f"{len(found.checks)} checks, {found.steps_run} steps run again")
+    first = "no bad step was found" if found.first_bad_step is None else f"first bad step: {found.first_bad_step}"
+    if (origin := found.origin) is not None:
+        layer = "" if origin.layer is None else f", layer {origin.layer}"
+        first += f"; origin: {origin.stage} ({origin.phase}{layer}) at {origin.tap}"
+    tell(first + (f"; cause: {found.cause.words}" if found.cause else ""))
+    if options.json:
+        write_json(options.json, _json(found, verdict_json, recipe, name, options.reference))
+    return EXIT[found.verdict]
+
+
+def _json(found: Any, verdict_json: Any, recipe: str, candidate: str, reference: str) -> dict[str, Any]:
+    tree: dict[str, Any] = verdict_json(
+        [found.check] if found.check else [], recipe=recipe, candidate=candidate, reference=reference
+    )
+    tree |= {"verdict": found.verdict, "first_bad_step": found.first_bad_step}
+    tree |= {"cause": found.cause.words if found.cause else None, "tried": found.cause.tried if found.cause else []}
+    checked = {str(step): check.verdict for step, check in sorted(found.checks.items())}
+    return tree | {"checked": checked, "differs_at": found.differs_at, "notes": list(found.notes)}

@@ -1,0 +1,99 @@
+"""`lockstep data prepare`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from lockstep.core.config.file import load_config
+from lockstep.core.errors import UserError
+from lockstep.scripts.shared.arguments import parse
+
+
+@dataclass
+class Prepare:
+    """Turn text into token shards: `lockstep data prepare CONFIG` prepares the data that a run file asks for.
+
+    Without CONFIG the defaults hold: the standard library of the running Python, into data/stdlib. Settings are
+    flags: --data.source DIR, --data.path OUT, --data.column text, --data.tokenizer FILE, --data.val-fraction 0.01,
+    --model.vocab-size 4096.
+    """
+
+    config: Annotated[
+        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG]", help_behavior_hint="(default: none)")
+    ] = None
+    """run file whose [data] and model.vocab_size say what to prepare"""
+    workers: int = 0
+    """processes that encode; 0 = one a core"""
+    force: bool = False
+    """throw away what the folder holds of earlier preparations"""
+
+
+def main(argv: list[str]) -> int:
+    """Prepare, with a progress bar, and say what there is now."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    from lockstep.core.data.prepare import PrepareSettings, prepare
+    from lockstep.core.data.prepare import Progress as Stage
+    from lockstep.core.sinks.tables import facts
+
+    options, given = parse(Prepare, "data prepare", argv, with_settings=True, shown=_bears_on_data)
+    if options.workers < 0:
+        raise UserError(f"command line: workers = {options.workers}: at least one process, or 0 for one a core")
+    config = load_config(options.config, given)
+    data = config.data
+    settings = PrepareSettings(
+        out=data.path,
+        source=data.source or None,
+        vocab_size=None if data.tokenizer else config.model.vocab_size,
+        tokenizer=data.tokenizer or None,
+        column=data.column,
+        val_fraction=data.val_fraction,
+        workers=options.workers or os.cpu_count() or 1,
+        force=options.force,
+    )
+    console = Console(highlight=False)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(stage: Stage) -> None:
+            if stage.stage not in tasks:
+                tasks[stage.stage] = bar.add_task(stage.stage)
+            bar.update(tasks[stage.stage], completed=stage.done, total=stage.total or None)
+
+        result = prepare(settings, show)
+    index = result.index
+    state = "was ready" if result.up_to_date else f"{result.shards_written} shards written, {result.shards_kept} kept"
+    found = {
+        "state": state,
+        "documents": f"{index.train.documents:,} to train on, {index.val.documents:,} held out",
+        "tokens": f"{index.train.tokens:,} to train on, {index.val.tokens:,} held out",
+        "vocabulary": f"{index.vocab_size:,} tokens",
+        "bytes a token": _two(index.val.bytes_per_token),
+        "held-out unigram entropy": f"{_two(index.val.unigram_entropy)} nats",
+        "held-out bigram entropy": f"{_two(index.val.bigram_entropy)} nats",
+        "fingerprint": index.fingerprint[:16],
+    }
+    console.print(facts(str(result.folder), found))
+    return 0
+
+
+def _bears_on_data(key: str) -> bool:
+    return key.startswith("data.") or key == "model.vocab_size"
+
+
+def _two(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2f}"

@@ -1,0 +1,165 @@
+"""`lockstep parity`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from lockstep.core.errors import UserError
+from lockstep.core.run.launch import launched, require_ranks
+from lockstep.scripts.shared.arguments import check_file, parse
+from lockstep.scripts.shared.backends import on_its_device, spec
+from lockstep.scripts.shared.failures import in_one_line
+from lockstep.scripts.shared.open_data import open_data
+
+if TYPE_CHECKING:
+    from lockstep.core.backend import Backend, Session
+    from lockstep.core.config.schema import RunConfig
+    from lockstep.core.parity.evidence.gather import Evidence
+    from lockstep.core.parity.measures.verdict import Check
+    from lockstep.core.parity.modes.side_by_side import Alarmed
+
+
+@dataclass
+class Parity:
+    """Check the first steps of a run side by side with the reference: `lockstep parity CONFIG --steps 3`.
+
+    Ends 0 if all agreed, 1 if any disagreed, 2 if it could not run. --candidate FILE.py:NAME puts your own trainer in
+    the candidate's place (docs/guide/candidates.md).
+    """
+
+    config: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
+    """run file (TOML)"""
+    steps: int = 2
+    """steps to check, from the initial weights on"""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
+    """write the verdict here as JSON"""
+    candidate: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "torch"
+    """who is judged: torch, jax, FILE.py:NAME or module:NAME"""
+    reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
+    """who judges: torch, jax, FILE.py:NAME or module:NAME"""
+    capsules: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("capsules")
+    """where the first step that disagrees is packed, with a script that repeats the fault without Lockstep"""
+    quick: bool = False
+    """only the verdict: the step that disagrees is not run again, and its cause is not looked for"""
+    free_running: bool = False
+    """do not check: let both train on by themselves and show how far they drift apart"""
+
+
+def main(argv: list[str]) -> int:
+    """Check, print the table, write the JSON; the exit code is the verdict."""
+    from rich.console import Console
+
+    from lockstep.core.config.file import load_config
+    from lockstep.core.load_backend import load_backend
+    from lockstep.core.parity.measures import calibrated_bounds
+    from lockstep.core.parity.measures.verdict import overall, verdict_json
+    from lockstep.core.parity.modes.free_running import drift
+    from lockstep.core.parity.modes.side_by_side import check_steps
+    from lockstep.core.sinks.phrases import check_line
+    from lockstep.scripts.shared.parity_table import print_drift, print_verdict
+
+    place = launched()
+    if place is not None and place[0] > 0:
+        from lockstep.torch_backend.ranks.worker import follow
+
+        return follow()
+    options, given = parse(Parity, "parity", argv, with_settings=True)
+    if options.steps < 1:
+        raise UserError(f"command line: steps = {options.steps}: at least one step is needed")
+    check_file("json", options.json)
+    config = load_config(options.config, given)
+    if place is not None:  # not launched by torchrun, a session of several ranks starts them itself
+        require_ranks(config.train.ranks)
+    data = open_data(config, options.config, given)
+    candidate, reference = load_backend(spec(options.candidate)), load_backend(spec(options.reference))
+    calibrated_bounds.require(on_its_device(config, candidate))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=140)
+    if options.free_running:
+        watched = on_its_device(config, candidate)
+        print_drift(console, drift(candidate, reference, watched, map(data.batch, range(1, options.steps + 1))))
+        return 0
+    checks: list[Check] = []
+    batches = (data.batch(step) for step in range(1, options.steps + 1))
+    stopped: UserError | None = None
+    try:
+        config = on_its_device(config, candidate)
+        alarm = _alarm(options, candidate, reference, config, lambda text: console.print(text, markup=False))
+        for check in check_steps(candidate, reference, config, batches, alarm):
+            checks.append(check)
+            console.print(
+                check_line(check),
+                style={"agreed": "green", "disagreed": "bold red"}.get(check.verdict, "yellow"),
+                markup=False,
+            )
+    except UserError as error:
+        stopped = error
+    except (Exception, SystemExit) as error:  # a candidate is somebody else's code
+        stopped = UserError(f"the check could not run: {in_one_line(error)}")
+    if stopped and not any(check.verdict == "disagreed" for check in checks):
+        raise stopped
+    print_verdict(console, checks, calibrated_bounds.recipe_of(config))
+    if options.json:
+        context = {
+            "recipe": calibrated_bounds.recipe_of(config),
+            "candidate": options.candidate,
+            "reference": options.reference,
+        }
+        text = json.dumps(verdict_json(checks, **context), indent=1, allow_nan=False)
+        try:
+            options.json.write_text(text + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {options.json}: {error.strerror}") from error
+    if overall(checks) == "could_not":
+        stopped = UserError(check_line(next(check for check in checks if check.verdict == "could_not")))
+    if stopped:
+        print(f"lockstep: {stopped}", file=sys.stderr)
+    return {"agreed": 0, "disagreed": 1, "could_not": 2}[overall(checks)]
+
+
+def _alarm(
+    options: Parity, candidate: Backend, reference: Backend, config: RunConfig, say: Callable[[str], None]
+) -> Alarmed:
+    """What follows the first check that disagrees: run the step again, look for the cause, pack the step."""
+    from lockstep.core.parity.diagnose.cause import find_cause
+    from lockstep.core.parity.diagnose.disagreement import sound
+
+    sounded: list[int] = []
+
+    def alarm(session: Session, evidence: Evidence, check: Check) -> Check:
+        if options.quick or sounded:
+            return check
+        sounded.append(check.step)
+
+        def cause_of(evidence: Evidence, check: Check) -> str:
+            return find_cause(candidate, reference, config, evidence, check).words
+
+        describe = getattr(candidate, "describe", None)
+        try:
+            found = sound(
+                session,
+                evidence,
+                check,
+                config,
+                options.capsules,
+                candidate=options.candidate,
+                reference=options.reference,
+                versions=describe(config).get("versions", {}) if describe else {},
+                find_cause=cause_of,
+            )
+        except (Exception, SystemExit) as error:  # a candidate is somebody else's code; the verdict stands
+            say(f"the step could not be run again: {in_one_line(error)}")
+            return check
+        say(found.summary)
+        return dataclasses.replace(check, cause="; ".join(found.cause) or None)
+
+    return alarm

@@ -1,0 +1,110 @@
+"""`lockstep plan`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from lockstep.core.errors import UserError
+from lockstep.scripts.shared.arguments import check_file, parse
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lockstep.core.plan.choices import Choice
+    from lockstep.core.plan.estimate import Estimate
+
+# Columns that the widest table needs.
+_WIDE = 150
+
+
+@dataclass
+class Plan:
+    """Memory, time and cost of a run before anything is rented: `lockstep plan CONFIG --gpu h100`.
+
+    Estimates from formulas (docs/guide/plan.md); no GPU is needed. Ends 0 with a plan, also where the run as configured
+    does not fit and another micro-batch or policy would, which is said; 2 if nothing fits.
+    """
+
+    config: Annotated[
+        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="(required)")
+    ] = None
+    """run file (TOML)"""
+    gpu: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: h100; cpu for device = cpu)")] = ""
+    """h100, h100-pcie, h200, a100-80 or cpu"""
+    price: Annotated[float | None, tyro.conf.arg(metavar="DOLLARS", help_behavior_hint="(default: an assumption)")] = (
+        None
+    )
+    """of a GPU hour"""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
+    """where the plan is also written, in bytes and seconds"""
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan."""
+    from rich.console import Console
+
+    from lockstep.core.config.file import load_config
+    from lockstep.core.plan.choices import choices, smallest_change
+    from lockstep.core.plan.estimate import fits
+    from lockstep.core.plan.gpus import gpu_named
+    from lockstep.core.plan.words import as_data
+
+    options, given = parse(Plan, "plan", argv, with_settings=True)
+    check_file("json", options.json)
+    if options.price is not None and not (math.isfinite(options.price) and options.price >= 0):
+        raise UserError(f"command line: price = {options.price:g}: must be a number of at least 0")
+    if options.config is None:
+        raise UserError("nothing to plan: name a run file, as in lockstep plan configs/quickstart.toml")
+    config = load_config(options.config, given)
+    gpu = gpu_named(options.gpu or ("cpu" if config.device == "cpu" else "h100"))
+    price = gpu.price if options.price is None else options.price
+    estimate, found = fits(config, gpu), choices(config, gpu)
+    print_plan(Console(highlight=False), estimate, found, price)
+    if options.json:
+        try:
+            options.json.write_text(json.dumps(as_data(estimate, found, price), indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {options.json}: {error.strerror}") from error
+    if estimate.fits:
+        return 0
+    changes = smallest_change(config, found)
+    needed = f"{config.name} needs {estimate.peak / 1e9:,.1f} GB a device, {gpu.title} has {gpu.memory / 1e9:,.1f} GB"
+    if not changes:
+        raise UserError(f"{needed}, and no micro-batch or checkpointing policy makes it fit")
+    print(f"lockstep: {needed}; what would fit: {'; or '.join(changes)}", file=sys.stderr)
+    return 0
+
+
+def print_plan(console: Console, estimate: Estimate, found: list[Choice], price: float) -> None:
+    """Every table of the plan."""
+    from rich.console import Console as Wide
+
+    from lockstep.core.plan import words
+    from lockstep.core.sinks.tables import table
+
+    config = estimate.config
+    wide = console if console.width >= _WIDE else Wide(highlight=False, width=_WIDE)
+    console.print(table(f"Model: {config.name}", ("", ""), words.model_rows(estimate)))
+    micro = f"micro-batch [{config.train.micro_batch_size}, {config.train.sequence_length}]"
+    console.print(table(f"Memory of each device, estimated: {micro}", ("", ""), words.memory_rows(estimate)))
+    if rows := words.time_rows(estimate, price):
+        console.print(table("Time of a step and of the run, estimated", ("", ""), rows))
+    headers, rows = words.choice_table(config, found)
+    title = "GB needed by micro-batch; → and (…) as configured, ! does not fit"
+    wide.print(table(title, headers, rows))
+    if words.is_published_model(config):
+        wide.print(table("Published on one H100, and estimated", words.PUBLISHED, words.published_rows(config)))
+        console.print(table("Checkpointing: memory against none", words.SAVED, words.saving_rows(config)))
+    for line in estimate.gpu.sources:
+        console.print(f"{estimate.gpu.name}: {line}", markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

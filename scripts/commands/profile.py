@@ -1,0 +1,189 @@
+"""`lockstep profile`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from lockstep.core.errors import UserError
+from lockstep.core.run.launch import launched, require_ranks
+from lockstep.scripts.shared.arguments import parse
+from lockstep.scripts.shared.backends import TRAINER, on_its_device
+
+if TYPE_CHECKING:
+    from lockstep.core.backend import Batch
+    from lockstep.core.config.schema import RunConfig
+
+TRACE, SUMMARY, PAGE = "trace.json.gz", "summary.json", "summary.md"
+# Only the steps that are meant, with the kernels inside CUDA graphs one by one.
+NSYS = (
+    "nsys profile --trace=cuda,nvtx,cublas,cudnn --sample=none --cpuctxsw=none --cuda-graph-trace=node "
+    "--capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true"
+)
+
+
+@dataclass
+class Profile:
+    """Record three training steps of a run file by PyTorch's profiler: `lockstep profile CONFIG`.
+
+    Writes trace.json.gz (Perfetto and Chrome open it), summary.json and summary.md, and prints the summary. Under
+    torchrun rank 0 is recorded.
+    """
+
+    config: Annotated[
+        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG]", help_behavior_hint="(this or --trace)")
+    ] = None
+    """run file (TOML); its data is read if it is prepared, else tokens are random"""
+    out: Annotated[
+        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: profiles/NAME; with --trace: none)")
+    ] = None
+    """folder to write to; what an earlier profile wrote there is replaced"""
+    trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: record one)")] = None
+    """record nothing: summarize this trace of PyTorch's profiler"""
+    top: int = 20
+    """kernels in the summary"""
+    no_floor: bool = False
+    """do not measure what no step can beat"""
+    nvtx: bool = False
+    """write nothing: make the steps with NVTX ranges for Nsight Systems, which starts this command (see the summary)"""
+
+
+def main(argv: list[str]) -> int:
+    """Record, or read a trace; summarize."""
+    from lockstep.core.config.file import load_config
+    from lockstep.core.profile.summary import summarize
+    from lockstep.core.profile.trace import read_trace
+
+    # Before torch is loaded: its profiler notes every start on stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    if (rank := launched()) is not None and rank[0] > 0:
+        from lockstep.torch_backend.ranks.worker import follow
+
+        return follow()
+    options, given = parse(Profile, "profile", argv, with_settings=True)
+    if (options.config is None) == (options.trace is None):
+        raise UserError("name a run file to profile, or --trace FILE to summarize, and not both")
+    if options.top < 1:
+        raise UserError(f"top = {options.top}: must be at least 1")
+    if options.trace:
+        if given or options.nvtx:
+            raise UserError("--trace reads a trace that is there: settings and --nvtx have no meaning for it")
+        found = summarize(read_trace(options.trace), options.top)
+        if options.out:
+            make(options.out)
+            write(options.out, options.trace.name, found)
+        return say(options.trace.name, found)
+    config = load_config(options.config, given)
+    require_ranks(config.train.ranks, " ".join(["profile", *argv]))
+    return profile(options, config, given, argv)
+
+
+def profile(options: Profile, config: RunConfig, given: Mapping[str, str], argv: list[str]) -> int:
+    """Record steps of a run, summarize them, and say how to see them in Nsight Systems."""
+    from lockstep.core.load_backend import load_backend
+    from lockstep.core.profile.summary import summarize
+    from lockstep.core.profile.trace import read_trace
+    from lockstep.torch_backend.tools.profile import STEPS, record, under_nsight
+
+    # No step of these may be beyond the schedule's end.
+    train = config.train.model_copy(update={"steps": max(config.train.steps, STEPS)})
+    config = config.model_copy(update={"train": train})
+    backend: Any = load_backend(TRAINER)
+    config = on_its_device(config, backend)
+    about = backend.describe(config)
+    out = options.out or Path("profiles") / config.name
+    with ExitStack() as stack:
+        batches, tokens = batches_of(stack, options, config, given)
+        if not options.nvtx:
+            make(out)
+        session = backend.open(config)
+        stack.callback(session.close)
+        own = session.own if config.train.ranks > 1 else session
+        if options.nvtx:
+            print(f"{under_nsight(session, own, batches):.4g} s a step, with NVTX ranges")
+            return 0
+        measured = record(session, own, batches, out / TRACE)
+    found = summarize(read_trace(out / TRACE), options.top) | measured
+    found["floor_seconds"] = None if options.no_floor else floor_of(config)
+    found["about"] = {
+        "device": f"{about['device']}, torch {about['versions']['torch']}",
+        "a step": f"{train.batch_size} sequences of {train.sequence_length}: {tokens}",
+        **about["in_force"],
+    }
+    if config.train.ranks > 1:
+        found["about"]["recorded rank"] = f"0 of {config.train.ranks}"
+    write(out, f"Profile of {config.name}", found)
+    say(f"Profile of {config.name}", found)
+    print(f"written: {', '.join(str(out / name) for name in (TRACE, SUMMARY, PAGE))}")
+    if about["device_kind"] == "cuda":
+        print("for Nsight Systems: " + nsys(out, argv, config.train.ranks))
+    return 0
+
+
+def batches_of(
+    stack: ExitStack, options: Profile, config: RunConfig, given: Mapping[str, str]
+) -> tuple[Iterator[Batch], str]:
+    """The run's batches as training reads them, or random ones where no data is prepared; and which they are."""
+    from lockstep.core.data.index import INDEX_NAME
+    from lockstep.core.data.loader import Prefetcher
+    from lockstep.scripts.shared.open_data import open_data
+    from lockstep.torch_backend.tools.bench import random_batches
+    from lockstep.torch_backend.tools.profile import STEPS
+
+    assert options.config is not None
+    if not (Path(config.data.path) / INDEX_NAME).is_file() and not config.attention.needs_documents:
+        return itertools.cycle(random_batches(config)), f"random tokens, as {config.data.path} holds no prepared data"
+    data = open_data(config, options.config, given)
+    batches = stack.enter_context(Prefetcher(data.batch, 1, STEPS + 1, config.data.prefetch))
+    return batches, f"tokens of {config.data.path}"
+
+
+def floor_of(config: RunConfig) -> float | None:
+    """What no step of one rank can beat, in seconds (core/model/budget.py)."""
+    from lockstep.core.model.budget import floor_seconds
+    from lockstep.torch_backend.tools.bench import measure_floor
+
+    train = config.train.model_copy(update={"batch_size": config.train.batch_size // config.train.ranks})
+    measured = measure_floor()
+    return floor_seconds(config.model_copy(update={"train": train}), measured["rates"], measured["bandwidth"])
+
+
+def nsys(out: Path, argv: list[str], ranks: int = 1) -> str:
+    """The command that shows the same steps in Nsight Systems."""
+    lockstep = "lockstep" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m lockstep"
+    return f"{NSYS} --output={shlex.quote(str(out / 'nsys'))} {lockstep} {shlex.join(['profile', *argv, '--nvtx'])}"
+
+
+def make(folder: Path) -> None:
+    """Make the folder. Raises UserError if it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {folder}: {error.strerror or error}") from error
+
+
+def write(folder: Path, title: str, found: Mapping[str, Any]) -> None:
+    """Write summary.json and summary.md."""
+    from lockstep.core.files.atomic import write_atomically
+    from lockstep.core.profile.page import page
+
+    write_atomically(folder / SUMMARY, [json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n"])
+    write_atomically(folder / PAGE, [page(title, found).encode()])
+
+
+def say(title: str, found: Mapping[str, Any]) -> int:
+    """Print the summary."""
+    from lockstep.core.profile.page import page
+
+    sys.stdout.write(page(title, found))
+    return 0

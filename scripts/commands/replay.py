@@ -1,0 +1,303 @@
+"""`lockstep replay`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from lockstep.core.errors import UserError
+from lockstep.scripts.shared.arguments import check_file, parse
+from lockstep.scripts.shared.backends import on_its_device, spec
+from lockstep.scripts.shared.failures import in_one_line
+from lockstep.scripts.shared.open_data import open_data
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lockstep.core.backend import Backend, Batch
+    from lockstep.core.config.schema import RunConfig
+    from lockstep.core.parity.modes.replay import Replayed
+    from lockstep.core.run.data import RunData
+    from lockstep.core.run.directory import RunDir
+
+EXIT = {"agreed": 0, "disagreed": 1, "could_not": 2}
+
+
+@dataclass
+class Replay:
+    """Judge steps later and elsewhere: `lockstep replay PATH`, PATH a run directory, a capsule or a loss spike.
+
+    A capsule's step is run again and judged in full. Of a run, steps with recorded sketches and a stored state are
+    judged end to end as they were made; steps with a state alone are run again. The batch of a spike is run again by
+    the candidate alone, and its loss held to the recorded one, bit for bit. Ends 0 if all agreed, 1 if any disagreed,
+    2 if it could not (docs/guide/replay.md).
+    """
+
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+    """run directory, capsule (runs/NAME/capsules/step_000040) or spike (runs/NAME/spikes/step_000123)"""
+    step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: all there are)")] = None
+    """judge this step alone; the candidate runs up to it where no state is stored"""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
+    """write the verdict here as JSON"""
+    candidate: Annotated[str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: who made it)")] = (
+        None
+    )
+    """who runs steps again: torch, jax, FILE.py:NAME or module:NAME"""
+    reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
+    """who judges: torch, jax, FILE.py:NAME or module:NAME"""
+    branch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the run as it is)")] = None
+    """the run as it was before its Nth resume or roll-back set it back (branches/00N)"""
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"] | None,
+        tyro.conf.arg(metavar="auto|cpu|cuda", help_behavior_hint="(default: as recorded)"),
+    ] = None
+    """where the candidate runs steps again"""
+    reference_devices: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as recorded)")
+    ] = None
+    """devices of the reference (docs/guide/reference_sharding.md)"""
+
+
+def main(argv: list[str]) -> int:
+    """Replay, print, write the JSON; the exit code is the verdict."""
+    from lockstep.core.parity.evidence.capsule import is_capsule
+    from lockstep.core.train.spikes import is_spike
+
+    options, _ = parse(Replay, "replay", argv, with_settings=False)
+    check_file("json", options.json)
+    if not options.path.is_dir():
+        raise UserError(f"no such run, capsule or spike: {options.path}")
+    console = console_of_the_terminal()
+    if is_spike(options.path):
+        return _spike(console, options)
+    if is_capsule(options.path):
+        return _capsule(console, options)
+    return _run(console, options)
+
+
+def _capsule(console: Console, options: Replay) -> int:
+    from lockstep.core.load_backend import load_backend
+    from lockstep.core.parity.evidence.capsule import other_versions, read_capsule
+    from lockstep.core.parity.measures import calibrated_bounds
+    from lockstep.core.parity.modes.replay import replay_capsule
+    from lockstep.scripts.shared.startup_banner import versions
+
+    capsule = read_capsule(options.path)
+    if options.step not in (None, capsule.step):
+        raise UserError(f"{options.path} holds step {capsule.step}, not step {options.step}")
+    calibrated_bounds.require(capsule.config)
+    made = on_reference_devices(capsule.config, options.reference_devices)
+    name = options.candidate or str(capsule.about["candidate"])
+    packed = capsule.verdict
+    console.print(f"step {capsule.step}, packed as: {_said(packed)}", markup=False, soft_wrap=True)
+    for line in other_versions(capsule, versions()):
+        console.print(f"other versions: {line}", style="yellow", markup=False, soft_wrap=True)
+    candidate, reference = load_backend(spec(name)), load_backend(spec(options.reference))
+    config = attempt(lambda: on_device(made, options.device, candidate))
+    found = attempt(lambda: replay_capsule(capsule, candidate, reference, config))
+    context = {"candidate": name, "reference": options.reference, "packed": packed.get("origin")}
+    code = _report(console, [found], calibrated_bounds.recipe_of(config), options.json, context)
+    same = found.check is not None and _said(found.check.to_json()) == _said(packed)
+    words = "the verdict is the one that was packed" if same else f"the packed verdict was another: {_said(packed)}"
+    console.print(words, markup=False, soft_wrap=True)
+    return code
+
+
+def _spike(console: Console, options: Replay) -> int:
+    from lockstep.core.load_backend import load_backend
+    from lockstep.core.parity.modes.replay import in_words
+    from lockstep.core.parity.modes.replay_spike import replay_spike
+    from lockstep.core.train.spikes import read_spike
+
+    about, kept = read_spike(options.path)
+    step, loss = about["step"], about["loss"]
+    if options.step not in (None, step):
+        raise UserError(f"{options.path} holds step {step}, not step {options.step}")
+    run, data = open_run(*_run_of_spike(options.path, options.branch))
+    candidate = load_backend(spec(options.candidate or str(run.info.get("backend", "torch"))))
+    config = attempt(lambda: on_device(run.config, options.device, candidate))
+    found = attempt(lambda: replay_spike(run, about, kept, batches_of(run, data), candidate, config))
+    same = not found.differ
+    way = f"after steps {found.loaded + 1} to {step - 1}" if found.loaded + 1 < step else "at once"
+    said = f"step {step}, from the state of step {found.loaded}, {way}: loss {found.record.loss!r}"
+    said += ", bit for bit as recorded" if same else f"; not as recorded: {in_words(found.differ)}"
+    console.print(said, style="green" if same else "bold red", markup=False, soft_wrap=True)
+    if found.on_the_way is not None:
+        console.print(f"  step {found.on_the_way} did not come out as recorded", markup=False, soft_wrap=True)
+    if not found.in_order:
+        console.print("  the data order gives another batch at this step", markup=False, soft_wrap=True)
+    if options.json:
+        verdict = "agreed" if same else "disagreed"
+        write_json(options.json, {"verdict": verdict, "step": step, "loss": found.record.loss, "recorded": loss})
+    return EXIT["agreed" if same else "disagreed"]
+
+
+def _run_of_spike(path: Path, branch: int | None) -> tuple[Path, int | None]:
+    """The run of a spike, and the branch whose folder it lies in: RUN/branches/002/spikes/step_000123."""
+    folder = path.resolve().parent.parent
+    if folder.parent.name != "branches" or not folder.name.isdecimal():
+        return folder, branch
+    return folder.parent.parent, int(folder.name) if branch is None else branch
+
+
+def _run(console: Console, options: Replay) -> int:
+    from lockstep.core.load_backend import load_backend
+    from lockstep.core.parity.measures import calibrated_bounds
+    from lockstep.core.parity.modes.replay import replay_run
+
+    run, data = open_run(options.path, options.branch, options.reference_devices)
+    require_bands(run)
+    name = options.candidate or str(run.info.get("backend", "torch"))
+    reference = load_backend(spec(options.reference))
+    found: list[Replayed] = []
+
+    def judge_all() -> None:
+        elsewhere = on_device(run.config, options.device, load_backend(spec(name))) if options.device else None
+        steps = replay_run(
+            run, batches_of(run, data), lambda: load_backend(spec(name)), reference, options.step, elsewhere
+        )
+        for one in steps:
+            found.append(one)
+            _line(console, one)
+
+    stopped: UserError | None = None
+    try:
+        attempt(judge_all)
+    except UserError as error:
+        stopped = error
+    if stopped and not any(one.check and one.check.verdict == "disagreed" for one in found):
+        raise stopped
+    context = {"candidate": name, "reference": options.reference}
+    code = _report(console, found, calibrated_bounds.recipe_of(run.config), options.json, context, told=True)
+    if stopped:
+        print(f"lockstep: {stopped}", file=sys.stderr)
+    return code
+
+
+def _report(
+    console: Console,
+    found: Sequence[Replayed],
+    recipe: str,
+    json: Path | None,
+    context: dict[str, Any],
+    told: bool = False,
+) -> int:
+    from lockstep.core.parity.measures.verdict import overall, verdict_json
+    from lockstep.scripts.shared.parity_table import print_verdict
+
+    if not told:
+        for one in found:
+            _line(console, one)
+    checks = [one.check for one in found if one.check is not None]
+    if json:
+        steps = [{"step": one.step, "how": one.how, "notes": list(one.notes)} for one in found]
+        write_json(json, verdict_json(checks, recipe=recipe, **context) | {"replayed": steps})
+    if not checks:
+        reasons = "; ".join(dict.fromkeys(note for one in found for note in one.notes))
+        raise UserError(f"no step could be judged: {reasons}")
+    print_verdict(console, checks, recipe)
+    return EXIT[overall(checks)]
+
+
+def _line(console: Console, one: Replayed) -> None:
+    from lockstep.core.sinks.phrases import check_line
+
+    how = {
+        "sketches": "as the run made it, from its sketches (end to end)",
+        "run again": "run again by the candidate",
+        "not covered": "not covered",
+    }[one.how]
+    said = check_line(one.check) if one.check else f"step {one.step}"
+    style = {"agreed": "green", "disagreed": "bold red"}.get(one.check.verdict if one.check else "", "yellow")
+    console.print(f"{said} [{how}]", style=style, markup=False, soft_wrap=True)
+    for note in one.notes:
+        console.print(f"  {note}", markup=False, soft_wrap=True)
+
+
+def _said(verdict: Any) -> str:
+    origin = verdict.get("origin")
+    if not origin:
+        return str(verdict.get("verdict"))
+    layer = "" if origin["layer"] is None else f", layer {origin['layer']}"
+    return f"{verdict['verdict']}, origin {origin['stage']} ({origin['phase']}{layer}) at {origin['tap']}"
+
+
+def on_reference_devices(config: RunConfig, count: int | None) -> RunConfig:
+    """The configuration with so many devices of the reference, if a number is given."""
+    if count is None:
+        return config
+    if count < 1:
+        raise UserError(f"reference_devices = {count}: must be at least 1")
+    return config.model_copy(update={"parity": config.parity.model_copy(update={"reference_devices": count})})
+
+
+def open_run(path: Path, branch: int | None = None, reference_devices: int | None = None) -> tuple[RunDir, RunData]:
+    """A run directory, or a branch of it, to read, and its data. Raises UserError if either is not there."""
+    from lockstep.core.run.branches import Branch
+    from lockstep.core.run.directory import CONFIG, RunDir
+
+    if not path.is_dir():
+        raise UserError(f"no such run: {path}")
+    run = RunDir.open(path)
+    run = Branch(run, branch) if branch is not None else run
+    run.read_through(lambda config: on_reference_devices(config, reference_devices))
+    data = open_data(run.config, path / CONFIG, {})
+    made_with = run.info.get("data", {}).get("fingerprint")
+    if made_with != data.dataset.fingerprint:
+        raise UserError(
+            f"{path} was made with another data set: {str(made_with)[:16]}, "
+            f"but {run.config.data.path} holds {data.dataset.fingerprint[:16]}"
+        )
+    return run, data
+
+
+def require_bands(run: RunDir) -> None:
+    """Raise UserError unless there are bounds for every step of a run."""
+    from lockstep.core.parity.measures import calibrated_bounds
+    from lockstep.core.run.history import branches_begun
+
+    for step in (1, *(begun["step"] + 1 for begun in branches_begun(run.info))):
+        calibrated_bounds.require(run.config_at(step))
+
+
+def batches_of(run: RunDir, data: RunData) -> Callable[[int], Batch]:
+    """The batch of each step, cut as the settings in force there say."""
+    return lambda step: replace(data, config=run.config_at(step)).batch(step)
+
+
+def attempt(work: Any) -> Any:
+    """Call `work`; what somebody else's code raises becomes one line."""
+    try:
+        return work()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"the replay could not run: {in_one_line(error)}") from error
+
+
+def write_json(path: Path, tree: dict[str, Any]) -> None:
+    """Write a verdict. Raises UserError if the disk refuses."""
+    import json
+
+    try:
+        path.write_text(json.dumps(tree, indent=1, allow_nan=False, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def console_of_the_terminal() -> Console:
+    """A console as wide as the terminal, or wide enough for a table where there is none."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)
+
+
+def on_device(config: RunConfig, device: str | None, candidate: Backend) -> RunConfig:
+    """The configuration as it is, or with the device that is named, as the candidate resolves it."""
+    return on_its_device(config.model_copy(update={"device": device}), candidate) if device else config

@@ -1,0 +1,391 @@
+"""`lockstep train`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from lockstep.core.errors import UserError
+from lockstep.core.files.jsonl import in_ranges
+from lockstep.core.run.launch import launched, require_ranks
+from lockstep.scripts.shared.arguments import parse
+from lockstep.scripts.shared.backends import REFERENCE, on_its_device, spec
+from lockstep.scripts.shared.open_data import open_data
+from lockstep.scripts.shared.restart import (
+    is_of_this_launch,
+    note_launch,
+    run_of_this_launch,
+    with_ranks_that_are_left,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lockstep.core.backend import Session
+    from lockstep.core.config.schema import RunConfig
+    from lockstep.core.parity.measures.verdict import Check
+    from lockstep.core.parity.modes.shadow import Shadow
+    from lockstep.core.run.data import RunData
+    from lockstep.core.run.directory import RunDir
+    from lockstep.core.run.resume import Changes
+
+
+@dataclass
+class Train:
+    """Train a run file: `lockstep train CONFIG`. Ctrl-C writes a checkpoint after the step; --resume RUN goes on.
+
+    Ends 0 when finished, 1 if a parity check disagreed, 2 if it could not start, 130 after Ctrl-C.
+    """
+
+    config: Annotated[
+        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG]", help_behavior_hint="(this or --resume)")
+    ] = None
+    """run file (TOML)"""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(default: a new run)")] = None
+    """run directory to go on with, from its last checkpoint, under its own settings; ranks, micro-batch, device and
+    what is only looked at (checkpoint, eval, log, parity) may be changed by flags; optim, precision, loss, compile,
+    recompute, train.steps and train.curriculum too, which begins a branch (docs/guide/checkpoints.md)"""
+    from_step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the last)")] = None
+    """with --resume: go on from the checkpoint of this step; what came after it is kept in branches/"""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    """folder of run directories"""
+    overwrite: bool = False
+    """replace an earlier run of the same name"""
+    backend: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "torch"
+    """who trains: torch, jax (the reference itself), FILE.py:NAME or module:NAME (docs/guide/candidates.md)"""
+
+
+def main(argv: list[str]) -> int:
+    """Open everything that can fail, then make the run directory, then train."""
+    from lockstep.core.backend import ManyPlaces
+    from lockstep.core.config.file import load_config
+    from lockstep.core.load_backend import load_backend
+    from lockstep.core.parity.measures import calibrated_bounds
+    from lockstep.core.run.directory import CONFIG, RunDir
+    from lockstep.core.train.determinism import place, require_same_place
+    from lockstep.scripts.shared.startup_banner import versions
+
+    if (rank := launched()) is not None and rank[0] > 0:
+        from lockstep.torch_backend.ranks.worker import follow
+
+        # Rank 0 checks the command line, and says what to open.
+        return follow()
+    options, given = parse(Train, "train", argv, with_settings=True)
+    if options.resume and options.overwrite:
+        raise UserError("--overwrite and --resume exclude each other")
+    if options.config is None and options.resume is None:
+        raise UserError("name a run file to train, or --resume RUN to go on with one")
+    if options.from_step is not None and options.resume is None:
+        raise UserError("--from-step says where --resume RUN goes on: name a run")
+    resumed = RunDir.open(options.resume) if options.resume else None
+    again = None if resumed else _of_this_launch(options, given)
+    if again and again.latest_checkpoint() is not None:
+        resumed = again
+    known = again or resumed
+    if known and is_of_this_launch(known):
+        given = with_ranks_that_are_left(given, known)
+        # Where the launch began. Started anew it goes on from where it has come to.
+        options.from_step = None
+    going_on = _going_on(resumed, options, given) if resumed else None
+    config = going_on.config if going_on else load_config(options.config, given)
+    name = resumed.info.get("backend", "torch") if resumed else options.backend
+    require_ranks(config.train.ranks, " ".join(["train", *argv]))
+    path = resumed.path if resumed else options.out / config.name
+    if not resumed:
+        options.overwrite |= again is not None
+        RunDir.check_free(path, options.overwrite)
+    data = open_data(config, options.config or path / CONFIG, given)
+    backend = load_backend(spec(name))
+    if config.train.ranks > 1 and not getattr(backend, "ranked", False):
+        raise UserError(f"train.ranks = {config.train.ranks}: {name} trains in one process; set train.ranks = 1")
+    config = on_its_device(config, backend)
+    about = backend.describe(config)
+    if resumed and config.deterministic:
+        require_same_place(resumed, place(config, about, versions()))
+    if config.parity.every:
+        calibrated_bounds.require(config)
+    with ExitStack() as stack:
+        stack.enter_context(_terminated_as_interrupted())
+        if going_on:
+            run = stack.enter_context(_reopen(path, data, going_on))
+        session = backend.open(config)
+        stack.callback(session.close)
+        if not resumed:
+            run = stack.enter_context(_create(path, options, config, name, about, data))
+            stack.push(_Unbegun(run))
+            note_launch(run, again, 0)
+        if isinstance(session, ManyPlaces):
+            session.require_shared(run.path)
+        return _train(stack, run, data, session, about, going_on)
+
+
+def _train(
+    stack: ExitStack,
+    run: RunDir,
+    data: RunData,
+    session: Session,
+    about: Mapping[str, Any],
+    going_on: _GoingOn | None,
+) -> int:
+    from lockstep.core.parity.evidence.recorder import Recorder
+    from lockstep.core.parity.modes.shadow import Shadow
+    from lockstep.core.run.directory import OBSERVATIONS
+    from lockstep.core.sinks.console import ConsoleSink, open_console
+    from lockstep.core.sinks.jsonl import JsonlSink
+    from lockstep.core.sinks.wandb import WandbSink
+    from lockstep.core.train.determinism import prove_run
+    from lockstep.core.train.loop import train
+    from lockstep.scripts.shared.startup_banner import print_start, versions
+
+    config = run.config
+    console = open_console()
+    done = _load(run, data, session, console, going_on) if going_on else 0
+    if done >= config.train.steps:
+        run.finish()
+        console.print("all steps are done", markup=False)
+        return _exit_code(run, done, console)
+    if config.deterministic:
+        about = prove_run(run, session, data.batch(done + 1), done + 1, about, versions())
+    print_start(console, run, data, about)
+    sinks: list[Any] = [JsonlSink(run)]
+    if config.log.wandb != "disabled":
+        sinks.append(WandbSink(run, lambda text: console.print(text, style="yellow", markup=False)))
+    kept = run.path / OBSERVATIONS
+    checked = any(map(config.parity.due, range(done + 1, config.train.steps + 1)))
+    shadow = stack.enter_context(Shadow(config, REFERENCE, kept)) if checked else None
+    watch = Recorder(config, kept, shadow) if config.parity.record_every else shadow
+    sinks.append(ConsoleSink(config.train.steps, done, console))
+    for sink in sinks:
+        stack.callback(sink.close)
+    alarm = _alarm(run, session, shadow, about)
+    with _interrupts() as interrupted, _told_how_to_go_on(run):
+        ending = train(session, data, run, sinks, interrupted, done + 1, str(about["device"]), watch, alarm)
+    stack.close()
+    if ending == "interrupted":
+        console.print(f"stopped; go on with: lockstep train --resume {run.path}", markup=False, soft_wrap=True)
+        return 130
+    return _exit_code(run, done, console)
+
+
+def _alarm(
+    run: RunDir, session: Session, shadow: Shadow | None, about: Mapping[str, Any]
+) -> Callable[[Check], str | None]:
+    """What follows a check that disagreed: the step is run again, and packed for `lockstep replay`."""
+    from lockstep.core.parity.diagnose.disagreement import sound
+    from lockstep.core.run.directory import CAPSULES
+
+    def alarm(check: Check) -> str | None:
+        evidence = shadow.evidence_of(check.step) if shadow else None
+        if evidence is None:
+            return None
+        return sound(
+            session,
+            evidence,
+            check,
+            run.config,
+            run.path / CAPSULES,
+            candidate=str(run.info.get("backend", "torch")),
+            reference="jax",
+            versions=about.get("versions", {}),
+            machine={"device": about.get("device")},
+        ).summary
+
+    return alarm
+
+
+def _load(run: RunDir, data: RunData, session: Session, console: Console, going_on: _GoingOn) -> int:
+    """Bring session and run directory back to the checkpoint; returns its step."""
+    from lockstep.core.backend import Reads, Restores
+    from lockstep.core.checkpoint.format import checkpoint_step, load_checkpoint, read_random, restore_checkpoint
+    from lockstep.core.checkpoint.random_state import restore_random_state
+    from lockstep.core.run.history import BRANCH, in_words
+    from lockstep.core.train.skipped_steps import as_its_own
+
+    def warn(text: str) -> None:
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
+
+    path = run.checkpoint(warn, going_on.from_step)
+    going_on.require(run, checkpoint_step(path) or 0)
+    try:
+        if isinstance(session, Restores):
+            step, extra = restore_checkpoint(path, session.restore)
+        else:
+            state, extra = load_checkpoint(path, session.read if isinstance(session, Reads) else None)
+            step = state.step
+            session.load(as_its_own(run.config, state))
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{run.path}: its checkpoint does not fit its settings: {error}") from error
+    if extra.get("data_fingerprint") != data.dataset.fingerprint:
+        raise UserError(
+            f"{run.path}: its checkpoint was made with another data set than {data.config.data.path} holds now"
+        )
+    restore_random_state(session, read_random(path))
+    run.resume_from(step, warn)
+    started = note_launch(run, None, step)
+    why = f" after restart {started} of this launch" if started else ""
+    console.print(f"{run.path}: going on from step {step}{why}", markup=False, soft_wrap=True)
+    if BRANCH in (last := run.info["resumes"][-1]):
+        console.print(in_words(last), markup=False, soft_wrap=True)
+    return step
+
+
+def _of_this_launch(options: Train, given: Mapping[str, str]) -> RunDir | None:
+    from lockstep.core.config.file import load_config
+
+    return run_of_this_launch(options.out / load_config(options.config, given).name, options.overwrite)
+
+
+def _exit_code(run: RunDir, done: int, console: Console) -> int:
+    """1 if any check of the run disagreed, before or after the resume at `done`; which before, is said."""
+    bad = [line["step"] for line in run.checks() if line.get("verdict") == "disagreed"]
+    if before := [step for step in bad if step <= done]:
+        said = f"checks that disagreed before this resume: {in_ranges(before)}; so this ends with exit code 1"
+        console.print(said, style="bold red", markup=False, soft_wrap=True)
+    return int(bool(bad))
+
+
+@dataclass(frozen=True)
+class _GoingOn:
+    """Where and how a run goes on. done: steps in the checkpoint, as its name says; 0 if there is none."""
+
+    done: int
+    from_step: int | None
+    config: RunConfig
+    changes: Changes
+
+    def require(self, run: RunDir, done: int) -> None:
+        """Raise UserError if it is another checkpoint, where other settings hold."""
+        from lockstep.core.run.history import settings_at
+
+        same = settings_at(run.info, done) == settings_at(run.info, self.done)
+        if done != self.done and (self.changes.branch or not same):
+            raise UserError(
+                f"{run.path}: the checkpoint of step {self.done} is damaged, and a branch begins there; "
+                f"go on from the one before it with --from-step {done}"
+            )
+
+
+def _going_on(run: RunDir, options: Train, given: Mapping[str, str]) -> _GoingOn:
+    """Raises UserError for settings that a run keeps, or if there is no such checkpoint.
+
+    They are asked for on the command line alone, or with a run file beside, which then must be the run's but for them.
+    """
+    from lockstep.core.checkpoint.format import checkpoint_step
+    from lockstep.core.config.file import load_config
+    from lockstep.core.run.directory import CONFIG
+    from lockstep.core.run.history import settings_at
+    from lockstep.core.run.resume import changes
+
+    last = run.latest_checkpoint() if options.from_step is None else run.checkpoint_after(options.from_step)
+    done = (checkpoint_step(last) or 0) if last else 0
+    file, settings = run.path / CONFIG, settings_at(run.info, done)
+    own = load_config(file, settings)
+    asked = load_config(options.config, given) if options.config else load_config(file, {**settings, **given})
+    found = changes(str(run.path), own, asked, given, done)
+    return _GoingOn(done, options.from_step, load_config(file, {**settings, **found.settings}), found)
+
+
+def _reopen(path: Path, data: RunData, going_on: _GoingOn) -> RunDir:
+    from lockstep.core.run.directory import RunDir
+    from lockstep.core.run.resume import other_data
+    from lockstep.scripts.shared.startup_banner import data_facts
+
+    run = RunDir.open(path, write=True, changes=going_on.changes, done=going_on.done)
+    made_with, now = run.info.get("data", {}), data_facts(data)
+    if made_with.get("fingerprint") != now["fingerprint"]:
+        run.close()
+        raise UserError(
+            f"{path} was made with another data set than {run.config.data.path} holds: "
+            + ("; ".join(other_data(made_with, now)) or "run.json does not say which")
+        )
+    return run
+
+
+def _create(path: Path, options: Train, config: Any, backend: str, about: Mapping[str, Any], data: RunData) -> RunDir:
+    from lockstep.core.run.directory import RunDir
+    from lockstep.scripts.shared.startup_banner import run_info
+
+    return RunDir.create(path, config, run_info(config, backend, about, data), options.overwrite)
+
+
+class _Unbegun(contextlib.AbstractContextManager[None]):
+    """Takes a new run's directory away if it fails before its first step: nothing half-written stays."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        with contextlib.suppress(UserError):  # moved away: its records, if any, are there
+            if kind is not None and not self._run.records():
+                self._run.discard()
+
+
+@contextmanager
+def _told_how_to_go_on(run: RunDir) -> Iterator[None]:
+    """What ends a run that has a checkpoint says how to go on from it."""
+    try:
+        yield
+    except UserError as error:
+        if run.latest_checkpoint() is None:
+            raise
+        raise UserError(f"{error}; go on with: lockstep train --resume {run.path}") from error
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM, and SIGHUP when the terminal is closed, unwind as Ctrl-C does."""
+    before = {s: signal.signal(s, signal.default_int_handler) for s in _asked_to_stop() if s != signal.SIGINT}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _asked_to_stop() -> list[signal.Signals]:
+    """The signals that end a run after its step. Under nohup SIGHUP is ignored, and stays so."""
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGINT, signal.SIGTERM, *hang_up]
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """While steps are made: Ctrl-C, SIGTERM and SIGHUP set a flag; the second Ctrl-C stops at once."""
+    flag, over = threading.Event(), threading.Event()
+
+    def stop(signum: int, frame: object) -> None:
+        if flag.is_set() and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        flag.set()
+        # Not through `print`: the signal may have come in the midst of one.
+        with contextlib.suppress(OSError, ValueError):
+            os.write(sys.stderr.fileno(), SAID_ON_INTERRUPT)
+
+    before = {s: signal.signal(s, stop) for s in _asked_to_stop()}
+    # Ctrl-C, and the end of a terminal, reach every process of the group. A C++ compiler that torch.compile has started
+    # would die of it and take the first step along, so this thread, whose children inherit what it blocks, leaves both
+    # to another one.
+    threading.Thread(target=over.wait, name="lockstep-signals", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP])
+    try:
+        yield flag
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGHUP])
+        over.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+SAID_ON_INTERRUPT = b"\nfinishing this step, then writing a checkpoint (Ctrl-C again stops at once)\n"

@@ -1,0 +1,1 @@
+"""What several commands share: arguments, backends by name, tables, worker processes."""

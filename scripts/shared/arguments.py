@@ -1,0 +1,269 @@
+"""Command-line arguments: a command's own options, and every setting of the run's configuration as a flag.
+
+tyro sorts words into flags and values and writes the help; to it, every value is text. Values of settings stay text, so
+that core/config/file.py checks file and command line together; those of options are checked here, as settings are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import io
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tyro
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from lockstep.core.config.file import COMMAND_LINE, complaint, load_config, settings, shortened, unknown_key
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError, printable
+from lockstep.core.files.paths import path_problem
+
+T = TypeVar("T")
+
+# The default of what was not given. No word of a command line can hold a null character.
+_ABSENT = "\0"
+# Columns that help needs.
+_NARROWEST = 40
+# Characters that are shown of words that are not understood.
+_SHOWN = 120
+# What tyro takes for a flag and not for a value, wherever a value is due.
+_LIKE_A_FLAG = re.compile(r"--$|-+(?!(inf|nan)\b)[^\W\d_]")
+
+
+def parse(
+    command: type[T], name: str, argv: list[str], with_settings: bool, shown: Callable[[str], bool] = lambda key: True
+) -> tuple[T, dict[str, str]]:
+    """The command's options, and the settings given as flags (dotted key → text).
+
+    shown: which settings `--help` lists; the others are understood all the same.
+    Raises UserError for arguments that are not understood, together with whatever is wrong with the settings; `--help`
+    prints and ends with exit code 0.
+    """
+    shape = _shape(command, shown if with_settings else None)
+    read, unknown = _read(shape, command, name, argv)
+    given = _given(read) if with_settings else {}
+    options, wrong = _options(command, name, read, unknown)
+    if wrong:
+        if with_settings:
+            wrong += _wrong_settings(getattr(options, "config", None), given)
+        raise UserError(*wrong)
+    return options, given
+
+
+def _read(shape: Any, command: type[T], name: str, argv: list[str]) -> tuple[Any, list[str]]:
+    """What tyro reads, all of it text, and the words that it does not know."""
+    with_value = [word for word in _before_the_rest(argv) if word.startswith("--") and "=" in word]
+    for word in with_value:
+        if _field_name(word) in _switches(command):
+            raise UserError(f"{COMMAND_LINE}: {word.partition('=')[0]} takes no value: {word}")
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), _wide_enough():
+            return tyro.cli(
+                shape,
+                prog=f"lockstep {name}",
+                # A first word of `--tyro-…` would ask tyro itself for something.
+                args=["--", *argv] if argv[:1] and argv[0].replace("_", "-").startswith("--tyro-") else argv,
+                description=inspect.getdoc(command),
+                return_unknown_args=True,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        # Where all is text and nothing is required, one thing can be wrong.
+        flag = _without_value(argv, command)
+        said = f"{flag.lstrip('-')} has no value" if flag else f"not understood: {_quoted(argv)}"
+        raise UserError(f"{COMMAND_LINE}: {said} (lockstep {name} --help says more)") from None
+
+
+@contextlib.contextmanager
+def _wide_enough() -> Iterator[None]:
+    """A terminal of no columns to speak of is taken for a narrow one: tyro would look for ever for where to break."""
+    before = os.environ.get("COLUMNS")
+    if shutil.get_terminal_size().columns < _NARROWEST:
+        os.environ["COLUMNS"] = str(_NARROWEST)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("COLUMNS", None)
+        else:
+            os.environ["COLUMNS"] = before
+
+
+def _before_the_rest(argv: Sequence[str]) -> Sequence[str]:
+    """The words before `--`, after which no word is a flag."""
+    return argv[: argv.index("--")] if "--" in argv else argv
+
+
+def _field_name(word: str) -> str:
+    return word.lstrip("-").partition("=")[0].replace("-", "_")
+
+
+def _switches(command: type) -> set[str]:
+    """Options that are given or not, and have no value."""
+    return {field.name for field in dataclasses.fields(command) if isinstance(field.default, bool)}
+
+
+def _without_value(argv: list[str], command: type) -> str | None:
+    known = settings().keys() | {field.name for field in dataclasses.fields(command)}
+    for flag, value in zip(argv, [*argv[1:], None], strict=True):
+        if flag == "--":
+            return None
+        takes_one = flag.startswith("--") and "=" not in flag and _field_name(flag) in known - _switches(command)
+        if takes_one and (value is None or _LIKE_A_FLAG.match(value)):
+            return flag
+    return None
+
+
+# The shape that tyro sees
+
+
+def _shape(command: type[T], shown: Callable[[str], bool] | None) -> Any:
+    """The command's dataclass with its options as text, and with a group of flags a section if `shown` is given."""
+    hints = get_type_hints(command, include_extras=True)
+    own = [_as_text(field, hints[field.name]) for field in dataclasses.fields(command)]  # type: ignore[arg-type]
+    sections: dict[str, list[Any]] = {}
+    for key, field in settings().items() if shown else ():
+        section, _, last = key.rpartition(".")
+        sections.setdefault(section, []).append(_flag(last, field, shown(key)))  # type: ignore[misc]
+    own += sections.pop("", [])
+    groups: list[Any] = []
+    for section, flags in sections.items():
+        group = dataclasses.make_dataclass(section.capitalize(), flags)
+        group.__doc__ = inspect.getdoc(RunConfig.model_fields[section].annotation)
+        groups.append((section, group, dataclasses.field(default_factory=group)))
+    # A base, so that tyro finds the options' docstrings.
+    return dataclasses.make_dataclass(command.__name__, [*own, *groups], bases=(command,))
+
+
+def _is_text(field: dataclasses.Field[Any]) -> bool:
+    """Whether an option has one value; the others are switches and lists of words."""
+    return not isinstance(field.default, bool | tuple)
+
+
+def _as_text(field: dataclasses.Field[Any], hint: Any) -> Any:
+    if not _is_text(field):
+        return (field.name, hint, dataclasses.field(default=field.default))
+    kind, *about = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    default = "(required)" if field.default is dataclasses.MISSING else f"(default: {field.default})"
+    plain = tyro.conf.arg(metavar=_words(kind), help_behavior_hint=default)
+    text: Any = Annotated[(str, plain, *about)]
+    return (field.name, text, dataclasses.field(default=_ABSENT))
+
+
+def _flag(name: str, field: FieldInfo, shown: bool) -> Any:
+    default = str(field.default).lower() if isinstance(field.default, bool) else field.default
+    hint = f"(default: {default!r})" if isinstance(default, str) and default.strip() != default else ""
+    about = tyro.conf.arg(
+        metavar=_words(field.annotation),
+        help=field.description or "",
+        help_behavior_hint=hint or (f"(default: {default})" if default != "" else "(default: empty)"),
+    )
+    text: Any = Annotated[str, about] if shown else Annotated[str, about, tyro.conf.Suppress]
+    return (name, text, dataclasses.field(default=_ABSENT))
+
+
+def _words(kind: Any) -> str:
+    """A type as help writes it: INT, true|false, one|other."""
+    if get_origin(kind) in (Union, UnionType):
+        return "|".join(_words(option) for option in get_args(kind) if option is not type(None))
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    words = getattr(kind, "__name__", "value").upper()
+    return {"BOOL": "true|false", "STR": "TEXT"}.get(words, words)
+
+
+# What was given
+
+
+def _given(read: Any) -> dict[str, str]:
+    given = {}
+    for key in settings():
+        value = read
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value != _ABSENT:
+            given[key] = value
+    return given
+
+
+def _options(command: type[T], name: str, read: Any, unknown: list[str]) -> tuple[T, list[str]]:
+    """The command's options, and what is wrong with them or not known; wrong ones have their default."""
+    hints = get_type_hints(command)
+    found, wrong = {}, _not_understood(unknown, command)
+    for field in dataclasses.fields(command):  # type: ignore[arg-type]
+        given = getattr(read, field.name)
+        if unknown and given == "[]":  # what tyro makes of an argument that was left out beside words not known to it
+            given = _ABSENT
+        found[field.name] = None if field.default is dataclasses.MISSING else field.default
+        if not _is_text(field):
+            found[field.name] = given
+        elif given == _ABSENT:
+            if field.default is dataclasses.MISSING:
+                upper = field.name.upper()
+                wrong.append(f"{COMMAND_LINE}: {upper} is missing: lockstep {name} {upper} … (--help says more)")
+        elif problem := _is_path(hints[field.name]) and (path_problem(given) or (not given and "no path")):
+            wrong.append(f"{COMMAND_LINE}: {field.name} = {shortened(given)}: {problem}")
+        else:
+            try:
+                found[field.name] = TypeAdapter(hints[field.name]).validate_strings(given)
+            except ValidationError as error:
+                wrong.append(complaint(COMMAND_LINE, field.name, given, error))
+    return command(**found), wrong
+
+
+def _is_path(hint: Any) -> bool:
+    return hint is Path or Path in get_args(hint)
+
+
+def _not_understood(unknown: list[str], command: type) -> list[str]:
+    flags = [word for word in unknown if re.match(r"--[^-=]|-+[^\W\d_]", word)]
+    if not flags:
+        return [f"{COMMAND_LINE}: not understood: {_quoted(unknown)}"] if unknown else []
+    known = settings() | {field.name: None for field in dataclasses.fields(command)}
+    return list(dict.fromkeys(f"{COMMAND_LINE}: {_not_known(word, known)}" for word in flags))
+
+
+def _not_known(word: str, known: dict[str, Any]) -> str:
+    name = _field_name(word)
+    if name in known and not re.match("--[^-]", word):
+        return f"{word.partition('=')[0]} is not an option; did you mean --{name.replace('_', '-')}?"
+    if name in settings():
+        return f"{name} is a setting of run files, and no option of this command (--help lists them)"
+    return unknown_key(name, None, known)
+
+
+def _quoted(words: list[str]) -> str:
+    text = printable(shlex.join(words))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def check_file(name: str, path: Path | None) -> None:
+    """Raise UserError unless the option `name` says where a file can be written, or nothing.
+
+    A pipe that nobody reads would be waited for, after all the work; those of the shell are under /dev.
+    """
+    if path is None:
+        return
+    waits = path.is_fifo() and not path.is_relative_to("/dev")
+    if waits or path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"{COMMAND_LINE}: {name} = {path}: not a file in a folder that is there")
+
+
+def _wrong_settings(config: Path | None, given: dict[str, str]) -> list[str]:
+    try:
+        load_config(config, given)
+    except UserError as error:
+        return list(error.lines)
+    return []

@@ -1,0 +1,105 @@
+"""One contender of `lockstep bench peers` in a process of its own (core/bench/turns.py says how it is spoken to)."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from lockstep.core.bench.suite import in_one_line
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+
+# Modules that a contender needs besides its own: what they take is no memory of its training.
+IMPORTS = {
+    "lockstep.torch_backend.tools.peers.hugging_face": (
+        "transformers.trainer",
+        "transformers.models.llama.modeling_llama",
+    )
+}
+
+
+def resident(key: str = "VmRSS:") -> int | None:
+    """Resident bytes of this process now, or with `VmHWM:` at most; None where the system does not say."""
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def load(program: str) -> Any:
+    """The contender's function, with all that its first step would import."""
+    import torch
+
+    module, _, name = program.partition(":")
+    for needed in IMPORTS.get(module, ()):
+        importlib.import_module(needed)
+    function = getattr(importlib.import_module(module), name)
+    number = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([number])
+    number.sum().backward()
+    optimizer.step()
+    importlib.import_module("torch._dynamo")
+    return function
+
+
+def compete(job: dict[str, Any], out: IO[str]) -> None:
+    """Take part until `end`; every answer is a line of JSON."""
+    import torch
+
+    from lockstep.torch_backend.tools.bench import random_batches
+    from lockstep.torch_backend.tools.peers.race import Over, Race
+
+    torch.set_num_threads(job["threads"])
+    run = load(job["program"])
+    config = RunConfig.model_validate(job["config"])
+    cuda = config.device == "cuda"
+    race = Race(config, random_batches(config))
+    before = resident()
+    with suppress(OSError):  # the largest so far is forgotten; where that is forbidden, it was that of the imports
+        Path("/proc/self/clear_refs").write_text("5")
+    started = 0.0
+
+    def say(answer: dict[str, Any]) -> None:
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+    def turn(loss: float | None) -> None:
+        nonlocal started
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        say({"ready": True} if loss is None else {"seconds": seconds, "loss": loss})
+        if sys.stdin.readline().strip() != "go":
+            raise Over
+        started = time.perf_counter()
+
+    with suppress(Over):
+        run(race, turn)
+    most = resident("VmHWM:")
+    memory = None if most is None or before is None else most - before
+    say({"memory": torch.cuda.max_memory_allocated() if cuda else memory})
+
+
+def main() -> None:
+    """Read the job, compete; an error is an answer."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    try:
+        compete(json.loads(sys.stdin.readline()), out)
+    except Exception as error:
+        if not isinstance(error, UserError):
+            traceback.print_exc()
+        out.write(json.dumps({"error": in_one_line(str(error) or type(error).__name__)}) + "\n")
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()

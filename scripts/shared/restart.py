@@ -1,0 +1,67 @@
+"""What becomes of `lockstep train CONFIG` when torchrun starts its ranks anew, or Slurm its job.
+
+Whether that has happened the count of restarts does not say: each of torchrun's agents has its own. A run knows the
+launch that made it, or last went on with it, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.core.errors import UserError
+from lockstep.core.run.launch import launch_id, launched, restarts
+
+if TYPE_CHECKING:
+    from lockstep.core.run.directory import RunDir
+
+LAUNCH, RESTARTS = "launch", "restarts"
+
+
+def is_of_this_launch(run: RunDir) -> bool:
+    """Whether this launch has made the run, or gone on with it, before its ranks were started anew."""
+    return launch_id() is not None and run.info.get(LAUNCH) == launch_id()
+
+
+def run_of_this_launch(path: Path, overwrite: bool) -> RunDir | None:
+    """The run at `path` if it is of this launch, to go on with. Only a finished one is then overwritten.
+
+    Raises UserError if the ranks were started anew, and the launch has no name by which its run could be known.
+    """
+    from lockstep.core.run.directory import RunDir, is_run
+
+    if not is_run(path):
+        return None
+    if restarts() and launch_id() is None:
+        raise UserError(
+            f"{path}: the ranks were started anew, and it cannot be told whether this launch has made it; "
+            f"give torchrun an --rdzv-id (or --standalone), or go on with: lockstep train --resume {path}"
+        )
+    run = RunDir.open(path)
+    replaced = overwrite and run.info.get("finished") and not restarts()
+    return run if is_of_this_launch(run) and not replaced else None
+
+
+def with_ranks_that_are_left(given: Mapping[str, str], run: RunDir) -> dict[str, str]:
+    """A command line's settings, `train.ranks` being what torchrun could start anew (`--nnodes MIN:MAX`).
+
+    The device is the run's, which knows what `auto` has come to.
+    """
+    place = launched()
+    return {"device": run.config.device, **given, "train.ranks": str(place[1] if place else 1)}
+
+
+def note_launch(run: RunDir, before: RunDir | None, step: int) -> int:
+    """Say in run.json which launch goes on with a run from `step`, and return its how-manieth start this is, from 0.
+
+    before: the same run as it was before it was begun anew.
+    """
+    known = before or run
+    past = list(known.info.get(RESTARTS, [])) if is_of_this_launch(known) else []
+    again = is_of_this_launch(known) and (before is not None or step > 0)
+    if again:
+        past.append({"restart": len(past) + 1, "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds")})
+    run.update_info(**{LAUNCH: launch_id(), RESTARTS: past})
+    return len(past) if again else 0

@@ -1,0 +1,181 @@
+"""What a run says of itself at its start: on the console and in run.json."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.core.config.curriculum import last_steps
+from lockstep.core.config.schema import BLOCK_LINEARS, RunConfig, TrainConfig
+from lockstep.core.model.budget import flops_per_token, parameter_count, parameter_count_by_group
+from lockstep.core.model.groups import group_settings
+from lockstep.core.parity.measures.calibrated_bounds import recipe_of
+from lockstep.core.run.launch import launch_id
+from lockstep.core.sinks.tables import GroupRow, facts, losses_to_know, parameter_groups
+from lockstep.core.train.schedule import batch_size, decay_steps, sequence_length
+from lockstep.scripts.shared.restart import LAUNCH
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lockstep.core.run.data import RunData
+    from lockstep.core.run.directory import RunDir
+
+LIBRARIES = ("torch", "jax", "jaxlib", "flax", "optax", "numpy", "tokenizers", "torchao")
+
+
+def run_info(config: RunConfig, backend: str, about: Mapping[str, Any], data: RunData) -> dict[str, Any]:
+    """The contents of run.json at the start."""
+    return {
+        "backend": backend,
+        "versions": versions(),
+        "hardware": {
+            "device": about["device"],
+            "cpu_cores": os.cpu_count(),
+            "threads": about.get("threads"),
+            "machine": platform.machine(),
+        },
+        "in_force": dict(about["in_force"]),
+        "git_commit": git_commit(),
+        "parameters": parameter_count(config.model),
+        "data": data_facts(data),
+        "wandb_id": None,
+        LAUNCH: launch_id(),
+    }
+
+
+def data_facts(data: RunData) -> dict[str, Any]:
+    """What run.json says of the data: fingerprints, which decide, and sizes and entropies, which people understand."""
+    index = data.dataset.index
+    return {
+        "path": data.config.data.path,
+        "vocabulary": index.vocab_size,
+        "train_tokens": index.train.tokens,
+        "train_documents": index.train.documents,
+        "val_tokens": index.val.tokens,
+        "val_unigram_entropy": index.val.unigram_entropy,
+        "val_bigram_entropy": index.val.bigram_entropy,
+        "val_bytes_per_token": index.val.bytes_per_token,
+        "tokenizer_fingerprint": index.tokenizer_sha256,
+        "fingerprint": data.dataset.fingerprint,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, Lockstep and the libraries that decide numbers."""
+    found = {"python": platform.python_version(), "lockstep": metadata.version("lockstep")}
+    return found | {name: metadata.version(name) for name in LIBRARIES}
+
+
+def git_commit() -> str | None:
+    """The commit of this checkout, with `+` if it has changes; None outside one or without git."""
+
+    def git(*arguments: str) -> str:
+        here = Path(__file__).resolve().parent
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+ADAMW = {"adamw": "AdamW", "adamw8bit": "AdamW, 8-bit", "muon": "AdamW"}
+
+
+def precision_of(config: RunConfig, group: str) -> str:
+    """What the products of a parameter group are computed in; of the block linears, how many of them in FP8."""
+    precision = config.precision
+    stream = "fp64" if precision.policy == "fp64" else "fp32"
+    if group not in ("matrices", "head") and not (group == "embedding" and config.model.tied):
+        return stream
+    if group == "embedding":
+        return f"{stream}, as the head {precision.operand}"
+    linears = [f"blocks.{i}.{linear}" for i in range(config.model.layers) for linear in BLOCK_LINEARS]
+    narrow = sum(map(precision.is_fp8, linears))
+    if group == "head" or not narrow:
+        return precision.operand
+    return f"{precision.policy}: {narrow} of {len(linears)} linears" + (
+        ", others bf16" if narrow < len(linears) else ""
+    )
+
+
+def recomputed_of(config: RunConfig, group: str) -> str:
+    """Which parts of a group's layers the backward pass computes again."""
+    parts = {"embedding": ("embedding",), "matrices": ("attention", "mlp", "block"), "gains": ("norms", "block")}
+    found = [part for part in parts.get(group, ()) if part in config.recompute.chosen]
+    return ", ".join(found) or "no"
+
+
+def sequences_of(train: TrainConfig) -> str:
+    """The sequences of a step, and up to which step they are of which length."""
+    ends = last_steps(train.curriculum, train.steps) or (train.steps,)
+    said = [f"{batch_size(train, end)} sequences of {sequence_length(train, end)}" for end in ends]
+    if len(ends) > 1:
+        said = [f"{words} up to step {end:,}" for words, end in zip(said, ends, strict=True)]
+    return ", then ".join(said)
+
+
+def learning_rate_of(config: RunConfig) -> str:
+    """The schedule, in words."""
+    optim, steps = config.optim, config.train.steps
+    falls = {"cosine": "half a cosine", "linear": "a straight line", "wsd": "1 − √ of the share done"}[optim.schedule]
+    if optim.schedule == "wsd" and optim.decay_shape == "linear":
+        falls = "a straight line"
+    parts = [f"{optim.warmup_steps:,} steps of warm-up to {optim.peak_lr:g}"] if optim.warmup_steps else []
+    first = steps - decay_steps(optim, steps)
+    parts += [f"{optim.peak_lr:g} up to step {first:,}"] if optim.schedule == "wsd" else []
+    lowest = optim.peak_lr * optim.min_lr_ratio
+    return ", ".join([*parts, f"{falls} down to {lowest:g} at step {steps:,}"])
+
+
+def flops_of(config: RunConfig, length: int) -> str:
+    """FLOPs of a token of a sequence so long, by convention."""
+    by_kind = flops_per_token(config.model, length)
+    said = ", ".join(f"{kind} {value / 1e9:.4g}" for kind, value in by_kind.items())
+    return f"at {length}: {said}" if len(config.train.lengths) > 1 else said
+
+
+def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str, Any]) -> None:
+    """Tables: what is in force, parameter groups, and the losses to know."""
+    config, index = run.config, data.dataset.index
+    train = config.train
+    stream = "fp64" if config.precision.policy == "fp64" else "fp32"
+    tokens = train.batch_size * train.sequence_length
+    every = config.parity.every
+    in_force = {
+        "device": f"{about['device']}, {about['backend']} {next(iter(about['versions'].values()))}",
+        **about["in_force"],
+        "precision": f"matrix products in {config.precision.operand}, all else and the master weights in {stream}",
+        "a step": f"{tokens:,} tokens: {sequences_of(train)}, "
+        f"{train.accumulation} micro-batches{' a rank' if train.ranks > 1 else ''}",
+        "learning rate": learning_rate_of(config),
+        "the run": f"{train.steps:,} steps, {train.steps * tokens:,} tokens; the data has {index.train.tokens:,}",
+        "GFLOP a token": "; ".join(map(partial(flops_of, config), train.lengths)),
+        "parity checks": f"at step 1 and every {every} steps, bounds of {recipe_of(config)}" if every else "off",
+    }
+    console.print(facts(f"{config.name}: in force", in_force))
+    rows = [
+        GroupRow(
+            group,
+            count,
+            **asdict(group_settings(config, group)),
+            optimizer="Muon" if config.optim.name == "muon" and group == "matrices" else ADAMW[config.optim.name],
+            precision=precision_of(config, group),
+            recomputed=recomputed_of(config, group),
+        )
+        for group, count in parameter_count_by_group(config.model).items()
+    ]
+    console.print(parameter_groups(rows))
+    entropies = {"unigram": index.val.unigram_entropy, "bigram": index.val.bigram_entropy}
+    console.print(
+        losses_to_know(index.vocab_size, {kind: nats for kind, nats in entropies.items() if nats is not None})
+    )

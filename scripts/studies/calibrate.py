@@ -1,0 +1,260 @@
+"""Measure clean runs; write core/parity/measures/calibrated_bounds.json and docs/results/calibration.md.
+
+    python -m lockstep.scripts.studies.calibrate                     all recipes
+    python -m lockstep.scripts.studies.calibrate bf16/eager --jobs 4 one recipe, in four processes; the others are kept
+    python -m lockstep.scripts.studies.calibrate --parts muon        the bounds of Muon alone, into what is there
+
+Every draw is a clean torch session of a random shape (scripts/studies/clean_runs.py) judged against the JAX twin and
+truth, at initial weights and after some training. Bounds come from the calibration draws; the held-out draws were never
+looked at when bounds were set, and say how often a clean run would have been accused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import platform
+import sys
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+# Twin and truth are the same programs for every recipe of a policy: compiled once, found again by the next process.
+from lockstep.scripts.studies.repository import ROOT
+
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache/jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import tyro
+
+from lockstep.core.backend import Arrays
+from lockstep.core.model.names import GRADIENT, HEAD_EDGE
+from lockstep.core.parity.judge.judge import judge
+from lockstep.core.parity.judge.local import stages
+from lockstep.core.parity.judge.update import update
+from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures.calibrated_bounds import Extremes
+from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.verdict import Measure
+from lockstep.scripts.studies.clean_runs import clean_evidence, draw_config, open_reference
+
+TABLE = ROOT / "core/parity/measures/calibrated_bounds.json"
+# What is measured apart: `step`, a whole step with AdamW; what another optimizer or a library's loss head does.
+Part = Literal["step", "adamw8bit", "adamw8bit_bnb", "muon", "torch_head", "liger_head", "cce_head"]
+PARTS: tuple[Part, ...] = get_args(Part)
+ON_CPU: tuple[Part, ...] = ("step", "adamw8bit", "muon", "torch_head")
+POLICIES = ("fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise")
+RECIPES = tuple(f"{policy}/{program}" for policy in POLICIES for program in ("eager", "compiled"))
+CALIBRATION_DRAWS, HELD_OUT_DRAWS = range(30), range(1000, 1008)
+SEEDS, CHECKS, BETWEEN = 2, 5, 6
+LARGE = 1 << 40  # numbers of a tensor whose size widens nothing
+
+Sample = tuple[str, Distances, int]
+
+
+def clean_run(job: tuple[str, int, Part, str]) -> list[Sample]:
+    """(recipe, draw, part, device) → distances of every comparison of `CHECKS` steps of `SEEDS` runs of a shape.
+
+    Of another part than the step only the comparisons are kept that it has for itself.
+    """
+    recipe, draw, part, device = job
+    samples: list[Sample] = []
+
+    def record(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, ...]:
+        samples.append((kind, d, size))
+        return (Measure("excess", d.excess, None, None, "calibration"),)
+
+    optimizer = part if part in ("adamw8bit", "adamw8bit_bnb", "muon") else "adamw"
+    config = draw_config(draw, recipe, optimizer=optimizer)
+    if part.endswith("_head"):
+        loss = config.loss.model_copy(update={"head": part.removesuffix("_head")})
+        config = config.model_copy(update={"loss": loss, "device": device})
+    reference = replace(open_reference(config), bound=record)
+    seeds = [draw * SEEDS + i for i in range(SEEDS)]
+    for _, evidence, of_seed in clean_evidence(config, reference, seeds, CHECKS, BETWEEN):
+        if part == "step":
+            judge(evidence, of_seed)
+        elif part.endswith("_head"):
+            list(stages(replace(evidence, taps=_of_head(evidence.taps)), of_seed, []))
+        else:
+            list(update(evidence, of_seed))
+    return [sample for sample in samples if part_of(sample[0]) == part]
+
+
+def _of_head(taps: Arrays) -> Arrays:
+    names = ("final_norm", "nll", HEAD_EDGE, "lm_head.weight")
+    return {name: value for name, value in taps.items() if name.removeprefix(GRADIENT) in names}
+
+
+def part_of(kind: str) -> Part:
+    """Whose clean runs measure a kind of comparison."""
+    scope, _, stage = kind.partition("/")
+    named = stage.partition("/")[0] if scope in ("forward", "backward") else scope
+    return next((part for part in PARTS if part == named), "step")
+
+
+def measured_here(recipe: str) -> list[Part]:
+    """The parts whose clean runs are those of this recipe (`measured_under` in calibrated_bounds.py)."""
+    kinds = {part: f"forward/{part}" if part.endswith("_head") else f"{part}/update" for part in PARTS}
+    return [part for part in PARTS if part == "step" or calibrated_bounds.measured_under(recipe, kinds[part]) == recipe]
+
+
+def keep(rows: dict[str, Any], recipe: str, parts: list[Part], measured: dict[str, Any]) -> None:
+    """Put what was measured of these parts in the place of what there was of them."""
+    others = {kind: row for kind, row in rows.get(recipe, {}).items() if part_of(kind) not in parts}
+    rows[recipe] = others | measured
+
+
+def extremes(samples: list[Sample]) -> dict[str, Extremes]:
+    """The extremes of each kind of comparison, in units of the scatter of its size."""
+    by_kind: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for kind, d, size in samples:
+        gain = abs(d.gain_difference) / d.twin_relative_error if d.twin_relative_error else 0.0
+        width = calibrated_bounds.scatter(size)
+        by_kind[kind].append((abs(math.log(d.excess)) / width, d.twin_distance / width, gain / width))
+    found = {}
+    for kind, values in sorted(by_kind.items()):
+        log_excess, distance, gain = (max(column) for column in zip(*values, strict=True))
+        found[kind] = Extremes(log_excess, distance, gain, len(values))
+    return found
+
+
+def accused(recipe: str, samples: list[Sample]) -> dict[str, int]:
+    """How many clean comparisons of each kind the bounds would have accused."""
+    counts = {kind: 0 for kind, _, _ in samples}
+    for kind, d, size in samples:
+        measures = calibrated_bounds.measures(recipe, kind, d, size)
+        if kind == "gradients/together":
+            measures = tuple(m for m in measures if m.name == "excess")
+        counts[kind] += not all(m.ok for m in measures)
+    return counts
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """What was measured so far; a table that is not there yet starts as the one in force."""
+    start = path if path.exists() else TABLE
+    stored: dict[str, Any] = json.loads(start.read_text()) if start.exists() else {}
+    return {"recipes": stored.get("recipes", {}), "held_out": stored.get("held_out", {})}
+
+
+def write_table(table: dict[str, Any], path: Path) -> None:
+    """Write a table, and make the bounds in this process follow it."""
+    path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    calibrated_bounds.TABLE = path
+    calibrated_bounds.table.cache_clear()
+
+
+def page(table: dict[str, Any]) -> str:
+    """docs/results/calibration.md."""
+    lines = [
+        "# Calibration: what clean runs look like",
+        "",
+        f"Made by `python -m lockstep.scripts.studies.calibrate` with torch {torch.__version__.split('+')[0]} on "
+        f"{platform.machine()} "
+        f"({platform.system()}), CPU.",
+        f"{len(CALIBRATION_DRAWS)} random model and batch shapes for the bounds and {len(HELD_OUT_DRAWS)} others held "
+        f"out, {SEEDS} runs each, {CHECKS} checked steps a run with {BETWEEN} training steps in between, uneven loss "
+        "weights, real text as bytes (scripts/studies/clean_runs.py).",
+        "",
+        f"A bound is the calibration's extreme times {calibrated_bounds.MARGIN:g} on the logarithm of the excess, on "
+        "the distance "
+        f"and on the gain, and never below excess ×/÷ {calibrated_bounds.LEAST_EXCESS}, distance "
+        f"{calibrated_bounds.LEAST_DISTANCE}, gain "
+        f"{calibrated_bounds.LEAST_GAIN} of the twin's error, nor, where results stay in FP32, below "
+        f"{calibrated_bounds.LEAST_OF_SUMS:g} in "
+        "excess and distance. All are those of a large tensor; for one of n numbers "
+        f"distance, gain and the logarithm of the excess are wider by √(1 + {calibrated_bounds.SCATTER_SIZE} / n). "
+        f"What is compared end to end has a margin of {calibrated_bounds.MARGIN_END_TO_END:g}. "
+        "`forward/…` and `backward/…` are local; the distance of `bridge/…` is that "
+        "between the gradients of the program that trains and of the tapped one. Locally, the bound on the gain is at "
+        "least half that on the distance.",
+        "",
+    ]
+    for recipe in RECIPES:
+        if recipe in table["recipes"] and recipe in table["held_out"]:
+            lines += _section(recipe, table["recipes"][recipe], table["held_out"][recipe])
+    return "\n".join(lines)
+
+
+def _section(recipe: str, clean: dict[str, Any], held_out: dict[str, Any]) -> list[str]:
+    wrong, draws = sum(h["accused"] for h in held_out.values()), sum(h["draws"] for h in held_out.values())
+    lines = [
+        f"## {recipe}",
+        "",
+        f"Held-out draws: {wrong} of {draws} clean comparisons accused.",
+        "",
+        "| kind | draws | excess ×/÷ | bound | distance | bound | gain / twin's error | bound "
+        "| held out: excess ×/÷, accused |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for kind, c in clean.items():
+        h, limit = held_out.get(kind), calibrated_bounds.limits(recipe, kind, LARGE)
+        apart = f"{math.exp(h['log_excess']):.3f}, {h['accused']} of {h['draws']}" if h else ""
+        lines.append(
+            f"| {kind} | {c['draws']} "
+            f"| {math.exp(c['log_excess']):.3f} | {limit.excess:.3f} "
+            f"| {c['distance']:.3f} | {limit.distance:.3f} | {c['gain']:.3f} | {limit.gain:.3f} | {apart} |"
+        )
+    return [*lines, ""]
+
+
+@dataclass
+class Calibrate:
+    """Calibrate the recipes that are named, or all."""
+
+    recipes: Annotated[tuple[str, ...], tyro.conf.Positional] = RECIPES
+    """policy/eager or policy/compiled"""
+    jobs: int = 2
+    """processes; each computes on one thread"""
+    parts: tuple[Part, ...] = ON_CPU
+    """whose kinds of comparison are measured; those of the others stay as they are"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where the loss heads of libraries run; liger_head and cce_head need cuda"""
+    table: Path = TABLE
+    """the table to write; docs/results/calibration.md follows that of the package alone"""
+    draws: int = len(CALIBRATION_DRAWS)
+    """random shapes for the bounds"""
+    held_out: int = len(HELD_OUT_DRAWS)
+    """others that are held out"""
+
+
+def main() -> None:
+    """Measure, then write the table and the page after each recipe."""
+    options = tyro.cli(Calibrate)
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("spawn")
+    # A new process every few draws: torch.compile and XLA keep what they have compiled.
+    with context.Pool(options.jobs, maxtasksperchild=4) as pool:
+        for recipe in options.recipes:
+            started = time.perf_counter()
+            bounds, apart = CALIBRATION_DRAWS[: options.draws], HELD_OUT_DRAWS[: options.held_out]
+            parts = [part for part in measured_here(recipe) if part in options.parts]
+            jobs = [(recipe, draw, part, options.device) for part in parts for draw in (*bounds, *apart)]
+            runs = dict(zip(jobs, pool.imap(clean_run, jobs), strict=True))
+            clean = extremes([s for job in jobs if job[1] in bounds for s in runs[job]])
+            held_out = [s for job in jobs if job[1] in apart for s in runs[job] if s[0] in clean]
+            table = read_table(options.table)
+            keep(table["recipes"], recipe, parts, {kind: asdict(e) for kind, e in clean.items()})
+            write_table(table, options.table)
+            wrong = accused(recipe, held_out)
+            measured = {k: asdict(e) | {"accused": wrong[k]} for k, e in extremes(held_out).items()}
+            keep(table["held_out"], recipe, parts, measured)
+            write_table(table, options.table)
+            if options.table == TABLE:
+                (ROOT / "docs/results/calibration.md").write_text(page(table))
+            print(
+                f"{recipe}: {time.perf_counter() - started:.0f} s, "
+                f"{sum(wrong.values())}/{len(held_out)} held out accused",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

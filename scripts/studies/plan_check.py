@@ -1,0 +1,163 @@
+"""Measure what `lockstep plan` estimates, on the CPU, and write docs/guide/plan.md's tables.
+
+Run it as `python -m lockstep.scripts.studies.plan_check`.
+
+Each case is a real forward and backward pass; the CPU allocator reports every tensor (torch_backend/tools/plan.py).
+Ends 1 if any estimate is more than 10 % off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from lockstep.core.config.file import load_config
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.plan import GPUS, fits, words
+from lockstep.core.plan.memory import memory
+from lockstep.scripts.studies.repository import ROOT
+from lockstep.torch_backend.tools.plan import measured_peak
+
+ALLOWED = 0.10
+PAGE = ROOT / "docs/guide/plan.md"
+BASE = {
+    "device": "cpu",
+    "model.vocab_size": "2048",
+    "model.hidden": "128",
+    "model.layers": "3",
+    "model.heads": "4",
+    "model.kv_heads": "2",
+    "model.ffn_hidden": "384",
+    "train.steps": "100",
+    "train.batch_size": "4",
+    "train.micro_batch_size": "4",
+    "train.sequence_length": "128",
+    "optim.warmup_steps": "0",
+    "loss.chunk": "128",
+    "log.norms_every": "0",
+}
+POLICIES = ("", "embedding", "norms", "attention", "mlp", "attention,mlp", "block")
+# A small vocabulary: the peak is in the blocks, not in the head.
+BLOCKS = {"loss.head": "chunked", "model.vocab_size": "300", "train.sequence_length": "256"}
+EAGER, COMPILED = {"compile.enabled": "false"}, {"compile.enabled": "true"}
+OTHERS = (
+    {"loss.head": "full", "train.micro_batch_size": "2"},
+    {"loss.head": "full", "train.micro_batch_size": "1"},
+    {"loss.head": "full", "train.sequence_length": "256"},
+    {"loss.head": "full", "recompute.parts": "block", "recompute.every": "2"},
+    {"loss.head": "full", "recompute.parts": "block", "recompute.keep_products": "true"},
+    {"loss.head": "full", "attention.kernel": "math"},
+    {"loss.head": "full", "model.tied": "false"},
+    {"loss.head": "full", "precision.policy": "fp64"},
+    {**BLOCKS, "model.layers": "8"},
+)
+
+
+def grid() -> Iterator[dict[str, str]]:
+    """Settings of every case over BASE: policy × head × precision, and others, eager and compiled."""
+    for program in (EAGER, COMPILED):
+        for precision in ("bf16", "fp32"):
+            for shape in ({"loss.head": "full"}, {"loss.head": "chunked"}, BLOCKS):
+                for parts in POLICIES:
+                    yield {**program, "precision.policy": precision, **shape, "recompute.parts": parts}
+        for other in OTHERS:
+            yield {**program, **other}
+
+
+def config_of(settings: dict[str, str]) -> RunConfig:
+    """The configuration of a case."""
+    return load_config(None, BASE | settings)
+
+
+def in_words(settings: dict[str, str]) -> str:
+    """A case for the table."""
+    names = {"compile.enabled": {"true": "compiled", "false": "eager"}}
+    words = [names.get(key, {}).get(value, f"{key.rpartition('.')[2]} {value}") for key, value in settings.items()]
+    return ", ".join(word for word in words if not word.endswith(" "))
+
+
+def main() -> int:
+    """Measure every case; the table goes to docs/guide/plan.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose words contain this; the page is not written")
+    parser.add_argument("--estimates", action="store_true", help="measure nothing; write the tables of estimates")
+    options = parser.parse_args()
+    only = options.only
+    if options.estimates:
+        write(estimates())
+        return 0
+    rows, worst = [], 0.0
+    for settings in grid():
+        words = in_words(settings)
+        if only not in words:
+            continue
+        config = config_of(settings)
+        estimate, measured = memory(config, GPUS["cpu"]).activation_peak, measured_peak(config)["peak"]
+        off = estimate / measured - 1
+        worst = max(worst, abs(off))
+        rows.append(f"| {words} | {estimate / 1e6:.2f} | {measured / 1e6:.2f} | {off:+.1%} |")
+        print(rows[-1], flush=True)
+    print(f"{len(rows)} cases, the worst {worst:.1%} off")
+    if not only:
+        about = f"{len(rows)} cases, the worst {worst:.1%} off; torch {torch.__version__}, {platform.machine()} CPU."
+        header = ["| case | estimated MB | measured MB | off |", "|---|---|---|---|"]
+        write({**estimates(), "measured": "\n".join([about, "", *header, *rows])})
+    return 1 if worst > ALLOWED else 0
+
+
+def estimates() -> dict[str, str]:
+    """The page's sections that nothing is measured for."""
+    config = load_config(ROOT / "configs/llama-1b.toml")
+    return {
+        "savings": markdown(words.SAVED, words.saving_rows(config)),
+        "published": markdown(words.PUBLISHED, words.published_rows(config)),
+        "stages": markdown(STAGE, list(map(_stage, STAGES))),
+    }
+
+
+STAGES = ("laptop", "h100x1", "h100x2", "h100x8")
+STAGE = (
+    "configs/rollout/",
+    "GPUs",
+    "micro-batch",
+    "memory needed",
+    "step",
+    "tokens/s",
+    "days",
+    "dollars (assumed price)",
+)
+
+
+def _stage(name: str) -> list[object]:
+    config = load_config(ROOT / f"configs/rollout/{name}.toml")
+    gpu = GPUS["cpu" if config.device == "cpu" else "h100"]
+    plan, train = fits(config, gpu), config.train
+    cells: list[object] = [f"{name}.toml", f"{train.ranks} × {gpu.name}", train.micro_batch_size, words.gb(plan.peak)]
+    if plan.seconds is None:
+        return [*cells, "", "", "", ""]
+    speed, cost = plan.tokens_per_second or 0.0, plan.cost(gpu.price) or 0.0
+    return [*cells, f"{plan.seconds.step:.2f} s", f"{speed:,.0f}", f"{plan.days:.2f}", f"{cost:,.0f}"]
+
+
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = [list(headers), ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
+
+
+def write(sections: dict[str, str]) -> None:
+    """Put sections between their marks in docs/guide/plan.md."""
+    page = PAGE.read_text()
+    for name, text in sections.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

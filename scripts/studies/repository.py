@@ -1,0 +1,5 @@
+"""Where the repository lies: studies read its run files and write its pages."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,1 @@
+"""Operations that the model takes from kernels and libraries, and recomputation."""

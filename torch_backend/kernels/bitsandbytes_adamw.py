@@ -1,0 +1,98 @@
+"""AdamW8bit of bitsandbytes, an optional library, and its state. Twin: jax_backend/kernels/bitsandbytes_adamw.py.
+
+The formulas stand there. Tensors of 4,096 numbers or more have moments in 8-bit codes, in blocks of 256 with an FP32
+scale each; the last block of a tensor may be shorter. The smaller ones have theirs in FP32. The library is imported
+only where it was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.core.config.schema import OptimConfig
+from lockstep.core.errors import UserError
+from lockstep.core.model.groups import BLOCK, LEAST_IN_EIGHT_BITS
+from lockstep.torch_backend.tools.import_logging import quiet_import
+
+# What the library calls the two moments, and its maps of numbers that their codes stand for.
+STATES = {"exp_avg": "1", "exp_avg_sq": "2"}
+MAPS = {"exp_avg": "dynamic", "exp_avg_sq": "udynamic"}
+
+
+def by_bitsandbytes(optim: OptimConfig) -> bool:
+    """Whether bitsandbytes makes the update, where the policy rounds anything at all."""
+    return optim.name == "adamw8bit" and optim.eight_bit == "bitsandbytes"
+
+
+def check_bitsandbytes(optim: OptimConfig) -> None:
+    """Raise UserError, in one line, if the library was asked for and is not installed."""
+    if by_bitsandbytes(optim) and find_spec("bitsandbytes") is None:
+        raise UserError("optim.eight_bit = 'bitsandbytes' needs bitsandbytes: pip install 'lockstep[bitsandbytes]'")
+
+
+def bitsandbytes_adamw(optim: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The library's optimizer; decay stands in the groups."""
+    with quiet_import():
+        from bitsandbytes.optim.adamw import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(
+        groups,
+        lr=optim.peak_lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        weight_decay=0.0,
+        amsgrad=False,
+        min_8bit_size=LEAST_IN_EIGHT_BITS,
+        is_paged=False,
+    )
+    return optimizer
+
+
+def read_moment(entry: Mapping[str, Any], kind: str) -> Tensor:
+    """A moment of one parameter's state as FP32, in the parameter's shape."""
+    number = STATES[kind]
+    codes: Tensor = entry[f"state{number}"]
+    if codes.dtype == torch.float32:
+        return codes
+    scale = entry[f"absmax{number}"].repeat_interleave(BLOCK)[: codes.numel()]
+    values: Tensor = entry[f"qmap{number}"][codes.int()] * scale.view(codes.shape)
+    return values
+
+
+def written_moment(optimizer: Any, value: Tensor, kind: str, quantised: bool) -> dict[str, Tensor]:
+    """The entries of a parameter's state that stand for `value`, FP32: exactly, if it is what codes stood for."""
+    number = STATES[kind]
+    if not quantised:
+        return {f"state{number}": value}
+    levels = optimizer.name2qmap[MAPS[kind]] = optimizer.name2qmap[MAPS[kind]].to(value.device)
+    codes, scale = in_codes(value, levels)
+    return {f"state{number}": codes, f"qmap{number}": levels, f"absmax{number}": scale}
+
+
+def in_codes(value: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, uint8 of the shape of `value`, and scales (blocks,) that stand for `value`, FP32.
+
+    The scale is found as torchao's is (torch_backend/optim.py, `eight_bits`): a block's largest magnitude, or what the
+    code 0 of −0.993 was the largest of. The CPU's quantiser alone would not give back such blocks, nor a 0 that torchao
+    or CUDA made. It has the word where no scale gives a block back.
+    """
+    codes, scale = torch.ops.bitsandbytes.quantize_blockwise(value, levels, BLOCK)
+    blocks = F.pad(value.flatten(), (0, -value.numel() % BLOCK)).view(-1, BLOCK)
+    by_block = F.pad(codes.flatten(), (0, -value.numel() % BLOCK)).view(-1, BLOCK)
+    largest = blocks.abs().amax(1)
+    stretched = largest / levels[0].abs()
+    up, down = (stretched.nextafter(torch.full_like(stretched, end)) for end in (math.inf, 0.0))
+    done = largest == 0
+    for tried in (largest, stretched, up, down):
+        nearest = torch.bucketize(blocks / tried[:, None], (levels[1:] + levels[:-1]) / 2)
+        exact = (levels[nearest] * tried[:, None] == blocks).all(1) & ~done
+        by_block = torch.where(exact[:, None], nearest.to(torch.uint8), by_block)
+        scale, done = torch.where(exact, tried, scale), done | exact
+    return by_block.flatten()[: value.numel()].view(value.shape), scale

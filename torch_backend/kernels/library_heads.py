@@ -1,0 +1,117 @@
+"""Loss heads of other libraries, in the place of Lockstep's own. Twin: jax_backend/kernels/library_heads.py.
+
+`loss.head` = `torch`: torch.nn.functional.linear_cross_entropy (torch 2.13); `liger`: Liger-Kernel's fused linear
+cross-entropy; `cce`: cut-cross-entropy, without its filter, which leaves small gradients out. Each gets operands of the
+operand dtype and gives per-token losses; none shows its logits.
+
+What a library gives back as gradients has the operand dtype. So that it is not also handed gradients of the losses that
+are rounded (1 / tokens in bf16 is up to 0.4 % off, all in one direction), these are scaled to 1 for the largest loss
+weight, and what comes back is scaled down in the stream dtype: weights of 0 and 1 are exact.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.core.config.schema import LossConfig
+from lockstep.core.errors import UserError
+from lockstep.torch_backend.loss import weighted_mean
+from lockstep.torch_backend.precision import Policy
+
+# (x (N, D), weight (V, D), targets (N,), settings) → losses (N,)
+Library = Callable[[Tensor, Tensor, Tensor, LossConfig], Tensor]
+
+
+def _torch(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, loss: LossConfig) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=loss.chunk)
+    losses: Tensor = F.linear_cross_entropy(x_ND, weight_VD, targets_N, reduction="none", options=options)
+    return losses
+
+
+def _liger(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, loss: LossConfig) -> Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    losses: Tensor = liger_fused_linear_cross_entropy(
+        x_ND,
+        weight_VD,
+        targets_N,
+        reduction="none",
+        lse_square_scale=loss.z_loss,
+        accum_dtype=torch.float32,
+    )
+    return losses
+
+
+def _cce(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, loss: LossConfig) -> Tensor:
+    from cut_cross_entropy import linear_cross_entropy
+
+    losses: Tensor = linear_cross_entropy(x_ND, weight_VD, targets_N, reduction="none", filter_eps=None, impl="cce")
+    return losses
+
+
+LIBRARY_HEADS: dict[str, Library] = {"torch": _torch, "liger": _liger, "cce": _cce}
+PACKAGES = {"liger": ("liger_kernel", "liger-kernel"), "cce": ("cut_cross_entropy", "cut-cross-entropy")}
+
+
+def check_head(loss: LossConfig, device: torch.device) -> None:
+    """Raise UserError, in one line, if the head that was asked for cannot run here."""
+    if loss.head == "torch" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise UserError(f"loss.head = 'torch' needs torch 2.13, and this is {torch.__version__}; take 'chunked'")
+    if loss.head in PACKAGES:
+        module, package = PACKAGES[loss.head]
+        # Triton's interpreter runs Liger's kernel on the CPU, slowly: enough to look at roundings
+        # (scripts/studies/library_heads.py).
+        interpreted = loss.head == "liger" and bool(os.environ.get("TRITON_INTERPRET"))
+        if device.type != "cuda" and not interpreted:
+            raise UserError(f"loss.head = '{loss.head}' is made of Triton kernels and needs CUDA; take 'chunked'")
+        if find_spec(module) is None:
+            raise UserError(f"loss.head = '{loss.head}' needs {package}: pip install 'lockstep[{loss.head}]'")
+
+
+class _Scaled(torch.autograd.Function):
+    """The tensor as it is; its gradient times `factor`, a scalar."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        return grads[0] * factor.to(grads[0].dtype), None
+
+
+def library_loss(
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    targets_BS: Tensor,
+    weights_BS: Tensor,
+    total: Tensor,
+    policy: Policy,
+    loss: LossConfig,
+    tap: Callable[[str, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S). tap: sees `nll` alone."""
+    share = (weights_BS.max().double() / total.double()).detach()
+    nll_BS = tap("nll", library_nll(x_BSD, weight_VD, targets_BS, share, policy, loss))
+    return weighted_mean(nll_BS, weights_BS, total), nll_BS
+
+
+def library_nll(
+    x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor, largest: Tensor, policy: Policy, loss: LossConfig
+) -> Tensor:
+    """Per-token losses (B, S) in the stream dtype. largest: the largest gradient that any of them will be given."""
+    scale = torch.where(largest > 0, 1 / largest, 1.0)
+    x = _Scaled.apply(x_BSD.flatten(0, 1), 1 / scale).to(policy.operand)
+    weight = _Scaled.apply(weight_VD, 1 / scale).to(policy.operand)
+    losses = LIBRARY_HEADS[loss.head](x, weight, targets_BS.flatten(), loss).to(x_BSD.dtype)
+    nll_BS: Tensor = _Scaled.apply(losses, scale).unflatten(0, targets_BS.shape)
+    return nll_BS

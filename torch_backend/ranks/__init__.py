@@ -1,0 +1,1 @@
+"""Several processes: process groups, DDP, FSDP."""

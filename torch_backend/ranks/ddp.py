@@ -1,0 +1,212 @@
+"""One rank's part in a step: DistributedDataParallel around the compiled program, gradients summed over ranks.
+
+Where the weights themselves are cut over ranks: torch_backend/ranks/fsdp.py.
+
+The order is DDP(torch.compile(module, fullgraph=True)). The other one, torch.compile(DDP(module), fullgraph=True),
+fails: DDP's forward is not one graph. Dynamo sees that DDP calls the program and cuts the graph, captured whole, at
+DDP's buckets (torch/_dynamo/backends/distributed.py), so that a bucket is on its way while the backward pass of the
+others goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.core.backend import Batch
+from lockstep.core.config.schema import RunConfig
+from lockstep.torch_backend.tools.step_timer import REDUCING
+
+if TYPE_CHECKING:
+    from lockstep.torch_backend.session import TorchSession
+
+MicroLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# fp32 means the gradients' own dtype, which is float64 under the fp64 policy: nothing is cast.
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Sharing:
+    """How a session shares its batches with the others of the default process group: what every strategy has in common.
+
+    `calls` counts the parts of gradients that were reduced so far.
+    """
+
+    # Whether each rank holds a part of the weights alone: then all must take part in whatever needs them.
+    sharded = False
+
+    def __init__(self, session: TorchSession) -> None:
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self.calls = 0
+        self._clock = session.clock
+        # Of the last step, before anything was summed over ranks: this rank's loss, and extremes of its gradients.
+        self._own_loss: Tensor | None = None
+        self._extremes: list[tuple[Sequence[Tensor], Tensor, Tensor]] = []
+        # Called before each part of a step that goes to the other ranks, with its name where it has one.
+        self.on_sent: Callable[[str], None] = lambda what: None
+        self._narrow = NARROW.get(session.config.parallel.gradient_dtype)
+
+    def shares(self, micros: Sequence[Batch]) -> bool:
+        """Whether these micro-batches are computed by all ranks; else rank 0 computes them alone."""
+        return len(micros) % self.count == 0
+
+    def share(self, micros: Sequence[Batch]) -> Sequence[Batch]:
+        """This rank's micro-batches: its contiguous part of them."""
+        part = len(micros) // self.count
+        return micros[self.rank * part : (self.rank + 1) * part]
+
+    def arrange(self, micros: Sequence[Batch], backward: Callable[[Batch, MicroLoss], object]) -> None:
+        """Before the first step of several ranks: what must be done once."""
+
+    def plan(self, micros: Sequence[Batch]) -> Iterator[tuple[Batch, MicroLoss]]:
+        """What this rank computes of the micro-batches, in order, each with the program to compute it with."""
+        raise NotImplementedError
+
+    def alone(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The program that trains, for a micro-batch of rank 0 alone."""
+        raise NotImplementedError
+
+    def run(self, program: Callable[..., Any], *inputs: Any) -> Any:
+        """Any program over the model's weights."""
+        return program(*inputs)
+
+    def total(self, total: Tensor) -> Tensor:
+        """What this rank divides the loss of a micro-batch by that rank 0 computes alone."""
+        return total
+
+    def grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Gradients of what rank 0 computes alone, None for what the loss does not depend on."""
+        return torch.autograd.grad(loss, wanted, allow_unused=True)
+
+    def norm(self, norms: Tensor) -> Tensor:
+        """Norms of what this rank holds → norms of the whole."""
+        return norms
+
+    def everywhere(self, flags: Sequence[bool]) -> Sequence[bool]:
+        """Whether something is so of what any rank holds."""
+        return flags
+
+    def not_finite(self) -> tuple[float, set[int]]:
+        """Of the last step, this rank's own loss, and the ids of parameters in parts of its that were not finite."""
+        assert self._own_loss is not None
+        odd = [params for params, *ends in self._extremes if not all(bool(end.isfinite()) for end in ends)]
+        return self._own_loss.item(), {id(p) for params in odd for p in params}
+
+    def together(self, loss: Tensor, nll: list[Tensor], shown: bool) -> tuple[Tensor, list[Tensor]]:
+        """The loss over all ranks; where it is `shown`, the per-token NLL of all ranks in the batch's order."""
+        self.on_sent("the sum of the losses" if self.sharded else "")
+        self._own_loss = loss.clone()
+        dist.all_reduce(loss)
+        if shown:
+            mine = torch.cat(nll)
+            nll = [torch.empty_like(mine) for _ in range(self.count)]
+            dist.all_gather(nll, mine)
+        return loss, nll
+
+
+class Ranks(Sharing):
+    """Whole weights on every rank, and DDP. A subclass of TorchSession makes another one by `build_ranks`."""
+
+    def __init__(self, session: TorchSession) -> None:
+        super().__init__(session)
+        self._arranged = self.count == 2
+        module = _MicroLoss(session.model, session.micro_loss)
+        compile = session.config.compile
+        # Of the blocks each is compiled already.
+        whole = compile.enabled and compile.scope == "model"
+        program: nn.Module = session.compiled(module) if whole else module
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(program, self.left_out(program))
+        self.ddp = DistributedDataParallel(
+            program, bucket_cap_mb=session.config.parallel.bucket_mb, gradient_as_bucket_view=True
+        )
+        # Not `self.sum` itself: DDP compares annotations, which are text here, with its own classes.
+        self.ddp.register_comm_hook(None, lambda _, bucket: self._noted_and_summed(bucket))
+
+    def left_out(self, program: nn.Module) -> list[str]:
+        """Names of what DDP leaves alone: buffers are tables, the same on every rank."""
+        return [name for name, _ in program.named_buffers()]
+
+    def arrange(self, micros: Sequence[Batch], backward: Callable[[Batch, MicroLoss], object]) -> None:
+        """Before the first step of several ranks: a backward pass that does not count, whose gradients are left behind.
+
+        DDP lays its buckets anew after its first one (torch/csrc/distributed/c10d/reducer.cpp, `rebuild_buckets`), and
+        where a gradient lies in a bucket says in which order more than two ranks are summed: without this pass, the
+        first step after a resume would round otherwise than the same step of a run that was not stopped.
+        """
+        if self._arranged or not self.shares(micros):
+            return
+        backward(self.share(micros)[0], self.ddp)
+        self.calls, self._arranged = 0, True
+
+    def plan(self, micros: Sequence[Batch]) -> Iterator[tuple[Batch, MicroLoss]]:
+        """What this rank computes of the micro-batches, in order, each with the program to compute it with.
+
+        Gradients accumulate on the rank; the last backward pass reduces the sum.
+        """
+        if not self.shares(micros):
+            yield from ((micro, self.alone) for micro in micros)
+            return
+        self._extremes.clear()
+        mine = self.share(micros)
+        for number, micro in enumerate(mine, 1):
+            yield micro, self.ddp if number == len(mine) else self.unreduced
+
+    def unreduced(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The micro-batch's loss and NLL; its backward pass leaves the gradients on this rank."""
+        with self.ddp.no_sync():
+            return self.ddp(*inputs)
+
+    def alone(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The same program without the others: nothing is sent, in the forward pass or in the backward."""
+        # As DDP calls it, or the first call outside would compile another program than the one that trains.
+        with self.ddp._inside_ddp_forward():
+            return self.ddp.module(*inputs)
+
+    def _noted_and_summed(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        # After the sum nobody knows whose it was. One pass over the gradients, read only if something is not finite.
+        self.on_sent("")
+        # Moved by every bucket: what comes after the last one is waiting for the others.
+        self._clock.mark(REDUCING)
+        self._extremes.append((bucket.parameters(), *torch.aminmax(bucket.buffer())))
+        return self.sum(bucket)
+
+    def sum(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The bucket's sum over ranks (no mean: the loss is divided by the weight of all ranks' tokens already).
+
+        In the declared dtype: cast, summed, cast back. torch's own bf16_compress_hook takes the mean.
+        """
+        self.calls += 1
+        buffer = bucket.buffer()
+        sent = buffer if self._narrow is None else buffer.to(self._narrow)
+        work = dist.all_reduce(sent, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda done: buffer if sent is buffer else buffer.copy_(done.value()[0]))
+
+
+class _MicroLoss(nn.Module):
+    """`TorchSession.micro_loss` as a module, since DDP wraps modules."""
+
+    def __init__(self, model: nn.Module, micro_loss: MicroLoss) -> None:
+        super().__init__()
+        self.model = model
+        self.micro_loss = micro_loss
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        return self.micro_loss(*inputs)
+
+
+def in_force(config: RunConfig, device: str) -> dict[str, str]:
+    """How ranks reduce, for the table at start; nothing for one rank."""
+    if config.train.ranks == 1:
+        return {}
+    parallel, group = config.parallel, "nccl" if device == "cuda" else "gloo"
+    summed = f"gradients summed in {parallel.gradient_dtype}"
+    if parallel.strategy == "ddp":
+        return {"ranks": f"{config.train.ranks}, DDP over {group}: {summed}, buckets of {parallel.bucket_mb} MB"}
+    freed = "freed between the passes" if parallel.reshard_after_forward else "kept between the passes"
+    return {"ranks": f"{config.train.ranks}, FSDP2 over {group}: weights, gradients, moments cut; {freed}; {summed}"}

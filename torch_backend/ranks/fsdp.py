@@ -1,0 +1,151 @@
+"""One rank's part in a step when the weights are cut over ranks (torch_backend/ranks/sharded_tensors.py).
+
+Every rank must take part in whatever needs the weights, also in what rank 0 alone is asked for: a check's single
+micro-batch, validation, a sample. All compute it then, and the loss of all but rank 0 is divided by infinity, so that
+their gradients are zero and the sum over ranks has the bits of rank 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.core.backend import Batch
+from lockstep.torch_backend.ranks.ddp import MicroLoss, Sharing
+from lockstep.torch_backend.ranks.sharded_tensors import Gather, SumAndCut, parts, sum_of_squares, whole
+from lockstep.torch_backend.tools.step_timer import REDUCING
+
+if TYPE_CHECKING:
+    from lockstep.torch_backend.session import TorchSession
+
+
+class ShardedRanks(Sharing):
+    """A part of weights, gradients and moments on every rank, and FSDP2."""
+
+    sharded = True
+
+    def __init__(self, session: TorchSession) -> None:
+        super().__init__(session)
+        assert session.root is not None
+        self.root: Any = session.root
+        self._model, self._program = session.model, session.micro_loss
+        self._parameters = list(session.parameters.values())
+        self._each = session.config.parallel.reduce_every_micro_batch
+        # What rank 0 alone counts in is summed with zeros, which is no reduction, and nothing rounds it.
+        self._shared = False
+        self._parts = parts(session.root)
+        for name, part in self._parts.items():
+            called = name.removeprefix("model.") or "embedding, final norm and head"
+            members = [p for p in self._parameters if any(p is own for own in _own(part))]
+            part.set_custom_all_gather(self.gather(called))
+            part.set_custom_reduce_scatter(self.sum_and_cut(called, members))
+            # One for all ranks' sum. torch asks for a mean, and nccl for a product with its factor, unless told.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+    def gather(self, called: str) -> Gather:
+        """What gathers a module's weights."""
+        return Gather(lambda: self.on_sent(f"the all-gather of {called}"))
+
+    def sum_and_cut(self, called: str, members: Sequence[Tensor]) -> SumAndCut:
+        """What sums a module's gradients over ranks."""
+        return SumAndCut(partial(self._noted, called, members), self.narrow)
+
+    def narrow(self) -> torch.dtype | None:
+        """The dtype that gradients are summed in now, if it is a narrow one."""
+        return self._narrow if self._shared else None
+
+    def _noted(self, called: str, members: Sequence[Tensor], gradients: Tensor) -> None:
+        self.on_sent(f"the reduce-scatter of {called}")
+        # Moved by every part: what comes after the last one is waiting for the others.
+        self._clock.mark(REDUCING)
+        self.calls += 1
+        self._extremes.append((members, *torch.aminmax(gradients)))
+
+    def plan(self, micros: Sequence[Batch]) -> Iterator[tuple[Batch, MicroLoss]]:
+        """What this rank computes of the micro-batches, in order, each with the program to compute it with.
+
+        Whole gradients accumulate on the rank and the last backward pass reduces their sum, as under DDP; or each one
+        reduces its own, if so configured, and parts accumulate.
+        """
+        self._shared = self.shares(micros)
+        if not self._shared:
+            self.root.set_requires_gradient_sync(True)
+            yield from ((micro, self.alone) for micro in micros)
+            return
+        self._extremes.clear()
+        mine = self.share(micros)
+        for number, micro in enumerate(mine, 1):
+            self.root.set_requires_gradient_sync(self._each or number == len(mine))
+            yield micro, self.trains
+
+    def trains(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The micro-batch's loss and NLL."""
+        found: tuple[Tensor, Tensor] = self.run(self._program, *inputs)
+        return found
+
+    def alone(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The same; only the loss of rank 0 counts."""
+        tokens, targets, weights, total, *documents = inputs
+        return self.trains(tokens, targets, weights, self.total(total), *documents)
+
+    def total(self, total: Tensor) -> Tensor:
+        """Infinity on all ranks but rank 0."""
+        return total if self.rank == 0 else torch.full_like(total, torch.inf)
+
+    def run(self, program: Callable[..., Any], *inputs: Any) -> Any:
+        """`program(*inputs)` while the root's weights are gathered."""
+        try:
+            return self.root(partial(program, *inputs))
+        finally:
+            if not torch.is_grad_enabled():
+                # No backward pass will free them, and the next call would take them for what they no longer are.
+                self.root.reshard()
+
+    def grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Whole gradients. They come by a backward pass: what autograd knows are the gathered weights."""
+        self.root.set_requires_gradient_sync(True)
+        self._shared = False
+        loss.backward()
+        found = [None if t.grad is None else whole(t.grad) for t in wanted]
+        for tensor in (*wanted, *self._parameters):
+            tensor.grad = None
+        return found
+
+    def unreduced(self, program: Callable[..., Any], *inputs: Any) -> dict[str, Tensor]:
+        """Whole gradients of this rank's own micro-batch by parameter, as no sum over ranks has touched them."""
+        self.root.set_requires_gradient_sync(False)
+        self.root.set_reshard_after_backward(False)
+        try:
+            self.root(partial(program, *inputs))[0].backward()
+            gathered = dict(self._model.named_parameters())
+            found = {name: p.grad.clone() for name, p in gathered.items() if p.grad is not None}
+            for p in gathered.values():
+                p.grad = None
+        finally:
+            self.root.set_reshard_after_backward(True)
+            for part in self._parts.values():
+                part.reshard()
+        return found
+
+    def norm(self, norms: Tensor) -> Tensor:
+        """The root of the sum of squares over ranks."""
+        self.on_sent("the sum of the norms")
+        return sum_of_squares(norms)
+
+    def everywhere(self, flags: Sequence[bool]) -> Sequence[bool]:
+        """Whether something is so on any rank."""
+        found = torch.tensor(flags, dtype=torch.int64, device=self._parameters[0].device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return [bool(flag) for flag in found]
+
+
+def _own(part: Any) -> list[Tensor]:
+    """The parameters of a part that belong to no part inside it."""
+    inner = {id(p) for other in parts(part).values() if other is not part for p in other.parameters()}  # type: ignore[attr-defined]
+    return [p for p in part.parameters() if id(p) not in inner]

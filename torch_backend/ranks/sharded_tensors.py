@@ -1,0 +1,175 @@
+"""Weights, gradients and moments cut over the ranks (`parallel.strategy = "fsdp"`): torch's FSDP2.
+
+`fully_shard` cuts every parameter along its first axis into equal parts, the last of them shorter or empty, one a rank
+(Rajbhandari et al. 2020, arXiv 1910.02054, stage 3; Zhao et al. 2023, arXiv 2304.11277). A block's parameters are
+gathered when it is called, freed behind it, gathered again for its backward pass; its gradients are then summed and
+cut. The rest (embedding, final norm, head) is gathered while the root's forward and backward pass last: the head's
+weight, which the loss reads outside its module, is there.
+
+A parameter is a DTensor. What is elementwise works on the parts; here stands what needs the whole.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.model.groups import BLOCK, LEAST_IN_EIGHT_BITS, in_eight_bits
+from lockstep.core.model.names import Shape, parameter_shapes
+
+# Losses by token come out as a view; nobody changes them in place.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+class Root(nn.Module):
+    """The outermost module, which runs any program over the model with what belongs to no block gathered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, program: Callable[[], Any]) -> Any:
+        """`program()`. FSDP sees none of its inputs: it would give one that is unused a gradient of zeros."""
+        return program()
+
+
+def is_sharded(config: RunConfig) -> bool:
+    """Whether a run's weights are cut over ranks: one rank has nothing to share."""
+    return config.parallel.strategy == "fsdp" and config.train.ranks > 1
+
+
+def cut(model: nn.Module, config: RunConfig, device: torch.device) -> Root:
+    """Cut a model, which may be without memory yet (device `meta`), over the default process group; returns its root.
+
+    Gradients are summed over ranks, not averaged: the loss is divided by the weight of all ranks' tokens already.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    again = config.parallel.reshard_after_forward
+    blocks: Any = getattr(model, "blocks")  # noqa: B009 - what a module is made of, not an attribute of the class
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=again)
+    root = Root(model)
+    fully_shard(root, mesh=mesh)
+    return root
+
+
+def parts(module: nn.Module) -> dict[str, FSDPModule]:
+    """The modules whose parameters are gathered together, by name; the root's is empty."""
+    return {name: found for name, found in module.named_modules() if isinstance(found, FSDPModule)}
+
+
+class Gather(DefaultAllGather):
+    """torch's all-gather, which first says that it begins."""
+
+    def __init__(self, begun: Callable[[], None]) -> None:
+        self._begun = begun
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """As torch calls it."""
+        self._begun()
+        return super().__call__(*arguments, **options)
+
+
+class SumAndCut(DefaultReduceScatter):
+    """The sum of all ranks' gradients of a module, of which each keeps its part.
+
+    In a narrow dtype if `narrow` says one: cast, summed, cast back, as DDP's buckets are (torch_backend/ranks/ddp.py).
+    FSDP's own `reduce_dtype` would add up micro-batches in it as well.
+    """
+
+    def __init__(self, begun: Callable[[Tensor], None], narrow: Callable[[], torch.dtype | None]) -> None:
+        self._begun, self._narrow = begun, narrow
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        """input_tensor: every rank's part, one after another; output_tensor: this rank's. op is always the sum."""
+        self._begun(input_tensor)
+        narrow = self._narrow()
+        if narrow is None:
+            return super().__call__(output_tensor, input_tensor, group, dist.ReduceOp.SUM)
+        out = torch.empty_like(output_tensor, dtype=narrow)
+        work = super().__call__(out, input_tensor.to(narrow), group, dist.ReduceOp.SUM)
+        output_tensor.copy_(out)
+        return work
+
+
+# A tensor and its part. What is not cut is its own part.
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, in the same memory, of which autograd knows nothing."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of it, gathered. Every rank calls it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def as_part(value: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that is cut as `like` is."""
+    if not isinstance(like, DTensor):
+        return value
+    return DTensor.from_local(
+        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def rows_of(tensor: Tensor) -> slice:
+    """Which rows of the whole this rank has: the r-th part of `torch.chunk`, as FSDP2 cuts."""
+    count = tensor.shape[0]
+    if not isinstance(tensor, DTensor):
+        return slice(0, count)
+    size = -(-count // tensor.device_mesh.size())
+    first = min(tensor.device_mesh.get_local_rank() * size, count)
+    return slice(first, min(first + size, count))
+
+
+def put(tensor: Tensor, array: np.ndarray) -> None:
+    """Copy this rank's rows of a whole array into its part."""
+    local(tensor).copy_(torch.from_numpy(np.ascontiguousarray(array[rows_of(tensor)])))
+
+
+def sum_of_squares(norms: Tensor) -> Tensor:
+    """Norms of the parts → norms of the whole tensors, float64. Every rank calls it."""
+    squares = norms.double().square()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+# What cannot be cut
+
+
+def check_sharded(config: RunConfig) -> None:
+    """Raise UserError if a run's optimizer cannot work on parts."""
+    if not is_sharded(config) or config.precision.policy == "fp64" or config.optim.name != "adamw8bit":
+        return
+    for name, shape in parameter_shapes(config.model).items():
+        if in_eight_bits(config.optim, shape) and not _blocks_stay_whole(shape, config.train.ranks):
+            raise UserError(
+                f"optim.name = 'adamw8bit' over {config.train.ranks} ranks of parallel.strategy = 'fsdp': a rank's "
+                f"part of {name} {shape} is not made of whole blocks of {BLOCK} numbers, {LEAST_IN_EIGHT_BITS} or more "
+                "in all; take adamw, ddp or another number of ranks"
+            )
+
+
+def _blocks_stay_whole(shape: Shape, ranks: int) -> bool:
+    row = int(np.prod(shape[1:]))
+    return all(size % BLOCK == 0 and size >= LEAST_IN_EIGHT_BITS for size in (n * row for n in _parts(shape[0], ranks)))
+
+
+def _parts(rows: int, ranks: int) -> Sequence[int]:
+    size = -(-rows // ranks)
+    return [max(0, min(size, rows - rank * size)) for rank in range(ranks)]

@@ -1,0 +1,1 @@
+"""Looking at a step and timing it: bench, profile, plan, sketches, generation."""

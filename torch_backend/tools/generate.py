@@ -1,0 +1,103 @@
+"""Next-token logits of a run's weights, with a KV cache or without: the model of torch_backend/model.py, run eagerly.
+
+The cache is a tap. The model shows it the rotated keys and the values of the new tokens on their way, and goes on with
+what the tap gives back: those of all tokens. Nothing of the model is written a second time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.core.backend import Arrays
+from lockstep.core.config.schema import AttentionConfig, CompileConfig, RecomputeConfig, RunConfig
+from lockstep.torch_backend.model import Llama, Tap, no_tap, rope_at
+from lockstep.torch_backend.precision import policy_of
+from lockstep.torch_backend.session import resolve_device
+
+KEYS, VALUES = ".attn.k_rope", ".attn.v"
+
+
+class Cache:
+    """Rotated keys (1, S, K, E) and values (1, S, K·E) of every block, in the dtype in which attention takes them."""
+
+    def __init__(self, length: int, dtype: torch.dtype) -> None:
+        self._length, self._dtype = length, dtype
+        self._held: dict[str, Tensor] = {}
+
+    def tap(self, start: int) -> Tap:
+        """The tap of a pass over tokens that stand at `start` and after it."""
+
+        def keep(name: str, new: Tensor) -> Tensor:
+            if not name.endswith((KEYS, VALUES)):
+                return new
+            if name not in self._held:
+                shape = (1, self._length, *new.shape[2:])
+                self._held[name] = torch.zeros(shape, dtype=self._dtype, device=new.device)
+            stop = start + new.shape[1]
+            self._held[name][:, start:stop] = new
+            return self._held[name][:, :stop]
+
+        return keep
+
+
+class Decoder:
+    """The model of a run, to be asked what comes next.
+
+    The program is never compiled, as lengths differ from call to call. Attention runs by torch's own choice of kernel,
+    cuDNN's apart, which would plan anew for every length. Layers in FP8 are computed under the policy of the rest
+    (bf16), as their scales belong to all tokens at once, and tf32 on the CPU as fp32.
+
+    window: tokens that the model was made for. policy: the precision in force. device: where it runs.
+    """
+
+    def __init__(self, config: RunConfig, params: Arrays, device: str = "auto", cached: bool = True) -> None:
+        """Put the weights on the device: auto, cpu, cuda. Raises UserError if it is not there."""
+        operand = config.precision.operand
+        if operand == "tf32" and (device == "cpu" or not torch.cuda.is_available()):
+            operand = "fp32"
+        eager = {
+            "device": device,
+            "deterministic": True,  # leaves out cuDNN's attention
+            "precision": config.precision.model_copy(update={"policy": operand}),
+            "attention": AttentionConfig(),
+            "recompute": RecomputeConfig(),
+            "compile": CompileConfig(enabled=False),
+        }
+        config = config.model_copy(update=eager)
+        self.device = resolve_device(config)
+        torch.set_float32_matmul_precision("high" if operand == "tf32" else "highest")
+        self.policy = policy_of(config, self.device)
+        with torch.device("meta"):
+            self._model = Llama(config)
+        self._model.to_empty(device=self.device).to(self.policy.stream)
+        self._model.place_rope(self.device)
+        self._model.load_state_dict({name: torch.from_numpy(np.ascontiguousarray(p)) for name, p in params.items()})
+        self.window = len(self._model.cos)
+        self._cache = Cache(self.window, self.policy.operand) if cached else None
+        # The tokens whose keys and values are in the cache.
+        self._tokens = np.zeros(0, np.int32)
+
+    def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits (V,) of the token that follows `tokens`, int32 (n,), 1 ≤ n ≤ window: one document, from position 0.
+
+        With the cache only the last token is computed, where the others are those of the call before; else all are.
+        """
+        if self._cache is None:
+            return self._logits(tokens, 0, no_tap)
+        before = len(tokens) - 1
+        is_next = 0 < before <= len(self._tokens) and np.array_equal(self._tokens[:before], tokens[:before])
+        start = before if is_next else 0
+        self._tokens = tokens.copy()
+        return self._logits(tokens, start, self._cache.tap(start))
+
+    def _logits(self, tokens: np.ndarray, start: int, tap: Tap) -> np.ndarray:
+        """Logits after the last token, from a pass over those at `start` and after it: all, or the last alone."""
+        model, stop = self._model, len(tokens)
+        with torch.inference_mode():
+            rope = rope_at((model.cos[start:stop], model.sin[start:stop]), None, self.policy)
+            ids = torch.tensor(tokens[None, start:], dtype=torch.long, device=self.device)
+            x_BSD = model.trunk_at(ids, rope, self.policy, tap)[:, -1:]
+            logits: np.ndarray = model.logits(x_BSD, self.policy)[0, 0].cpu().numpy()
+        return logits

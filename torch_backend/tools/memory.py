@@ -1,0 +1,20 @@
+"""How much memory a session uses."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.core.train.process_memory import process_memory
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Bytes. On CUDA `allocated` and `reserved` by torch now, and `peak` allocated since the last call, which it ends.
+
+    torch.cuda.memory_stats counts on the host: nothing is waited for. On the CPU, what the process holds.
+    """
+    if device.type != "cuda":
+        return process_memory()
+    stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    found = {name: float(stats.get(f"{name}_bytes.all.current", 0)) for name in ("allocated", "reserved")}
+    return {**found, "peak": float(stats.get("allocated_bytes.all.peak", 0))}

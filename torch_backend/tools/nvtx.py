@@ -1,0 +1,58 @@
+"""Names for the parts of a step, for a profiler to show: around programs, and in nothing of what is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.profile.trace import PART
+
+Mark = Callable[[str], AbstractContextManager[Any]]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def unmarked(name: str) -> AbstractContextManager[Any]:
+    """No name is given."""
+    return nullcontext()
+
+
+def nvtx(name: str) -> AbstractContextManager[Any]:
+    """A range of NVTX, for Nsight Systems."""
+    return torch.cuda.nvtx.range(PART + name)
+
+
+def recorded(name: str) -> AbstractContextManager[Any]:
+    """A range of PyTorch's profiler."""
+    return torch.profiler.record_function(PART + name)
+
+
+def marking(config: RunConfig, device: torch.device) -> Mark:
+    """How a session of this configuration names its parts."""
+    return nvtx if config.log.nvtx and device.type == "cuda" else unmarked
+
+
+def in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
+    """What the table at start says of it; nothing if it was not asked for."""
+    if not config.log.nvtx:
+        return {}
+    said = "step, micro-batch, forward, backward, reduction, clip, optimizer, checkpoint"
+    return {"NVTX ranges": said if device.type == "cuda" else "none: they are CUDA's, and this run is on the CPU"}
+
+
+def part(name: str) -> Callable[[Method], Method]:
+    """A method of a session as a part of the step."""
+
+    def named(method: Method) -> Method:
+        @wraps(method)
+        def inside(session: Any, *arguments: Any, **options: Any) -> Any:
+            with session.mark(name):
+                return method(session, *arguments, **options)
+
+        return inside  # type: ignore[return-value]
+
+    return named

@@ -1,0 +1,139 @@
+"""Hugging Face's Trainer with its LlamaForCausalLM, of the same shapes and weights."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core.config.schema import ModelConfig
+from lockstep.core.model.names import parameter_shapes
+from lockstep.torch_backend.tools.peers.race import Race, Turn
+
+# Our names to theirs, longest first.
+WORDS = {
+    "attn_norm.": "input_layernorm.",
+    "mlp_norm.": "post_attention_layernorm.",
+    "attn.": "self_attn.",
+    "blocks.": "model.layers.",
+    "embed.": "model.embed_tokens.",
+    "final_norm.": "model.norm.",
+}
+
+
+def their_name(name: str) -> str:
+    """A canonical parameter name as LlamaForCausalLM has it."""
+    for ours, theirs in WORDS.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def their_config(model: ModelConfig, length: int) -> dict[str, Any]:
+    """Arguments of LlamaConfig."""
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn_hidden,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "max_position_embeddings": length,
+        "rms_norm_eps": model.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "tie_word_embeddings": model.tied,
+        "attention_bias": model.qkv_bias,
+        "mlp_bias": model.mlp_bias,
+    }
+
+
+def build(race: Race) -> Any:
+    """LlamaForCausalLM with the race's weights, attention by torch's own call."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = their_config(race.config.model, race.config.train.sequence_length)
+    settings |= {"attn_implementation": "sdpa", "use_cache": False}
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    weights = {their_name(name): weight for name, weight in race.weights().items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and missing == (["lm_head.weight"] if race.config.model.tied else [])
+    return model
+
+
+class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """The race's sequences, one after the other, without end to speak of."""
+
+    def __init__(self, race: Race) -> None:
+        self._rows = [
+            {"input_ids": torch.from_numpy(t).long(), "labels": torch.from_numpy(y).long()}
+            for batch in race.batches
+            for t, y in zip(batch.tokens, batch.targets, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return 10**7
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self._rows[index % len(self._rows)]
+        # Their labels are the tokens themselves, of which the loss leaves out the first; ours are shifted already.
+        return {**row, "shift_labels": row["labels"]}
+
+
+def run(race: Race, turn: Turn) -> None:
+    """Train until `turn` says that it is over."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    config = race.config
+    model = build(race)
+    theirs = dict(model.named_parameters())
+    optimizer = race.fused_adamw({name: theirs[their_name(name)] for name in parameter_shapes(config.model)})
+
+    def factor(step: int) -> float:
+        return race.rate(step + 1) / config.optim.peak_lr
+
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * group["lr_factor"]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+    class Timed(Trainer):  # type: ignore[misc, unused-ignore]
+        """Keeps the loss of a step."""
+
+        found = 0.0
+
+        def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+            loss: Tensor = super().training_step(*arguments, **options)
+            self.found += loss.item()
+            return loss
+
+    class Turns(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        """Waits where a step ends."""
+
+        def on_train_begin(self, *arguments: Any, **options: Any) -> None:
+            turn(None)
+
+        def on_step_end(self, *arguments: Any, **options: Any) -> None:
+            loss, trainer.found = trainer.found, 0.0
+            turn(loss)
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=10**6,
+            per_device_train_batch_size=config.train.micro_batch_size,
+            gradient_accumulation_steps=config.train.accumulation,
+            max_grad_norm=config.optim.clip_norm,
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,
+            bf16=config.precision.policy == "bf16",
+            torch_compile=config.compile.enabled,
+            use_cpu=config.device == "cpu",
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=config.device == "cuda",
+        )
+        trainer = Timed(model, arguments, train_dataset=_Rows(race), optimizers=(optimizer, scheduler))
+        trainer.add_callback(Turns())
+        trainer.train()

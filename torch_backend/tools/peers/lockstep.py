@@ -1,0 +1,16 @@
+"""Lockstep's own step in the race."""
+
+from __future__ import annotations
+
+import itertools
+
+from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.tools.peers.race import Race, Turn
+
+
+def run(race: Race, turn: Turn) -> None:
+    """Train until `turn` says that it is over. Raises UserError if the configuration cannot run here."""
+    session = TorchBackend().open(race.config)
+    turn(None)
+    for batch in itertools.cycle(race.batches):
+        turn(session.step(batch).loss)

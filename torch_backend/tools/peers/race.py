@@ -1,0 +1,71 @@
+"""What every contender of `lockstep bench peers` is given, and how it takes turns with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.backend import Batch
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.groups import group_settings
+from lockstep.core.model.init import init_parameters
+from lockstep.core.model.names import GROUPS, group_of
+from lockstep.core.train.schedule import learning_rate
+
+# Called before each step with the loss of the one before, None before the first; returns when it is this one's turn.
+Turn = Callable[[float | None], None]
+
+
+class Over(Exception):
+    """There is no further turn."""
+
+
+@dataclass(frozen=True)
+class Race:
+    """batches: taken in turn, again and again."""
+
+    config: RunConfig
+    batches: Sequence[Batch]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Initial weights by canonical name, float32; made anew, so that nobody holds them who does not need them."""
+        return {name: torch.from_numpy(p) for name, p in init_parameters(self.config.model, self.config.seed).items()}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the race is run."""
+        return torch.device("cuda" if self.config.device == "cuda" else "cpu")
+
+    def micro_batches(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """By batch, tokens and targets of each micro-batch, int64 (B, S) on the device: ready before the race."""
+        size = self.config.train.micro_batch_size
+        return [
+            [
+                (torch.from_numpy(m.tokens).long().to(self.device), torch.from_numpy(m.targets).long().to(self.device))
+                for m in batch.micro_batches(size)
+            ]
+            for batch in self.batches
+        ]
+
+    def fused_adamw(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
+        """Torch's fastest AdamW over the run's groups of canonical names."""
+        optim = self.config.optim
+        groups = [
+            {
+                "params": [p for name, p in parameters.items() if group_of(name) == group],
+                "weight_decay": group_settings(self.config, group).weight_decay,
+                "lr_factor": group_settings(self.config, group).lr_factor,
+            }
+            for group in GROUPS
+        ]
+        betas = optim.beta1, optim.beta2
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=optim.peak_lr, betas=betas, eps=optim.eps, fused=True
+        )
+
+    def rate(self, step: int) -> float:
+        """The learning rate of step `step`, from 1."""
+        return learning_rate(self.config.optim, step, self.config.train.steps)

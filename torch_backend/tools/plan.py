@@ -1,0 +1,180 @@
+"""What a step's memory really is: saved tensors counted under fake tensors, and the allocator's own account of a step.
+
+The formulas of core/plan are held to both (parity_tests/plan, docs/guide/plan.md).
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+from lockstep.core.config.schema import RunConfig
+from lockstep.torch_backend.kernels.float8 import float8
+from lockstep.torch_backend.model import Linear, Llama
+from lockstep.torch_backend.precision import POLICIES
+from lockstep.torch_backend.session import TorchSession
+from lockstep.torch_backend.tools.bench import random_batches
+
+# Modules by the component of core/plan that what they save belongs to.
+_PART_OF = {"embed": "embedding", "attn_norm": "norms", "mlp_norm": "norms", "final_norm": "norms"}
+_PART_OF |= {"attn": "attention", "mlp": "mlp"}
+_VIEWS = {
+    torch.ops.aten.view.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.reshape.default,
+}
+
+
+class _Captured(Exception):
+    """The compiled forward pass is there: nothing after it is needed."""
+
+
+def count_saved(config: RunConfig) -> dict[str, int]:
+    """Bytes that the eager forward pass of one micro-batch keeps, by part; storages once, parameters not.
+
+    The real model on fake CPU tensors: nothing is computed or allocated. The residual stream, which is the input of a
+    norm, counts as `block inputs`, whoever keeps it.
+    """
+    with FakeTensorMode():
+        model, arguments = _fake(config)
+        parameters = {_storage(p) for p in model.parameters()}
+        inside: list[str] = ["head and loss"]
+        stream: set[int] = set()
+        sizes: dict[int, tuple[str, int]] = {}
+        alive: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            place = _storage(tensor)
+            if place not in parameters and place not in sizes:
+                alive.append(tensor)
+                sizes[place] = inside[-1], tensor.untyped_storage().nbytes()
+            return tensor
+
+        for name, module in model.named_modules():
+            part = _PART_OF.get(name.rpartition(".")[2])
+            if part:
+                _follow(module, part, inside, stream)
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            alive.extend(model.loss(*arguments))
+        found: Counter[str] = Counter()
+        for place, (part, size) in sizes.items():
+            found["block inputs" if place in stream else part] += size
+    return dict(found)
+
+
+def _follow(module: nn.Module, part: str, inside: list[str], stream: set[int]) -> None:
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        inside.append(part)
+        if part == "norms":
+            stream.add(_storage(inputs[0]))
+
+    def after(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        inside.pop()
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+def count_compiled(config: RunConfig) -> int:
+    """Bytes that the compiled forward pass of one micro-batch hands to its backward pass; parameters not.
+
+    The real program through Dynamo, AOTAutograd and Inductor's own passes and min-cut partitioner, on fake CPU tensors;
+    no code is generated.
+    """
+    found: list[int] = []
+
+    def capture(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        (output,) = (node for node in graph.graph.nodes if node.op == "output")
+        found.append(_handed_over(graph, output.args[0]))
+        raise _Captured
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return compile_fx(graph, inputs, inner_compile=capture)
+
+    torch._dynamo.reset()
+    with FakeTensorMode():
+        model, arguments = _fake(config)
+        try:
+            torch.compile(model.loss, fullgraph=True, dynamic=False, backend=backend)(*arguments)
+        except BackendCompilerFailed as failure:
+            if not isinstance(failure.inner_exception, _Captured):
+                raise
+    return found[0]
+
+
+def _handed_over(graph: torch.fx.GraphModule, outputs: Any) -> int:
+    """Bytes of a forward graph's outputs but for its inputs and the two results, views of one tensor counted once."""
+    bases: dict[Any, int] = {}
+    for node in outputs[2:]:
+        if not isinstance(node, torch.fx.Node):
+            continue
+        while node.op == "call_function" and node.target in _VIEWS:
+            node = node.args[0]
+        value = node.meta["val"]
+        if node.op == "call_function" and isinstance(value, Tensor):
+            bases[node] = math.prod(map(_known, value.shape)) * value.itemsize
+    return sum(bases.values())
+
+
+def _known(size: int | torch.SymInt) -> int:
+    """A size that a checkpointed part may have as a symbol."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
+
+
+def _fake(config: RunConfig) -> tuple[Llama, tuple[Any, ...]]:
+    """The model and a micro-batch, in the fake mode that is on."""
+    policy = POLICIES[config.precision.policy]
+    before = torch.get_default_dtype()
+    # Parameters cannot change their dtype under fake tensors.
+    torch.set_default_dtype(policy.stream)
+    try:
+        model = Llama(config)
+    finally:
+        torch.set_default_dtype(before)
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and config.precision.is_fp8(name):
+            module.float8 = float8(config.precision, torch.device("cpu"))
+    shape = config.train.micro_batch_size, config.train.sequence_length
+    tokens, targets = (torch.empty(shape, dtype=torch.long) for _ in range(2))
+    weights, total = torch.empty(shape, dtype=policy.stream), torch.empty((), dtype=torch.float64)
+    documents = (torch.empty(shape, dtype=torch.long),) if config.attention.needs_documents else ()
+    return model, (tokens, targets, weights, total, policy, *documents)
+
+
+def _storage(tensor: Tensor) -> int:
+    """The storage of a tensor, by a number that is its own while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def measured_peak(config: RunConfig) -> dict[str, int]:
+    """Bytes above what stays between steps, in a real forward and backward pass on the CPU: `peak`, and `after` it.
+
+    From the CPU allocator's own reports (torch.profiler, profile_memory): every tensor counts, eager or compiled, and
+    what kernels allocate from it. The second step is measured, without gradients before it.
+    """
+    session = TorchSession(config)
+    batch = random_batches(config, 1)[0]
+    session.accumulate(batch)
+    session.optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        held = session.accumulate(batch)
+    events = seen.profiler.kineto_results.events()
+    now = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    del held
+    return {"peak": peak, "after": now}

@@ -1,0 +1,86 @@
+"""Recording training steps: by PyTorch's profiler into a trace, or for Nsight Systems, which records from outside."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from lockstep.core.backend import Batch
+from lockstep.core.errors import UserError
+from lockstep.torch_backend.session import TorchSession
+from lockstep.torch_backend.tools import nvtx
+from lockstep.torch_backend.tools.bench import memory
+
+# Steps that are not looked at (programs are compiled in the first), those that the profiler sees and forgets, those
+# that it keeps, and those that are timed after it, without it.
+SKIPPED, WARM, KEPT, TIMED = 2, 3, 3, 3
+STEPS = SKIPPED + WARM + KEPT + TIMED
+
+
+def record(session: Any, own: TorchSession, batches: Iterator[Batch], trace: Path) -> dict[str, Any]:
+    """Record KEPT steps into `trace`, Chrome's format, gzip by its name; the rest is returned.
+
+    session: what steps; own: this process's part of it, which is the same thing but under ranks. Gives `step_seconds`,
+    the mean over TIMED further steps without the profiler, and `memory` in bytes (torch_backend/tools/bench.py).
+    """
+    cuda = own.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    plan = schedule(skip_first=SKIPPED, wait=0, warmup=WARM, active=KEPT, repeat=1)
+    before, own.mark = own.mark, nvtx.recorded
+    try:
+        with profile(
+            activities=activities,
+            schedule=plan,
+            acc_events=True,
+            on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
+        ) as profiler:
+            for _ in range(SKIPPED + WARM + KEPT):
+                _step(session, own, batches)
+                profiler.step()
+    except (OSError, RuntimeError) as error:
+        if trace.exists() or not isinstance(error, OSError):
+            raise
+        raise UserError(f"cannot write {trace}: {error.strerror or error}") from error
+    finally:
+        own.mark = before
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    gc.collect()
+    started = time.perf_counter()
+    for _ in range(TIMED):
+        _step(session, own, batches)
+    seconds = (time.perf_counter() - started) / TIMED
+    return {"step_seconds": seconds, "memory": memory(own, cuda)}
+
+
+def under_nsight(session: Any, own: TorchSession, batches: Iterator[Batch]) -> float:
+    """Make the same steps with NVTX ranges, and let Nsight Systems see KEPT of them; returns their mean seconds.
+
+    It looks from cudaProfilerStart to cudaProfilerStop (`--capture-range=cudaProfilerApi`). Raises UserError on the
+    CPU.
+    """
+    if own.device.type != "cuda":
+        raise UserError("nvtx: Nsight Systems records CUDA, and this run is on the CPU; leave --nvtx out")
+    own.mark = nvtx.nvtx
+    for _ in range(SKIPPED + WARM):
+        _step(session, own, batches)
+    started = time.perf_counter()
+    with torch.cuda.profiler.profile():
+        for _ in range(KEPT):
+            _step(session, own, batches)
+    return (time.perf_counter() - started) / KEPT
+
+
+def _step(session: Any, own: TorchSession, batches: Iterator[Batch]) -> None:
+    with own.mark("data"):
+        batch = next(batches)
+    session.step(batch)
+    if own.device.type == "cuda":
+        # What a step has asked for is its own, and not the next one's.
+        torch.cuda.synchronize(own.device)

@@ -1,0 +1,101 @@
+"""Sketches in torch, eager or compiled. Twin: core/parity/evidence/sketch.py, which defines a sketch.
+
+Signs are the hash of their coordinate, computed where they are used or read from a table that many sketches share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.core.parity.evidence.observations import Observation
+from lockstep.core.parity.evidence.sketch import GOLDEN, MULTIPLIERS, SHIFTS, K
+from lockstep.core.parity.measures.calibrated_bounds import independent
+
+
+def _signed(constant: int) -> int:
+    """A 32-bit constant as the int32 of the same bits."""
+    return constant - (1 << 32) if constant >> 31 else constant
+
+
+def _shifted(h: Tensor, shift: int) -> Tensor:
+    """Logical shift to the right of int32, whose own shift repeats the sign."""
+    return (h >> shift) & ((1 << (32 - shift)) - 1)
+
+
+def signs(start: int, count: int, device: torch.device | None = None) -> Tensor:
+    """Signs of the coordinates start … start + count − 1 as float32, ±1; start may exceed 2³²."""
+    if start + count <= 1 << 31:
+        h = torch.arange(start, start + count, dtype=torch.int32, device=device)
+    else:
+        n = torch.arange(start, start + count, dtype=torch.int64, device=device)
+        high = (n >> 32).to(torch.int32)
+        h = n.to(torch.int32) ^ (high * _signed(GOLDEN))
+    for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
+        h = (h ^ _shifted(h, shift)) * _signed(multiplier)
+    h = h ^ _shifted(h, SHIFTS[2])
+    return 1.0 - 2.0 * (h & 1).to(torch.float32)
+
+
+def sketch(x: Tensor, offset: int = 0, table: Tensor | None = None) -> Tensor:
+    """S(x) for the row-major coordinates offset … offset + size − 1: (K,), float64 for float64 input, else float32.
+
+    table: the first signs, int8, where they are kept: a program with a hundred sketches compiles ten times faster
+    if it reads them than if it hashes. With an offset they are always computed.
+    """
+    flat = x.reshape(-1).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    before = offset % K
+    rows = -(-(before + flat.numel()) // K)
+    padded = F.pad(flat, (before, rows * K - before - flat.numel()))
+    sign = signs(offset - before, rows * K, x.device) if table is None or offset else table[: rows * K]
+    signed = padded * sign.to(flat.dtype)
+    return signed.view(rows, K).sum(0)
+
+
+def lift(probe: Tensor, shape: tuple[int, ...], table: Tensor | None = None) -> Tensor:
+    """Sᵀ·probe: (K,) → `shape` in the probe's dtype. The probe's gradient is the sketch of the result's."""
+    size = math.prod(shape)
+    rows = -(-size // K)
+    sign = signs(0, rows * K, probe.device) if table is None else table[: rows * K]
+    signed = probe.expand(rows, K).reshape(-1) * sign.to(probe.dtype)
+    return signed[:size].view(shape)
+
+
+def statistics(x: Tensor) -> Tensor:
+    """(4,) float64: L2 norm, largest magnitude, mean, count of non-finite values."""
+    wide = x.double()
+    return torch.stack([wide.square().sum().sqrt(), wide.abs().max(), wide.mean(), (~torch.isfinite(x)).sum().double()])
+
+
+Kept = tuple[Tensor, Tensor]  # sketch (K,) and statistics (4,)
+
+
+def sign_table(size: int, device: torch.device) -> Tensor:
+    """The first signs as int8, enough for tensors of `size` numbers."""
+    return signs(0, size + K, device).to(torch.int8)
+
+
+def sketches_of(tensors: Mapping[str, Tensor], table: Tensor) -> dict[str, Kept]:
+    """Sketch and statistics of each tensor: one program for all gradients of a step."""
+    return {name: (sketch(x, table=table), statistics(x)) for name, x in tensors.items()}
+
+
+def whole_observation(kept: Kept, shape: tuple[int, ...]) -> Observation:
+    """What is kept of a tensor of `shape`, off the device."""
+    norm, max_abs, mean, nonfinite = kept[1].tolist()
+    return Observation(
+        kept[0].detach().cpu().numpy(), norm, max_abs, mean, int(nonfinite), math.prod(shape), independent(shape)
+    )
+
+
+def sketch_alone(probe_gradient: Tensor, shape: tuple[int, ...]) -> Observation:
+    """What is known of a tensor of `shape` from its sketch: the norm is estimated, largest value and mean are NaN."""
+    values = probe_gradient.detach().cpu().numpy()
+    norm = float(np.linalg.norm(values.astype(np.float64)))
+    nonfinite = int(np.count_nonzero(~np.isfinite(values)))
+    return Observation(values, norm, math.nan, math.nan, nonfinite, math.prod(shape), independent(shape))
