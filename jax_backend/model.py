@@ -16,6 +16,7 @@ from flax import nnx
 from jax import Array
 
 from lockstep.core.config.schema import ModelConfig, RunConfig
+from lockstep.core.model.names import fp8_modules
 from lockstep.jax_backend.attention import attention, document_mask
 from lockstep.jax_backend.kernels.float8 import Recipe
 from lockstep.jax_backend.kernels.formats import BF16
@@ -201,8 +202,9 @@ class Llama(nnx.Module):
         self.blocks = nnx.List([Block(config) for _ in range(config.layers)])
         self.final_norm = RMSNorm(config.hidden, config.norm_eps)
         self.lm_head = None if config.tied else Head(config.vocab_size, config.hidden)
+        in_fp8 = fp8_modules(run)
         for path, module in nnx.iter_modules(self):
-            if isinstance(module, Linear) and run.precision.is_fp8(".".join(map(str, path))):
+            if isinstance(module, Linear) and ".".join(map(str, path)) in in_fp8:
                 module.float8 = run.precision.fp8
 
     def places(self, length: int, documents_BS: Array | None, policy: Policy) -> Rope:

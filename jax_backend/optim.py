@@ -20,14 +20,16 @@ the exact polynomial. The twin's error is then what 8-bit moments and `ns_dtype`
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
 from lockstep.core.config.schema import OptimConfig, RunConfig
-from lockstep.core.model.groups import by_muon, group_settings, in_eight_bits
-from lockstep.core.model.names import group_of
+from lockstep.core.model.groups import group_settings, update_rules
+from lockstep.core.model.names import groups_of
 from lockstep.jax_backend.kernels.bitsandbytes_adamw import next_of_bitsandbytes
 from lockstep.jax_backend.kernels.codes import in_codes
 
@@ -46,29 +48,66 @@ def next_state(
     `step` counts from 1. `lr` is the schedule's rate, a float64 scalar, as torch's Python float is.
     """
     optim = config.optim
+    groups, rules = groups_of(config.model), update_rules(config)
     terms: Terms = {}
     after: dict[str, Tree] = {kind: {} for kind in moments}
     for name, p in params.items():
-        settings = group_settings(config, group_of(name))
+        settings, rule = group_settings(config, groups[name]), rules[name]
         rate, decay = lr * settings.lr_factor, settings.weight_decay
-        if by_muon(optim, name):
-            buffer = momentum_after(optim, grads[name], moments["momentum_buffer"][name])
-            terms[name] = muon_terms(optim, p, grads[name], buffer, rate, decay)
-            after["momentum_buffer"][name] = buffer
-            continue
-        old = moments["exp_avg"][name], moments["exp_avg_sq"][name]
-        narrow = in_eight_bits(optim, p.shape)
-        if optim.name != "adamw8bit" or p.dtype != jnp.float32:
-            m, v = update_moments(optim, grads[name], *old)
-            terms[name] = adamw_terms(optim, p, m, v, step, rate, decay)
-        elif optim.eight_bit == "bitsandbytes":
-            terms[name], m, v = next_of_bitsandbytes(optim, p, grads[name], old, step, rate, decay, narrow)
-        else:
-            terms[name], m, v = torchao_terms(optim, p, grads[name], *old, step, rate, decay)
-            if narrow:
-                m, v = in_codes(m, signed=True), in_codes(v, signed=False)
-        after["exp_avg"][name], after["exp_avg_sq"][name] = m, v
+        old = {kind: moments[kind][name] for kind in rule.moments}
+        terms[name], new = RULES[rule.name](optim, p, grads[name], old, step, rate, decay)
+        for kind, moment in new.items():
+            after[kind][name] = moment
     return terms, after
+
+
+def _adamw(
+    optim: OptimConfig, p: Array, grad: Array, old: Tree, step: Array, lr: Array, decay: float
+) -> tuple[tuple[Array, ...], Tree]:
+    m, v = update_moments(optim, grad, old["exp_avg"], old["exp_avg_sq"])
+    return adamw_terms(optim, p, m, v, step, lr, decay), {"exp_avg": m, "exp_avg_sq": v}
+
+
+def _torchao(
+    optim: OptimConfig, p: Array, grad: Array, old: Tree, step: Array, lr: Array, decay: float
+) -> tuple[tuple[Array, ...], Tree]:
+    terms, m, v = torchao_terms(optim, p, grad, old["exp_avg"], old["exp_avg_sq"], step, lr, decay)
+    return terms, {"exp_avg": m, "exp_avg_sq": v}
+
+
+def _torchao_8bit(
+    optim: OptimConfig, p: Array, grad: Array, old: Tree, step: Array, lr: Array, decay: float
+) -> tuple[tuple[Array, ...], Tree]:
+    terms, new = _torchao(optim, p, grad, old, step, lr, decay)
+    m, v = in_codes(new["exp_avg"], signed=True), in_codes(new["exp_avg_sq"], signed=False)
+    return terms, {"exp_avg": m, "exp_avg_sq": v}
+
+
+def _bitsandbytes(
+    narrow: bool, optim: OptimConfig, p: Array, grad: Array, old: Tree, step: Array, lr: Array, decay: float
+) -> tuple[tuple[Array, ...], Tree]:
+    before = old["exp_avg"], old["exp_avg_sq"]
+    terms, m, v = next_of_bitsandbytes(optim, p, grad, before, step, lr, decay, narrow)
+    return terms, {"exp_avg": m, "exp_avg_sq": v}
+
+
+def _muon(
+    optim: OptimConfig, p: Array, grad: Array, old: Tree, step: Array, lr: Array, decay: float
+) -> tuple[tuple[Array, ...], Tree]:
+    buffer = momentum_after(optim, grad, old["momentum_buffer"])
+    return muon_terms(optim, p, grad, buffer, lr, decay), {"momentum_buffer": buffer}
+
+
+# Rule of core/components/optimizers.py → function of settings, weight, gradient, moments, step, rate and decay, that
+# gives the terms of the new weight, and the new moments by kind.
+RULES: dict[str, Callable[..., tuple[tuple[Array, ...], Tree]]] = {
+    "adamw": _adamw,
+    "adamw_torchao": _torchao,
+    "adamw_bitsandbytes": partial(_bitsandbytes, False),
+    "adamw8bit_torchao": _torchao_8bit,
+    "adamw8bit_bitsandbytes": partial(_bitsandbytes, True),
+    "muon": _muon,
+}
 
 
 def update_moments(optim: OptimConfig, grad: Array, exp_avg: Array, exp_avg_sq: Array) -> tuple[Array, Array]:
@@ -150,7 +189,7 @@ def orthogonal(x: Array, steps: int, dtype: str | None) -> Array:
 
 def in_words(config: RunConfig) -> str:
     """What `next_state` computes, for the table at start."""
-    exact = config.precision.policy == "fp64"
+    exact = config.precision.stream == "fp64"
     in_codes_of = f"AdamW, moments through {config.optim.eight_bit}'s 8-bit codes"
     return {
         "adamw": "optax.scale_by_adam",

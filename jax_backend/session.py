@@ -24,7 +24,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.groups import check_state, moment_names
 from lockstep.core.model.init import init_parameters
-from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, probe_shapes, tap_names
+from lockstep.core.model.names import GRADIENT, edge_names, groups_of, parameter_shapes, probe_shapes, tap_names
 from lockstep.core.train.finite import NotFinite, first_place
 from lockstep.core.train.loss_scale import SCALE, SKIPPED
 from lockstep.core.train.metrics import norms_by_group
@@ -63,7 +63,7 @@ class JaxSession:
         self.graph, abstract = nnx.split(nnx.eval_shape(partial(Llama, config)))
         self._paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(abstract)}
         self.params = self._arrays(init_parameters(config.model, config.seed))
-        kinds = moment_names(config.optim, self.params)
+        kinds = moment_names(config)
         self.moments = {kind: {n: self._zeros(n) for n in names} for kind, names in kinds.items()}
         places = self.shards.of_tree(self.params)
         places_of_moments = {kind: self.shards.of_tree(by_name) for kind, by_name in self.moments.items()}
@@ -142,7 +142,8 @@ class JaxSession:
         if norms:
             updates = jax.tree.map(jnp.subtract, params, self.params)
             metrics |= norms_by_group(
-                *({n: float(v) for n, v in self._leaf_norms(t).items()} for t in (grads, self.params, updates))
+                groups_of(self.config.model),
+                *({n: float(v) for n, v in self._leaf_norms(t).items()} for t in (grads, self.params, updates)),
             )
         self.params, self.moments = params, moments
         self.steps_done += 1

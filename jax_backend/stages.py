@@ -14,6 +14,9 @@ import numpy as np
 from jax import Array
 
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.graph import KINDS
+from lockstep.core.parity.reference.stages import stages_of
 from lockstep.jax_backend.attention import attention, document_mask
 from lockstep.jax_backend.kernels.float8 import Recipe
 from lockstep.jax_backend.kernels.library_heads import library_nll
@@ -25,23 +28,24 @@ Inputs = Mapping[str, Array]
 StageFunction = Callable[[Inputs], Array]
 
 
-LINEARS = ("q", "k", "v", "o_proj", "gate", "up", "down_proj")
-
-
 def stage_functions(run: RunConfig, policy: Policy) -> dict[str, StageFunction]:
-    """Stage id → function of its inputs, under one policy; `ID/fp8` of a linear layer that computes in FP8."""
+    """Stage id → function of its inputs, under one policy; `ID/fp8` of a linear layer that computes in FP8.
+
+    Stages of one kind, where shapes alone tell them apart, are one function.
+    """
     config, recipe = run.model, run.precision.fp8
 
     def by_heads(x: Array, heads: int) -> Array:
         return x.reshape(*x.shape[:2], heads, config.head_dim)
+
+    def embed(inputs: Inputs) -> Array:
+        return inputs["weight"][inputs["tokens"]]
 
     def norm(inputs: Inputs) -> Array:
         return rms_norm(inputs["x"], inputs["weight"], config.norm_eps)
 
     def project(inputs: Inputs, float8: Recipe | None = None) -> Array:
         return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy, float8)
-
-    in_float8 = partial(project, float8=recipe)
 
     def rope(inputs: Inputs, heads: int) -> Array:
         tables = rope_tables(inputs["x"].shape[1], config.head_dim, config.rope_theta)
@@ -55,26 +59,41 @@ def stage_functions(run: RunConfig, policy: Policy) -> dict[str, StageFunction]:
         out = attention(inputs["q"], k, v, policy, mask)
         return out.reshape(*out.shape[:2], -1)
 
+    def gate(inputs: Inputs) -> Array:
+        return swiglu(inputs["gate"], inputs["up"])
+
     def add(inputs: Inputs) -> Array:
         return inputs["x"] + inputs["y"]
+
+    def logits(inputs: Inputs) -> Array:
+        return head(inputs["x"], inputs["weight"], policy)
+
+    def nll(inputs: Inputs) -> Array:
+        return negative_log_likelihood(inputs["logits"], inputs["targets"], run.loss.z_loss)
 
     def library_head(inputs: Inputs) -> Array:
         return library_nll(inputs["x"], inputs["weight"], inputs["targets"], policy, run.loss)
 
-    return {
-        "embed": lambda inputs: inputs["weight"][inputs["tokens"]],
-        **dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), norm),
-        **dict.fromkeys(LINEARS, project),
-        **(dict.fromkeys((f"{name}/fp8" for name in LINEARS), in_float8) if recipe else {}),
-        "q_rope": lambda inputs: rope(inputs, config.heads),
-        "k_rope": lambda inputs: rope(inputs, config.kv_heads),
-        "attn": attend,
-        **dict.fromkeys(("attn_residual", "mlp_residual"), add),
-        "act": lambda inputs: swiglu(inputs["gate"], inputs["up"]),
-        "logits": lambda inputs: head(inputs["x"], inputs["weight"], policy),
-        "nll": lambda inputs: negative_log_likelihood(inputs["logits"], inputs["targets"], run.loss.z_loss),
-        **({f"{run.loss.head}_head": library_head} if run.loss.of_library else {}),
+    of_kind: dict[str, StageFunction] = {
+        "embedding": embed,
+        "norm": norm,
+        "linear": project,
+        "attention": attend,
+        "gated": gate,
+        "sum": add,
+        "logits": logits,
+        "nll": nll,
+        "library_head": library_head,
     }
+    in_float8 = partial(project, float8=recipe)
+    found: dict[str, StageFunction] = {}
+    # Lockstep's own head has its stages beside a library's.
+    for operation in (*graph_of(config).operations, *stages_of(run)):
+        heads = operation.width[0] if operation.kind == "rope" else 0
+        found.setdefault(operation.id, of_kind.get(operation.kind) or partial(rope, heads=heads))
+        if recipe and KINDS[operation.kind].in_fp8:
+            found[f"{operation.id}/fp8"] = in_float8
+    return found
 
 
 def with_gradients(function: StageFunction) -> Callable[[Inputs], dict[str, Array]]:

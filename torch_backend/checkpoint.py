@@ -155,7 +155,7 @@ def writing(state: State, folder: Path) -> WritingTorch:
 def named_tensors(session: TorchSession) -> dict[str, Callable[[], Tensor]]:
     """What gives each tensor of the state, by KIND/PARAMETER, the same on every rank; 8-bit moments as float32."""
     found: dict[str, Callable[[], Tensor]] = {f"{PARAMS}/{name}": p.detach for name, p in session.parameters.items()}
-    for kind, names in moment_names(session.config.optim, session.parameters).items():
+    for kind, names in moment_names(session.config).items():
         for name in names:
             found[f"{kind}/{name}"] = partial(moment_of, session.optimizer, session.parameters[name], kind)
     return found

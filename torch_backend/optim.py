@@ -41,13 +41,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.backend import State
+from lockstep.core.components.optimizers import BITSANDBYTES, BITSANDBYTES_8BIT, BLOCK, MUON, TORCHAO_8BIT
 from lockstep.core.config.schema import OptimConfig, RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.model.groups import BLOCK, by_muon, group_settings, in_eight_bits, moment_kinds, moment_names
-from lockstep.core.model.names import GROUPS, group_of
+from lockstep.core.model.graph import GROUPS
+from lockstep.core.model.groups import group_settings, moment_names, update_rules
+from lockstep.core.model.names import groups_of
 from lockstep.torch_backend.kernels.bitsandbytes_adamw import (
     bitsandbytes_adamw,
-    by_bitsandbytes,
     read_moment,
     written_moment,
 )
@@ -65,9 +66,9 @@ def build_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -
 
     Each torch group carries its name under `group`, and under `lr_factor` what the schedule's rate is multiplied by.
     """
-    groups = []
+    groups, group_of = [], groups_of(config.model)
     for group in GROUPS:
-        members = [p for name, p in parameters.items() if group_of(name) == group]
+        members = [p for name, p in parameters.items() if group_of[name] == group]
         settings = group_settings(config, group)
         if members:
             groups.append(
@@ -78,14 +79,33 @@ def build_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -
                     "weight_decay": settings.weight_decay,
                 }
             )
-    first = next(iter(parameters.values()))
-    if config.optim.name == "muon":
-        return MuonAndAdamW(config.optim, groups, first.device)
-    if config.optim.name == "adamw8bit" and first.dtype == torch.float32:
-        if by_bitsandbytes(config.optim):
-            return bitsandbytes_adamw(config.optim, groups)
-        return eight_bit_adamw(config, groups)
-    return adamw(config.optim, groups, first.device)
+    device = next(iter(parameters.values())).device
+    return BUILDERS[config.optim.name](config, groups, device)
+
+
+def _muon(config: RunConfig, groups: list[Group], device: torch.device) -> torch.optim.Optimizer:
+    return MuonAndAdamW(config.optim, groups, device)
+
+
+def _adamw(config: RunConfig, groups: list[Group], device: torch.device) -> torch.optim.Optimizer:
+    return adamw(config.optim, groups, device)
+
+
+def _adamw8bit(config: RunConfig, groups: list[Group], device: torch.device) -> torch.optim.Optimizer:
+    # Under the fp64 policy nothing is rounded to 8 bits.
+    if config.precision.stream == "fp64":
+        return adamw(config.optim, groups, device)
+    if config.optim.eight_bit == "bitsandbytes":
+        return bitsandbytes_adamw(config.optim, groups)
+    return eight_bit_adamw(config, groups)
+
+
+# By the name of core/components/optimizers.py.
+BUILDERS: dict[str, Callable[[RunConfig, list[Group], torch.device], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adamw8bit": _adamw8bit,
+    "muon": _muon,
+}
 
 
 def adamw(optim: OptimConfig, groups: list[Group], device: torch.device) -> torch.optim.AdamW:
@@ -220,10 +240,10 @@ def in_words(config: RunConfig, device: torch.device) -> str:
     """What `build_optimizer` builds, for the table at start."""
     plain = f"AdamW ({'fused' if is_fused(config.optim, device) else 'foreach'})"
     if config.optim.name == "muon":
-        dtype = "fp64" if config.precision.policy == "fp64" else config.optim.ns_dtype
+        dtype = "fp64" if config.precision.stream == "fp64" else config.optim.ns_dtype
         return f"Muon (Newton–Schulz in {dtype}) for matrices, {plain} for the rest"
     if config.optim.name == "adamw8bit":
-        if config.precision.policy == "fp64":
+        if config.precision.stream == "fp64":
             return f"{plain}: fp64 rounds no moments to 8 bits"
         from importlib.metadata import version
 
@@ -251,12 +271,12 @@ def clip_coefficient(optim: OptimConfig, norm: Tensor) -> Tensor:
 
 
 def read_moments(
-    config: OptimConfig, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+    config: RunConfig, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
     """Moments by kind and canonical name, 8-bit ones as float32; zeros for parameters without a step."""
     return {
         kind: {name: moment_of(optimizer, parameters[name], kind) for name in names}
-        for kind, names in moment_names(config, parameters).items()
+        for kind, names in moment_names(config).items()
     }
 
 
@@ -271,7 +291,7 @@ def moment_of(optimizer: torch.optim.Optimizer, p: nn.Parameter, kind: str) -> T
 
 
 def write_moments(
-    config: OptimConfig, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: State
+    config: RunConfig, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: State
 ) -> None:
     """Put a canonical state's moments and step count into the optimizer. Raises KeyError for a missing name."""
     put_moments(
@@ -284,7 +304,7 @@ def write_moments(
 
 
 def put_moments(
-    config: OptimConfig,
+    config: RunConfig,
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     updates: int,
@@ -292,20 +312,19 @@ def put_moments(
 ) -> None:
     """Put moments, by kind and parameter what this rank holds of them, and a count of updates into the optimizer."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
+    rules = update_rules(config)
     for name, p in parameters.items():
         # A fused step counts on the device.
         count = torch.tensor(float(updates), device=p.device if fused else "cpu")
-        entry: dict[str, Any] = {} if by_muon(config, name) else {"step": count}
-        library = p.dtype == torch.float32 and by_bitsandbytes(config)
-        if library:
-            entry = {"step": updates}
-        quantised = p.dtype == torch.float32 and in_eight_bits(config, tuple(p.shape))
-        for kind in moment_kinds(config, name):
+        rule = rules[name]
+        by_library = rule in (BITSANDBYTES, BITSANDBYTES_8BIT)
+        entry: dict[str, Any] = {} if rule is MUON else {"step": updates if by_library else count}
+        for kind in rule.moments:
             value = torch.from_numpy(read(kind, name)).to(device=p.device, dtype=p.dtype)
-            if library:
-                entry |= written_moment(optimizer, value, kind, quantised)
+            if by_library:
+                entry |= written_moment(optimizer, value, kind, rule is BITSANDBYTES_8BIT)
             else:
-                value = eight_bits(value, signed=kind == "exp_avg") if quantised else value
+                value = eight_bits(value, signed=kind == "exp_avg") if rule is TORCHAO_8BIT else value
                 entry[kind] = as_part(value, like=p)
         optimizer.state[p] = entry
 

@@ -20,9 +20,10 @@ from lockstep.core.checkpoint.format import PARAMS, read_state
 from lockstep.core.checkpoint.reader import Stored
 from lockstep.core.config.schema import LossConfig, RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.model.families import graph_of
 from lockstep.core.model.groups import check_state, moment_names
 from lockstep.core.model.init import init_parameter, init_parameters
-from lockstep.core.model.names import GRADIENT, edge_names, probe_shapes, tap_names
+from lockstep.core.model.names import GRADIENT, edge_names, fp8_modules, groups_of, probe_shapes, tap_names
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation
 from lockstep.core.parity.evidence.sketch import K
 from lockstep.core.train.finite import NotFinite, first_place
@@ -131,9 +132,11 @@ class TorchSession:
             model.tapped_again = not self.config.compile.enabled
         (self.root or model).to_empty(device=self.device)
         model.place_rope(self.device)
-        for name, module in model.named_modules():
-            if isinstance(module, Linear) and self.config.precision.is_fp8(name):
-                module.float8 = self.float8
+        modules = dict(model.named_modules())
+        for name in fp8_modules(self.config):
+            linear = modules[name]
+            assert isinstance(linear, Linear)
+            linear.float8 = self.float8
         return model
 
     def build_program(self) -> Any:
@@ -164,7 +167,7 @@ class TorchSession:
 
     def state(self) -> State:
         """A copy of weights, moments and step count. Where weights are cut over ranks, every rank calls it."""
-        moments = read_moments(self.config.optim, self.optimizer, self.parameters)
+        moments = read_moments(self.config, self.optimizer, self.parameters)
         return State(
             self.steps_done,
             {name: _numpy(p) for name, p in self.parameters.items()},
@@ -176,7 +179,7 @@ class TorchSession:
         """Take over a canonical state. Raises ValueError if names or shapes are not this model's."""
         check_state(self.config, state)
         self._load_parameters(state.params)
-        write_moments(self.config.optim, self.optimizer, self.parameters, state)
+        write_moments(self.config, self.optimizer, self.parameters, state)
         self._go_on_from(state.step, state.scalars)
 
     def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
@@ -193,7 +196,7 @@ class TorchSession:
                 local(p).copy_(torch.from_numpy(stored.read(PARAMS, name, rows_of(p))))
             updates = State(step, {}, {}, scalars).updates
             put_moments(
-                self.config.optim,
+                self.config,
                 self.optimizer,
                 self.parameters,
                 updates,
@@ -268,7 +271,9 @@ class TorchSession:
         if norms:
             with self.clock.aside("logging"):
                 updates = {n: p.detach() - before[n] for n, p in self.parameters.items()}
-                metrics |= norms_by_group(group_norms, self._norms(before), self._norms(updates))
+                metrics |= norms_by_group(
+                    groups_of(self.config.model), group_norms, self._norms(before), self._norms(updates)
+                )
         self.clock.end()
         return replace(record, metrics=metrics)
 
@@ -490,27 +495,29 @@ class TorchSession:
         """Execute one stage on the given inputs: see `JaxSession.run_stage`, whose torch twin this is."""
         if stage == "update":
             return self._run_update(inputs)
-        functions = stage_functions(self.model, self.policy, self.float8)
+        functions = stage_functions(self.config, self.model, self.policy, self.float8)
         if stage not in functions:
             raise NotSupported(f"no such stage: {stage}")
         return {name: _numpy(value) for name, value in run_stage(functions[stage], inputs, self.policy).items()}
 
     def _run_update(self, inputs: Arrays) -> Arrays:
-        optim = self.config.optim
         parameters = {
             name: nn.Parameter(torch.tensor(value, dtype=self.policy.stream, device=self.device))
             for name, value in ((name, inputs[f"params/{name}"]) for name in self.parameters)
         }
         optimizer = build_optimizer(self.config, parameters)
-        kinds = moment_names(optim, parameters)
+        kinds = moment_names(self.config)
         moments = {kind: {name: inputs[f"{kind}/{name}"] for name in names} for kind, names in kinds.items()}
-        write_moments(optim, optimizer, parameters, State(int(inputs["step"]), {}, moments))
+        write_moments(self.config, optimizer, parameters, State(int(inputs["step"]), {}, moments))
         coefficient = torch.tensor(float(inputs["coefficient"]), dtype=self.policy.stream, device=self.device)
         for name, p in parameters.items():
             p.grad = torch.tensor(inputs[f"grads/{name}"], dtype=self.policy.stream, device=self.device) * coefficient
         set_learning_rate(optimizer, float(inputs["lr"]))
         optimizer.step()
-        after: dict[str, Mapping[str, Tensor]] = {"params": parameters, **read_moments(optim, optimizer, parameters)}
+        after: dict[str, Mapping[str, Tensor]] = {
+            "params": parameters,
+            **read_moments(self.config, optimizer, parameters),
+        }
         return {f"{kind}/{name}": _numpy(value) for kind, tree in after.items() for name, value in tree.items()}
 
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
@@ -682,8 +689,8 @@ class TorchSession:
         if self.root is None:
             self._load_parameters(init_parameters(model, seed))
             return
-        for name, p in self.parameters.items():
-            put(p, init_parameter(model, seed, name, tuple(p.shape)))
+        for name, parameter in graph_of(model).parameters.items():
+            put(self.parameters[name], init_parameter(parameter, seed))
 
     def _load_parameters(self, params: Arrays) -> None:
         for name, p in self.parameters.items():

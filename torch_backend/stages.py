@@ -13,6 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.graph import KINDS
+from lockstep.core.parity.reference.stages import stages_of
 from lockstep.torch_backend.kernels.embedding import embedding
 from lockstep.torch_backend.kernels.float8 import Float8
 from lockstep.torch_backend.kernels.library_heads import library_nll
@@ -23,15 +27,21 @@ Inputs = Mapping[str, Tensor]
 StageFunction = Callable[[Inputs], Tensor]
 
 
-LINEARS = ("q", "k", "v", "o_proj", "gate", "up", "down_proj")
+def stage_functions(run: RunConfig, model: Llama, policy: Policy, float8: Float8 | None) -> dict[str, StageFunction]:
+    """Stage id → function of its inputs, under one policy; `ID/fp8` of a linear layer that computes in FP8.
 
-
-def stage_functions(model: Llama, policy: Policy, float8: Float8 | None) -> dict[str, StageFunction]:
-    """Stage id → function of its inputs, under one policy; `ID/fp8` of a linear layer that computes in FP8."""
+    Stages of one kind, where shapes alone tell them apart, are one function.
+    """
     block = model.blocks[0]
     assert isinstance(block, Block)
     attention, mlp, eps = block.attn, block.mlp, model.final_norm.eps
-    heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
+    kv_heads, head_dim = attention.kv_heads, attention.head_dim
+
+    def by_heads(x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, head_dim))
+
+    def embed(inputs: Inputs) -> Tensor:
+        return embedding(inputs["tokens"], inputs["weight"])
 
     def norm(inputs: Inputs) -> Tensor:
         return rms_norm(inputs["x"], inputs["weight"], eps)
@@ -39,38 +49,53 @@ def stage_functions(model: Llama, policy: Policy, float8: Float8 | None) -> dict
     def project(inputs: Inputs, float8: Float8 | None = None) -> Tensor:
         return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy, float8)
 
-    def rope(inputs: Inputs, count: int) -> Tensor:
+    def rope(inputs: Inputs, heads: int) -> Tensor:
         length = inputs["x"].shape[1]
         places = positions(inputs["documents"]) if "documents" in inputs else None
         tables = rope_at((model.cos[:length], model.sin[:length]), places, policy)
-        return attention.rotate(inputs["x"].unflatten(-1, (count, head_dim)), tables)
+        return attention.rotate(by_heads(inputs["x"], heads), tables)
 
     def attend(inputs: Inputs) -> Tensor:
-        v_BSKE = inputs["v"].unflatten(-1, (kv_heads, head_dim))
+        v = by_heads(inputs["v"], kv_heads)
         mask = (model.kernel.mask(inputs["documents"]),) if "documents" in inputs else ()
-        return attention.attend(inputs["q"], inputs["k"], v_BSKE, policy, *mask).flatten(2)
+        return attention.attend(inputs["q"], inputs["k"], v, policy, *mask).flatten(2)
+
+    def gate(inputs: Inputs) -> Tensor:
+        return mlp.activate(inputs["gate"], inputs["up"])
 
     def add(inputs: Inputs) -> Tensor:
         return inputs["x"] + inputs["y"]
+
+    def logits(inputs: Inputs) -> Tensor:
+        return head(inputs["x"], inputs["weight"], policy)
+
+    def nll(inputs: Inputs) -> Tensor:
+        return model.nll(inputs["logits"], inputs["targets"])
 
     def library_head(inputs: Inputs) -> Tensor:
         largest = inputs["grad"].abs().max().double() if "grad" in inputs else torch.tensor(0.0).double()
         return library_nll(inputs["x"], inputs["weight"], inputs["targets"], largest, policy, model.head)
 
-    return {
-        "embed": lambda inputs: embedding(inputs["tokens"], inputs["weight"]),
-        **dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), norm),
-        **dict.fromkeys(LINEARS, project),
-        **({f"{name}/fp8": partial(project, float8=float8) for name in LINEARS} if float8 else {}),
-        "q_rope": lambda inputs: rope(inputs, heads),
-        "k_rope": lambda inputs: rope(inputs, kv_heads),
-        "attn": attend,
-        **dict.fromkeys(("attn_residual", "mlp_residual"), add),
-        "act": lambda inputs: mlp.activate(inputs["gate"], inputs["up"]),
-        "logits": lambda inputs: head(inputs["x"], inputs["weight"], policy),
-        "nll": lambda inputs: model.nll(inputs["logits"], inputs["targets"]),
-        **({f"{model.head.head}_head": library_head} if model.head.of_library else {}),
+    of_kind: dict[str, StageFunction] = {
+        "embedding": embed,
+        "norm": norm,
+        "linear": project,
+        "attention": attend,
+        "gated": gate,
+        "sum": add,
+        "logits": logits,
+        "nll": nll,
+        "library_head": library_head,
     }
+    in_float8 = partial(project, float8=float8)
+    found: dict[str, StageFunction] = {}
+    # Lockstep's own head has its stages beside a library's.
+    for operation in (*graph_of(run.model).operations, *stages_of(run)):
+        heads = operation.width[0] if operation.kind == "rope" else 0
+        found.setdefault(operation.id, of_kind.get(operation.kind) or partial(rope, heads=heads))
+        if float8 and KINDS[operation.kind].in_fp8:
+            found[f"{operation.id}/fp8"] = in_float8
+    return found
 
 
 def run_stage(function: StageFunction, inputs: Mapping[str, np.ndarray], policy: Policy) -> dict[str, Tensor]:

@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from lockstep.core.config.schema import RunConfig, broken_rules, flatten
+from lockstep.core.config.rules import broken_rules
+from lockstep.core.config.schema import RunConfig, flatten
 from lockstep.core.errors import UserError
 from lockstep.core.files.paths import path_problem
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
-from lockstep.core.config.schema import BLOCK_LINEARS, ModelConfig, RunConfig
+from lockstep.core.components.precision import FORMATS, POLICIES
+from lockstep.core.config.schema import ModelConfig, RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.model.groups import BLOCK, by_muon, in_eight_bits, moment_kinds
-from lockstep.core.model.names import GROUPS, group_of, parameter_shapes
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.graph import GROUPS, Operation
+from lockstep.core.model.groups import update_rules
 
 _SXM = {"fp8": 1978.9e12, "bf16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12, "fp64": 66.9e12}
 # Dense matrix peaks in FLOP/s by operand precision (no structured sparsity: "1979" for H100 in bf16 is the sparse one).
@@ -17,8 +19,6 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "NVIDIA H100 PCIe": {"fp8": 1513e12, "bf16": 756e12, "tf32": 378e12, "fp32": 51.2e12, "fp64": 51.2e12},
     "NVIDIA H200": _SXM,
 }
-# Policies whose peak has another name: fp16 runs at bf16's rate, and a run with any layer in FP8 is held against FP8.
-_PEAK_OF = {"fp16": "bf16", "fp8_tensorwise": "fp8", "fp8_rowwise": "fp8"}
 # Attention kernels whose output is computed again even where `recompute.keep_products` keeps what products gave: they
 # are no operators that torch_backend/kernels/recompute.py could name.
 _NEVER_KEPT = ("flex", "fa3")
@@ -26,14 +26,14 @@ _NEVER_KEPT = ("flex", "fa3")
 
 def parameter_count(model: ModelConfig) -> int:
     """Number of parameters; a tied head counts once. Nothing is allocated."""
-    return sum(math.prod(shape) for shape in parameter_shapes(model).values())
+    return sum(parameter.size for parameter in graph_of(model).parameters.values())
 
 
 def parameter_count_by_group(model: ModelConfig) -> dict[str, int]:
     """Number of parameters in each optimizer group, groups without parameters left out."""
     counts = dict.fromkeys(GROUPS, 0)
-    for name, shape in parameter_shapes(model).items():
-        counts[group_of(name)] += math.prod(shape)
+    for parameter in graph_of(model).parameters.values():
+        counts[parameter.group] += parameter.size
     return {group: count for group, count in counts.items() if count}
 
 
@@ -41,24 +41,24 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> dict[str, float
     """Forward and backward FLOPs of one token, in three conventions.
 
     `6N`:     6 · parameters (Kaplan et al. 2020): two FLOPs a weight forward, four backward; attention not counted.
-    `causal`: + 6 · layers · hidden · S: scores and values over the S/2 positions that a token sees on average.
-    `full`:   + 12 · layers · hidden · S: over all S positions, as PaLM's MFU does (Chowdhery et al. 2022, appendix B).
+    `causal`: + scores and values over the S/2 positions that a token sees on average, 6 · layers · hidden · S.
+    `full`:   + twice that, over all S positions, as PaLM's MFU does (Chowdhery et al. 2022, appendix B).
     """
     base = 6.0 * parameter_count(model)
-    attention = 6.0 * model.layers * model.hidden * sequence_length
+    # Forward, and twice that backward.
+    attention = 3.0 * sum(_of_scores(one, sequence_length) for one in graph_of(model).operations)
     return {"6N": base, "causal": base + attention, "full": base + 2 * attention}
 
 
-def forward_products(model: ModelConfig, sequence_length: int) -> dict[str, float]:
-    """Forward FLOPs of one token's matrix products: two a weight, by what they are.
+def _of_scores(operation: Operation, length: int) -> float:
+    """FLOPs of one token's products that grow with the sequence, forward."""
+    return operation.flops_at(length) - operation.flops_at(0)
 
-    A name of BLOCK_LINEARS is that layer of one block; `attention` is scores and values of one block over the S/2
-    positions that a token sees on average, 2 · hidden · S; `head` is the logits. Look-up, norms and biases have none.
-    """
-    shapes = parameter_shapes(model)
-    found = {name: 2.0 * math.prod(shapes[f"blocks.0.{name}.weight"]) for name in BLOCK_LINEARS}
-    head = 2.0 * model.vocab_size * model.hidden
-    return {**found, "attention": 2.0 * model.hidden * sequence_length, "head": head}
+
+def forward_products(model: ModelConfig, sequence_length: int) -> dict[str, float]:
+    """Forward FLOPs of one token's matrix products by the operation's tap: look-up, norms and biases have none."""
+    operations = graph_of(model).operations
+    return {one.tap: flops for one in operations if (flops := one.flops_at(sequence_length))}
 
 
 def recomputed_flops_per_token(config: RunConfig) -> dict[str, float] | None:
@@ -74,20 +74,14 @@ def recomputed_flops_per_token(config: RunConfig) -> dict[str, float] | None:
     torch's checkpoint stops before it. With `keep_products` none are, but for attention by a kernel that is no operator
     of torch's own (flex, fa3). None under a memory budget: what is computed again is then the compiler's choice.
     """
-    recompute, model, length = config.recompute, config.model, config.train.sequence_length
+    recompute, length = config.recompute, config.train.sequence_length
     if recompute.memory_budget < 1:
         return None
-    of = forward_products(model, length)
-    parts = recompute.chosen
-    has_attention = bool(parts & {"attention", "block"})
-    linears = 0.0
-    if not recompute.keep_products:
-        linears += sum(of[f"attn.{name}_proj"] for name in "qkv") if has_attention else 0.0
-        linears += of["mlp.gate_proj"] + of["mlp.up_proj"] if parts & {"mlp", "block"} else 0.0
-        linears += of["attn.o_proj"] if "block" in parts else 0.0
-    repeats = has_attention and (not recompute.keep_products or config.attention.kernel in _NEVER_KEPT)
-    attention = of["attention"] if repeats else 0.0
-    blocks = model.layers // recompute.every
+    again = [one for one in computed_again(config) if one.flops_at(length)]
+    linears = 0.0 if recompute.keep_products else sum(one.flops_at(0) for one in again)
+    repeats = not recompute.keep_products or config.attention.kernel in _NEVER_KEPT
+    attention = sum(_of_scores(one, length) for one in again) if repeats else 0.0
+    blocks = config.model.layers // recompute.every
     return {
         "6N": blocks * linears,
         "causal": blocks * (linears + attention),
@@ -95,9 +89,21 @@ def recomputed_flops_per_token(config: RunConfig) -> dict[str, float] | None:
     }
 
 
+def computed_again(config: RunConfig) -> list[Operation]:
+    """The operations of one block that its parts compute again: all of a part but its last one with a product."""
+    block = graph_of(config.model.model_copy(update={"layers": 1})).block()
+    chosen = config.recompute.chosen
+    found = []
+    for part in ("attention", "mlp", "block"):
+        members = [one for one in block if part == "block" or one.part == part] if part in chosen else []
+        last = max((n for n, one in enumerate(members) if one.flops_at(1)), default=0)
+        found += members[:last]
+    return found
+
+
 def peak_flops(device: str, policy: str) -> tuple[str, float] | None:
     """(precision, dense peak in FLOP/s) that a run under `policy` on `device` is held against; None if not known."""
-    precision = _PEAK_OF.get(policy, policy)
+    precision = (policy in POLICIES and POLICIES[policy].peak) or policy
     peak = PEAK_FLOPS.get(device, {}).get(precision)
     return None if peak is None else (precision, peak)
 
@@ -132,12 +138,11 @@ def optimizer_bytes(config: RunConfig) -> float:
     AdamW in FP32: 4 · (2 + 1 + 2 · 2) = 28 a parameter. 8-bit moments count a byte a number and a scale a block; Muon's
     matrices have one moment. Clipping and accumulation are not counted.
     """
-    wide = 8 if config.precision.policy == "fp64" else 4
-    total = 0.0
-    for name, shape in parameter_shapes(config.model).items():
-        narrow = wide == 4 and in_eight_bits(config.optim, shape)
-        moment = 1 + 4 / BLOCK if narrow else wide
-        total += math.prod(shape) * (3 * wide + 2 * moment * len(moment_kinds(config.optim, name)))
+    wide = FORMATS[config.precision.stream].bytes
+    parameters, total = graph_of(config.model).parameters, 0.0
+    for name, rule in update_rules(config).items():
+        moment = rule.moment_bytes or wide
+        total += parameters[name].size * (3 * wide + 2 * moment * len(rule.moments))
     return total
 
 
@@ -146,7 +151,7 @@ def state_bytes(config: RunConfig) -> float:
 
     AdamW in FP32: 4 · (1 + 1 + 2) = 16 a parameter; 8-bit moments and Muon's as in `optimizer_bytes`.
     """
-    wide = 8 if config.precision.policy == "fp64" else 4
+    wide = FORMATS[config.precision.stream].bytes
     # As much less than what the update moves as it reads and writes: weights twice, moments twice, gradients once.
     return (optimizer_bytes(config) + wide * parameter_count(config.model)) / 2
 
@@ -185,14 +190,10 @@ def _largest_size(config: RunConfig) -> str:
     return min(without, key=lambda key: without[key])
 
 
-def newton_schulz_flops(config: RunConfig) -> float:
-    """FLOPs of Muon's products in one update: per iteration and matrix (r, c), r ≤ c, 4·r²·c + 2·r³; 0 without Muon."""
-    total = 0.0
-    for name, shape in parameter_shapes(config.model).items():
-        if by_muon(config.optim, name):
-            rows, columns = sorted(shape)
-            total += config.optim.ns_steps * (4.0 * rows**2 * columns + 2.0 * rows**3)
-    return total
+def update_flops(config: RunConfig) -> float:
+    """FLOPs of the optimizer's own matrix products in one update: Muon's Newton–Schulz iterations."""
+    parameters = graph_of(config.model).parameters
+    return sum(rule.flops(parameters[name].shape, config.optim) for name, rule in update_rules(config).items())
 
 
 def floor_seconds(config: RunConfig, rates: dict[str, float], bandwidth: float) -> float | None:
@@ -204,16 +205,14 @@ def floor_seconds(config: RunConfig, rates: dict[str, float], bandwidth: float) 
     rates: FLOP/s by `fp8`, `bf16`, `fp16`, `tf32`, `fp32`, `fp64`. bandwidth: bytes a second, read and written.
     None if a rate that is needed was not measured; without a rate of its own, FP8 is emulated in bf16 and TF32 is FP32.
     """
-    operand = config.precision.operand
+    operand, own = config.precision.operand, update_flops(config)
     rate = rates.get(operand, rates.get("fp32") if operand == "tf32" else None)
-    by_muon_rate = rates.get(config.optim.ns_dtype) if config.optim.name == "muon" else math.inf
-    if rate is None or by_muon_rate is None:
+    own_rate = rates.get(config.optim.ns_dtype) if own else math.inf
+    if rate is None or own_rate is None:
         return None
-    of = forward_products(config.model, config.train.sequence_length)
-    seconds = of["head"] / rate + config.model.layers * of["attention"] / rate
-    for layer in range(config.model.layers):
-        for name in BLOCK_LINEARS:
-            narrow = config.precision.is_fp8(f"blocks.{layer}.{name}")
-            seconds += of[name] / (rates.get("fp8", rate) if narrow else rate)
+    graph, seconds = graph_of(config.model), 0.0
+    for one in graph.operations:
+        narrow = one.module in graph.linears and config.precision.is_fp8(one.module or "")
+        seconds += one.flops_at(config.train.sequence_length) / (rates.get("fp8", rate) if narrow else rate)
     tokens = config.train.batch_size * config.train.sequence_length
-    return 3 * tokens * seconds + newton_schulz_flops(config) / by_muon_rate + optimizer_bytes(config) / bandwidth
+    return 3 * tokens * seconds + own / own_rate + optimizer_bytes(config) / bandwidth

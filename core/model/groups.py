@@ -1,18 +1,16 @@
-"""What an optimizer does by parameter group: learning rate, weight decay, and the state that it keeps."""
+"""What the optimizer does with each parameter: learning rate and decay by group, its rule, the state that it keeps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lockstep.core.backend import State
-from lockstep.core.config.schema import OptimConfig, RunConfig
-from lockstep.core.model.names import Shape, group_of, parameter_shapes
-
-# 8-bit moments are kept in blocks of so many numbers with a scale each (Dettmers et al. 2022, arXiv 2110.02861), and
-# small tensors are not.
-BLOCK, LEAST_IN_EIGHT_BITS = 256, 4096
+from lockstep.core.components.optimizers import OPTIMIZERS, UpdateRule
+from lockstep.core.config.schema import ModelConfig, OptimConfig, RunConfig
+from lockstep.core.model.families import graph_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class GroupSettings:
 
 
 def group_settings(config: RunConfig, group: str) -> GroupSettings:
-    """Learning rate and decay of a group of core/model/names.py; biases share the gains' scale and do not decay.
+    """Learning rate and decay of an optimizer group; biases share the gains' scale and do not decay.
 
     Width rule: a matrix's rate × base_width / hidden, as Adam's under μP (Yang et al. 2022, arXiv 2203.03466, table 3).
     Batch rule: every rate × √(batch_size / base_batch) (Malladi et al. 2022, arXiv 2205.10287: Adam's noise).
@@ -48,47 +46,37 @@ def group_settings(config: RunConfig, group: str) -> GroupSettings:
     return GroupSettings(factor, decay)
 
 
-def by_muon(optim: OptimConfig, name: str) -> bool:
-    """Whether Muon updates this parameter; AdamW updates what is not a matrix between activations."""
-    return optim.name == "muon" and group_of(name) == "matrices"
+def update_rules(config: RunConfig) -> Mapping[str, UpdateRule]:
+    """The rule by which each parameter moves, by canonical name in canonical order."""
+    return _rules(config.model, config.optim, config.precision.stream == "fp64")
 
 
-def in_eight_bits(optim: OptimConfig, shape: Shape) -> bool:
-    """Whether a tensor of this shape has 8-bit moments, where the policy rounds anything at all (fp64 does not).
-
-    Torchao leaves out what blocks do not divide (torchao/optim/adam.py, `_new_buffer`); in bitsandbytes the last block
-    is a shorter one (bitsandbytes/optim/optimizer.py, `Optimizer2State.init_state`).
-    """
-    size = math.prod(shape)
-    whole = size % BLOCK == 0 or optim.eight_bit == "bitsandbytes"
-    return optim.name == "adamw8bit" and size >= LEAST_IN_EIGHT_BITS and whole
+@lru_cache(maxsize=32)
+def _rules(model: ModelConfig, optim: OptimConfig, exact: bool) -> Mapping[str, UpdateRule]:
+    optimizer = OPTIMIZERS[optim.name]
+    rule = (exact and optimizer.exact) or optimizer.rule
+    return {name: rule(parameter, optim) for name, parameter in graph_of(model).parameters.items()}
 
 
-def moment_kinds(optim: OptimConfig, name: str) -> tuple[str, ...]:
-    """The kinds of state that the optimizer keeps of a parameter, each an array of the parameter's shape."""
-    return ("momentum_buffer",) if by_muon(optim, name) else ("exp_avg", "exp_avg_sq")
-
-
-def moment_names(optim: OptimConfig, names: Iterable[str]) -> dict[str, list[str]]:
-    """Kind of state → those of `names` that have it, in their order."""
+def moment_names(config: RunConfig) -> dict[str, list[str]]:
+    """Kind of optimizer state → the parameters that have it, in canonical order."""
     found: dict[str, list[str]] = {}
-    for name in names:
-        for kind in moment_kinds(optim, name):
+    for name, rule in update_rules(config).items():
+        for kind in rule.moments:
             found.setdefault(kind, []).append(name)
     return found
 
 
 def check_state(config: RunConfig, state: State) -> None:
     """Raise ValueError unless weights and moments have exactly the names and shapes of this run's."""
-    shapes = parameter_shapes(config.model)
-    kinds = moment_names(config.optim, shapes)
+    parameters, kinds = graph_of(config.model).parameters, moment_names(config)
     if kinds.keys() != state.optimizer.keys():
         raise ValueError(f"{config.optim.name} keeps {', '.join(kinds)}; the state has {', '.join(state.optimizer)}")
-    for kind, names in {"weights": list(shapes), **kinds}.items():
+    for kind, names in {"weights": list(parameters), **kinds}.items():
         arrays = state.params if kind == "weights" else state.optimizer[kind]
         missing, extra = sorted(set(names) - set(arrays)), sorted(set(arrays) - set(names))
         if missing or extra:
             raise ValueError(f"{kind}: names differ from the model's: missing {missing}, not the model's {extra}")
         for name in names:
-            if tuple(arrays[name].shape) != shapes[name]:
-                raise ValueError(f"{kind}: {name} has shape {tuple(arrays[name].shape)}, the model's is {shapes[name]}")
+            if tuple(arrays[name].shape) != (shape := parameters[name].shape):
+                raise ValueError(f"{kind}: {name} has shape {tuple(arrays[name].shape)}, the model's is {shape}")

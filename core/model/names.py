@@ -1,57 +1,31 @@
-"""Canonical names of parameters, groups and taps. They are torch's `state_dict` keys and the JAX model's paths."""
+"""Names and shapes that follow from the model's graph: parameters, groups, taps, edges.
+
+Canonical names are torch's `state_dict` keys and the JAX model's paths.
+"""
 
 from __future__ import annotations
 
-from lockstep.core.config.schema import ModelConfig
+from lockstep.core.config.schema import ModelConfig, RunConfig
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.graph import KINDS, Group, Operation, Shape
 
-Shape = tuple[int, ...]
-
-GROUPS = ("embedding", "head", "matrices", "gains", "biases")
+# `grad/NAME`: d loss / d NAME for a tap, an edge or a parameter, from the tapped program.
+GRADIENT = "grad/"
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Every parameter's shape in canonical order; matrices are (out, in). A tied head has no name of its own."""
-    hidden, kv = model.hidden, model.kv_heads * model.head_dim
-    shapes: dict[str, Shape] = {"embed.weight": (model.vocab_size, hidden)}
+    return {name: parameter.shape for name, parameter in graph_of(model).parameters.items()}
 
-    def linear(name: str, out: int, into: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (out, into)
-        if bias:
-            shapes[f"{name}.bias"] = (out,)
 
-    for i in range(model.layers):
-        block = f"blocks.{i}"
-        shapes[f"{block}.attn_norm.weight"] = (hidden,)
-        linear(f"{block}.attn.q_proj", hidden, hidden, model.qkv_bias)
-        linear(f"{block}.attn.k_proj", kv, hidden, model.qkv_bias)
-        linear(f"{block}.attn.v_proj", kv, hidden, model.qkv_bias)
-        linear(f"{block}.attn.o_proj", hidden, hidden, model.o_bias)
-        shapes[f"{block}.mlp_norm.weight"] = (hidden,)
-        linear(f"{block}.mlp.gate_proj", model.ffn_hidden, hidden, model.mlp_bias)
-        linear(f"{block}.mlp.up_proj", model.ffn_hidden, hidden, model.mlp_bias)
-        linear(f"{block}.mlp.down_proj", hidden, model.ffn_hidden, model.mlp_bias)
-    shapes["final_norm.weight"] = (hidden,)
-    if not model.tied:
-        shapes["lm_head.weight"] = (model.vocab_size, hidden)
-    return shapes
+def groups_of(model: ModelConfig) -> dict[str, Group]:
+    """The optimizer group of every parameter, in canonical order. A tied head belongs to `embedding`."""
+    return {name: parameter.group for name, parameter in graph_of(model).parameters.items()}
 
 
 def head_name(model: ModelConfig) -> str:
     """The parameter that turns hidden states into logits."""
-    return "embed.weight" if model.tied else "lm_head.weight"
-
-
-def group_of(name: str) -> str:
-    """The optimizer group of a parameter: one of `GROUPS`. A tied head belongs to `embedding`."""
-    if name == "embed.weight":
-        return "embedding"
-    if name == "lm_head.weight":
-        return "head"
-    if name.endswith(".bias"):
-        return "biases"
-    if name.endswith("norm.weight"):
-        return "gains"
-    return "matrices"
+    return graph_of(model).head.name
 
 
 def layer_of(name: str) -> int | None:
@@ -60,71 +34,26 @@ def layer_of(name: str) -> int | None:
     return int(parts[1]) if parts[0] == "blocks" else None
 
 
-# Taps inside one block, in the order in which the forward pass makes them: (B, S, …), heads an axis of their own.
-BLOCK_TAPS = (
-    "attn_norm",
-    "attn.q",
-    "attn.k",
-    "attn.v",
-    "attn.q_rope",
-    "attn.k_rope",
-    "attn.out",
-    "attn.o_proj",
-    "attn_residual",
-    "mlp_norm",
-    "mlp.gate",
-    "mlp.up",
-    "mlp.act",
-    "mlp.down_proj",
-    "mlp_residual",
-)
-
-# Edges inside one block: where a tensor with several consumers enters one of them, under the consumer's tap and role.
-# Forward an edge is the tensor itself; its gradient is what this consumer alone sends back.
-BLOCK_EDGES = (
-    "attn_norm.x",
-    "attn.q.x",
-    "attn.k.x",
-    "attn.v.x",
-    "attn_residual.x",
-    "mlp_norm.x",
-    "mlp.gate.x",
-    "mlp.up.x",
-    "mlp_residual.x",
-)
-
-# The head's weight where it enters the product: with tied weights, its gradient is the head's part of the table's.
-HEAD_EDGE = "logits.weight"
-
-# `grad/NAME`: d loss / d NAME for a tap, an edge or a parameter, from the tapped program.
-GRADIENT = "grad/"
-
-
 def tap_names(model: ModelConfig) -> list[str]:
     """Every forward tap of the model, in the order of the chain."""
-    blocks = [f"blocks.{i}.{tap}" for i in range(model.layers) for tap in BLOCK_TAPS]
-    return ["embed", *blocks, "final_norm", "logits", "nll"]
+    return graph_of(model).taps
 
 
 def edge_names(model: ModelConfig) -> list[str]:
-    """Every edge of the model; only their gradients are observed."""
-    return [*(f"blocks.{i}.{edge}" for i in range(model.layers) for edge in BLOCK_EDGES), HEAD_EDGE]
+    """Every edge of the model: where a tensor with several readers enters one of them. Only gradients are observed."""
+    return list(graph_of(model).edges)
 
 
 def probe_shapes(model: ModelConfig, batch: int, length: int) -> dict[str, Shape]:
     """Shape of every tap and edge on `batch` sequences of `length` tokens."""
-    hidden, kv = model.hidden, model.kv_heads * model.head_dim
-    widths: dict[str, Shape] = {
-        "attn.k": (kv,),
-        "attn.v": (kv,),
-        "attn.q_rope": (model.heads, model.head_dim),
-        "attn.k_rope": (model.kv_heads, model.head_dim),
-        **dict.fromkeys(("mlp.gate", "mlp.up", "mlp.act"), (model.ffn_hidden,)),
-        "logits": (model.vocab_size,),
-        "nll": (),
-    }
-    shapes = {}
-    for name in (*tap_names(model), *edge_names(model)):
-        within = name.split(".", 2)[2] if layer_of(name) is not None else name
-        shapes[name] = (batch, length, *widths.get(within, (hidden,)))
-    return shapes | {HEAD_EDGE: (model.vocab_size, hidden)}
+    return graph_of(model).shapes(batch, length)
+
+
+def in_fp8(config: RunConfig, operation: Operation) -> bool:
+    """Whether an operation is a linear layer whose product the run computes in FP8."""
+    return KINDS[operation.kind].in_fp8 and config.precision.is_fp8(operation.module or "")
+
+
+def fp8_modules(config: RunConfig) -> frozenset[str]:
+    """Canonical names of the modules whose products the run computes in FP8."""
+    return frozenset(filter(config.precision.is_fp8, graph_of(config.model).linears))

@@ -8,10 +8,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lockstep.core.components.optimizers import OPTIMIZERS
 from lockstep.core.config.schema import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 from lockstep.core.model.budget import parameter_count, state_bytes
-from lockstep.core.model.groups import by_muon
-from lockstep.core.model.names import GROUPS, group_of, parameter_shapes
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.groups import update_rules
+from lockstep.core.model.names import parameter_shapes
 from lockstep.core.plan.gpus import Gpu
 from lockstep.core.plan.head import head
 from lockstep.core.plan.parts import Part, attention, mlp, norm
@@ -212,20 +214,22 @@ def optimizer_working(config: RunConfig, z: Sizes) -> float:
     and in two narrow copies and a product. Norms: the weights before, and the updates.
     """
     model, optim = config.model, config.optim
-    shapes = parameter_shapes(model.model_copy(update={"layers": 1}))
-    sizes = {name: z.stream * math.prod(shape) for name, shape in shapes.items()}
+    # One block stands for all.
+    small = config.model_copy(update={"model": model.model_copy(update={"layers": 1})})
+    parameters, rules = graph_of(small.model).parameters, update_rules(small)
+    by_group: dict[str, float] = {}
     working = 0.0
-    if optim.name == "adamw8bit":
-        working = 2.0 * max(sizes.values())
-    if optim.name == "muon":
-        working = 3.0 * max((size for name, size in sizes.items() if by_muon(optim, name)), default=0)
     fused = optim.fused is True or (optim.fused == "auto" and not z.on_cpu)
-    if optim.name != "adamw8bit" and not fused:
-        by_group = dict.fromkeys(GROUPS, 0.0)
-        for name, size in sizes.items():
+    for name, parameter in parameters.items():
+        size = float(z.stream * parameter.size)
+        if rules[name].bounds == "muon":
+            working = max(working, 3 * size)
+        elif not OPTIMIZERS[optim.name].fused:
+            working = max(working, 2 * size)
+        elif not fused:
             times = model.layers if name.startswith("blocks.") else 1
-            by_group[group_of(name)] += 0.0 if by_muon(optim, name) else size * times
-        working = max(working, *by_group.values())
+            by_group[parameter.group] = by_group.get(parameter.group, 0.0) + times * size
+    working = max(working, *by_group.values(), 0.0)
     count, _ = _of_state(model, optim, config.precision)
     norms = 2.0 * z.stream * count if config.log.norms_every else 0.0
     return max(working + norms / 2, norms)

@@ -17,8 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from lockstep.core.config.schema import BLOCK_LINEARS, ModelConfig, OptimConfig, PrecisionConfig, RunConfig
-from lockstep.core.model.budget import forward_products, newton_schulz_flops, optimizer_bytes, parameter_count
+from lockstep.core.config.schema import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
+from lockstep.core.model.budget import computed_again, optimizer_bytes, parameter_count, update_flops
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.graph import Operation
 from lockstep.core.plan.gpus import Gpu
 from lockstep.core.plan.memory import passes
 from lockstep.core.plan.sizes import sizes_of
@@ -57,19 +59,33 @@ def seconds(config: RunConfig, gpu: Gpu, *, autocast: bool = False) -> Seconds |
     attention_rate = gpu.peaks[operand] * gpu.attention.get(z.kernel, min(gpu.attention.values()))
     narrow = gpu.rate("fp8") or rate
     train, layers = config.train, config.model.layers
-    of = forward_products(config.model.model_copy(update={"layers": 1}), train.sequence_length)
+    # One block stands for all: models of thousands are planned as quickly.
+    graph = graph_of(config.model.model_copy(update={"layers": 1}))
+    in_fp8 = _layers_in_fp8(config.model, config.precision)
+
+    def linear(one: Operation) -> float:
+        """Seconds of a token's forward products with weights, in all blocks or outside them."""
+        count = layers if one.layer is not None else 1
+        in_narrow = in_fp8.get(one.id, 0) if one.layer is not None else 0
+        return one.flops_at(0) * (in_narrow / narrow + (count - in_narrow) / rate)
+
+    def scores(one: Operation) -> float:
+        """The same of its products that grow with the sequence."""
+        count = layers if one.layer is not None else 1
+        return count * (one.flops_at(train.sequence_length) - one.flops_at(0)) / attention_rate
+
     tokens = train.batch_size * train.sequence_length / train.ranks
-    in_fp8 = _layers_in_fp8(config.precision, layers)
-    linear = {n: of[n] * (in_fp8[n] / narrow + (layers - in_fp8[n]) / rate) for n in BLOCK_LINEARS}
-    products = 3 * tokens * (sum(linear.values()) + of["head"] / rate)
-    attention = 3.5 * tokens * layers * of["attention"] / attention_rate
-    recomputed = tokens * _again(config, linear, layers * of["attention"] / attention_rate)
+    products = 3 * tokens * sum(map(linear, graph.operations))
+    attention = 3.5 * tokens * sum(map(scores, graph.operations))
+    again = [] if config.recompute.keep_products else computed_again(config)
+    share = (layers // config.recompute.every) / layers
+    recomputed = tokens * share * sum(linear(one) + scores(one) for one in again)
     bandwidth = gpu.bandwidth * BANDWIDTH_SHARE
     moved = 2 * passes(config, z).whole.made * train.accumulation
     weights = _weights(config.model, z.stream)
-    by_muon, update = _of_update(config.model, config.optim, config.precision)
-    ns_rate = gpu.rate(config.optim.ns_dtype) or rate
-    optimizer = (update + 3 * weights) / bandwidth + by_muon / ns_rate
+    own_products, update = _of_update(config.model, config.optim, config.precision)
+    own_rate = gpu.rate(config.optim.ns_dtype) or rate
+    optimizer = (update + 3 * weights) / bandwidth + own_products / own_rate
     last_backward = (products + attention) * 2 / 3 / train.accumulation
     return Seconds(
         products,
@@ -87,33 +103,20 @@ def _weights(model: ModelConfig, stream: int) -> float:
 
 
 @lru_cache(maxsize=16)
-def _layers_in_fp8(precision: PrecisionConfig, layers: int) -> dict[str, int]:
-    """In how many blocks each linear layer is in FP8."""
-    if precision.fp8 is None:
-        return dict.fromkeys(BLOCK_LINEARS, 0)
-    return {name: sum(precision.is_fp8(f"blocks.{i}.{name}") for i in range(layers)) for name in BLOCK_LINEARS}
+def _layers_in_fp8(model: ModelConfig, precision: PrecisionConfig) -> dict[str, int]:
+    """In how many blocks each linear layer is in FP8, by stage id."""
+    found: dict[str, int] = {}
+    if precision.fp8 is not None:
+        for module, one in graph_of(model).linears.items():
+            found[one.id] = found.get(one.id, 0) + precision.is_fp8(module)
+    return found
 
 
 @lru_cache(maxsize=16)
 def _of_update(model: ModelConfig, optim: OptimConfig, precision: PrecisionConfig) -> tuple[float, float]:
-    """FLOPs of Muon's products and bytes of the update, counted once a model."""
+    """FLOPs of the optimizer's own products and bytes of the update, counted once a model."""
     config = RunConfig().model_copy(update={"model": model, "optim": optim, "precision": precision})
-    return newton_schulz_flops(config), optimizer_bytes(config)
-
-
-def _again(config: RunConfig, linear: dict[str, float], attention: float) -> float:
-    """Seconds a token of what is computed again, as lockstep.core.model.budget.recomputed_flops_per_token counts it."""
-    recompute = config.recompute
-    parts = recompute.chosen
-    share = (config.model.layers // recompute.every) / config.model.layers
-    total = 0.0
-    has_attention = bool(parts & {"attention", "block"})
-    if not recompute.keep_products:
-        total += sum(linear[f"attn.{name}_proj"] for name in "qkv") if has_attention else 0.0
-        total += linear["mlp.gate_proj"] + linear["mlp.up_proj"] if parts & {"mlp", "block"} else 0.0
-        total += linear["attn.o_proj"] if "block" in parts else 0.0
-        total += attention if has_attention else 0.0
-    return share * total
+    return update_flops(config), optimizer_bytes(config)
 
 
 def _exposed(config: RunConfig, gpu: Gpu, weights: float, wide: int, covered: float) -> float:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.plan.gpus import Gpu
 
-STREAM = {"fp64": 8}
-OPERAND = {"fp64": 8, "fp32": 4, "tf32": 4}
 # Where `auto` ends up (torch_backend/attention.py): on CUDA the first kernel that takes the operands' dtype.
 _AUTO_ON_CUDA = {"fp64": "math", "fp32": "efficient", "tf32": "efficient"}
 
@@ -63,7 +62,7 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
     logits too.
     """
     model, train, policy = config.model, config.train, config.precision.operand
-    stream, operand = STREAM.get(policy, 4), OPERAND.get(policy, 2)
+    stream, operand = FORMATS[config.precision.stream].bytes, FORMATS[policy].bytes
     return Sizes(
         tokens=train.micro_batch_size * train.sequence_length,
         length=train.sequence_length,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.model.names import GROUPS
+from lockstep.core.model.graph import GROUPS
 from lockstep.core.report.read import section
 from lockstep.core.train.metrics import SPIKE
 
@@ -182,7 +182,7 @@ def groups_of(records: Records, prefix: str) -> list[Json]:
     seen = keys_of(section(record, "metrics") for record in records)
     found = [key.removeprefix(prefix) for key in seen if key.startswith(prefix)]
     names = [*(g for g in GROUPS if g in found), *(g for g in found if g not in GROUPS)]
-    colours = dict(zip(GROUPS, ("c2", "c6", "c3", "c4", "c5"), strict=True))
+    colours: dict[str, str] = dict(zip(GROUPS, ("c2", "c6", "c3", "c4", "c5"), strict=True))
     blocks = iter(("c7", "c8"))
     return [
         series_of(name, colours.get(name) or next(blocks, "c7"), "line", metric(records, prefix + name))

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.parity.reference.stages import FORWARD, place
+from lockstep.core.parity.reference.stages import is_forward, place
 from lockstep.core.report.checks import AT_BOUND, HELD, PER_DECADE, Checks, MeasureCells, RowKey
 
 EXPONENT_ZERO = 132
@@ -155,7 +155,7 @@ def _lines(rows: dict[RowKey, int]) -> tuple[list[RowKey], list[list[str]], list
 
     def rank(line: tuple[str, str]) -> tuple[int, int, int]:
         phase, stage = line
-        return chain(stage, phase, 0 if line in in_blocks and stage in FORWARD else None)
+        return chain(stage, phase, 0 if line in in_blocks and is_forward(stage) else None)
 
     order = sorted(dict.fromkeys((key.phase, key.stage) for key in rows), key=rank)
     number = {line: i for i, line in enumerate(order)}
@@ -166,7 +166,7 @@ def _lines(rows: dict[RowKey, int]) -> tuple[list[RowKey], list[list[str]], list
 
 def _depths(keys: Sequence[RowKey]) -> tuple[list[list[Any]], list[int]]:
     """Links of the forward chain as [layer, stage], first to last, and each row's place among them, or -1."""
-    links = {(k.stage, k.layer) for k in keys if k.stage in FORWARD and k.phase in ("forward", "backward")}
+    links = {(k.stage, k.layer) for k in keys if is_forward(k.stage) and k.phase in ("forward", "backward")}
     order = sorted(links, key=lambda link: place(link[0], "forward", link[1]))
     number = {link: i for i, link in enumerate(order)}
     of = [number.get((k.stage, k.layer), -1) if k.phase in ("forward", "backward") else -1 for k in keys]

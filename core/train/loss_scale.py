@@ -18,7 +18,7 @@ SCALE, FINITE, SKIPPED = "loss_scale", "finite_steps", "skipped_steps"
 
 def first_scale(precision: PrecisionConfig) -> dict[str, float]:
     """The scalars of a run's state before its first step: none but under fp16."""
-    return {SCALE: precision.loss_scale, FINITE: 0.0, SKIPPED: 0.0} if precision.policy == "fp16" else {}
+    return {SCALE: precision.loss_scale, FINITE: 0.0, SKIPPED: 0.0} if precision.chosen.scaled else {}
 
 
 def scale_after(scalars: Mapping[str, float], finite: bool, interval: int) -> dict[str, float]:

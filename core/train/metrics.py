@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from lockstep.core.model.names import GROUPS, group_of, layer_of
+from lockstep.core.model.graph import GROUPS
+from lockstep.core.model.names import layer_of
 
 # Programs that torch.compile made anew in this step, after a session's first: there is no such metric where none was.
 RECOMPILED = "compile/recompiled"
@@ -22,15 +23,16 @@ ATTENTION_LOGIT = "attention_logit/"
 SPIKE = "spike/sigmas"
 
 
-def group_norms(norms: Mapping[str, float]) -> dict[str, float]:
+def group_norms(norms: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, float]:
     """L2 norm of each parameter group, and of the first and the last block (`blocks.0`, `blocks.11`).
 
     Each is the root of the sum of squares of its parameters' norms; a block's parameters are in a group as well.
+    groups: parameter → group (core/model/names.py, `groups_of`).
     """
     squares: dict[str, float] = {}
     blocks = outer_blocks(norms)
     for name, norm in norms.items():
-        for part in (group_of(name), f"blocks.{layer_of(name)}"):
+        for part in (groups[name], f"blocks.{layer_of(name)}"):
             squares[part] = squares.get(part, 0.0) + norm * norm
     return {part: math.sqrt(squares[part]) for part in (*GROUPS, *blocks) if part in squares}
 
@@ -42,14 +44,18 @@ def outer_blocks(names: Iterable[str]) -> list[str]:
 
 
 def norms_by_group(
-    gradient: Mapping[str, float], parameter: Mapping[str, float], update: Mapping[str, float]
+    groups: Mapping[str, str],
+    gradient: Mapping[str, float],
+    parameter: Mapping[str, float],
+    update: Mapping[str, float],
 ) -> dict[str, float]:
     """The step record's metrics: pre-clip gradient norm, parameter norm, and update-to-weight ratio of each group.
 
     Takes L2 norms by canonical parameter name: of the accumulated gradients before clipping, of the weights before
-    the update, and of the update. A group whose weights are all 0 (fresh biases) has no ratio.
+    the update, and of the update; and the group of each parameter. A group whose weights are all 0 (fresh biases) has
+    no ratio.
     """
-    gradients, parameters, updates = group_norms(gradient), group_norms(parameter), group_norms(update)
+    gradients, parameters, updates = (group_norms(norms, groups) for norms in (gradient, parameter, update))
     metrics = {f"grad_norm/{group}": norm for group, norm in gradients.items()}
     metrics |= {f"param_norm/{group}": norm for group, norm in parameters.items()}
     return metrics | {f"update_ratio/{group}": updates[group] / norm for group, norm in parameters.items() if norm}

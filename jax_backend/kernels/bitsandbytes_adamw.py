@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from lockstep.core.components.optimizers import BLOCK
 from lockstep.core.config.schema import OptimConfig
-from lockstep.core.model.groups import BLOCK
 from lockstep.jax_backend.kernels.codes import quantisation_map
 
 # How many equal parts of [−1, 1] the CPU's quantiser tells apart.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from lockstep.core.model.groups import BLOCK
+from lockstep.core.components.optimizers import BLOCK
 
 # Least scale of a block of 8-bit moments (torchao/optim/quant_utils.py).
 LEAST_SCALE = 1e-12

@@ -20,7 +20,7 @@ from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, ta
 from lockstep.core.parity.diagnose.disagreement import bit_equal
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.core.parity.judge.update import flat
-from lockstep.core.parity.reference.stages import PHASES
+from lockstep.core.parity.reference.stages import chain
 from lockstep.parity_tests.faults import CATALOG, FAULTS, REFERENCE, Fault
 from lockstep.parity_tests.faults.data import RESUMED_AT
 from lockstep.parity_tests.reference import test_reference_check
@@ -180,8 +180,9 @@ def test_every_number_of_the_list_is_planted() -> None:
 
 
 def test_expectations_are_links_of_the_chain() -> None:
+    phases = chain().phases
     for fault in FAULTS:
-        assert fault.stage in PHASES
+        assert fault.stage in phases
         assert fault.mechanism
-        assert fault.phase == PHASES[fault.stage] or (fault.phase == "backward" and PHASES[fault.stage] == "forward")
+        assert fault.phase == phases[fault.stage] or (fault.phase == "backward" and phases[fault.stage] == "forward")
         assert fault.recipes

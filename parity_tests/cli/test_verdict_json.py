@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from lockstep.core.parity.reference.stages import PHASES
+from lockstep.core.parity.reference.stages import chain
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.cli.workspace import Done
 
@@ -65,7 +65,7 @@ def has_promised_shape(found: dict[str, Any]) -> None:
     assert found["stages"]
     for stage in found["stages"]:
         assert set(stage) == STAGE
-        assert stage["phase"] in (PHASES[stage["stage"]], "backward")
+        assert stage["phase"] in (chain().phases[stage["stage"]], "backward")
         assert stage["scope"] in ("local", "end_to_end")
         assert stage["measures"]
         assert stage["ok"] == all(m["ok"] for m in stage["measures"])
@@ -93,7 +93,7 @@ def test_gradients_that_are_no_numbers(poison: str, lockstep: Lockstep, run_file
     has_promised_shape(found)
     assert (found["verdict"], found["first_bad_step"]) == ("disagreed", 1)
     assert found["origin"] == {
-        "stage": "gradients", "tap": "blocks.1.attn.v_proj.weight", "phase": PHASES["gradients"], "layer": 1
+        "stage": "gradients", "tap": "blocks.1.attn.v_proj.weight", "phase": "backward", "layer": 1
     }  # fmt: skip
     bad = [s for s in found["stages"] if (s["stage"], s["tap"]) == ("gradients", "blocks.1.attn.v_proj.weight")]
     assert bad and all(not s["ok"] for s in bad if s["scope"] == "end_to_end")

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from lockstep.core.config.file import config_differences, dump_config, load_config
 from lockstep.core.config.file import settings as known_settings
-from lockstep.core.config.schema import RULES, ModelConfig, RunConfig, TrainConfig
+from lockstep.core.config.rules import RULES
+from lockstep.core.config.schema import ModelConfig, RunConfig, TrainConfig
 from lockstep.core.errors import UserError
 
 
@@ -242,7 +243,8 @@ BROKEN = {
     ],
     ("compile.mode", "device"): [{"compile.mode": "reduce-overhead", "device": "cpu"}],
     ("compile.mode", "deterministic"): [{"compile.mode": "max-autotune", "deterministic": "true"}],
-    ("precision.fp8_layers", "precision.policy", "model.layers"): [
+    ("model.family",): [{"model.family": "lama"}],
+    ("precision.fp8_layers", "precision.policy", "model.family", "model.layers"): [
         {"precision.policy": "fp8_tensorwise", "precision.fp8_layers": "blocks.99.*"},
         {"precision.policy": "fp8_rowwise", "precision.fp8_layers": "*"},
         {"precision.policy": "fp8_rowwise", "precision.fp8_layers": "lm_head"},

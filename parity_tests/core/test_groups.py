@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lockstep.core.components.optimizers import BITSANDBYTES_8BIT, OPTIMIZERS, TORCHAO_8BIT
 from lockstep.core.config.schema import OptimConfig, RunConfig
-from lockstep.core.model.groups import check_state, group_settings, in_eight_bits, moment_kinds, moment_names
-from lockstep.core.model.names import GROUPS, parameter_shapes
+from lockstep.core.model.graph import GROUPS, Normal, Parameter
+from lockstep.core.model.groups import check_state, group_settings, moment_names, update_rules
+from lockstep.core.model.names import parameter_shapes
 from lockstep.parity_tests.tiny import tiny_config
 from lockstep.scripts.studies.clean_runs import initial_state
 
@@ -49,10 +51,11 @@ def test_the_batch_rule_is_of_all():
 
 
 def test_which_state_is_kept():
-    shapes = parameter_shapes(tiny_config(tied=False, qkv_bias=True).model)
-    adamw = OptimConfig(name="adamw8bit")
-    assert {moment_kinds(adamw, name) for name in shapes} == {("exp_avg", "exp_avg_sq")}
-    kinds = moment_names(OptimConfig(name="muon"), shapes)
+    config = tiny_config(tied=False, qkv_bias=True)
+    shapes = parameter_shapes(config.model)
+    adamw = config.model_copy(update={"optim": OptimConfig(name="adamw8bit")})
+    assert {rule.moments for rule in update_rules(adamw).values()} == {("exp_avg", "exp_avg_sq")}
+    kinds = moment_names(config.model_copy(update={"optim": OptimConfig(name="muon")}))
     assert set(kinds["momentum_buffer"]) == {n for n in shapes if "_proj.weight" in n}
     assert kinds["exp_avg"] == kinds["exp_avg_sq"] == [n for n in shapes if "_proj.weight" not in n]
 
@@ -62,11 +65,22 @@ def test_which_state_is_kept():
     [((64, 64), True), ((32, 64), False), ((64, 66), False), ((4096,), True), ((96, 48), True)],
 )
 def test_small_and_odd_tensors_are_not_quantised(shape, is_quantised):
-    assert in_eight_bits(OptimConfig(name="adamw8bit"), shape) is is_quantised
-    assert not in_eight_bits(OptimConfig(), shape)
+    parameter = Parameter("some.weight", shape, "matrices", Normal(1.0))
+
+    def rule(**optim):
+        settings = OptimConfig(**optim)
+        return OPTIMIZERS[settings.name].rule(parameter, settings)
+
+    assert (rule(name="adamw8bit") is TORCHAO_8BIT) is is_quantised
+    assert rule().moment_bytes is None
     # In bitsandbytes the last block is a shorter one.
-    with_rest = in_eight_bits(OptimConfig(name="adamw8bit", eight_bit="bitsandbytes"), shape)
+    with_rest = rule(name="adamw8bit", eight_bit="bitsandbytes") is BITSANDBYTES_8BIT
     assert with_rest is (is_quantised or shape == (64, 66))
+
+
+def test_under_fp64_nothing_is_rounded_to_eight_bits():
+    config = tiny_config("fp64").model_copy(update={"optim": OptimConfig(name="adamw8bit")})
+    assert {rule.name for rule in update_rules(config).values()} == {"adamw"}
 
 
 def test_a_state_of_another_optimizer_is_refused():

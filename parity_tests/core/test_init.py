@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from lockstep.core.config.schema import ModelConfig
-from lockstep.core.model.init import init_parameter, init_parameters, init_std
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.graph import Normal
+from lockstep.core.model.init import init_parameter, init_parameters
 from lockstep.core.model.names import parameter_shapes
 
 MODEL = ModelConfig(vocab_size=1024, hidden=128, layers=2, heads=4, kv_heads=2, ffn_hidden=256, qkv_bias=True)
@@ -38,10 +40,10 @@ def test_bits_are_the_ones_that_earlier_runs_started_from():
 def test_a_parameter_depends_on_its_seed_and_name_alone():
     params = init_parameters(MODEL, 3)
     name = "blocks.1.mlp.up_proj.weight"
-    alone = init_parameter(MODEL, 3, name, params[name].shape)
+    alone = init_parameter(graph_of(MODEL).parameters[name], 3)
     assert alone.tobytes() == params[name].tobytes()
     assert not np.array_equal(params[name], params["blocks.0.mlp.up_proj.weight"])
-    assert not np.array_equal(params[name], init_parameter(MODEL, 4, name, params[name].shape))
+    assert not np.array_equal(params[name], init_parameter(graph_of(MODEL).parameters[name], 4))
     deeper = MODEL.model_copy(update={"vocab_size": 2048, "layers": 3})
     assert init_parameters(deeper, 3)[name].tobytes() == alone.tobytes()
 
@@ -57,10 +59,10 @@ def test_a_parameter_depends_on_its_seed_and_name_alone():
     ],
 )
 def test_scale(name, std):
-    shape = parameter_shapes(MODEL)[name]
-    values = init_parameter(MODEL, 0, name, shape).astype(np.float64)
+    parameter = graph_of(MODEL).parameters[name]
+    values = init_parameter(parameter, 0).astype(np.float64)
     n = values.size
-    assert init_std(MODEL, name, shape) == pytest.approx(std, rel=1e-12)
+    assert parameter.initial == Normal(pytest.approx(std, rel=1e-12))
     # Five standard errors of the sample deviation and the sample mean.
     assert abs(values.std() / std - 1) < 5 / math.sqrt(2 * n)
     assert abs(values.mean()) < 5 * std / math.sqrt(n)
@@ -69,7 +71,7 @@ def test_scale(name, std):
 
 def test_untied_head_scales_with_its_inputs():
     model = MODEL.model_copy(update={"tied": False})
-    assert init_std(model, "lm_head.weight", parameter_shapes(model)["lm_head.weight"]) == 128**-0.5
+    assert graph_of(model).parameters["lm_head.weight"].initial == Normal(128**-0.5)
 
 
 def test_gains_are_one_and_biases_zero():

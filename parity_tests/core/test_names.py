@@ -3,11 +3,10 @@
 import pytest
 
 from lockstep.core.config.schema import ModelConfig
+from lockstep.core.model.graph import GROUPS
 from lockstep.core.model.names import (
-    BLOCK_TAPS,
-    GROUPS,
     edge_names,
-    group_of,
+    groups_of,
     head_name,
     layer_of,
     parameter_shapes,
@@ -74,11 +73,11 @@ def test_each_bias_follows_its_own_switch():
     ],
 )
 def test_groups(name, group):
-    assert group_of(name) == group
+    assert groups_of(ModelConfig(layers=4, tied=False, qkv_bias=True))[name] == group
 
 
 def test_every_group_is_used_and_known():
-    assert {group_of(name) for name in parameter_shapes(FULL)} == set(GROUPS)
+    assert set(groups_of(FULL).values()) == set(GROUPS)
 
 
 def test_layers():
@@ -88,7 +87,7 @@ def test_layers():
 
 def test_taps_are_unique_and_in_the_chain_s_order():
     taps = tap_names(BARE)
-    assert len(set(taps)) == len(taps) == 4 + 2 * len(BLOCK_TAPS)
+    assert len(set(taps)) == len(taps) == 4 + 2 * 15
     assert taps[0] == "embed" and taps[-3:] == ["final_norm", "logits", "nll"]
     assert taps.index("blocks.0.mlp_residual") + 1 == taps.index("blocks.1.attn_norm")
 

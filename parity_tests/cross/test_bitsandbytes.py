@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.core.components.optimizers import BLOCK
 from lockstep.core.config.schema import OptimConfig
 from lockstep.core.errors import UserError
-from lockstep.core.model.groups import BLOCK, in_eight_bits
+from lockstep.core.model.groups import update_rules
 from lockstep.core.parity.evidence.gather import gather, uneven_weights
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.compare import Reference
@@ -126,7 +127,7 @@ def test_moments_are_the_twin_s_bits_and_weights_an_ulp_of_the_root_off(done):
     config = with_library()
     inputs = update_inputs(config, done)
     ours, twin = (backend.open(config).run_stage("update", inputs) for backend in (TorchBackend(), JaxBackend()))
-    narrow = [n for n in ours if n.startswith("exp_avg/") and in_eight_bits(config.optim, ours[n].shape)]
+    narrow = [n for n in ours if n.startswith("exp_avg/") and update_rules(config)[n.partition("/")[2]].rounded]
     assert any(ours[n].size % BLOCK for n in narrow)
     for key, value in ours.items():
         if key.startswith("exp_avg"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.parity.reference.stages import PHASES
+from lockstep.core.parity.reference.stages import chain
 from lockstep.torch_backend.session import TorchBackend
 
 Batches = Callable[[int], Batch]
@@ -51,7 +51,7 @@ class Fault:
 
     def __post_init__(self) -> None:
         if not self.phase:
-            object.__setattr__(self, "phase", PHASES[self.stage])
+            object.__setattr__(self, "phase", chain().phases[self.stage])
         if self.only_compiled:
             object.__setattr__(self, "recipes", tuple(r for r in self.recipes if r.endswith("/compiled")))
 

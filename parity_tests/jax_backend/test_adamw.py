@@ -9,14 +9,15 @@ import optax
 import pytest
 
 from lockstep.core.config.schema import OptimConfig, RunConfig
-from lockstep.core.model.names import group_of
+from lockstep.core.model.names import groups_of
 from lockstep.jax_backend.optim import next_state
 from lockstep.jax_backend.session import JaxBackend
-from lockstep.parity_tests.cross.variants import ALL_BIASES, shaken_state
+from lockstep.parity_tests.cross.variants import shaken_state
 from lockstep.parity_tests.tiny import tiny_config
 
 OPTIM = OptimConfig(beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.25)
 RATES = (0.01, 0.02, 0.005)
+CONFIG = tiny_config("fp64", layers=1, tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
 MATRIX, GAIN = "blocks.0.mlp.up_proj.weight", "final_norm.weight"
 
 
@@ -51,7 +52,7 @@ def test_the_first_step_is_the_learning_rate_long():
 @pytest.fixture(scope="module")
 def three_updates():
     """Weights before, and after three updates of the session with random gradients and three learning rates."""
-    config = tiny_config("fp64", layers=1, tied=False, **ALL_BIASES).model_copy(update={"optim": OPTIM})
+    config = CONFIG.model_copy(update={"optim": OPTIM})
     session = JaxBackend().open(config)
     session.load(shaken_state(config.model))
     random = np.random.default_rng(0)
@@ -71,7 +72,7 @@ def by_optax(before, grads, **other):
         "eps_root": 0.0,
         "mu_dtype": None,
         "weight_decay": OPTIM.weight_decay,
-        "mask": {name: group_of(name) == "matrices" for name in before},
+        "mask": {name: groups_of(CONFIG.model)[name] == "matrices" for name in before},
         "nesterov": False,
     }
     adamw = optax.adamw(**(settings | other))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import Batch
-from lockstep.core.config.schema import LossConfig, ModelConfig, OptimConfig
+from lockstep.core.config.schema import LossConfig, OptimConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.judge.end_to_end import errors_of_loss
 from lockstep.core.parity.measures import calibrated_bounds
@@ -18,37 +18,37 @@ from lockstep.parity_tests.tiny import tiny_config
 RECIPES = [f"{policy}/{program}" for policy in ("fp32", "bf16") for program in ("eager", "compiled")]
 
 
+FULL = tiny_config("bf16", tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
+
+
 def distances(excess: float = 1.0, gain: float = 0.0, distance: float = 0.0, relative: float = 1e-3) -> Distances:
     return Distances(excess, gain, distance, excess * relative, relative, 0.0)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_comparison_of_every_recipe_was_measured(recipe):
-    model = tiny_config(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True).model
     found = set(calibrated_bounds.table()[recipe])
     apart = ("adamw8bit/", "adamw8bit_bnb/", "muon/", "forward/torch_", "backward/torch_")
-    assert calibrated_bounds.all_kinds(model, OptimConfig()) == {kind for kind in found if not kind.startswith(apart)}
+    assert calibrated_bounds.all_kinds(FULL) == {kind for kind in found if not kind.startswith(apart)}
 
 
 def test_each_optimizer_needs_its_own_kinds():
-    model = tiny_config(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True).model
-    needed = {
-        name: calibrated_bounds.all_kinds(model, OptimConfig(name=name)) for name in ("adamw", "adamw8bit", "muon")
-    }
+    def kinds(**optim) -> set[str]:
+        return calibrated_bounds.all_kinds(FULL.model_copy(update={"optim": OptimConfig(**optim)}))
+
+    needed = {name: kinds(name=name) for name in ("adamw", "adamw8bit", "muon")}
     eight = {"adamw8bit/exp_avg", "adamw8bit/exp_avg_sq", "adamw8bit/update"}
     assert needed["adamw8bit"] - needed["adamw"] == eight
-    library = calibrated_bounds.all_kinds(model, OptimConfig(name="adamw8bit", eight_bit="bitsandbytes"))
+    library = kinds(name="adamw8bit", eight_bit="bitsandbytes")
     assert library - needed["adamw"] == {kind.replace("8bit/", "8bit_bnb/") for kind in eight}
     assert needed["muon"] - needed["adamw"] == {"muon/momentum_buffer", "muon/update"}
-    single = calibrated_bounds.all_kinds(model, OptimConfig(name="muon", ns_dtype="fp32"))
+    single = kinds(name="muon", ns_dtype="fp32")
     assert single - needed["muon"] == {"muon/update_fp32"}
     assert needed["adamw"] <= needed["adamw8bit"] & needed["muon"]
 
 
 def test_an_optimizer_that_was_never_measured_is_refused(monkeypatch):
-    known = calibrated_bounds.all_kinds(
-        ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), OptimConfig()
-    )
+    known = calibrated_bounds.all_kinds(FULL)
     monkeypatch.setattr(calibrated_bounds, "table", lambda: {"bf16/eager": dict.fromkeys(known)})
     config = tiny_config("bf16")
     calibrated_bounds.require(config)

@@ -10,7 +10,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.gather import gather, uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
-from lockstep.core.parity.reference.stages import HEADS, PHASES
+from lockstep.core.parity.reference.stages import chain, library_heads
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.faults import CATALOG, Fault
 from lockstep.parity_tests.tiny import text_batch, tiny_config
@@ -52,5 +52,5 @@ def test_every_stage_has_a_fault_that_trips_it() -> None:
     # Eager bf16, in one process; the compiler's link is tripped in test_programs.py, the checkpoint's in test_links.py,
     # the reduction's in ranks/, that of the loss scale in cross/test_loss_scale.py, that of torch's loss head in
     # cross/test_library_heads.py, whose other two need a GPU.
-    elsewhere = {"compiler", "reduction", "checkpoint", "loss_scale", *HEADS}
-    assert tripped | projections | elsewhere == set(PHASES)
+    elsewhere = {"compiler", "reduction", "checkpoint", "loss_scale", *library_heads()}
+    assert tripped | projections | elsewhere == set(chain().phases)

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.core.config.schema import LIBRARIES, LossConfig
 from lockstep.core.model.names import parameter_shapes, tap_names
-from lockstep.core.parity.reference.stages import HEADS, ORDER, PHASES, forward_stages, stages_of
+from lockstep.core.parity.reference.stages import chain, forward_stages, library_heads, stages_of
 from lockstep.parity_tests.tiny import tiny_config
 
 BIASED = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
@@ -17,7 +17,7 @@ def test_every_tap_is_written_once_and_only_earlier_taps_are_read(options):
     model = tiny_config(**options).model
     written: list[str] = []
     for stage in forward_stages(model):
-        assert set(stage.taps.values()) <= set(written)
+        assert set(stage.reads.values()) <= set(written)
         written.append(stage.tap)
     assert written == tap_names(model)
 
@@ -30,8 +30,11 @@ def test_every_parameter_is_read(options):
 
 def test_ids_stand_in_the_order_of_the_chain():
     ids = [stage.id for stage in forward_stages(tiny_config(layers=1).model)]
-    assert ids == sorted(ids, key=ORDER.__getitem__)
-    assert set(ids) == {stage for stage, phase in PHASES.items() if phase == "forward"} - {"loss", *HEADS}
+    assert ids == sorted(ids, key=chain().order.__getitem__)
+    assert set(ids) == {stage for stage, phase in chain().phases.items() if phase == "forward"} - {
+        "loss",
+        *library_heads(),
+    }
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -40,5 +43,5 @@ def test_a_library_s_head_is_one_stage_in_the_place_of_two(library, tied):
     config = tiny_config(tied=tied)
     own, other = stages_of(config), stages_of(config.model_copy(update={"loss": LossConfig(head=library)}))
     assert other[:-1] == own[:-2]
-    assert (other[-1].id, other[-1].tap, other[-1].taps) == (f"{library}_head", "nll", {"x": "final_norm"})
+    assert (other[-1].id, other[-1].tap, other[-1].reads) == (f"{library}_head", "nll", {"x": "final_norm"})
     assert (other[-1].params, other[-1].edges, other[-1].batch) == (own[-2].params, own[-2].edges, ("targets",))

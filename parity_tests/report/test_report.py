@@ -22,7 +22,8 @@ import pytest
 from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import read_lines, sealed_line
 from lockstep.core.parity.measures.verdict import Measure
-from lockstep.core.parity.reference.stages import FORWARD, HEADS
+from lockstep.core.parity.reference.stages import chain as chain_of_stages
+from lockstep.core.parity.reference.stages import is_library_head
 from lockstep.core.report import build_report, write_report
 from lockstep.core.report.build import SCRIPTS
 from lockstep.core.report.checks import AT_BOUND, CONTAMINATED, HELD, NAMED, ORIGIN, PER_DECADE, Checks, strain_code
@@ -210,7 +211,8 @@ def test_lines_stand_in_the_order_of_the_chain(pages):
     groups = list(dict.fromkeys(group for group, _, _ in heat["lines"]))
     assert groups == ["data and weights", "forward", "backward", "gradients", "update"]
     by_group = {g: [stage for group, _, stage in heat["lines"] if group == g] for g in groups}
-    chain = [stage for stage in FORWARD if stage not in HEADS]
+    phases = chain_of_stages().phases
+    chain = [stage for stage, phase in phases.items() if phase == "forward" and not is_library_head(stage)]
     assert by_group["forward"] == chain
     assert by_group["backward"] == [s for s in reversed(chain) if s != "loss"]
     links = [(None, "embed")]

@@ -7,8 +7,9 @@ import pytest
 
 import lockstep.torch_backend.optim
 from lockstep.core.config.schema import OptimConfig
+from lockstep.core.model.graph import GROUPS
 from lockstep.core.model.groups import GroupSettings
-from lockstep.core.model.names import GROUPS, group_of
+from lockstep.core.model.names import groups_of
 from lockstep.parity_tests.cross.variants import ALL_BIASES, shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.session import TorchBackend
@@ -16,6 +17,7 @@ from lockstep.torch_backend.session import TorchBackend
 LR, DECAY = 0.01, 0.5
 BASE = tiny_config("fp64", train={"sequence_length": 16}, tied=False, **ALL_BIASES)
 STATE = shaken_state(BASE.model)
+GROUP_OF = groups_of(BASE.model)
 
 
 def after_a_step(decay, base=BASE, state=STATE):
@@ -31,7 +33,7 @@ def decays_everything(config, group):
 
 
 def pulled_groups(with_decay, without):
-    return {group_of(n) for n in without if not np.array_equal(with_decay[n], without[n])}
+    return {GROUP_OF[n] for n in without if not np.array_equal(with_decay[n], without[n])}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def without():
 
 
 def test_only_matrices_are_pulled(without):
-    assert {group_of(name) for name in without} == set(GROUPS)
+    assert {GROUP_OF[name] for name in without} == set(GROUPS)
     assert pulled_groups(after_a_step(DECAY), without) == {"matrices"}
 
 
@@ -48,7 +50,7 @@ def test_by_how_much(without):
     """λ·lr of the weight, not of the gradient's step: decoupled (Loshchilov & Hutter 2019)."""
     with_decay = after_a_step(DECAY)
     for name, start in STATE.params.items():
-        if group_of(name) == "matrices":
+        if GROUP_OF[name] == "matrices":
             np.testing.assert_allclose(with_decay[name] - without[name], -LR * DECAY * start, rtol=0, atol=1e-15)
 
 
@@ -68,4 +70,4 @@ def test_every_parameter_is_optimized_once():
     members = [(group["group"], p) for group in session.optimizer.param_groups for p in group["params"]]
     names = {id(p): name for name, p in session.parameters.items()}
     assert sorted(names[id(p)] for _, p in members) == sorted(session.parameters)
-    assert all(group_of(names[id(p)]) == group for group, p in members)
+    assert all(GROUP_OF[names[id(p)]] == group for group, p in members)

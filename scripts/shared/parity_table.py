@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.parity.measures.verdict import Check, Finding, overall
 from lockstep.core.parity.modes.free_running import Drift
-from lockstep.core.parity.reference.stages import FORWARD, place
+from lockstep.core.parity.reference.stages import is_forward, place
 from lockstep.core.sinks.phrases import bounds, place_of
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str) -> Non
 def _row(item: tuple[tuple[str, str, str], list[tuple[Check, Finding]]]) -> tuple[int, int, int, str]:
     (stage, phase, scope), found = item
     in_blocks = any(finding.layer is not None for _, finding in found)
-    return (*place(stage, phase, 0 if in_blocks and stage in FORWARD else None), scope)
+    return (*place(stage, phase, 0 if in_blocks and is_forward(stage) else None), scope)
 
 
 def print_drift(console: Console, drifts: Iterable[Drift]) -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.config.curriculum import last_steps
-from lockstep.core.config.schema import BLOCK_LINEARS, RunConfig, TrainConfig
+from lockstep.core.config.schema import RunConfig, TrainConfig
 from lockstep.core.model.budget import flops_per_token, parameter_count, parameter_count_by_group
-from lockstep.core.model.groups import group_settings
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.groups import group_settings, update_rules
+from lockstep.core.model.names import groups_of
 from lockstep.core.parity.measures.calibrated_bounds import recipe_of
 from lockstep.core.run.launch import launch_id
 from lockstep.core.sinks.tables import GroupRow, facts, losses_to_know, parameter_groups
@@ -88,24 +90,27 @@ def git_commit() -> str | None:
         return None
 
 
-ADAMW = {"adamw": "AdamW", "adamw8bit": "AdamW, 8-bit", "muon": "AdamW"}
-
-
 def precision_of(config: RunConfig, group: str) -> str:
     """What the products of a parameter group are computed in; of the block linears, how many of them in FP8."""
     precision = config.precision
-    stream = "fp64" if precision.policy == "fp64" else "fp32"
+    stream = precision.stream
     if group not in ("matrices", "head") and not (group == "embedding" and config.model.tied):
         return stream
     if group == "embedding":
         return f"{stream}, as the head {precision.operand}"
-    linears = [f"blocks.{i}.{linear}" for i in range(config.model.layers) for linear in BLOCK_LINEARS]
+    linears = graph_of(config.model).linears
     narrow = sum(map(precision.is_fp8, linears))
     if group == "head" or not narrow:
         return precision.operand
     return f"{precision.policy}: {narrow} of {len(linears)} linears" + (
         ", others bf16" if narrow < len(linears) else ""
     )
+
+
+def optimizer_of(config: RunConfig, group: str) -> str:
+    """The rules by which a parameter group moves."""
+    groups, rules = groups_of(config.model), update_rules(config)
+    return " and ".join(dict.fromkeys(rules[name].title for name, of in groups.items() if of == group))
 
 
 def recomputed_of(config: RunConfig, group: str) -> str:
@@ -148,7 +153,7 @@ def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str
     """Tables: what is in force, parameter groups, and the losses to know."""
     config, index = run.config, data.dataset.index
     train = config.train
-    stream = "fp64" if config.precision.policy == "fp64" else "fp32"
+    stream = config.precision.stream
     tokens = train.batch_size * train.sequence_length
     every = config.parity.every
     in_force = {
@@ -168,7 +173,7 @@ def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str
             group,
             count,
             **asdict(group_settings(config, group)),
-            optimizer="Muon" if config.optim.name == "muon" and group == "matrices" else ADAMW[config.optim.name],
+            optimizer=optimizer_of(config, group),
             precision=precision_of(config, group),
             recomputed=recomputed_of(config, group),
         )

@@ -34,7 +34,7 @@ import torch
 import tyro
 
 from lockstep.core.backend import Arrays
-from lockstep.core.model.names import GRADIENT, HEAD_EDGE
+from lockstep.core.model.names import GRADIENT
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.judge.local import stages
 from lockstep.core.parity.judge.update import update
@@ -88,7 +88,7 @@ def clean_run(job: tuple[str, int, Part, str]) -> list[Sample]:
 
 
 def _of_head(taps: Arrays) -> Arrays:
-    names = ("final_norm", "nll", HEAD_EDGE, "lm_head.weight")
+    names = ("final_norm", "nll", "logits.weight", "lm_head.weight")
     return {name: value for name, value in taps.items() if name.removeprefix(GRADIENT) in names}
 
 

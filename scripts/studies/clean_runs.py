@@ -146,7 +146,7 @@ def draw_batch(config: RunConfig, rng: np.random.Generator) -> Batch:
 def initial_state(config: RunConfig, seed: int) -> State:
     """Initial weights of a seed, moments at zero."""
     params = init_parameters(config.model, seed)
-    kinds = moment_names(config.optim, params)
+    kinds = moment_names(config)
     moments = {kind: {n: np.zeros_like(params[n]) for n in names} for kind, names in kinds.items()}
     return State(0, params, moments, first_scale(config.precision))
 

@@ -133,9 +133,8 @@ class FalseAlarms:
 def digest(label: str) -> str:
     """Of the bounds that this kind is tried against."""
     config = RECIPES[label].config(0)
-    kinds = calibrated_bounds.all_kinds(
-        ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), config.optim, config.loss
-    )
+    of_all = ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
+    kinds = calibrated_bounds.all_kinds(config.model_copy(update={"model": of_all}))
     used = {
         (kind, size): calibrated_bounds.limits(RECIPES[label].recipe, kind, size)
         for kind in kinds

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.core.components.optimizers import BLOCK, LEAST_IN_EIGHT_BITS
 from lockstep.core.config.schema import OptimConfig
 from lockstep.core.errors import UserError
-from lockstep.core.model.groups import BLOCK, LEAST_IN_EIGHT_BITS
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
 # What the library calls the two moments, and its maps of numbers that their codes stand for.

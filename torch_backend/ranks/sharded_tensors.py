@@ -24,10 +24,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
+from lockstep.core.components.optimizers import BLOCK, LEAST_IN_EIGHT_BITS
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.model.groups import BLOCK, LEAST_IN_EIGHT_BITS, in_eight_bits
-from lockstep.core.model.names import Shape, parameter_shapes
+from lockstep.core.model.graph import Shape
+from lockstep.core.model.groups import update_rules
+from lockstep.core.model.names import parameter_shapes
 
 # Losses by token come out as a view; nobody changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -154,14 +156,15 @@ def sum_of_squares(norms: Tensor) -> Tensor:
 
 def check_sharded(config: RunConfig) -> None:
     """Raise UserError if a run's optimizer cannot work on parts."""
-    if not is_sharded(config) or config.precision.policy == "fp64" or config.optim.name != "adamw8bit":
+    if not is_sharded(config):
         return
-    for name, shape in parameter_shapes(config.model).items():
-        if in_eight_bits(config.optim, shape) and not _blocks_stay_whole(shape, config.train.ranks):
+    shapes = parameter_shapes(config.model)
+    for name, rule in update_rules(config).items():
+        if rule.moment_bytes and not _blocks_stay_whole(shape := shapes[name], config.train.ranks):
             raise UserError(
-                f"optim.name = 'adamw8bit' over {config.train.ranks} ranks of parallel.strategy = 'fsdp': a rank's "
-                f"part of {name} {shape} is not made of whole blocks of {BLOCK} numbers, {LEAST_IN_EIGHT_BITS} or more "
-                "in all; take adamw, ddp or another number of ranks"
+                f"optim.name = {config.optim.name!r} over {config.train.ranks} ranks of parallel.strategy = 'fsdp': a "
+                f"rank's part of {name} {shape} is not made of whole blocks of {BLOCK} numbers, "
+                f"{LEAST_IN_EIGHT_BITS} or more in all; take adamw, ddp or another number of ranks"
             )
 
 

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.names import fp8_modules
 from lockstep.torch_backend.kernels.float8 import float8
 from lockstep.torch_backend.model import Linear, Llama
 from lockstep.torch_backend.precision import POLICIES
@@ -144,7 +145,7 @@ def _fake(config: RunConfig) -> tuple[Llama, tuple[Any, ...]]:
     finally:
         torch.set_default_dtype(before)
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and config.precision.is_fp8(name):
+        if isinstance(module, Linear) and name in fp8_modules(config):
             module.float8 = float8(config.precision, torch.device("cpu"))
     shape = config.train.micro_batch_size, config.train.sequence_length
     tokens, targets = (torch.empty(shape, dtype=torch.long) for _ in range(2))

@@ -16,7 +16,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.gather import Evidence, gather
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check, Finding
-from lockstep.core.parity.reference.stages import HEADS
+from lockstep.core.parity.reference.stages import library_heads
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _one_rank(config: RunConfig) -> RunConfig | str:
 
 
 def _fp32(config: RunConfig) -> RunConfig | str:
-    if config.precision.policy in ("fp64", "fp32"):
+    if not config.precision.chosen.rounds:
         return "nothing is rounded to a narrow format already"
     return config.model_copy(update={"precision": PrecisionConfig(policy="fp32")})
 
@@ -110,7 +110,7 @@ VARIATIONS = (
     Variation("without FP8", _bf16),
     Variation("without activation checkpointing", _all_kept),
     Variation("with FP32 logits", _fp32_logits),
-    Variation("with the full loss instead of the chunked one", _full_loss, ("logits", "nll", *HEADS, "loss")),
+    Variation("with the full loss instead of the chunked one", _full_loss, ("logits", "nll", *library_heads(), "loss")),
     Variation("on one rank", _one_rank),
     Variation("with another attention kernel (math)", _math_attention, ("attn",)),
 )

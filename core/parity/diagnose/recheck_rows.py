@@ -20,7 +20,7 @@ from lockstep.core.parity.judge import local
 from lockstep.core.parity.judge.judge import in_order
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.verdict import Check, Finding
-from lockstep.core.parity.reference.stages import FORWARD
+from lockstep.core.parity.reference.stages import is_forward
 
 
 @np.errstate(invalid="ignore", over="ignore")
@@ -34,7 +34,7 @@ def look_closer(
     origin = check.origin
     if check.verdict != "disagreed" or origin is None or origin.scope != "end_to_end" or not evidence.taps:
         return evidence, check
-    if origin.stage not in (*FORWARD, "gradients") or not callable(getattr(session, "load", None)):
+    if not (is_forward(origin.stage) or origin.stage == "gradients") or not callable(getattr(session, "load", None)):
         return evidence, check
     quiet = replace(reference, over_steps=None)
     try:

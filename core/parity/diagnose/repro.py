@@ -18,25 +18,26 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.model.groups import by_muon, group_settings, in_eight_bits, moment_kinds
+from lockstep.core.model.graph import Operation
+from lockstep.core.model.groups import group_settings, update_rules
 from lockstep.core.model.init import init_parameters
-from lockstep.core.model.names import GRADIENT, group_of
+from lockstep.core.model.names import GRADIENT, groups_of, in_fp8
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.measures.compare import FEW_ULPS
 from lockstep.core.parity.measures.verdict import Check, Finding
-from lockstep.core.parity.reference.stages import HEADS, ForwardStage, Shared, shared_tensors, stages_of
+from lockstep.core.parity.reference.stages import Shared, chain, is_library_head, shared_tensors, stages_of
 from lockstep.core.train.schedule import learning_rate
 
-# Which call stands for a forward stage.
+# Kind of operation → the template that writes its call.
 CALLS = {
-    "embed": "embed",
-    **dict.fromkeys(("attn_norm", "mlp_norm", "final_norm"), "norm"),
-    **dict.fromkeys(("q", "k", "v", "o_proj", "gate", "up", "down_proj"), "linear"),
-    **dict.fromkeys(("q_rope", "k_rope"), "rope"),
-    "attn": "attn",
-    **dict.fromkeys(("attn_residual", "mlp_residual"), "add"),
-    "act": "act",
+    "embedding": "embed",
+    "norm": "norm",
+    "linear": "linear",
+    "rope": "rope",
+    "attention": "attn",
+    "sum": "add",
+    "gated": "act",
     "logits": "logits",
     "nll": "nll",
 }
@@ -67,10 +68,9 @@ def repro(evidence: Evidence, check: Check, config: RunConfig, versions: Mapping
     """The script for the origin of `check`, or for its worst finding if nothing in it is broken."""
     origin = check.origin or check.worst
     parts = _nothing(check, "nothing was compared") if origin is None else _parts(origin, evidence, check, config)
-    policy = config.precision.policy
     where = "no origin" if origin is None else f"{origin.stage} ({origin.phase}) at {origin.tap}"
     facts = {
-        "stream": "float64" if policy == "fp64" else "float32",
+        "stream": OPERANDS[config.precision.stream],
         "operand": OPERANDS[config.precision.operand],
         "device": "cuda" if config.device == "cuda" else "cpu",
         "torch": versions.get("torch", "unknown"),
@@ -96,12 +96,13 @@ def _template(name: str) -> str:
 def _parts(origin: Finding, evidence: Evidence, check: Check, config: RunConfig) -> _Parts:
     if [m.name for m in origin.measures] == ["mismatches"] and origin.stage not in ("tokens", "weights", "checkpoint"):
         return _nothing(check, "names, shapes or counts do not fit", _whatever(origin, evidence), off=not origin.ok)
-    if origin.stage in HEADS:
+    if is_library_head(origin.stage):
         return _nothing(check, "the roundings of a library's head are not written out in a script")
-    if origin.stage in CALLS and _in_float8(origin, config):
+    call = CALLS.get(chain().kinds.get(origin.stage, ""))
+    if call and _in_float8(origin, config):
         why = "the casts of torchao's FP8 layers are not written out in a script"
         return _nothing(check, why, _whatever(origin, evidence))
-    if origin.stage in CALLS:
+    if call:
         return _of_stage(origin, evidence, check, config)
     if origin.stage == "loss" and origin.phase == "backward":
         return _loss_backward(evidence)
@@ -134,9 +135,8 @@ def _parts(origin: Finding, evidence: Evidence, check: Check, config: RunConfig)
 
 
 def _in_float8(origin: Finding, config: RunConfig) -> bool:
-    stages = stages_of(config)
-    names = (s.params.get("weight", "") for s in stages if (s.id, s.layer) == (origin.stage, origin.layer))
-    return any(config.precision.is_fp8(name.removesuffix(".weight")) for name in names)
+    at = origin.stage, origin.layer
+    return any(in_fp8(config, stage) for stage in stages_of(config) if (stage.id, stage.layer) == at)
 
 
 def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConfig) -> _Parts:
@@ -146,12 +146,12 @@ def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConf
     every = stages_of(config)
     stages = [s for s in every if s.id == origin.stage and s.layer == origin.layer]
     stage = next(iter(stages), None)
-    if stage is None or stage.tap not in taps or not all(tap in taps for tap in stage.taps.values()):
+    if stage is None or stage.tap not in taps or not all(tap in taps for tap in stage.reads.values()):
         return _nothing(check, "the candidate does not show this stage's tensors")
     if origin.phase == "backward" and origin.tap == stage.tap and origin.tap in sums:
         return _of_sum(sums[origin.tap], evidence, check)
     part = evidence.weighted
-    tensors = {f"input.{role}": taps[tap] for role, tap in stage.taps.items()}
+    tensors = {f"input.{role}": taps[tap] for role, tap in stage.reads.items()}
     tensors |= {f"input.{role}": evidence.before.params[name] for role, name in stage.params.items()}
     tensors |= {f"input.{role}": part.arrays[role] for role in stage.batch}
     grad = taps.get(GRADIENT + stage.tap)
@@ -165,22 +165,22 @@ def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConf
     keys = ("norm_eps", "rope_theta", "heads", "kv_heads")
     facts = {key: getattr(model, key) for key in keys} | {"head_dim": model.head_dim, "kernel": config.attention.kernel}
     facts["limits"] = _limits(stage, origin, check)
-    roles = {**stage.taps, **stage.params}
+    roles = {**stage.reads, **stage.params}
     accused = [f"grad.{role}" for role, total in roles.items() if origin.tap in (total, stage.sends(role))]
     facts["accused"] = accused if origin.phase == "backward" else ["out"]
     scopes = {
         "end_to_end": "\nThe check found it only end to end: by itself this stage may be right.",
         "over_steps": "\nThe check found a bias summed over steps: in one step it may be within rounding.",
     }
-    of = f", of {len(evidence.weighted.tokens)} sequences" if stage.taps else ""
+    of = f", of {len(evidence.weighted.tokens)} sequences" if stage.reads else ""
     about = f"Inputs are the candidate's own{of}.{scopes.get(origin.scope, '')}"
-    return _Parts(("rounding", CALLS[stage.id], "stage"), tensors, facts, about)
+    return _Parts(("rounding", CALLS[stage.kind], "stage"), tensors, facts, about)
 
 
-def _sent_back(stage: ForwardStage, evidence: Evidence, sums: Mapping[str, Shared]) -> dict[str, np.ndarray]:
+def _sent_back(stage: Operation, evidence: Evidence, sums: Mapping[str, Shared]) -> dict[str, np.ndarray]:
     """The candidate's gradients of a stage's inputs; where only a sum is known, the other stages' parts beside it."""
     found: dict[str, np.ndarray] = {}
-    totals = {**stage.taps, **stage.params}
+    totals = {**stage.reads, **stage.params}
     for role, total in totals.items():
         name = stage.sends(role)
         own = evidence.taps.get(GRADIENT + name)
@@ -194,12 +194,12 @@ def _sent_back(stage: ForwardStage, evidence: Evidence, sums: Mapping[str, Share
                 continue  # what this stage alone sent cannot be told
             found[f"others.{role}"] = np.sum([a.astype(np.float64) for a in others], 0)
         if own is None:  # nothing came back: that is a gradient of zeros
-            own = np.zeros_like(evidence.taps[total] if role in stage.taps else evidence.before.params[total])
+            own = np.zeros_like(evidence.taps[total] if role in stage.reads else evidence.before.params[total])
         found[f"candidate.grad.{role}"] = own
     return found
 
 
-def _looked_up(stage: ForwardStage, evidence: Evidence) -> np.ndarray | None:
+def _looked_up(stage: Operation, evidence: Evidence) -> np.ndarray | None:
     """What the look-up sends to a tied table, from the candidate's own gradient of its output: a sum over the places.
 
     None for another stage: its part takes its call.
@@ -226,12 +226,12 @@ def _of_sum(shared: Shared, evidence: Evidence, check: Check) -> _Parts:
     return _Parts(("sum",), parts | whole, facts, "Gradients that several stages send back, and their sum.")
 
 
-def _limits(stage: ForwardStage, origin: Finding, check: Check) -> dict[str, dict[str, tuple[Any, Any]]]:
+def _limits(stage: Operation, origin: Finding, check: Check) -> dict[str, dict[str, tuple[Any, Any]]]:
     """The bounds of the check, by what the script compares: `out`, or `grad.ROLE` of what was judged."""
     judged = {f.tap: f for f in check.findings if (f.stage, f.phase, f.layer) == _link(origin) and f.scope == "local"}
     names: dict[str, tuple[str, ...]] = {"out": (stage.tap,)}
     if origin.phase == "backward":
-        names = {f"grad.{r}": (stage.sends(r), total) for r, total in {**stage.taps, **stage.params}.items()}
+        names = {f"grad.{r}": (stage.sends(r), total) for r, total in {**stage.reads, **stage.params}.items()}
     found = {key: next((judged[tap] for tap in taps if tap in judged), None) for key, taps in names.items()}
     return {key: _bounds(finding) for key, finding in found.items() if finding is not None}
 
@@ -260,7 +260,7 @@ def _scalar(origin: Finding, evidence: Evidence, config: RunConfig) -> _Parts:
     measure = origin.worst
     tensors: dict[str, np.ndarray] = {}
     facts: dict[str, Any] = {"ulp": measure.high}
-    dtype = "float64" if config.precision.policy == "fp64" else "float32"
+    dtype = OPERANDS[config.precision.stream]
     if origin.stage == "loss":
         of, batch = (evidence.probed, evidence.probe) if origin.tap == "loss" else (evidence.stepped, evidence.batch)
         assert of is not None
@@ -288,18 +288,13 @@ def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig
         return _nothing(check, "the candidate does not show its gradients")
     tensors = {"input.parameter": before.params[name], "input.grad": evidence.stepped.grads[name]}
     tensors["candidate.parameter"] = after.params[name]
-    kinds = moment_kinds(optim, name)
-    for kind in kinds:
+    rule = update_rules(config)[name]
+    for kind in rule.moments:
         tensors |= {f"input.{kind}": before.optimizer[kind][name], f"candidate.{kind}": after.optimizer[kind][name]}
     judged = {(f.stage, f.tap): f for f in check.findings if f.stage in ("moments", "update")}
-    keys = {"update": ("update", name), **{kind: ("moments", f"{kind}/{name}") for kind in kinds}}
-    settings = group_settings(config, group_of(name))
-    rule, needs = "adamw", ["beta1", "beta2", "eps"]
-    if by_muon(optim, name):
-        rule, needs = "muon", ["momentum", "nesterov", "ns_steps", "ns_dtype"]
-    elif in_eight_bits(optim, before.params[name].shape):
-        rule = "adamw8bit_bnb" if optim.eight_bit == "bitsandbytes" else "adamw8bit"
-    facts: dict[str, Any] = {key: getattr(optim, key) for key in needs}
+    keys = {"update": ("update", name), **{kind: ("moments", f"{kind}/{name}") for kind in rule.moments}}
+    settings = group_settings(config, groups_of(config.model)[name])
+    facts: dict[str, Any] = {key: getattr(optim, key) for key in rule.reads}
     facts |= {
         "number": before.step + 1,
         "lr": learning_rate(optim, before.step + 1, config.train.steps) * settings.lr_factor,
@@ -307,8 +302,8 @@ def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig
         "weight_decay": settings.weight_decay,
         "limits": {key: _bounds(judged[found]) for key, found in keys.items() if found in judged},
     }
-    about = f"{rule} on {name}: state and gradient before, what the step made of them."
-    return _Parts((f"update_{rule}", "update"), tensors, facts, about)
+    about = f"{rule.title} on {name}: state and gradient before, what the step made of them."
+    return _Parts((f"update_{rule.bounds or 'adamw'}", "update"), tensors, facts, about)
 
 
 def _two_programs(origin: Finding, evidence: Evidence, check: Check) -> _Parts:

@@ -142,7 +142,7 @@ def _parameter_gradients(found: Observations, repeated: Repeated, reference: Ref
     for name in shapes:
         if name in given:
             key = PARAMETER + name
-            kind = calibrated_bounds.gradient_kind(name)
+            kind = calibrated_bounds.gradient_kind(reference.config.model, name)
             one = compare_observed(reference, "gradients", kind, name, found[key], twin[key], truth[key], most=errors)
             excesses += [m.value for m in one.measures if m.name == "excess"]
             yield one

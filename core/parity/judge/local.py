@@ -15,7 +15,8 @@ from functools import partial
 import numpy as np
 
 from lockstep.core.backend import Arrays, NotSupported
-from lockstep.core.model.names import GRADIENT, parameter_shapes
+from lockstep.core.model.graph import Operation
+from lockstep.core.model.names import GRADIENT, in_fp8, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.judge.end_to_end import Repeated
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
@@ -30,7 +31,7 @@ from lockstep.core.parity.measures.compare import (
 )
 from lockstep.core.parity.measures.distances import Distances, distances
 from lockstep.core.parity.measures.verdict import Finding, Measure
-from lockstep.core.parity.reference.stages import ForwardStage, Shared, shared_tensors, stages_of
+from lockstep.core.parity.reference.stages import Shared, shared_tensors, stages_of
 from lockstep.core.train.loss_scale import SCALE
 
 Contribution = tuple[np.ndarray, np.ndarray]  # of the twin, of the truth
@@ -41,14 +42,13 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
     if not evidence.taps:
         return
     evidence = _as_computed(evidence)
-    precision = reference.config.precision
     has_gradients = any(name.startswith(GRADIENT) for name in evidence.taps)
     sums = {shared.name: shared for shared in shared_tensors(reference.config)}
     sent: dict[tuple[str, str], Contribution] = {}
     if has_gradients:
         yield _loss_backward(evidence, reference)
     for stage in stages_of(reference.config):
-        if absent := [t for t in (*stage.taps.values(), stage.tap) if t not in evidence.taps]:
+        if absent := [t for t in (*stage.reads.values(), stage.tap) if t not in evidence.taps]:
             basis = "every tap that was asked for is there"
             yield exact(stage.id, stage.tap, len(absent), len(absent), basis, ", ".join(absent))
             continue
@@ -63,7 +63,7 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
         if grad is not None:
             inputs["grad"] = grad
         try:
-            variant = f"{stage.id}/fp8" if precision.is_fp8(_linear(stage)) else stage.id
+            variant = f"{stage.id}/fp8" if in_fp8(reference.config, stage) else stage.id
             w, t = _run(stage, variant, inputs, reference)
         except ValueError as error:  # shapes that do not fit together: the tap's own comparison says so
             yield exact(stage.id, stage.tap, 1, 1, "shapes of the inputs fit together", str(error).splitlines()[0])
@@ -75,8 +75,8 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
         )
         if grad is None:
             continue
-        for role in (*stage.taps, *stage.params):
-            name, total = stage.sends(role), stage.taps.get(role, stage.params.get(role))
+        for role in (*stage.reads, *stage.params):
+            name, total = stage.sends(role), stage.reads.get(role, stage.params.get(role))
             there = GRADIENT + name in evidence.taps
             if total in sums:
                 sent[stage.tap, role] = (w[f"grad/{role}"], t[f"grad/{role}"])
@@ -207,8 +207,8 @@ def _same_on_every_rank(evidence: Evidence) -> Iterator[Finding]:
     yield exact("update", "state_of_ranks", len(unequal), len(others) * len(first.state), basis, note)
 
 
-def _inputs(stage: ForwardStage, evidence: Evidence) -> dict[str, np.ndarray]:
-    inputs = {role: evidence.taps[tap] for role, tap in stage.taps.items()}
+def _inputs(stage: Operation, evidence: Evidence) -> dict[str, np.ndarray]:
+    inputs = {role: evidence.taps[tap] for role, tap in stage.reads.items()}
     inputs |= {role: evidence.before.params[name] for role, name in stage.params.items()}
     part = evidence.weighted
     return inputs | {role: part.arrays[role] for role in stage.batch}
@@ -223,16 +223,11 @@ def _as_computed(evidence: Evidence) -> Evidence:
     return replace(evidence, taps=taps)
 
 
-def _linear(stage: ForwardStage) -> str:
-    """The canonical name of the linear layer that a stage is, or an empty one."""
-    return stage.params.get("weight", "").removesuffix(".weight") if stage.layer is not None else ""
-
-
-def _run(stage: ForwardStage, variant: str, inputs: Arrays, reference: Reference) -> tuple[Arrays, Arrays]:
+def _run(stage: Operation, variant: str, inputs: Arrays, reference: Reference) -> tuple[Arrays, Arrays]:
     # FP64 has no FP8: the truth is the plain stage.
     names = (variant, stage.id) if len(reference.sessions) > 1 else (stage.id,)
     outputs = [session.run_stage(name, inputs) for name, session in zip(names, reference.sessions, strict=True)]
-    if "grad" in inputs and any("grad/" + role not in outputs[0] for role in (*stage.taps, *stage.params)):
+    if "grad" in inputs and any("grad/" + role not in outputs[0] for role in (*stage.reads, *stage.params)):
         raise NotSupported(f"the reference gives no gradients of {stage.id}")
     return outputs[0], outputs[-1]
 
@@ -249,7 +244,7 @@ def _loss_backward(evidence: Evidence, reference: Reference) -> Finding:
 
 
 def _sent_back(
-    stage: ForwardStage,
+    stage: Operation,
     role: str,
     name: str,
     sides: Contribution,
@@ -266,7 +261,7 @@ def _sent_back(
     return compare(reference, stage.id, kind, name, "local", c, w, t, "backward", note, noise, stage.layer)
 
 
-def _at(found: Finding, stage: ForwardStage) -> Finding:
+def _at(found: Finding, stage: Operation) -> Finding:
     return replace(found, layer=stage.layer)
 
 
@@ -324,7 +319,7 @@ def _bridge(
     # Candidate minus tapped, laid upon the twin: all three measures are then those of the difference.
     d = replace(distances(w + (untapped - tapped), w, t, reference.stream), excess=1.0)
     size = min(calibrated_bounds.carriers(t), repeated.errors)
-    found = reference.bound(reference.recipe, calibrated_bounds.bridge_kind(name), d, size)
+    found = reference.bound(reference.recipe, calibrated_bounds.bridge_kind(reference.config.model, name), d, size)
     unequal = float(np.mean(untapped != tapped))
     measures = (*found, *_along_the_truth(found, d))
     yield finding(stage, name, "local", measures, tapped.size, unequal, phase="backward")

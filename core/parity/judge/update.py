@@ -8,9 +8,10 @@ from functools import partial
 import numpy as np
 
 from lockstep.core.backend import Arrays, State
+from lockstep.core.model.graph import Shape
 from lockstep.core.model.groups import moment_names
 from lockstep.core.model.init import init_parameters
-from lockstep.core.model.names import Shape, parameter_shapes
+from lockstep.core.model.names import parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import Reference, compare, exact, finding, perturbed
@@ -32,7 +33,7 @@ def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     """Names and shapes of weights and moments always; at step 0, the weights' bits against core/model/init.py."""
     shapes, params = parameter_shapes(reference.config.model), evidence.before.params
     wrong: dict[str, None] = {}
-    kinds = moment_names(reference.config.optim, shapes)
+    kinds = moment_names(reference.config)
     for state in (evidence.before, evidence.after):
         wrong |= dict.fromkeys(differing(state.params, shapes))
         for kind, names in kinds.items():
@@ -106,10 +107,10 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         inputs |= {f"{prefix}/{name}": array for name, array in arrays.items()}
     outputs = [session.run_stage("update", inputs) for session in reference.sessions]
     w, t = outputs[0], outputs[-1]
-    optim, noise = config.optim, _NoiseOfUpdate(reference, inputs, w)
-    for kind, names in moment_names(optim, before.params).items():
+    noise = _NoiseOfUpdate(reference, inputs, w)
+    for kind, names in moment_names(config).items():
         for name in names:
-            key, band = f"{kind}/{name}", calibrated_bounds.update_kind(optim, name, before.params[name].shape, kind)
+            key, band = f"{kind}/{name}", calibrated_bounds.update_kind(config, name, kind)
             of = noise.of(key, band)
             c = after.optimizer[kind][name]
             yield compare(reference, "moments", band, key, "local", c, w[key], t[key], noise=of)
@@ -117,7 +118,7 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         c64, w64, t64 = (
             new.astype(np.float64) - old for new in (after.params[name], w[f"params/{name}"], t[f"params/{name}"])
         )
-        band = calibrated_bounds.update_kind(optim, name, old.shape, "update")
+        band = calibrated_bounds.update_kind(config, name, "update")
         of = noise.of(f"params/{name}", band)
         yield compare(reference, "update", band, name, "local", c64, w64, t64, noise=of)
 
@@ -136,7 +137,7 @@ class _NoiseOfUpdate:
 
     def of(self, key: str, band: str) -> Callable[[], float] | None:
         """Gives the noise's L2 norm in one output; None for a kind that rounds nothing inside."""
-        return partial(self._norm, key) if band in calibrated_bounds.ROUNDED_UPDATES else None
+        return partial(self._norm, key) if calibrated_bounds.is_rounded_update(band) else None
 
     def _norm(self, key: str) -> float:
         if self._moved is None:

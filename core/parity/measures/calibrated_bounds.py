@@ -21,13 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig
+from lockstep.core.components.optimizers import all_rules
+from lockstep.core.components.precision import POLICIES
+from lockstep.core.config.schema import ModelConfig, RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.model.groups import by_muon, in_eight_bits, moment_kinds
-from lockstep.core.model.names import Shape, group_of, parameter_shapes
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.groups import update_rules
 from lockstep.core.parity.measures.distances import Distances
 from lockstep.core.parity.measures.verdict import Measure
-from lockstep.core.parity.reference.stages import HEADS, forward_stages
+from lockstep.core.parity.reference.stages import forward_stages, is_library_head, rounds_operands
 
 # Bounds are the calibration's extremes times this (on log-excess, distance and gain). End to end, one early rounding
 # that falls otherwise reaches many numbers alike, and tails are heavier than a count of numbers says; what is small is
@@ -129,24 +131,16 @@ def least(recipe: str, kind: str) -> tuple[float, float]:
     """The narrowest bounds on excess and distance that a comparison may have."""
     scope, _, stage = kind.partition("/")
     place, _, role = stage.partition("/")
-    rounded = scope in ("end_to_end", "gradients", "bridge") or (place in ROUNDED and role != "bias")
+    rounded = scope in ("end_to_end", "gradients", "bridge") or (rounds_operands(place) and role != "bias")
     narrow = not recipe.startswith(("fp32/", "fp64/"))
-    if kind in ROUNDED_UPDATES or (narrow and rounded):
+    if is_rounded_update(kind) or (narrow and rounded):
         return LEAST_EXCESS, LEAST_DISTANCE
     return LEAST_OF_SUMS, LEAST_OF_SUMS
 
 
-# Stages whose operands are rounded, so that the twin's error is that rounding's.
-ROUNDED = {"q", "k", "v", "o_proj", "gate", "up", "down_proj", "attn", "logits", *HEADS}
-
-# What the optimizer rounds to a narrower format than the stream's, whatever the policy.
-ROUNDED_UPDATES = {
-    "adamw8bit/exp_avg",
-    "adamw8bit/exp_avg_sq",
-    "adamw8bit_bnb/exp_avg",
-    "adamw8bit_bnb/exp_avg_sq",
-    "muon/update",
-}
+def is_rounded_update(kind: str) -> bool:
+    """Whether the optimizer rounds such a moment or update to a narrower format than the stream's, in any policy."""
+    return any(kind == f"{rule.bounds}/{what}" for rule in all_rules() for what in rule.rounded)
 
 
 def margin(kind: str) -> float:
@@ -159,11 +153,12 @@ def recipe_of(config: RunConfig) -> str:
     return f"{config.precision.policy}/{'compiled' if config.compile.enabled else 'eager'}"
 
 
-def gradient_kind(parameter: str) -> str:
+def gradient_kind(model: ModelConfig, parameter: str) -> str:
     """Gradients of one kind share bounds: by parameter group, queries and keys apart, whose gradients cancel most."""
-    if ".q_proj." in parameter or ".k_proj." in parameter:
+    graph = graph_of(model)
+    if parameter in graph.into_scores:
         return "gradients/qk"
-    group = group_of(parameter)
+    group = graph.parameters[parameter].group
     return f"gradients/{'vocabulary' if group in ('embedding', 'head') else group}"
 
 
@@ -174,35 +169,29 @@ def local_kind(stage: str, role: str | None = None) -> str:
 
 def tap_kind(stage: str, phase: str) -> str:
     """A tap's value or gradient end to end; a library's head writes the NLL as Lockstep's own does."""
-    return f"end_to_end/{phase}/{'nll' if stage in HEADS else stage}"
+    return f"end_to_end/{phase}/{'nll' if is_library_head(stage) else stage}"
 
 
-def bridge_kind(parameter: str) -> str:
+def bridge_kind(model: ModelConfig, parameter: str) -> str:
     """A parameter's gradient from the program that trains against the one from the tapped program."""
-    return f"bridge/{gradient_kind(parameter).removeprefix('gradients/')}"
+    return f"bridge/{gradient_kind(model, parameter).removeprefix('gradients/')}"
 
 
-def update_kind(optim: OptimConfig, parameter: str, shape: Shape, what: str) -> str:
-    """A kind of moment, or `update`: AdamW's where it does as AdamW, else of its own by optimizer and library.
-
-    Muon's update by the precision of Newton–Schulz.
-    """
-    if by_muon(optim, parameter):
-        return f"muon/{what}" + ("_fp32" if what == "update" and optim.ns_dtype == "fp32" else "")
-    if not in_eight_bits(optim, shape):
-        return what
-    return f"{'adamw8bit_bnb' if optim.eight_bit == 'bitsandbytes' else 'adamw8bit'}/{what}"
+def update_kind(config: RunConfig, parameter: str, what: str) -> str:
+    """A kind of moment, or `update`: of the rule by which the parameter moves, where it has bounds of its own."""
+    rule = update_rules(config)[parameter]
+    return f"{rule.bounds}/{rule.variant(what, config.optim)}" if rule.bounds else what
 
 
-def all_kinds(model: ModelConfig, optim: OptimConfig, loss: LossConfig | None = None) -> set[str]:
-    """Every kind of comparison that a check makes against calibrated bounds: of model, optimizer and loss head."""
+def all_kinds(config: RunConfig) -> set[str]:
+    """Every kind of comparison that a check of a run makes against calibrated bounds."""
     kinds = {"gradients/together"}
-    for name, shape in parameter_shapes(model).items():
-        kinds |= {gradient_kind(name), bridge_kind(name)}
-        kinds |= {update_kind(optim, name, shape, what) for what in (*moment_kinds(optim, name), "update")}
-    for stage in forward_stages(model, loss=loss):
+    for name, rule in update_rules(config).items():
+        kinds |= {gradient_kind(config.model, name), bridge_kind(config.model, name)}
+        kinds |= {update_kind(config, name, what) for what in (*rule.moments, "update")}
+    for stage in forward_stages(config.model, loss=config.loss):
         kinds |= {local_kind(stage.id), tap_kind(stage.id, "forward"), tap_kind(stage.id, "backward")}
-        kinds |= {local_kind(stage.id, role) for role in (*stage.taps, *stage.params)}
+        kinds |= {local_kind(stage.id, role) for role in (*stage.reads, *stage.params)}
     return kinds
 
 
@@ -229,7 +218,8 @@ def require(config: RunConfig) -> None:
             "the reference rounds as bitsandbytes' CPU kernel does, and CUDA's rounds otherwise: "
             "leave the checks out, or take optim.eight_bit = 'torchao'"
         )
-    kinds = all_kinds(ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True), optim, config.loss)
+    of_all = ModelConfig(family=config.model.family, tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
+    kinds = all_kinds(config.model_copy(update={"model": of_all}))
     if missing := sorted(kind for kind in kinds if kind not in table().get(measured_under(recipe, kind), {})):
         what = f"{recipe} ({', '.join(missing)})" if kinds & table().get(recipe, {}).keys() else recipe
         how = recipe
@@ -247,15 +237,15 @@ def measured_under(recipe: str, kind: str) -> str:
     Muon and 8-bit AdamW compute in FP32 under every policy. A library's head is no part of what a compiler makes, and
     FP8 leaves it in bf16.
     """
-    if kind.startswith(("muon/", "adamw8bit/", "adamw8bit_bnb/")):
+    if kind.partition("/")[0] in {rule.bounds for rule in all_rules() if rule.bounds}:
         return "fp32/eager"
     policy = recipe.partition("/")[0]
-    return f"{'bf16' if policy.startswith('fp8') else policy}/eager" if of_library(kind) else recipe
+    return f"{POLICIES[policy].operand}/eager" if of_library(kind) else recipe
 
 
 def of_library(kind: str) -> bool:
     """Whether a kind of comparison is that of a library's loss head."""
-    return kind.partition("/")[2].partition("/")[0] in HEADS
+    return is_library_head(kind.partition("/")[2].partition("/")[0])
 
 
 @dataclass(frozen=True)
@@ -295,7 +285,7 @@ def too_good(recipe: str, kind: str) -> bool:
     remainder of a cancellation end to end; all gradients together tell as much.
     """
     single = kind.startswith(("end_to_end/backward/", "gradients/")) and kind != "gradients/together"
-    return kind in ROUNDED_UPDATES or (not recipe.startswith("fp32/") and not single)
+    return is_rounded_update(kind) or (not recipe.startswith("fp32/") and not single)
 
 
 def _widened(log_excess: float, kind: str) -> float:

@@ -19,7 +19,7 @@ from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.decode import explain
 from lockstep.core.parity.measures.distances import Distances, distances
 from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
-from lockstep.core.parity.reference.stages import PHASES
+from lockstep.core.parity.reference.stages import chain
 
 # Two orders of a few FP32 additions, or one of a value that was added to a zero, differ by no more.
 FEW_ULPS = 16.0
@@ -80,7 +80,7 @@ class Reference:
     @property
     def stream(self) -> type[np.floating]:
         """The dtype of everything but matrix operands: its ulp is the floor of every ratio."""
-        return np.float64 if self.config.precision.policy == "fp64" else np.float32
+        return np.float64 if self.config.precision.stream == "fp64" else np.float32
 
     def close(self) -> None:
         """Close both sessions."""
@@ -105,7 +105,7 @@ def finding(
     phase: str | None = None,
 ) -> Finding:
     """A finding with its tap's layer, and its stage's first phase unless another is given."""
-    return Finding(stage, tap, phase or PHASES[stage], layer_of(tap), scope, measures, size, unequal, note)
+    return Finding(stage, tap, phase or chain().phases[stage], layer_of(tap), scope, measures, size, unequal, note)
 
 
 def exact(

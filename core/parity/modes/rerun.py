@@ -53,9 +53,9 @@ class StoredStates:
 def initial_state(config: RunConfig) -> State:
     """The state before step 1."""
     params = init_parameters(config.model, config.seed)
-    dtype = np.float64 if config.precision.policy == "fp64" else np.float32
+    dtype = np.float64 if config.precision.stream == "fp64" else np.float32
     params = {name: array.astype(dtype) for name, array in params.items()}
-    kinds = moment_names(config.optim, params)
+    kinds = moment_names(config)
     moments = {kind: {n: np.zeros_like(params[n]) for n in names} for kind, names in kinds.items()}
     return State(0, params, moments, first_scalars(config))
 

@@ -15,9 +15,10 @@ import numpy as np
 
 from lockstep.core.backend import Arrays, Session
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.model.groups import by_muon, group_settings, moment_names
-from lockstep.core.model.names import group_of, parameter_shapes, probe_shapes
-from lockstep.core.parity.reference.stages import HEADS, ForwardStage, stages_of
+from lockstep.core.model.graph import Operation
+from lockstep.core.model.groups import group_settings, moment_names, update_rules
+from lockstep.core.model.names import groups_of, parameter_shapes, probe_shapes
+from lockstep.core.parity.reference.stages import stages_of
 
 Form = tuple[str, str, np.ndarray, np.ndarray]
 ROWS, LENGTH = 2, 8
@@ -37,21 +38,25 @@ class Subject:
         """The stage's output, float64."""
         return self.session.run_stage(stage, inputs)["out"].astype(np.float64)
 
-    def stages(self) -> dict[str, ForwardStage]:
+    def stages(self) -> dict[str, Operation]:
         """The first of every forward stage, by id."""
-        found: dict[str, ForwardStage] = {}
+        found: dict[str, Operation] = {}
         for stage in stages_of(self.config):
             found.setdefault(stage.id, stage)
         return found
 
-    def shapes(self, stage: ForwardStage) -> dict[str, tuple[int, ...]]:
+    def of_kind(self, kind: str) -> list[Operation]:
+        """The first of every forward stage of one kind."""
+        return [stage for stage in self.stages().values() if stage.kind == kind]
+
+    def shapes(self, stage: Operation) -> dict[str, tuple[int, ...]]:
         """Shape of every floating input of a stage, and of its output under `out`."""
         taps = probe_shapes(self.config.model, ROWS, LENGTH)
         params = parameter_shapes(self.config.model)
-        of_inputs = {role: taps[tap] for role, tap in stage.taps.items()}
+        of_inputs = {role: taps[tap] for role, tap in stage.reads.items()}
         return of_inputs | {role: params[name] for role, name in stage.params.items()} | {"out": taps[stage.tap]}
 
-    def integers(self, stage: ForwardStage) -> dict[str, np.ndarray]:
+    def integers(self, stage: Operation) -> dict[str, np.ndarray]:
         """The inputs that come from the batch: token ids, each another one; documents."""
         ids = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
         return {role: DOCUMENTS if role == "documents" else ids for role in stage.batch}
@@ -61,14 +66,14 @@ def tables(subject: Subject) -> Iterator[Form]:
     """An embedding is a row of its table; a projection of the unit vector i is column i of its matrix, plus bias."""
     for stage in subject.stages().values():
         shapes = subject.shapes(stage)
-        if "weight" not in stage.params or len(shapes["weight"]) != 2 or stage.id in HEADS:
+        if "weight" not in stage.params or len(shapes["weight"]) != 2 or stage.kind == "library_head":
             continue
         rows, columns = shapes["weight"]
         # Small integers: exact in every format, and in every sum of them.
         weight = ((np.arange(rows * columns).reshape(rows, columns) * 7) % 61 - 30).astype(np.float64)
-        if stage.id == "embed":
+        if stage.kind == "embedding":
             tokens = subject.integers(stage)["tokens"]
-            yield stage.id, "a row of the table", subject.run("embed", weight=weight, tokens=tokens), weight[tokens]
+            yield stage.id, "a row of the table", subject.run(stage.id, weight=weight, tokens=tokens), weight[tokens]
             continue
         unit = np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % columns
         x = np.eye(columns)[unit]
@@ -81,10 +86,10 @@ def sums_and_norms(subject: Subject) -> Iterator[Form]:
     """X + y; RMSNorm of a constant c is c/√(c² + ε), times its gain (Zhang & Sennrich 2019): no mean is taken away."""
     for stage in subject.stages().values():
         shapes = subject.shapes(stage)
-        if stage.id.endswith("_residual"):
+        if stage.kind == "sum":
             x = np.arange(math.prod(shapes["x"])).reshape(shapes["x"]) % 97.0
             yield stage.id, "a sum", subject.run(stage.id, x=x, y=1.0 - 2 * x), 1.0 - x
-        elif stage.id.endswith("_norm"):
+        elif stage.kind == "norm":
             gain, constant = 1.0 + np.arange(shapes["weight"][0]) % 3, 0.25
             x = np.full(shapes["x"], constant)
             due = np.broadcast_to(gain * constant / math.sqrt(constant**2 + subject.config.model.norm_eps), x.shape)
@@ -93,10 +98,11 @@ def sums_and_norms(subject: Subject) -> Iterator[Form]:
 
 def activation(subject: Subject) -> Iterator[Form]:
     """SwiGLU (Shazeer 2020): silu(ln 3) = ¾·ln 3, times `up`; silu(−ln 3) = −¼·ln 3."""
-    shape = subject.shapes(subject.stages()["act"])["gate"]
-    sign = np.where(np.arange(math.prod(shape)).reshape(shape) % 2, -1.0, 1.0)
-    due = np.where(sign > 0, 0.75, -0.25) * math.log(3.0) * 2.0
-    yield "act", "silu at ±ln 3", subject.run("act", gate=sign * math.log(3.0), up=np.full(shape, 2.0)), due
+    for stage in subject.of_kind("gated"):
+        shape = subject.shapes(stage)["gate"]
+        sign = np.where(np.arange(math.prod(shape)).reshape(shape) % 2, -1.0, 1.0)
+        due = np.where(sign > 0, 0.75, -0.25) * math.log(3.0) * 2.0
+        yield stage.id, "silu at ±ln 3", subject.run(stage.id, gate=sign * math.log(3.0), up=np.full(shape, 2.0)), due
 
 
 def rotation(subject: Subject) -> Iterator[Form]:
@@ -107,15 +113,15 @@ def rotation(subject: Subject) -> Iterator[Form]:
     angle = position[..., None] * base ** (-2.0 * np.arange(half) / model.head_dim)
     several = {"documents": DOCUMENTS} if reset else {}
     single = {"documents": np.zeros_like(DOCUMENTS)} if reset else {}
-    for stage in ("q_rope", "k_rope"):
-        heads, width = (model.heads if stage == "q_rope" else model.kv_heads), model.head_dim
+    for one in subject.of_kind("rope"):
+        stage, (heads, width) = one.id, one.width
         x = np.zeros((ROWS, LENGTH, heads, width))
         x[..., :half] = 1.0
         due = np.broadcast_to(np.concatenate([np.cos(angle), np.sin(angle)], 2)[:, :, None], x.shape)
         yield stage, "angles", subject.run(stage, x=x.reshape(ROWS, LENGTH, -1), **several), due
         rng = np.random.default_rng(0)
-        one, other = (np.broadcast_to(rng.standard_normal(width), x.shape) for _ in range(2))
-        turned = [subject.run(stage, x=y.reshape(ROWS, LENGTH, -1), **single)[0, :, 0] for y in (one, other)]
+        left, right = (np.broadcast_to(rng.standard_normal(width), x.shape) for _ in range(2))
+        turned = [subject.run(stage, x=y.reshape(ROWS, LENGTH, -1), **single)[0, :, 0] for y in (left, right)]
         products = turned[0] @ turned[1].T
         due = np.array([[products[max(i - j, 0), max(j - i, 0)] for j in range(LENGTH)] for i in range(LENGTH)])
         yield stage, "products depend on the distance alone", products, due
@@ -126,26 +132,27 @@ def attention(subject: Subject) -> Iterator[Form]:
 
     Where documents do not see each other, within each of them.
     """
-    model, masked = subject.config.model, subject.config.attention.document_mask
-    seen = {"documents": DOCUMENTS} if masked else {}
-    position = np.broadcast_to(np.arange(LENGTH, dtype=np.float64), (ROWS, LENGTH))
-    within = within_documents() if masked else position
-    heads, kv_heads, width = model.heads, model.kv_heads, model.head_dim
-    q = np.random.default_rng(0).standard_normal((ROWS, LENGTH, heads, width))
-    of_head = np.arange(heads) // (heads // kv_heads)
-    own = 16.0 * np.arange(kv_heads)
-    v = np.broadcast_to(position[..., None, None] + own[:, None], (ROWS, LENGTH, kv_heads, width))
-    k = np.ones((ROWS, LENGTH, kv_heads, width))
-    out = subject.run("attn", q=q, k=k, v=v.reshape(ROWS, LENGTH, -1), **seen).reshape(ROWS, LENGTH, heads, width)
-    due = np.broadcast_to((position - within / 2)[..., None, None] + 16.0 * of_head[:, None], out.shape)
-    yield "attn", "equal keys: the running mean", out, due
-    q, k = np.zeros_like(q), np.zeros_like(k)
-    q[..., 0], k[within == 0, :, 0] = 1.0, math.sqrt(width) * math.log(3.0)
-    v = np.zeros((ROWS, LENGTH, kv_heads, width))
-    v[within == 0] = 1.0
-    out = subject.run("attn", q=q, k=k, v=v.reshape(ROWS, LENGTH, -1), **seen).reshape(ROWS, LENGTH, heads, width)
-    due = np.broadcast_to((3.0 / (3.0 + within))[..., None, None], out.shape)
-    yield "attn", "a score of ln 3 against zeros: 3 / (3 + n)", out, due
+    for stage in subject.of_kind("attention"):
+        model, masked = subject.config.model, subject.config.attention.document_mask
+        seen = {"documents": DOCUMENTS} if masked else {}
+        position = np.broadcast_to(np.arange(LENGTH, dtype=np.float64), (ROWS, LENGTH))
+        within = within_documents() if masked else position
+        heads, kv_heads, width = model.heads, model.kv_heads, model.head_dim
+        q = np.random.default_rng(0).standard_normal((ROWS, LENGTH, heads, width))
+        of_head = np.arange(heads) // (heads // kv_heads)
+        own = 16.0 * np.arange(kv_heads)
+        v = np.broadcast_to(position[..., None, None] + own[:, None], (ROWS, LENGTH, kv_heads, width))
+        k = np.ones((ROWS, LENGTH, kv_heads, width))
+        out = subject.run(stage.id, q=q, k=k, v=v.reshape(ROWS, LENGTH, -1), **seen).reshape(ROWS, LENGTH, heads, width)
+        due = np.broadcast_to((position - within / 2)[..., None, None] + 16.0 * of_head[:, None], out.shape)
+        yield stage.id, "equal keys: the running mean", out, due
+        q, k = np.zeros_like(q), np.zeros_like(k)
+        q[..., 0], k[within == 0, :, 0] = 1.0, math.sqrt(width) * math.log(3.0)
+        v = np.zeros((ROWS, LENGTH, kv_heads, width))
+        v[within == 0] = 1.0
+        out = subject.run(stage.id, q=q, k=k, v=v.reshape(ROWS, LENGTH, -1), **seen).reshape(ROWS, LENGTH, heads, width)
+        due = np.broadcast_to((3.0 / (3.0 + within))[..., None, None], out.shape)
+        yield stage.id, "a score of ln 3 against zeros: 3 / (3 + n)", out, due
 
 
 def within_documents() -> np.ndarray:
@@ -162,7 +169,7 @@ def loss_head(subject: Subject) -> Iterator[Form]:
     targets, shapes = subject.integers(last)["targets"], subject.shapes(last)
 
     def nll(logits: np.ndarray) -> np.ndarray:
-        if last.id not in HEADS:
+        if last.kind != "library_head":
             return subject.run(last.id, logits=logits, targets=targets)
         x = np.eye(shapes["x"][-1])[targets]
         weight = np.zeros(shapes["weight"])
@@ -186,7 +193,7 @@ def optimizer(subject: Subject) -> Iterator[Form]:
     optim, rng = subject.config.optim, np.random.default_rng(1)
     schedule, coefficient, done = 0.01, 0.5, 2
     shapes = parameter_shapes(subject.config.model)
-    kinds = {"params": list(shapes), "grads": list(shapes), **moment_names(optim, shapes)}
+    kinds = {"params": list(shapes), "grads": list(shapes), **moment_names(subject.config)}
     old: dict[str, dict[str, np.ndarray]] = {
         kind: {name: rng.standard_normal(shapes[name]) for name in names} for kind, names in kinds.items()
     }
@@ -194,11 +201,12 @@ def optimizer(subject: Subject) -> Iterator[Form]:
     inputs = {f"{kind}/{name}": value for kind, tree in old.items() for name, value in tree.items()}
     scalars = {"step": np.asarray(done), "coefficient": np.asarray(coefficient), "lr": np.asarray(schedule)}
     new = subject.session.run_stage("update", inputs | scalars)
+    groups, rules = groups_of(subject.config.model), update_rules(subject.config)
     for name in shapes:
         gradient, p = coefficient * old["grads"][name], old["params"][name]
-        settings = group_settings(subject.config, group_of(name))
+        settings = group_settings(subject.config, groups[name])
         lr, decay = schedule * settings.lr_factor, settings.weight_decay
-        if by_muon(optim, name):
+        if rules[name].bounds == "muon":
             b = optim.momentum * old["momentum_buffer"][name] + (1 - optim.momentum) * gradient
             direction = optim.momentum * b + (1 - optim.momentum) * gradient if optim.nesterov else b
             made = 0.2 * math.sqrt(max(p.shape)) * by_singular_values(direction, optim.ns_steps)
@@ -234,7 +242,7 @@ FORMS: tuple[Callable[[Subject], Iterator[Form]], ...] = (
 )
 
 
-def drawn(subject: Subject, stage: ForwardStage, seed: int = 0) -> Arrays:
+def drawn(subject: Subject, stage: Operation, seed: int = 0) -> Arrays:
     """Inputs of a stage from a normal distribution, and the gradient of its output under `grad`."""
     rng, shapes = np.random.default_rng(seed), subject.shapes(stage)
     drawn = {("grad" if role == "out" else role): rng.standard_normal(shape) for role, shape in shapes.items()}

@@ -20,30 +20,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lockstep.core.backend import Backend, Batch, NotSupported
+from lockstep.core.components.precision import FORMATS, POLICIES
 from lockstep.core.config.schema import CompileConfig, PrecisionConfig, RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.model.graph import KINDS
 from lockstep.core.model.names import GRADIENT, parameter_shapes
 from lockstep.core.parity.evidence.gather import observed_names, uneven_weights
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import Reference, relative_difference
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.reference.closed_forms import DOCUMENTS, FORMS, LENGTH, ROWS, Subject, drawn
-from lockstep.core.parity.reference.stages import PHASES, shared_tensors, stages_of
+from lockstep.core.parity.reference.stages import chain, rounds_operands, shared_tensors, stages_of
 
 # Central differences with h = 2⁻¹⁶: of h² = 2e-10 times a third derivative, and ε/h = 1e-11 of rounding.
 WIDTH, DIFFERENCE_LIMIT = 2.0**-16, 1e-7
 # Rounding normal numbers to unit roundoff u makes a relative error of 0.42·u (root mean square); a product of rounded
 # operands, rounded once more, 0.73·u. Below a quarter of u a narrower format is not in force, be it by TF32 or FP16
 # (u/8) instead; a backward of attention, with seven roundings of which some cancel, stays below 4·u.
-UNIT_ROUNDOFF = {
-    "tf32": 2.0**-11,
-    "bf16": 2.0**-8,
-    "fp16": 2.0**-11,
-    "fp8_tensorwise": 2.0**-8,
-    "fp8_rowwise": 2.0**-8,
-}
-UNIT_ROUNDOFF_FP8 = 2.0**-4
-LINEARS = ("q", "k", "v", "o_proj", "gate", "up", "down_proj")
 MOST_ROUNDOFFS, LEAST_ROUNDOFFS = 4.0, 0.25
 # 1 + 2⁻¹² needs 12 bits of mantissa: FP32 has 23, TF32 10.
 TF32_PROBE = 1.0 + 2.0**-12
@@ -165,7 +158,7 @@ def _derivatives(subjects: Subjects) -> Iterator[Finding]:
     for name, stage in truth.stages().items():
         inputs = drawn(truth, stage)
         sent = truth.session.run_stage(name, inputs)
-        for role in (*stage.taps, *stage.params):
+        for role in (*stage.reads, *stage.params):
             if f"grad/{role}" not in sent:
                 raise NotSupported(f"it gives no gradients of {name}")
             direction = np.random.default_rng(2).standard_normal(np.shape(inputs[role]))
@@ -213,14 +206,14 @@ def _wiring(subjects: Subjects) -> Iterator[Finding]:
     shared = {one.name for one in shared_tensors(truth.config)}
     basis = "the model's own stage on the model's own taps, in FP64"
     for stage in stages_of(truth.config):
-        inputs = {role: taps[tap] for role, tap in stage.taps.items()} | {"grad": taps[GRADIENT + stage.tap]}
+        inputs = {role: taps[tap] for role, tap in stage.reads.items()} | {"grad": taps[GRADIENT + stage.tap]}
         inputs |= {role: params[name] for role, name in stage.params.items()}
         made = truth.session.run_stage(stage.id, inputs | {role: batch.arrays[role] for role in stage.batch})
         off = relative_difference(taps[stage.tap], made["out"])
         yield _finding(
             stage.id, stage.tap, off, calibrated_bounds.FP64_LIMIT, basis, made["out"].size, layer=stage.layer
         )
-        for role in (*stage.taps, *stage.params):
+        for role in (*stage.reads, *stage.params):
             if (name := stage.sends(role)) not in shared:
                 sent = made[f"grad/{role}"]
                 off = relative_difference(taps[GRADIENT + name], sent)
@@ -239,16 +232,19 @@ def _precision(subjects: Subjects) -> Iterator[Finding]:
     yield from _not_tf32(subjects.at("fp32"))
     declared = subjects.at(policy)
     stages = truth.stages()
-    variants = [(name, name, UNIT_ROUNDOFF.get(policy)) for name in stages]
-    if policy.startswith("fp8"):
-        variants += [(name, f"{name}/fp8", UNIT_ROUNDOFF_FP8) for name in LINEARS]
+    chosen = POLICIES[policy]
+    unit_of_all = FORMATS[chosen.operand].roundoff if chosen.rounds else None
+    variants = [(name, name, unit_of_all) for name in stages]
+    if chosen.fp8:
+        in_fp8 = [name for name, stage in stages.items() if KINDS[stage.kind].in_fp8]
+        variants += [(name, f"{name}/fp8", FORMATS["fp8"].roundoff) for name in in_fp8]
     for name, variant, unit in variants:
         # The same bits for both: FP32 values.
         drawn_at = drawn(truth, stages[name])
         inputs = {r: a.astype(np.float32) if a.dtype == np.float64 else a for r, a in drawn_at.items()}
         answers, due = declared.session.run_stage(variant, inputs), truth.session.run_stage(name, inputs)
         for key in due:
-            rounded = unit is not None and name in calibrated_bounds.ROUNDED and key != "grad/bias"
+            rounded = unit is not None and rounds_operands(name) and key != "grad/bias"
             high = MOST_ROUNDOFFS * unit if rounded and unit else calibrated_bounds.FP32_LIMIT
             low = LEAST_ROUNDOFFS * unit if rounded and unit else None
             what = f"{policy}: {'output' if key == 'out' else 'gradient of ' + key.removeprefix('grad/')}"
@@ -261,7 +257,7 @@ def _precision(subjects: Subjects) -> Iterator[Finding]:
 def _not_tf32(subject: Subject) -> Iterator[Finding]:
     """A unit vector, a little longer than one, comes back from a matrix product with every bit that FP32 has."""
     for name, stage in subject.stages().items():
-        if name not in ("q", "o_proj", "gate", "down_proj", "logits"):
+        if "weight" not in stage.params or not rounds_operands(name) or stage.kind == "library_head":
             continue
         shapes = subject.shapes(stage)
         x, weight = np.full(shapes["x"], 0.0, np.float32), np.ones(shapes["weight"], np.float32)
@@ -284,7 +280,7 @@ def _finding(
     layer: int | None = None,
 ) -> Finding:
     measure = Measure("relative_error", off, low, high, basis)
-    return Finding(stage, what, phase or PHASES[stage], layer, "local", (measure,), size)
+    return Finding(stage, what, phase or chain().phases[stage], layer, "local", (measure,), size)
 
 
 def _said(error: Exception) -> str:

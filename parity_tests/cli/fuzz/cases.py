@@ -20,7 +20,7 @@ from hypothesis.internal.conjecture.engine import ConjectureRunner
 from pydantic.fields import FieldInfo
 
 from lockstep.core.config.file import settings
-from lockstep.core.config.schema import RULES
+from lockstep.core.config.rules import RULES
 from lockstep.scripts.cli import COMMANDS
 
 KINDS = ("run file", "flags", "together", "command", "environment", "own process")

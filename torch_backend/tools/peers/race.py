@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.graph import GROUPS
 from lockstep.core.model.groups import group_settings
 from lockstep.core.model.init import init_parameters
-from lockstep.core.model.names import GROUPS, group_of
+from lockstep.core.model.names import groups_of
 from lockstep.core.train.schedule import learning_rate
 
 # Called before each step with the loss of the one before, None before the first; returns when it is this one's turn.
@@ -52,10 +53,10 @@ class Race:
 
     def fused_adamw(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
         """Torch's fastest AdamW over the run's groups of canonical names."""
-        optim = self.config.optim
+        optim, group_of = self.config.optim, groups_of(self.config.model)
         groups = [
             {
-                "params": [p for name, p in parameters.items() if group_of(name) == group],
+                "params": [p for name, p in parameters.items() if group_of[name] == group],
                 "weight_decay": group_settings(self.config, group).weight_decay,
                 "lr_factor": group_settings(self.config, group).lr_factor,
             }

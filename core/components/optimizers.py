@@ -1,0 +1,157 @@
+"""Optimizers: by which rule each parameter moves, and what state the rule keeps.
+
+The arithmetic stands in torch_backend/optim.py and jax_backend/optim.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from lockstep.core.model.graph import Parameter, Shape
+
+# 8-bit moments are kept in blocks of so many numbers with a scale each (Dettmers et al. 2022, arXiv 2110.02861), and
+# small tensors are not.
+BLOCK, LEAST_IN_EIGHT_BITS = 256, 4096
+
+
+class Settings(Protocol):
+    """What rules read of `OptimConfig`."""
+
+    @property
+    def eight_bit(self) -> str:
+        """Whose 8-bit optimizer: `torchao` or `bitsandbytes`."""
+        ...
+
+    @property
+    def ns_dtype(self) -> str:
+        """Precision of Newton–Schulz: `bf16` or `fp32`."""
+        ...
+
+    @property
+    def ns_steps(self) -> int:
+        """Iterations of Newton–Schulz."""
+        ...
+
+
+def _no_flops(shape: Shape, settings: Settings) -> float:
+    return 0.0
+
+
+def _like_the_rule(what: str, settings: Settings) -> str:
+    return what
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How one parameter moves.
+
+    name:    of the rule; backends know it by this name.
+    title:   in tables.
+    moments: kinds of state, each an array of the parameter's shape; names in states and checkpoints.
+    reads:   settings of `OptimConfig` that it reads, but for rate and decay.
+    moment_bytes: of a number of them; None: those of the master weight.
+    bounds:  prefix of the calibrated bounds that its moments and updates are held to; empty: those of AdamW.
+    variant: kind of a moment, or `update`, → its name under that prefix.
+    rounded: those that the rule itself rounds to a narrower format than the stream's, by that name.
+    flops:   of its matrix products in one update.
+    """
+
+    name: str
+    title: str
+    moments: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    moment_bytes: float | None = None
+    bounds: str = ""
+    variant: Callable[[str, Settings], str] = _like_the_rule
+    rounded: tuple[str, ...] = ()
+    flops: Callable[[Shape, Settings], float] = _no_flops
+
+
+MOMENTS, OF_ADAM, _EIGHT_BITS = ("exp_avg", "exp_avg_sq"), ("beta1", "beta2", "eps"), 1 + 4 / BLOCK
+ADAMW = UpdateRule("adamw", "AdamW", MOMENTS, OF_ADAM)
+# A library rounds in an order of its own also where a tensor's moments stay in FP32.
+TORCHAO = UpdateRule("adamw_torchao", "AdamW", MOMENTS, OF_ADAM)
+BITSANDBYTES = UpdateRule("adamw_bitsandbytes", "AdamW", MOMENTS, OF_ADAM)
+TORCHAO_8BIT = UpdateRule(
+    "adamw8bit_torchao", "AdamW, 8-bit", MOMENTS, OF_ADAM, _EIGHT_BITS, "adamw8bit", rounded=MOMENTS
+)
+BITSANDBYTES_8BIT = UpdateRule(
+    "adamw8bit_bitsandbytes", "AdamW, 8-bit", MOMENTS, OF_ADAM, _EIGHT_BITS, "adamw8bit_bnb", rounded=MOMENTS
+)
+
+
+def _newton_schulz(shape: Shape, settings: Settings) -> float:
+    """Per iteration on a matrix (r, c), r ≤ c: 4·r²·c + 2·r³ FLOPs."""
+    rows, columns = sorted(shape)
+    return settings.ns_steps * (4.0 * rows**2 * columns + 2.0 * rows**3)
+
+
+def _by_dtype(what: str, settings: Settings) -> str:
+    return f"{what}_fp32" if what == "update" and settings.ns_dtype == "fp32" else what
+
+
+MUON = UpdateRule(
+    "muon",
+    "Muon",
+    ("momentum_buffer",),
+    ("momentum", "nesterov", "ns_steps", "ns_dtype"),
+    bounds="muon",
+    variant=_by_dtype,
+    rounded=("update",),
+    flops=_newton_schulz,
+)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer by name (`optim.name`).
+
+    rules: all that it has. rule: that of a parameter under these settings. exact: the same under the fp64 policy,
+    where nothing is rounded to a narrower format; None: `rule`. fused: its AdamW has a one-kernel step and one of list
+    operations (`optim.fused`).
+    """
+
+    name: str
+    rules: tuple[UpdateRule, ...]
+    rule: Callable[[Parameter, Settings], UpdateRule]
+    exact: Callable[[Parameter, Settings], UpdateRule] | None = None
+    fused: bool = True
+
+
+def _adamw(parameter: Parameter, settings: Settings) -> UpdateRule:
+    return ADAMW
+
+
+def _eight_bit(parameter: Parameter, settings: Settings) -> UpdateRule:
+    """Torchao leaves out what blocks do not divide; in bitsandbytes the last block is a shorter one.
+
+    torchao/optim/adam.py, `_new_buffer`; bitsandbytes/optim/optimizer.py, `Optimizer2State.init_state`.
+    """
+    large = parameter.size >= LEAST_IN_EIGHT_BITS
+    if settings.eight_bit == "bitsandbytes":
+        return BITSANDBYTES_8BIT if large else BITSANDBYTES
+    return TORCHAO_8BIT if large and parameter.size % BLOCK == 0 else TORCHAO
+
+
+def _muon(parameter: Parameter, settings: Settings) -> UpdateRule:
+    """Muon moves matrices between activations, AdamW everything else."""
+    return MUON if parameter.group == "matrices" else ADAMW
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    found.name: found
+    for found in (
+        Optimizer("adamw", (ADAMW,), _adamw),
+        Optimizer(
+            "adamw8bit", (TORCHAO_8BIT, BITSANDBYTES_8BIT, TORCHAO, BITSANDBYTES), _eight_bit, exact=_adamw, fused=False
+        ),
+        Optimizer("muon", (MUON, ADAMW), _muon),
+    )
+}
+
+
+def all_rules() -> tuple[UpdateRule, ...]:
+    """The rules of all optimizers that are registered now."""
+    return tuple(dict.fromkeys(rule for optimizer in OPTIMIZERS.values() for rule in optimizer.rules))

@@ -1,0 +1,73 @@
+"""Precision policies: which number formats a run's tensors and matrix products have.
+
+The casts themselves stand in torch_backend/precision.py and jax_backend/precision.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Recipe = Literal["tensorwise", "rowwise"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating-point format. bytes: of a stored number. roundoff: half the distance from 1 to the next number."""
+
+    name: str
+    bytes: int
+    roundoff: float
+
+
+FORMATS: dict[str, Format] = {
+    found.name: found
+    for found in (
+        Format("fp64", 8, 2.0**-53),
+        Format("fp32", 4, 2.0**-24),
+        # Stored as FP32; the tensor cores read 10 of its fraction's bits.
+        Format("tf32", 4, 2.0**-11),
+        Format("bf16", 2, 2.0**-8),
+        Format("fp16", 2, 2.0**-11),
+        Format("fp8", 1, 2.0**-4),
+    )
+}
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """A policy by name (`precision.policy`).
+
+    operand: format of both operands of a matrix product outside FP8. stream: format of everything else: master weights,
+    residual stream, norms, softmax, loss. fp8: which numbers of a block's linear layer share a scale, all of a tensor
+    or those of a row; None without FP8. scaled: the loss is scaled (core/train/loss_scale.py). peak: the format whose
+    dense peak the run is held against.
+    """
+
+    name: str
+    operand: str
+    stream: str = "fp32"
+    fp8: Recipe | None = None
+    scaled: bool = False
+    peak: str = ""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether operands are rounded to a narrower format than the stream's."""
+        return self.operand != self.stream
+
+
+POLICIES: dict[str, PrecisionPolicy] = {
+    policy.name: policy
+    for policy in (
+        PrecisionPolicy("fp64", "fp64", stream="fp64"),
+        PrecisionPolicy("fp32", "fp32"),
+        PrecisionPolicy("tf32", "tf32"),
+        PrecisionPolicy("bf16", "bf16"),
+        # FP16 runs at bf16's rate.
+        PrecisionPolicy("fp16", "fp16", scaled=True, peak="bf16"),
+        # A run with any layer in FP8 is held against FP8.
+        PrecisionPolicy("fp8_tensorwise", "bf16", fp8="tensorwise", peak="fp8"),
+        PrecisionPolicy("fp8_rowwise", "bf16", fp8="rowwise", peak="fp8"),
+    )
+}

@@ -1,0 +1,240 @@
+"""Rules between settings: conditions over several fields of a run's configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from lockstep.core.components.optimizers import OPTIMIZERS
+from lockstep.core.components.precision import POLICIES
+from lockstep.core.config.curriculum import problem
+from lockstep.core.config.sections import PARTS, ModelConfig, OptimConfig, listed
+from lockstep.core.model.families import FAMILIES, graph_of
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition over several fields: `check` takes their values and returns what is wrong, or None."""
+
+    keys: tuple[str, ...]
+    check: Callable[..., str | None]
+
+
+def _heads_divide_hidden(hidden: int, heads: int) -> str | None:
+    if hidden % heads:
+        return f"{heads} heads do not divide hidden = {hidden}"
+    if (hidden // heads) % 2:
+        return f"a head dimension of {hidden // heads} is odd; RoPE rotates pairs"
+    return None
+
+
+def _kv_heads_divide_heads(heads: int, kv_heads: int) -> str | None:
+    return f"{kv_heads} KV heads do not divide {heads} query heads" if heads % kv_heads else None
+
+
+def _batch_divides(batch: int, ranks: int, micro: int) -> str | None:
+    if batch % (ranks * micro):
+        return f"{batch} sequences are not divided by ranks × micro_batch_size = {ranks} × {micro}"
+    return None
+
+
+def _warmup_fits(warmup: int, steps: int) -> str | None:
+    return f"{warmup} warm-up steps do not fit in {steps} steps" if warmup >= steps and warmup else None
+
+
+def _decay_fits(schedule: str, share: float, warmup: int, steps: int) -> str | None:
+    if schedule == "wsd" and warmup + round(share * steps) > steps:
+        return f"a decay over {share:g} of {steps} steps begins before the {warmup} warm-up steps are over"
+    return None
+
+
+def _decay_is_asked_for(schedule: str, share: float, shape: str) -> str | None:
+    defaults = OptimConfig()
+    if schedule != "wsd" and (share, shape) != (defaults.decay_share, defaults.decay_shape):
+        return (
+            f"{schedule} has no decay_share and no decay_shape: take optim.schedule = 'wsd', or leave them at "
+            f"{defaults.decay_share:g} and {defaults.decay_shape!r}"
+        )
+    return None
+
+
+def _parts_are_known(text: str, keep_products: bool, every: int) -> str | None:
+    parts = listed(text)
+    if unknown := [part for part in parts if part not in PARTS]:
+        return f"{', '.join(unknown)}: no part of the model; the parts are {', '.join(PARTS)}"
+    inner = [part for part in parts if part in ("norms", "attention", "mlp")]
+    if "block" in parts and inner:
+        return f"block covers {', '.join(inner)}: name the one or the others"
+    if not parts and keep_products:
+        return "nothing is recomputed, so recompute.keep_products has nothing to keep; name the parts"
+    if every > 1 and set(parts) <= {"embedding"}:
+        return f"recompute.every = {every} chooses blocks, but no part of a block is named"
+    return None
+
+
+def _budget_needs_inductor(budget: float, enabled: bool, backend: str) -> str | None:
+    if budget < 1 and not (enabled and backend == "inductor"):
+        return f"a memory budget of {budget:g} is the compiler's business: set compile.enabled = true, backend inductor"
+    return None
+
+
+def _mode_needs_inductor(mode: str, enabled: bool, backend: str) -> str | None:
+    if mode != "default" and not (enabled and backend == "inductor"):
+        return f"{mode} is a mode of Inductor: set compile.enabled = true and compile.backend = inductor"
+    return None
+
+
+def _mode_suits_device(mode: str, device: str) -> str | None:
+    if mode == "reduce-overhead" and device == "cpu":
+        return "reduce-overhead replays CUDA graphs, and device = cpu has none; use mode default"
+    return None
+
+
+def _mode_is_deterministic(mode: str, deterministic: bool) -> str | None:
+    if mode == "max-autotune" and deterministic:
+        return "max-autotune chooses kernels by time, which is never the same; with deterministic = true use default"
+    return None
+
+
+def _family_is_known(family: str) -> str | None:
+    return None if family in FAMILIES else f"{family!r} is no family of models; the families are {', '.join(FAMILIES)}"
+
+
+def _fp8_layers_are_there(patterns: str, policy: str, family: str, layers: int) -> str | None:
+    if POLICIES[policy].fp8 is None or family not in FAMILIES:
+        return None
+    # Names do not depend on widths.
+    names = list(graph_of(ModelConfig(family=family, layers=layers)).linears)
+    for pattern in listed(patterns) or [""]:
+        if any(fnmatchcase(name, pattern) for name in ("lm_head", "embed")):
+            return (
+                f"{pattern!r} matches the head or the embedding, which stay out of FP8; name block linears (blocks.*)"
+            )
+        if not any(fnmatchcase(name, pattern) for name in names):
+            return f"{pattern!r} matches no block linear; their names are {names[0]} … {names[-1]}"
+    return None
+
+
+def _onednn_is_for_eager(products: str, device: str, enabled: bool) -> str | None:
+    if products == "onednn" and (device != "cpu" or enabled):
+        return "oneDNN makes the products of eager runs on the CPU: set device = cpu and compile.enabled = false"
+    return None
+
+
+def _scale_is_a_power_of_two(scale: float) -> str | None:
+    if math.frexp(scale)[0] != 0.5 or scale > 2.0**120:
+        return f"{scale:g} is not a power of two (up to 2^120): every other scale would round the gradients once more"
+    return None
+
+
+def _eight_bits_are_asked_for(library: str, name: str) -> str | None:
+    if library != "torchao" and name != "adamw8bit":
+        return f"the 8-bit AdamW of {library} was chosen, but optim.name = {name!r}; take optim.name = 'adamw8bit'"
+    return None
+
+
+def _fused_can_be(fused: bool | str, name: str, device: str) -> str | None:
+    if fused == "auto":
+        return None
+    if not OPTIMIZERS[name].fused:
+        return "8-bit AdamW has one implementation; leave optim.fused = 'auto'"
+    if fused and device == "cpu":
+        return "the fused AdamW is a CUDA kernel, and device = cpu; take optim.fused = 'auto'"
+    return None
+
+
+def _head_has_z_loss(head: str, z_loss: float) -> str | None:
+    if z_loss and head in ("torch", "cce"):
+        return f"the head of {head} knows no z-loss; take loss.head = 'chunked'"
+    return None
+
+
+def _head_suits_policy(head: str, policy: str) -> str | None:
+    if head == "cce" and policy in ("fp64", "fp32", "tf32"):
+        return f"cut-cross-entropy has gradients in bf16 and FP16 alone, not under {policy}; take 'chunked'"
+    if head == "liger" and policy == "fp64":
+        return "Liger's kernel computes in FP32, and fp64 would not be what it says; take 'chunked'"
+    return None
+
+
+def _head_suits_program(head: str, enabled: bool, scope: str) -> str | None:
+    if head in ("liger", "cce") and enabled and scope == "model":
+        return (
+            f"the head of {head} cannot be part of one compiled program (it reads values on the host); "
+            "take compile.scope = 'blocks', which leaves the head out of it"
+        )
+    return None
+
+
+def _sharded_program_is_of_blocks(strategy: str, enabled: bool, scope: str, mode: str) -> str | None:
+    if strategy != "fsdp" or not enabled:
+        return None
+    if scope == "model":
+        return "FSDP gathers weights between blocks, outside any graph; take compile.scope = 'blocks'"
+    if mode != "default":
+        return "a CUDA graph cannot hold weights that FSDP frees and gathers; take compile.mode = 'default'"
+    return None
+
+
+def _eight_bits_can_be_cut(strategy: str, name: str, eight_bit: str) -> str | None:
+    if strategy == "fsdp" and name == "adamw8bit" and eight_bit == "bitsandbytes":
+        return "bitsandbytes' 8-bit optimizer knows no parts of tensors; take optim.eight_bit = 'torchao'"
+    return None
+
+
+def _reduction_of_each_is_exact(each: bool, strategy: str, gradient_dtype: str) -> str | None:
+    if not each:
+        return None
+    if strategy != "fsdp":
+        return "parallel.strategy = 'ddp' sums gradients once a step; take 'fsdp'"
+    if gradient_dtype != "fp32":
+        return f"every micro-batch would be rounded to {gradient_dtype}; take parallel.gradient_dtype = 'fp32'"
+    return None
+
+
+RULES = (
+    Rule(("parallel.strategy", "compile.enabled", "compile.scope", "compile.mode"), _sharded_program_is_of_blocks),
+    Rule(("parallel.strategy", "optim.name", "optim.eight_bit"), _eight_bits_can_be_cut),
+    Rule(
+        ("parallel.reduce_every_micro_batch", "parallel.strategy", "parallel.gradient_dtype"),
+        _reduction_of_each_is_exact,
+    ),
+    Rule(("loss.head", "loss.z_loss"), _head_has_z_loss),
+    Rule(("loss.head", "precision.policy"), _head_suits_policy),
+    Rule(("loss.head", "compile.enabled", "compile.scope"), _head_suits_program),
+    Rule(("optim.eight_bit", "optim.name"), _eight_bits_are_asked_for),
+    Rule(("optim.fused", "optim.name", "device"), _fused_can_be),
+    Rule(("precision.cpu_products", "device", "compile.enabled"), _onednn_is_for_eager),
+    Rule(("precision.loss_scale",), _scale_is_a_power_of_two),
+    Rule(("recompute.parts", "recompute.keep_products", "recompute.every"), _parts_are_known),
+    Rule(("recompute.memory_budget", "compile.enabled", "compile.backend"), _budget_needs_inductor),
+    Rule(("compile.mode", "compile.enabled", "compile.backend"), _mode_needs_inductor),
+    Rule(("compile.mode", "device"), _mode_suits_device),
+    Rule(("compile.mode", "deterministic"), _mode_is_deterministic),
+    Rule(("model.family",), _family_is_known),
+    Rule(("precision.fp8_layers", "precision.policy", "model.family", "model.layers"), _fp8_layers_are_there),
+    Rule(("model.hidden", "model.heads"), _heads_divide_hidden),
+    Rule(("model.heads", "model.kv_heads"), _kv_heads_divide_heads),
+    Rule(("train.batch_size", "train.ranks", "train.micro_batch_size"), _batch_divides),
+    Rule(("train.curriculum", "train.sequence_length", "train.micro_batch_size", "train.steps"), problem),
+    Rule(("optim.warmup_steps", "train.steps"), _warmup_fits),
+    Rule(
+        ("optim.decay_share", "optim.schedule", "optim.warmup_steps", "train.steps"),
+        lambda share, schedule, warmup, steps: _decay_fits(schedule, share, warmup, steps),
+    ),
+    Rule(("optim.schedule", "optim.decay_share", "optim.decay_shape"), _decay_is_asked_for),
+)
+
+
+def broken_rules(flat: Mapping[str, Any]) -> list[tuple[tuple[str, ...], str]]:
+    """(keys, what is wrong) of each rule that does not hold; rules whose keys are not all there are passed over."""
+    broken = []
+    for rule in RULES:
+        if all(key in flat for key in rule.keys):
+            message = rule.check(*(flat[key] for key in rule.keys))
+            if message:
+                broken.append((rule.keys, message))
+    return broken

@@ -1,0 +1,367 @@
+"""The sections of a run's configuration: frozen pydantic models. Derived values are properties."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from lockstep.core.components.choice import OneOf
+from lockstep.core.components.optimizers import OPTIMIZERS
+from lockstep.core.components.precision import POLICIES, PrecisionPolicy, Recipe
+from lockstep.core.config.curriculum import pieces
+from lockstep.core.files.paths import path_problem
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Interval = Annotated[int, Field(ge=0, description="in optimizer steps; 0 = never")]
+
+
+def _can_be_a_path(text: str) -> str:
+    if problem := path_problem(text):
+        raise ValueError(problem)
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_can_be_a_path)]
+
+
+def _is_a_curriculum(text: str) -> str:
+    pieces(text)
+    return text
+
+
+def listed(text: str) -> list[str]:
+    """The words of a setting that lists several, separated by commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration that refuses keys that it does not know, infinities and NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Llama 3: RMSNorm, RoPE, grouped-query attention, SwiGLU (Grattafiori et al. 2024, section 3.2)."""
+
+    family: str = Field("llama", description="which operations the model is made of")
+    vocab_size: Positive = Field(4096, description="rows of the embedding; must cover the tokenizer")
+    hidden: Positive = Field(256, description="width of the residual stream")
+    layers: Annotated[int, Field(gt=0, le=10_000)] = Field(6, description="transformer blocks")
+    heads: Positive = Field(8, description="query heads")
+    kv_heads: Positive = Field(4, description="key and value heads; heads / kv_heads queries share one")
+    ffn_hidden: Positive = Field(768, description="width inside SwiGLU")
+    norm_eps: Annotated[float, Field(gt=0)] = Field(1e-5, description="RMSNorm epsilon")
+    rope_theta: Annotated[float, Field(gt=1)] = Field(500_000.0, description="RoPE base frequency")
+    tied: bool = Field(True, description="the head shares the embedding's weights")
+    qkv_bias: bool = Field(False, description="biases on the query, key and value projections")
+    o_bias: bool = Field(False, description="bias on attention's output projection")
+    mlp_bias: bool = Field(False, description="biases on SwiGLU's projections")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden // self.heads
+
+
+class DataConfig(Section):
+    """Where the token shards are and how they are held."""
+
+    path: PathText = Field("data/stdlib", description="folder that `lockstep data prepare` wrote")
+    source: PathText = Field("", description="text to prepare: file, folder or glob; empty = Python's standard library")
+    column: str = Field("text", description="key or column of the text in JSON lines and parquet")
+    tokenizer: PathText = Field("", description="a tokenizer.json to use; empty = train one of model.vocab_size")
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.01, description="share of documents held out")
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = Field(0, description="seed of the order of samples")
+    memory_limit_gib: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="shards are held in RAM up to this size, else memory-mapped; 0 = a quarter of the free memory"
+    )
+    prefetch: Positive = Field(4, description="batches that the background thread keeps ready")
+
+
+class TrainConfig(Section):
+    """How long, and how a step's batch is cut."""
+
+    steps: Positive = Field(200, description="optimizer steps")
+    batch_size: Positive = Field(16, description="sequences an optimizer step, over all ranks")
+    micro_batch_size: Positive = Field(16, description="sequences that one rank computes at a time")
+    sequence_length: Positive = Field(128, description="tokens a sequence")
+    curriculum: Annotated[str, AfterValidator(_is_a_curriculum)] = Field(
+        "",
+        description="tokens a sequence by share of the steps, at as many tokens a step (`2048:0.9, 4096:0.1`); "
+        "sequence_length is one of them, and batch_size and micro_batch_size count sequences of that one; empty = no "
+        "other",
+    )
+    ranks: Positive = Field(1, description="data-parallel processes")
+    on_not_finite: Literal["stop", "skip"] = Field(
+        "stop", description="a step whose loss or gradients are not finite: end the run, or leave it out and count it"
+    )
+    skips_in_a_row: Positive = Field(10, description="on_not_finite = skip: so many left out one after another stop it")
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that one rank accumulates in a step."""
+        return self.batch_size // (self.ranks * self.micro_batch_size)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Every number of tokens a sequence that a step of the run has, in the run's order."""
+        return tuple(dict.fromkeys(piece.length for piece in pieces(self.curriculum))) or (self.sequence_length,)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence of the run."""
+        return max(self.lengths)
+
+    def micro_batch_of(self, length: int) -> int:
+        """Sequences that one rank computes at a time if they have `length` tokens: as many tokens at any of the run's.
+
+        Of a length that is not the run's, `micro_batch_size`.
+        """
+        of_run = length in self.lengths
+        return self.micro_batch_size * self.sequence_length // length if of_run else self.micro_batch_size
+
+
+class OptimConfig(Section):
+    """Optimizer, schedule (docs/guide/schedules.md), clipping; rate and decay by parameter group (core/model/names.py).
+
+    A group's learning rate is the schedule's times its `…_lr_scale` times what the width and batch rules say.
+    """
+
+    name: Annotated[str, OneOf(OPTIMIZERS)] = Field(
+        "adamw", description="AdamW; AdamW with 8-bit moments; Muon for the matrices and AdamW for the rest"
+    )
+    eight_bit: Literal["torchao", "bitsandbytes"] = Field("torchao", description="adamw8bit: whose 8-bit optimizer")
+    fused: bool | Literal["auto"] = Field(
+        "auto", description="AdamW in one kernel (CUDA), or a list operation at a time; auto: one kernel on CUDA"
+    )
+    peak_lr: Annotated[float, Field(gt=0)] = Field(3e-3, description="learning rate at the end of the warm-up")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
+    warmup_steps: Count = Field(20, description="steps of linear warm-up")
+    schedule: Literal["cosine", "wsd", "linear"] = Field(
+        "cosine", description="after the warm-up: half a cosine; stable, then a decay; a straight line"
+    )
+    decay_share: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="wsd: share of the steps that decays")
+    decay_shape: Literal["linear", "sqrt"] = Field("sqrt", description="wsd: a straight line, or 1 − √(share done)")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the first moment")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="decay of the second moment")
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to √v̂")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="of the group `matrices`")
+    embedding_weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of the embedding, tied head or not")
+    head_weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of an untied head")
+    gains_weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of the norms' gains")
+    matrices_lr_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="learning rate of the matrices / lr")
+    embedding_lr_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="learning rate of the embedding / lr")
+    head_lr_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="learning rate of an untied head / lr")
+    gains_lr_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="learning rate of gains and biases / lr")
+    base_width: Count = Field(0, description="matrices' rate × base_width / hidden (Yang et al. 2022); 0 = off")
+    base_batch: Count = Field(0, description="every rate × √(batch_size / base_batch); 0 = off")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="Muon: decay of the momentum")
+    nesterov: bool = Field(True, description="Muon: Nesterov's form of the momentum")
+    ns_steps: Annotated[int, Field(gt=0, lt=100)] = Field(5, description="Muon: Newton–Schulz iterations")
+    ns_dtype: Literal["bf16", "fp32"] = Field("bf16", description="Muon: precision of the Newton–Schulz iterations")
+    clip_norm: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="limit of the global gradient norm; 0 = no clipping"
+    )
+
+
+class PrecisionConfig(Section):
+    """Which casts the model makes (torch_backend/precision.py and its twin jax_backend/precision.py)."""
+
+    policy: Annotated[str, OneOf(POLICIES)] = Field(
+        "bf16",
+        description="operands of the matrix products; fp64, fp32: no casts; fp8: bf16 but for the block linears",
+    )
+    cpu_products: Literal["auto", "blas", "onednn"] = Field(
+        "auto",
+        description="FP32 products on the CPU in eager: of torch's BLAS, or of oneDNN, which sums in another order; "
+        "auto: oneDNN's under fp32 and tf32",
+    )
+    fp8_layers: str = Field("blocks.*", description="block linears in FP8, by name: patterns, separated by commas")
+    fp8_fast_accumulation: bool = Field(True, description="FP8 on Hopper: the output's sums in its short accumulator")
+    loss_scale: Annotated[float, Field(gt=0)] = Field(65536.0, description="fp16: the first loss scale, a power of two")
+    loss_scale_interval: Positive = Field(2000, description="fp16: finite steps after which the loss scale doubles")
+
+    @property
+    def chosen(self) -> PrecisionPolicy:
+        """The policy itself."""
+        return POLICIES[self.policy]
+
+    @property
+    def operand(self) -> str:
+        """The format of the operands of every matrix product outside FP8."""
+        return self.chosen.operand
+
+    @property
+    def stream(self) -> str:
+        """The format of everything but matrix operands: `fp32`, or `fp64`."""
+        return self.chosen.stream
+
+    @property
+    def fp8(self) -> Recipe | None:
+        """Which numbers share a scale in FP8: all of a tensor, or those of a row; None without FP8."""
+        return self.chosen.fp8
+
+    @property
+    def couples_sequences(self) -> bool:
+        """Whether what becomes of a sequence depends on the others of its micro-batch: FP8's scales are theirs too."""
+        return self.fp8 is not None
+
+    def is_fp8(self, linear: str) -> bool:
+        """Whether a linear layer of a block, by its module's canonical name, computes in FP8."""
+        return self.fp8 is not None and any(fnmatchcase(linear, pattern) for pattern in listed(self.fp8_layers))
+
+
+# Whose loss head may stand in for Lockstep's own: torch.nn.functional.linear_cross_entropy, Liger-Kernel,
+# cut-cross-entropy.
+LIBRARIES = ("torch", "liger", "cce")
+
+
+class LossConfig(Section):
+    """The head: from the final norm's output to the loss."""
+
+    head: Literal["full", "chunked", "torch", "liger", "cce"] = Field(
+        "chunked",
+        description="whole logits at once; so many tokens' at a time, gradients made in the forward pass; or the head "
+        "of torch (2.13), liger-kernel or cut-cross-entropy, without logits (docs/results/library_heads.md)",
+    )
+    chunk: Positive = Field(4096, description="tokens of a chunk; liger and cce choose their own")
+    z_loss: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="weight of logsumexp(logits)² in each token's loss (Chowdhery et al. 2022)"
+    )
+
+    @property
+    def of_library(self) -> bool:
+        """Whether the head is a library's, which shows no logits."""
+        return self.head in LIBRARIES
+
+
+class AttentionConfig(Section):
+    """How attention is computed, and what a token may see."""
+
+    kernel: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "flex"] = Field(
+        "auto", description="which kernel; auto: torch's choice on CPU, cuDNN's on CUDA"
+    )
+    document_mask: bool = Field(False, description="tokens see their own document only")
+    reset_positions: bool = Field(False, description="positions count from 0 in each document")
+
+    @property
+    def needs_documents(self) -> bool:
+        """Whether a batch must say which document each token belongs to."""
+        return self.document_mask or self.reset_positions
+
+
+# Parts of the model that the backward pass may compute again.
+PARTS = ("embedding", "norms", "attention", "mlp", "block")
+
+
+class RecomputeConfig(Section):
+    """Activation checkpointing: what the backward pass computes again instead of keeping it."""
+
+    parts: str = Field(
+        "", description="of embedding, norms, attention, mlp, block; separated by commas; empty = keep everything"
+    )
+    every: Positive = Field(1, description="in every so-manieth block")
+    keep_products: bool = Field(False, description="what matrix products gave is kept all the same (selective)")
+    memory_budget: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the activations that the compiler may keep; 1 = its own choice"
+    )
+
+    @property
+    def chosen(self) -> frozenset[str]:
+        """The parts."""
+        return frozenset(listed(self.parts))
+
+
+class CompileConfig(Section):
+    """torch.compile of the forward and backward pass, fullgraph."""
+
+    enabled: bool = Field(True, description="compile; off = eager")
+    backend: Literal["inductor", "aot_eager"] = Field("inductor", description="aot_eager traces but generates no code")
+    scope: Literal["model", "blocks"] = Field("model", description="one program, or one for all blocks and one a rest")
+    mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
+        "default", description="reduce-overhead: CUDA graphs; max-autotune: with kernels tried out"
+    )
+
+
+class ParallelConfig(Section):
+    """Data parallel training over `train.ranks` processes (torchrun)."""
+
+    strategy: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="whole weights on every rank, or weights, gradients and moments cut over ranks (FSDP2)"
+    )
+    reshard_after_forward: bool = Field(
+        True, description="fsdp: a block's gathered weights are freed after its forward pass, and gathered again"
+    )
+    reduce_every_micro_batch: bool = Field(
+        False, description="fsdp: gradients are summed after each micro-batch, and no rank keeps whole ones; off: once"
+    )
+    gradient_dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="in which gradients are summed over ranks"
+    )
+    bucket_mb: Positive = Field(25, description="gradients that are reduced together, in MB")
+    timeout_seconds: Positive = Field(
+        600, description="a rank that keeps the others waiting for so long is given up; programs are compiled in it"
+    )
+
+
+class EvalConfig(Section):
+    """Validation on held-out documents."""
+
+    every: Interval = 50
+    batches: Positive = Field(4, description="micro-batches of the validation split")
+
+
+class CheckpointConfig(Section):
+    """Checkpoints: always at the end, on Ctrl-C and SIGTERM, and at these intervals."""
+
+    every: Interval = 0
+    keep: Positive = Field(2, description="last checkpoints that are kept")
+    keep_every: Interval = Field(0, description="of these steps' multiples all are kept; 0 = none")
+    best: bool = Field(True, description="write and keep that of the lowest validation loss")
+
+
+class ParityConfig(Section):
+    """Checks against the reference during training (`lockstep train --parity.every N`)."""
+
+    every: Interval = 0
+    queue: Positive = Field(2, description="checks that may wait for the reference; more are skipped and counted")
+    record_every: Interval = Field(
+        0, description="sketches of a step kept for `lockstep replay`, without a reference; checked steps keep theirs"
+    )
+    timeout_seconds: Positive = Field(
+        1800, description="a reference that gives nothing for so long, with a check to judge, is ended"
+    )
+    reference_devices: Positive = Field(
+        1, description="devices of the reference: sequences, weights and moments are cut over them (JAX)"
+    )
+    on_alarm: Literal["log", "stop", "roll_back"] = Field(
+        "log", description="after a check that disagreed: go on, stop, or stop at the last checkpoint before it"
+    )
+
+    def due(self, step: int) -> bool:
+        """Whether step `step` is checked: every `every` steps, and step 1."""
+        return self.every > 0 and (step % self.every == 0 or step == 1)
+
+
+class LogConfig(Section):
+    """Values that cost something, each at its own interval, and where records go."""
+
+    norms_every: Interval = Field(10, description="parameter, gradient and update norms by group")
+    memory_every: Interval = Field(10, description="memory in use, and its peak")
+    fp32_loss_every: Interval = Field(50, description="cross-entropy recomputed in FP32 from FP32 weights on a slice")
+    fp32_loss_sequences: Positive = Field(8, description="sequences of train.sequence_length in that slice")
+    attention_logits_every: Interval = Field(50, description="largest attention logit of each layer on a slice")
+    attention_logits_sequences: Positive = Field(2, description="sequences in that slice")
+    spike_sigma: Annotated[float, Field(ge=0)] = Field(
+        6.0,
+        description="a loss so many deviations above the last ones has its batch kept (docs/guide/seeing.md); 0 = off",
+    )
+    sample_every: Interval = Field(0, description="a text sample from the prompt")
+    sample_prompt: str = Field("The meaning of life is ", description="prompt of the sample")
+    sample_tokens: Positive = Field(50, description="tokens of the sample")
+    nvtx: bool = Field(False, description="NVTX ranges around the parts of a step, for Nsight Systems (torch on CUDA)")
+    wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases")
+    wandb_project: str = Field("lockstep", description="project of Weights & Biases")

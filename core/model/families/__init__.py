@@ -1,0 +1,25 @@
+"""Model families by name (`model.family`). A new family is a file here and an entry in FAMILIES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from lockstep.core.config.sections import AttentionConfig, LossConfig, ModelConfig
+from lockstep.core.model.families import llama
+from lockstep.core.model.graph import Graph, Operation
+
+Family = Callable[[ModelConfig, AttentionConfig, LossConfig], list[Operation]]
+
+FAMILIES: dict[str, Family] = {"llama": llama.operations}
+
+
+@lru_cache(maxsize=32)
+def graph_of(model: ModelConfig, attention: AttentionConfig | None = None, loss: LossConfig | None = None) -> Graph:
+    """The graph of a model.
+
+    attention: of the run, for what its operations read from the batch; without it, nothing. loss: of the run, for a
+    library's head, which is one operation from the final norm's output to the NLL; without it, Lockstep's own head.
+    Raises KeyError for an unknown family.
+    """
+    return Graph.of(FAMILIES[model.family](model, attention or AttentionConfig(), loss or LossConfig()))
