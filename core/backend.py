@@ -65,6 +65,12 @@ class Batch:
             if (np.diff(self.documents, axis=1) < 0).any():
                 raise ValueError("documents must not fall along a sequence: each is one stretch of tokens")
 
+    def require_tokens_below(self, vocab_size: int) -> None:
+        """Raise ValueError unless tokens and targets are in [0, vocab_size): kernels look them up."""
+        for name, ids in (("tokens", self.tokens), ("targets", self.targets)):
+            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+                raise ValueError(f"{name} lie in [{ids.min()}, {ids.max()}], outside the vocabulary of {vocab_size}")
+
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """Its arrays by name, in the order of the digest; `documents` only where there are any."""

@@ -1,4 +1,7 @@
-"""Backends by name: `module:NAME` or `FILE.py:NAME`, NAME a callable without arguments that returns a `Backend`."""
+"""Backends by name: `module:NAME` or `FILE.py:NAME`, NAME a callable without arguments that returns a `Backend`.
+
+The name is an order to run that code. It comes from a command line, and never from a file (scripts/backends.py).
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,13 @@ def load_backend(spec: str) -> Backend:
 
 
 def _from_module(name: str) -> object:
-    """A module; one beside which the command was called is found as well, after what is installed."""
+    """A module that is installed, or one that lies where the command was called.
+
+    For an installed one that folder stays out of the way: it may be anybody's, and modules that are not installed would
+    be looked for in it.
+    """
     here = str(Path.cwd())
-    if here not in sys.path:
+    if importlib.util.find_spec(name.partition(".")[0]) is None and here not in sys.path:
         sys.path.append(here)
     return importlib.import_module(name)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import os
+import shutil
 import stat
 import sys
 import tempfile
@@ -17,7 +19,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The reference's programs take longer to compile than to run: the next command finds them, as Inductor's are found. Not
 # in the home directory, which machines with other processors may share; and as they are run as they are found, only in
 # a folder that is this user's and that no other may write to.
-_FOLDER = os.path.join(tempfile.gettempdir(), f"lockstep_jax_{os.getuid() if hasattr(os, 'getuid') else 'user'}")
+_USER = os.getuid() if hasattr(os, "getuid") else "user"
+_FOLDER = os.path.join(tempfile.gettempdir(), f"lockstep_jax_{_USER}")
+_INDUCTOR = os.path.join(tempfile.gettempdir(), f"lockstep_inductor_{_USER}")
 
 
 def owned(folder: str) -> bool:
@@ -35,6 +39,22 @@ def owned(folder: str) -> bool:
 if owned(_FOLDER):
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _FOLDER)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+
+def own_inductor_cache() -> None:
+    """Set where torch.compile keeps programs, which it loads and unpickles, unless the environment says where.
+
+    Its own default is a folder of a known name in /tmp, which anybody may have made before. Where ours was, the
+    programs go into a new folder that ends with this process.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    folder = _INDUCTOR
+    if not owned(folder):
+        folder = tempfile.mkdtemp(prefix="lockstep_inductor_")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+
 
 COMMANDS = {
     "data prepare": ("lockstep.scripts.commands.data_prepare", "text, JSON lines or parquet → token shards"),
@@ -90,6 +110,9 @@ USAGE = "\n".join(
 def main() -> None:
     """Entry point of the `lockstep` command."""
     # None if it was closed, and not every library knows of that.
+    # Processes that are started from here import nothing from the folder in which the command was called.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    own_inductor_cache()
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # What the terminal's encoding lacks is escaped, as Python does on stderr.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import UserError
+from lockstep.core.sinks.visible import markdown
 
 
 def read_results(path: Path, suite: str, schema: int) -> dict[str, Any]:
@@ -25,6 +26,6 @@ def read_results(path: Path, suite: str, schema: int) -> dict[str, Any]:
 def write_page(path: Path, text: str) -> None:
     """Write a page. Raises UserError if it cannot be written."""
     try:
-        path.write_text(text)
+        path.write_text(markdown(text))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import operator
 import os
 import re
 import shutil
@@ -19,6 +21,7 @@ import numpy as np
 
 from lockstep.core.backend import Arrays, Session, State, Writes, Writing
 from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import is_inside, require_file
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -220,6 +223,8 @@ def verify_checkpoint(folder: Path) -> dict[str, Any]:
     """Its manifest, once every file is found to be what was written. Raises CorruptCheckpoint."""
     manifest = _read_manifest(folder)
     for name, entry in manifest["files"].items():
+        if not is_inside(name):
+            raise CorruptCheckpoint(f"{folder / MANIFEST} names {name!r}, which is no file of this folder")
         _verify(folder / name, entry)
     return manifest
 
@@ -237,14 +242,25 @@ def read_state(folder: Path, step: int, scalars: Mapping[str, float]) -> State:
             continue
         tensors, offsets = _load(path)
         if offsets is None:
+            require_names(path.stem, *tensors)
             found[path.stem] = tensors
         else:
             for name, tensor in tensors.items():
                 parts.setdefault(name, []).append((offsets[name], tensor))
     for name, of_tensor in parts.items():
         kind, _, parameter = name.partition("/")
+        require_names(kind, parameter)
         found.setdefault(kind, {})[parameter] = _joined(name, of_tensor)
     return State(step, found.pop(PARAMS), found, dict(scalars))
+
+
+def require_names(kind: str, *parameters: str) -> None:
+    """Raise ValueError unless these can be names in a state: files and keys of stores are called so."""
+    for name in parameters:
+        if not name or "/" in name:
+            raise ValueError(f"{name!r} cannot be the name of a parameter")
+    if not _KIND.fullmatch(kind):
+        raise ValueError(f"{kind!r} cannot be the name of optimizer state")
 
 
 def read_random(folder: Path) -> dict[str, np.ndarray]:
@@ -304,18 +320,28 @@ def _load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, list[int]] | Non
 
 
 def offsets_of(file: Any) -> dict[str, list[int]] | None:
-    """Where each tensor of an open file of safetensors begins in its whole; None if the file holds no parts."""
+    """Where each tensor of an open file of safetensors begins in its whole; None if the file holds no parts.
+
+    Raises ValueError if its metadata does not say it.
+    """
     shards = (file.metadata() or {}).get(_SHARDS)
-    return None if shards is None else {name: entry["saved_offsets"] for name, entry in json.loads(shards).items()}
+    if shards is None:
+        return None
+    try:
+        return {name: [*map(operator.index, e["saved_offsets"])] for name, e in json.loads(shards).items()}
+    except (AttributeError, TypeError, KeyError) as error:
+        raise ValueError(f"{_SHARDS} in its metadata does not say where parts begin: {error}") from error
 
 
 def _joined(name: str, parts: list[tuple[list[int], np.ndarray]]) -> np.ndarray:
     if len(parts) == 1 and not any(parts[0][0]):
         return parts[0][1]
     ends = np.array([np.add(offset, part.shape) for offset, part in parts])
-    whole = np.empty(ends.max(axis=0), parts[0][1].dtype)
-    if sum(part.size for _, part in parts) != whole.size:
+    shape = ends.max(axis=0).tolist()
+    # Before there is room for them: the file says where they lie.
+    if sum(part.size for _, part in parts) != math.prod(shape):
         raise ValueError(f"parts of {name} are missing")
+    whole = np.empty(shape, parts[0][1].dtype)
     for offset, part in parts:
         whole[tuple(slice(at, at + n) for at, n in zip(offset, part.shape, strict=True))] = part
     return whole
@@ -340,6 +366,7 @@ def _seal_folder(folder: Path, writing: Writing, extra: Mapping[str, Any]) -> No
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
+    require_file(path)
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         seal = manifest.pop("sha256")
@@ -360,6 +387,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _verify(path: Path, entry: Mapping[str, Any]) -> None:
+    require_file(path)
     try:
         size = path.stat().st_size
         if size != entry["size"]:

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.backend import Arrays, Draws, Session
+from lockstep.core.errors import UserError
 
+# Words of a Mersenne Twister's state (Matsumoto & Nishimura 1998).
+_WORDS = 624
 PYTHON, NUMPY, SESSION = "python", "numpy", "session/"
 
 
@@ -34,12 +37,18 @@ def random_state(session: Session) -> dict[str, np.ndarray]:
 
 
 def restore_random_state(session: Session, states: Arrays) -> None:
-    """Take over what `random_state` gave; what is not there stays as it is."""
+    """Take over what `random_state` gave; what is not there stays as it is.
+
+    Raises UserError for a state of numpy's that numpy would take and read beyond.
+    """
     if PYTHON in states:
         kept = states[f"{PYTHON}/gauss"]
         random.setstate((3, tuple(int(n) for n in states[PYTHON]), float(kept[0]) if len(kept) else None))
     if NUMPY in states:
         kept, key = states[f"{NUMPY}/gauss"], states[NUMPY]
+        # numpy takes any position, and reads the memory there.
+        if key.shape != (_WORDS + 1,) or not 0 <= int(key[-1]) <= _WORDS:
+            raise UserError(f"the random states hold {NUMPY!r}, which is not the state of a Mersenne Twister")
         np.random.set_state(("MT19937", key[:-1], int(key[-1]), len(kept), float(kept[0]) if len(kept) else 0.0))
     if isinstance(session, Draws):
         session.set_random_state({k.removeprefix(SESSION): v for k, v in states.items() if k.startswith(SESSION)})

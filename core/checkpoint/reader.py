@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from lockstep.core.backend import State
-from lockstep.core.checkpoint.format import PARAMS, RANDOM, offsets_of
+from lockstep.core.checkpoint.format import PARAMS, RANDOM, offsets_of, require_names
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Stored:
             offsets = offsets_of(file)
             for key in file.keys():  # noqa: SIM118 - not a mapping
                 kind, name = (path.stem, key) if offsets is None else key.split("/", 1)
+                require_names(kind, name)
                 shape = tuple(file.get_slice(key).get_shape())
                 begin = tuple(offsets[key]) if offsets else (0,) * len(shape)
                 self._parts.setdefault((kind, name), []).append(_Part(file, key, begin, shape))

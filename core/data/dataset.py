@@ -14,6 +14,7 @@ from lockstep.core.data.memory import available_memory_bytes
 from lockstep.core.data.shards import ShardFile, ShardHeader, Tokens, map_tokens, read_header, verify_shard
 from lockstep.core.data.tokenizer import TextTokenizer, load_tokenizer
 from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import require_file
 
 # What may be held in memory when nobody says: other things run on the machine as well.
 _MEMORY_SHARE = 4
@@ -159,6 +160,7 @@ class TokenDataset:
 
 
 def _check_tokenizer(path: Path, index: DatasetIndex) -> None:
+    require_file(path)
     try:
         content = path.read_bytes()
     except OSError as error:

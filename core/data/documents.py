@@ -19,6 +19,8 @@ Span = tuple[int, int]
 
 # Enough to tell a checkpoint or a picture from text without reading gigabytes of it.
 _HEAD_BYTES = 1 << 16
+# No document is so long; a few compressed bytes can be any number of the same one.
+_LONGEST_LINE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,11 @@ def _read_json_lines(file: SourceFile, column: str, spans: Sequence[Span] | None
             stream.seek(start)
             position = start
             while stop is None or position < stop:
-                line = stream.readline()
+                line = stream.readline(_LONGEST_LINE + 1)
                 if not line:
                     break
+                if len(line) > _LONGEST_LINE:
+                    raise UserError(f"{file.path}, at byte {position}: a line of more than {_LONGEST_LINE:,} bytes")
                 begin, position = position, position + len(line)
                 if line.strip():
                     yield Document(begin, position, _json_text(line, column, file.path, begin))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.data.shards import FORMAT_VERSION
+from lockstep.core.data.shards import FORMAT_VERSION, require_shard_name
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import canonical_json, read_sealed_json, write_sealed_json
 
@@ -158,6 +158,8 @@ def _split_content(split: SplitEntry) -> dict[str, Any]:
 
 
 def _split_entry(content: dict[str, Any]) -> SplitEntry:
+    for shard in content["shards"]:
+        require_shard_name(shard["file"])
     return SplitEntry(
         shards=tuple(ShardEntry(**shard) for shard in content["shards"]),
         unigram_entropy=content["unigram_entropy_nats"],

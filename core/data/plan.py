@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.data.catalog import Catalog
-from lockstep.core.data.shards import FORMAT_VERSION
+from lockstep.core.data.shards import FORMAT_VERSION, require_shard_name, shard_name
 from lockstep.core.data.sources import SourceFile, SourceListing
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import read_sealed_json, write_sealed_json
@@ -63,7 +63,7 @@ def plan_shards(catalog: Catalog, shard_text_bytes: float) -> Iterator[ShardPlan
         borders = np.flatnonzero(np.diff(bins)) + 1
         for number, members in enumerate(np.split(documents, borders) if documents.size else []):
             yield ShardPlan(
-                file=f"{split}_{number:05d}.bin",
+                file=shard_name(split, number),
                 split=split,
                 documents=members.size,
                 text_bytes=int(catalog.text_bytes[members].sum()),
@@ -102,6 +102,8 @@ def read_plan(folder: Path) -> Plan | None:
     content = read_sealed_json(path, indent=None)
     if content.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{path} is of another version of Lockstep; prepare the data again with --force")
+    for shard in content["shards"]:
+        require_shard_name(shard["file"])
     return Plan(
         identity=content["identity"],
         listing=SourceListing(content["description"], tuple(SourceFile(*file) for file in content["files"])),

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.errors import UserError
-from lockstep.core.files.atomic import write_atomically
+from lockstep.core.files.atomic import require_file, write_atomically
 
 FORMAT_VERSION = 1
 
@@ -37,6 +38,8 @@ _DIGEST_BYTES = 32
 _HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
 _CHUNK_BYTES = 1 << 24
 _LARGEST_SHORT_VOCABULARY = 1 << 16
+
+_NAME = re.compile(r"(train|val)_\d{5,}\.bin")
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -64,6 +67,17 @@ class ShardHeader:
     def file_bytes(self) -> int:
         """The size that the file must have."""
         return self.tokens_offset + self.tokens * self.token_bytes
+
+
+def shard_name(split: str, number: int) -> str:
+    """The file of a split's shard."""
+    return f"{split}_{number:05d}.bin"
+
+
+def require_shard_name(name: object) -> None:
+    """Raise UserError unless an index or a plan can name a file so: what it names is read, written and removed."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UserError(f"{name!r} is no name of a shard; prepare the data again with --force")
 
 
 def token_bytes_for(vocab_size: int) -> int:
@@ -122,6 +136,7 @@ def read_header(path: Path) -> ShardHeader:
     Raises:
         UserError: the file is missing, is no shard, has another version, or its size is not what the header says.
     """
+    require_file(path)
     try:
         with open(path, "rb") as file:
             raw = file.read(_HEADER_BYTES)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lockstep.core.data.grouping import grouped
 from lockstep.core.errors import UserError
-from lockstep.core.files.atomic import canonical_json
+from lockstep.core.files.atomic import canonical_json, require_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -122,6 +122,7 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
     Raises:
         UserError: the file cannot be read, or see `TextTokenizer`.
     """
+    require_file(Path(path))
     try:
         content = Path(path).read_bytes()
     except OSError as error:

@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         raise UserError(f"cannot write {path}: it is there, and no file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
-        with open(temporary, "wb") as file:
+        # Made anew: a link of that name would have something else written over.
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
@@ -46,8 +49,40 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             temporary.unlink()
 
 
+def is_inside(name: str) -> bool:
+    """Whether a name from a file is that of something below a folder, and leads nowhere else."""
+    return bool(name) and not name.startswith("/") and not {"", ".", ".."} & set(name.split("/"))
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether `path` is a symbolic link that leads out of `folder`."""
+    return path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def links_out(folder: Path, but: str = "") -> Iterator[Path]:
+    """Symbolic links below `folder` that lead out of it. but: a folder of `folder` that is not entered."""
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(place, name)
+            if leads_out(path, folder):
+                yield path
+        if but in folders and Path(place) == folder:
+            folders.remove(but)
+
+
+def require_file(path: Path) -> None:
+    """Raise UserError if `path` is a pipe, a device or a socket: who opens one may wait or read for ever."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return  # whoever opens it says what is wrong
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise UserError(f"cannot read {path}: it is no file")
+
+
 def read_whole(path: Path) -> bytes:
-    """The bytes of a file. Raises UserError if it is missing or cannot be read."""
+    """The bytes of a file. Raises UserError if it is missing, no file or cannot be read."""
+    require_file(path)
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -83,6 +118,7 @@ def read_sealed_json(
     Raises:
         UserError: the file cannot be read, is not JSON, or was changed after it was written.
     """
+    require_file(path)
     try:
         raw = path.read_bytes()
     except OSError as error:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import UserError
-from lockstep.core.files.atomic import write_atomically
+from lockstep.core.files.atomic import require_file, write_atomically
 
 CHECKSUM = "crc32"
 _END = f'"{CHECKSUM}": "%08x"}}'
@@ -108,6 +108,7 @@ def sealed_line(value: Mapping[str, Any]) -> bytes:
 
 def scan_lines(path: Path) -> Iterator[Line]:
     """Every line, the damaged ones too. A missing file has none. Raises UserError if the file cannot be read."""
+    require_file(path)
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):

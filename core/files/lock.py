@@ -26,7 +26,8 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK_NAME
         try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            # Of a link, what it leads to would be emptied.
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         except OSError as error:
             raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,8 @@ OPERATOR, RANGE = "cpu_op", "user_annotation"
 # Names of ranges: a step of the profiler's own, and the parts of a step (torch_backend/tools/nvtx.py).
 STEP, PART = "ProfilerStep#", "lockstep."
 GZIP = b"\x1f\x8b"
+# How many times smaller gzip makes a trace, at most: 10 to 30 times is usual, 1000 is what gzip can do.
+MOST_PACKED = 200
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,11 @@ class Event:
 
 def read_trace(path: Path) -> list[Event]:
     """The events of a trace, gzip or not, by their starts. Raises UserError if it is none, or holds none."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for, a device read for ever
-        raise UserError(f"{path} is not a file")
     raw = read_whole(path)
     try:
-        body = json.loads(gzip.decompress(raw) if raw.startswith(GZIP) else raw)
+        body = json.loads(_unpacked(raw, path) if raw.startswith(GZIP) else raw)
+    except UserError:
+        raise
     except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:
         raise UserError(f"{path} is no trace of PyTorch's profiler: it is not JSON") from error
     listed: Any = body.get("traceEvents") if isinstance(body, dict) else body
@@ -56,6 +59,18 @@ def read_trace(path: Path) -> list[Event]:
     if not events:
         raise UserError(f"{path} holds no event that took time: nothing was profiled")
     return events
+
+
+def _unpacked(raw: bytes, path: Path) -> bytes:
+    """The contents of a gzip file. Raises UserError if they are so many times as large that they are no trace."""
+    most = MOST_PACKED * len(raw)
+    with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise UserError(
+            f"{path} unpacks to more than {MOST_PACKED} times its size: no trace does; gunzip it if it is one"
+        )
+    return found
 
 
 def events_of(listed: Iterable[Mapping[str, Any]]) -> list[Event]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -20,8 +22,8 @@ from lockstep.core.run.history import branches_begun, in_words
 
 # One script, in this order: each file speaks of what stands before it.
 SCRIPTS = ("page.js", "cells.js", "map.js", "depth.js", "bias.js", "links.js")
-# The page may load nothing: what it shows is in it.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
+# The page may load nothing and run nothing but its own script: what it shows is in it, and names in it are anybody's.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{}'; base-uri 'none'; form-action 'none'"
 
 
 def build_report(run_dir: Path, warn: Callable[[str], None] = lambda note: None) -> str:
@@ -77,15 +79,17 @@ def build_report(run_dir: Path, warn: Callable[[str], None] = lambda note: None)
 
 def page(title: str, body: str, data: Mapping[str, Any], scripts: Sequence[str]) -> str:
     """One HTML page that needs nothing but a browser. data: for its scripts, files of this package, in order."""
+    script = f"\n{''.join(map(_asset, scripts))}"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY.format(digest)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{esc(title)}</title>\n"
         f"<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
         f'<script type="application/json" id="data">{embed(data)}</script>\n'
-        f"<script>\n{''.join(map(_asset, scripts))}</script>\n</body>\n</html>\n"
+        f"<script>{script}</script>\n</body>\n</html>\n"
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import leads_out
 from lockstep.core.files.jsonl import damage, in_ranges, scan_lines
 from lockstep.core.run.info import read_info, require_unchanged
 
@@ -89,6 +90,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _text(path: Path, notes: list[str]) -> str:
+    # The page shows it whole, and may be sent on: not any file of this machine that a link names.
+    if leads_out(path, path.parent):
+        notes.append(f"{path.name} is a link that leads out of the run, and was left out.")
+        return ""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

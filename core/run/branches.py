@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ from lockstep.core.checkpoint.format import checkpoint_step, list_checkpoints
 from lockstep.core.config.file import load_config
 from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import read_lines
-from lockstep.core.run.directory import CHECKS, CONFIG, OBSERVATIONS, RECORDS, RunDir, observation_files
+from lockstep.core.run.directory import CHECKS, CONFIG, INFO, OBSERVATIONS, RECORDS, RunDir, observation_files
 from lockstep.core.run.history import before_left, settings_at
+
+# Where `RunDir.resume_from` puts what it takes away.
+_FOLDER = re.compile(r"branches/\d{3,}")
 
 
 class Branch(RunDir):
@@ -25,6 +29,9 @@ class Branch(RunDir):
         if not 1 <= number <= len(branches):
             known = f"it has 1 to {len(branches)}" if branches else "it has none"
             raise UserError(f"{run.path} has no branch {number}: {known}")
+        for branch in branches:
+            if not _FOLDER.fullmatch(str(branch["path"])):
+                raise UserError(f"{run.path / INFO} names {branch['path']!r}, which is no folder of a branch")
         info = before_left(run.info, branches[number - 1]["path"])
         super().__init__(run.path, load_config(run.path / CONFIG, settings_at(info)), info, None)
         # (folder, the last step that is taken from it), newest first; the run itself stands last.

@@ -39,7 +39,7 @@ from lockstep.core.checkpoint.format import (
 from lockstep.core.config.file import dump_config, load_config
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.files.atomic import remove_temporaries
+from lockstep.core.files.atomic import links_out, remove_temporaries
 from lockstep.core.files.jsonl import Cut, DamagedLine, JsonLines, cut_after, damage, in_ranges, read_lines
 from lockstep.core.files.lock import FolderLock
 from lockstep.core.run.history import BRANCH, LEFT, VALUES, VERSION, branch_of, settings_at
@@ -49,6 +49,8 @@ from lockstep.core.run.resume import Changes
 CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records.jsonl", "parity.jsonl", "checkpoints"
 OBSERVATIONS, CAPSULES, SPIKES, SAVED = "observations", "capsules", "spikes", "checkpoints.jsonl"
 LINES = RECORDS, CHECKS, SAVED
+# Where W&B keeps its own files, among them links to its logs elsewhere.
+WANDB = "wandb"
 NO_CHANGES = Changes()
 _OBSERVED = re.compile(r"step_(\d{6,})\.npz")
 
@@ -152,6 +154,11 @@ class RunDir:
         """
         if not is_run(path):
             raise UserError(f"{path} is not a run directory: it has no {CONFIG} and {INFO}")
+        if write and (link := next(links_out(path, WANDB), None)):
+            raise UserError(
+                f"{link} leads to {os.path.realpath(link)}, outside the run: a run is written in its own folder alone; "
+                "put there what the link stands for"
+            )
         lock = FolderLock(path) if write else None
         try:
             info = read_info(path / INFO)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.core.config.schema import RunConfig, flatten
 from lockstep.core.errors import UserError
-from lockstep.core.files.atomic import read_sealed_json, write_sealed_json
+from lockstep.core.files.atomic import leads_out, read_sealed_json, write_sealed_json
 
 # The settings that the run was made with, and those that resumes have changed since (dotted key → text).
 SETTINGS, CHANGED = "config", "settings"
@@ -38,6 +38,8 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 def require_unchanged(path: Path, info: Mapping[str, Any]) -> None:
     """Raise UserError unless the config.toml at `path` says what the run was made with, in whatever layout."""
+    if leads_out(path, path.parent):  # to any file of this machine, whose contents would be told
+        raise UserError(f"{path} is a link that leads out of the run; put the file there")
     try:
         tree = tomllib.loads(path.read_bytes().decode())
     except OSError as error:

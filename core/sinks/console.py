@@ -11,6 +11,7 @@ from lockstep.core.backend import StepRecord
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.run.checkpoints import Saved
 from lockstep.core.sinks import phrases, tables
+from lockstep.core.sinks.terminal import open_console
 from lockstep.core.train.metrics import SECONDS
 
 if TYPE_CHECKING:
@@ -18,20 +19,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 PACE_STEPS = 50  # wall times that the time left is estimated from
-
-
-def open_console() -> Console:
-    """A console that raises BrokenPipeError when nobody reads any more, as `print` does.
-
-    Rich's own ends the process with exit code 1, which here means that a check disagreed.
-    """
-    from rich.console import Console
-
-    class Plain(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError
-
-    return Plain(highlight=False)
 
 
 class ConsoleSink:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lockstep.core.sinks.visible import visible
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -81,4 +83,4 @@ def facts(title: str, values: Mapping[str, object]) -> Table:
 def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else visible(str(value))

@@ -18,6 +18,7 @@ from lockstep.parity_tests.repository import REPO
 from lockstep.scripts.commands import bisect, replay
 
 CANDIDATE = f"{REPO / 'parity_tests/replay/candidates.py'}:Faulty"
+OWN = ("--candidate", CANDIDATE)  # code that is not Lockstep's runs only if it is named
 JUDGE = ("--reference", "lockstep.parity_tests.replay.made:Judge")  # the reference, compiled once
 SETTINGS = {"train.steps": 6, "checkpoint.every": 4, "checkpoint.keep": 5, "parity.record_every": 5}
 
@@ -38,7 +39,7 @@ def run(folder):
 
 
 def test_bisect_ends_1_and_says_where(run, tmp_path, capsys):
-    assert bisect.main([str(run), *JUDGE, "--json", str(tmp_path / "v.json"), "--no-cause"]) == 1
+    assert bisect.main([str(run), *OWN, *JUDGE, "--json", str(tmp_path / "v.json"), "--no-cause"]) == 1
     out = capsys.readouterr().out
     assert "first bad step: 5; origin: act (forward, layer 0) at blocks.0.mlp.act" in out
     verdict = json.loads((tmp_path / "v.json").read_text())
@@ -47,6 +48,7 @@ def test_bisect_ends_1_and_says_where(run, tmp_path, capsys):
 
 
 def test_replay_ends_1_and_says_of_each_step_how(run, tmp_path, capsys):
+    """From sketches alone: no candidate is named, and none is opened."""
     assert replay.main([str(run), *JUDGE, "--json", str(tmp_path / "v.json")]) == 1
     out = capsys.readouterr().out
     assert "step 5: parity disagreed" in out and "[as the run made it, from its sketches (end to end)]" in out
@@ -56,7 +58,7 @@ def test_replay_ends_1_and_says_of_each_step_how(run, tmp_path, capsys):
 
 
 def test_a_step_that_agrees_ends_0(run):
-    assert replay.main([str(run), *JUDGE, "--step", "2", "--device", "cpu"]) == 0
+    assert replay.main([str(run), *OWN, *JUDGE, "--step", "2", "--device", "cpu"]) == 0
 
 
 def test_a_capsule_is_replayed_by_whoever_made_it(folder, run, tmp_path, capsys):
@@ -70,12 +72,14 @@ def test_a_capsule_is_replayed_by_whoever_made_it(folder, run, tmp_path, capsys)
     evidence = evidence_of(session, 4)
     reference = Reference.open(Judge(), config)
     capsule = write_capsule(tmp_path, evidence, judge(evidence, reference), config, CANDIDATE, "jax", VERSIONS)
-    assert replay.main([str(capsule), *JUDGE, "--device", "auto"]) == 1
+    assert replay.main([str(capsule), *OWN, *JUDGE, "--device", "auto"]) == 1
     out = capsys.readouterr().out
     assert "step 5, packed as: disagreed, origin act (forward, layer 0) at blocks.0.mlp.act" in out
     assert "other versions: " in out and "the verdict is the one that was packed" in out
     assert replay.main([str(capsule), *JUDGE, "--candidate", "torch"]) == 0
     assert "the packed verdict was another" in capsys.readouterr().out
+    with pytest.raises(UserError, match="whose code runs only where the command line names it: lockstep replay "):
+        replay.main([str(capsule), *JUDGE])
     with pytest.raises(UserError, match="holds step 5, not step 3"):
         replay.main([str(capsule), "--step", "3"])
 
@@ -101,7 +105,7 @@ def test_refusals_are_one_line(command, run, tmp_path):
     shutil.copy(run / "run.json", tmp_path / "other/run.json")
     (weights,) = (tmp_path / "other/checkpoints/step_000004").glob("*model*.safetensors")
     weights.unlink()
-    assert "safetensors is missing" in refused(str(tmp_path / "other"))
+    assert "safetensors is missing" in refused(str(tmp_path / "other"), *OWN)
 
 
 STEP = {replay.main: ("--step", "3"), bisect.main: ()}

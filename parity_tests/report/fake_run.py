@@ -79,7 +79,7 @@ def write_run(
         lines, sums = check_lines(range(every, steps + 1, every), faulty, rng, model)
         (path / "parity.jsonl").write_bytes(b"".join(map(sealed_line, lines)))
         (path / "observations").mkdir(exist_ok=True)
-        np.savez_compressed(path / "observations" / "bias.npz", **sums.to_arrays())  # type: ignore[arg-type]
+        np.savez(path / "observations" / "bias.npz", **sums.to_arrays())  # type: ignore[arg-type]
     return path
 
 

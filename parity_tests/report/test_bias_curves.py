@@ -36,7 +36,7 @@ def run(path: Path, checks: int, leaning: str = "") -> tuple[Checks, bias.Bias]:
                 findings.append(Finding(*key[:1], tap, "forward", None, "over_steps", measures, size))
         read.add(Check(10 * step, tuple(findings), ()).to_json())
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, **sums.to_arrays())  # type: ignore[arg-type]
+    np.savez(path, **sums.to_arrays())  # type: ignore[arg-type]
     return read, sums
 
 
@@ -101,7 +101,7 @@ def test_a_damaged_file_is_noted(tmp_path, content):
 
 def test_sums_of_another_version_are_noted(tmp_path):
     checks, sums = run(tmp_path / "bias.npz", 6)
-    np.savez_compressed(tmp_path / "bias.npz", **(sums.to_arrays() | {"version": np.asarray(99)}))
+    np.savez(tmp_path / "bias.npz", **(sums.to_arrays() | {"version": np.asarray(99)}))
     notes: list[str] = []
     found = bias_curves(tmp_path / "bias.npz", checks, notes)
     assert found is not None and len(notes) == 1 and "version 99" in notes[0]

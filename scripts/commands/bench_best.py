@@ -150,18 +150,17 @@ def _program(mode: str, scope: str) -> dict[str, str]:
 
 def find(options: BenchBest, given: dict[str, str]) -> int:
     """Search with this machine's device; everything found is in the files when it ends."""
-    from rich.console import Console
-
     from lockstep.core.bench.best import as_data, candidates, page, search
     from lockstep.core.bench.suite import Worker
     from lockstep.core.config.file import load_config
     from lockstep.core.files.atomic import write_atomically
     from lockstep.core.plan import gpu_named
+    from lockstep.core.sinks.terminal import open_console
 
     started = time.monotonic()
-    console = Console(highlight=False)
+    console = open_console()
     with options.out.with_suffix(".log").open("a") as log:
-        ask = Worker([sys.executable, "-m", "lockstep.scripts.shared.bench_worker"], HOME, log)
+        ask = Worker([sys.executable, "-P", "-m", "lockstep.scripts.shared.bench_worker"], HOME, log)
         about = ask({"job": "device"}, DEVICE_LIMIT)
         if about["status"] != "measured":
             raise UserError(f"the bench could not ask this device: {about['reason']}")

@@ -125,14 +125,13 @@ def _contenders(without: Sequence[str]) -> list[Contender]:
 
 def measure(options: BenchPeers, given: dict[str, str], rows: list[str], contenders: Sequence[Contender]) -> int:
     """Row by row; the file is written after each."""
-    from rich.console import Console
-
     from lockstep.core.bench.peers import HEADERS, ROWS, SCHEMA, SUITE, answers, cells, taking_part
     from lockstep.core.config.file import load_config
     from lockstep.core.files.atomic import write_atomically
     from lockstep.core.sinks.tables import table
+    from lockstep.core.sinks.terminal import open_console
 
-    console = Console(highlight=False, width=max(120, Console().width))
+    console = open_console(max(120, open_console().width))
     config = load_config(options.config, {**given, **ROWS[rows[0]]})
     threads = options.threads or os.cpu_count() or 1
     results: dict[str, Any] = {"schema": SCHEMA, "suite": SUITE, **_about(config, threads), "rows": []}
@@ -159,7 +158,7 @@ def _row(
     from lockstep.core.bench.turns import Side, in_turns
     from lockstep.core.config.file import load_config
 
-    command = [sys.executable, "-m", "lockstep.scripts.shared.bench_peer"]
+    command = [sys.executable, "-P", "-m", "lockstep.scripts.shared.bench_peer"]
     environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     sides: list[Side] = []

@@ -96,17 +96,16 @@ def measure(options: Bench, given: dict[str, str], rows: list[Row], results: dic
     """Measure the rows; every result is in the file before the next row begins."""
     import time
 
-    from rich.console import Console
-
     from lockstep.core.bench.results import save_results, series_of
     from lockstep.core.bench.rows import bench_config, names
     from lockstep.core.bench.suite import Plan, Worker, measure_rows, to_do
     from lockstep.core.config.file import load_config
+    from lockstep.core.sinks.terminal import open_console
 
     started = time.monotonic()
-    console = Console(highlight=False)
+    console = open_console()
     with options.json.with_suffix(".log").open("a") as log:
-        ask = Worker([sys.executable, "-m", "lockstep.scripts.shared.bench_worker"], HOME, log)
+        ask = Worker([sys.executable, "-P", "-m", "lockstep.scripts.shared.bench_worker"], HOME, log)
         found = _answer(ask, "device")
         kind = found["device"]["kind"]
         path = options.config or CONFIGS[kind]
@@ -150,14 +149,13 @@ def _line(result: dict[str, Any]) -> str:
 
 def print_table(console: Console, rows: list[Row], series: dict[str, Any]) -> None:
     """The rows, why some have no figure, and on what this was measured."""
-    from rich.console import Console as Wide
-
     from lockstep.core.bench.page import HEADERS, about, cells, remarks
     from lockstep.core.bench.results import result_of
     from lockstep.core.sinks.tables import table
+    from lockstep.core.sinks.terminal import open_console
 
     length = series["config"]["sequence_length"]
-    wide = console if console.width >= 230 else Wide(highlight=False, width=230)
+    wide = console if console.width >= 230 else open_console(230)
     drawn = [cells(row, result_of(series, row.name), length) for row in rows]
     wide.print(table("Whole steps (* published under other conditions)", HEADERS, drawn), soft_wrap=False)
     for line in [*remarks(rows, series), *about(series)]:

@@ -19,7 +19,7 @@ from lockstep.scripts.commands.replay import (
     write_json,
 )
 from lockstep.scripts.shared.arguments import check_file, parse
-from lockstep.scripts.shared.backends import spec
+from lockstep.scripts.shared.backends import Maker, open_named
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Bisect:
     candidate: Annotated[str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: who made it)")] = (
         None
     )
-    """who runs steps again: torch, jax, FILE.py:NAME or module:NAME"""
+    """who runs steps again: torch, jax, FILE.py:NAME or module:NAME; must be named if neither torch nor jax made it"""
     reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
     """who judges: torch, jax, FILE.py:NAME or module:NAME"""
     branch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the run as it is)")] = None
@@ -57,7 +57,6 @@ class Bisect:
 
 def main(argv: list[str]) -> int:
     """Bisect, print, write the JSON; the exit code is the verdict."""
-    from lockstep.core.load_backend import load_backend
     from lockstep.core.parity.measures import calibrated_bounds
     from lockstep.core.parity.measures.verdict import verdict_json
     from lockstep.core.parity.modes.bisect import bisect_run
@@ -68,8 +67,8 @@ def main(argv: list[str]) -> int:
     run, data = open_run(options.run, options.branch, options.reference_devices)
     recipe = calibrated_bounds.recipe_of(run.config)
     require_bands(run)
-    name = options.candidate or str(run.info.get("backend", "torch"))
-    candidate, reference = load_backend(spec(name)), load_backend(spec(options.reference))
+    name = Maker.of_run(run).named("--candidate", options.candidate, ["bisect", *argv])
+    candidate, reference = open_named(name), open_named(options.reference)
     config = attempt(lambda: on_device(run.config, options.device, candidate))
     console = console_of_the_terminal()
 

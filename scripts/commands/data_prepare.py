@@ -35,12 +35,12 @@ class Prepare:
 
 def main(argv: list[str]) -> int:
     """Prepare, with a progress bar, and say what there is now."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     from lockstep.core.data.prepare import PrepareSettings, prepare
     from lockstep.core.data.prepare import Progress as Stage
     from lockstep.core.sinks.tables import facts
+    from lockstep.core.sinks.terminal import open_console
 
     options, given = parse(Prepare, "data prepare", argv, with_settings=True, shown=_bears_on_data)
     if options.workers < 0:
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         workers=options.workers or os.cpu_count() or 1,
         force=options.force,
     )
-    console = Console(highlight=False)
+    console = open_console()
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -19,7 +19,7 @@ import tyro
 
 from lockstep.core.errors import UserError
 from lockstep.scripts.shared.arguments import check_file, parse
-from lockstep.scripts.shared.backends import REFERENCE, TRAINER, on_its_device
+from lockstep.scripts.shared.backends import REFERENCE, TRAINER, on_its_device, open_named
 from lockstep.scripts.shared.failures import in_one_line
 from lockstep.scripts.shared.open_data import open_data
 
@@ -355,19 +355,17 @@ def run(
 
     Faults that need settings of their own come after the others, each set of settings with its honest trainer.
     """
-    from lockstep.core.load_backend import load_backend
-
     faults = chosen(names)
     done = {(row.name, row.recipe): row for row in kept if not row.error}
     for recipe in recipes:
-        plain = on_its_device(config_of(recipe), load_backend(TRAINER))
+        plain = on_its_device(config_of(recipe), open_named(TRAINER))
         of_settings: dict[str, list[Any]] = {HONEST: []}
         for fault in faults:
             if recipe in fault.recipes:
                 of_settings.setdefault(honest_name(fault), []).append(fault)
         for name, alike in of_settings.items():
             config = configured(alike[0], plain) if alike else plain
-            bench = Bench(config, data(config), Kept(load_backend(REFERENCE)), load_backend(TRAINER), causes, name)
+            bench = Bench(config, data(config), Kept(open_named(REFERENCE)), open_named(TRAINER), causes, name)
             yield done.get((name, recipe)) or bench.honest_row()
             for fault in alike:
                 yield done.get((fault.name, recipe)) or bench.row(fault)
@@ -469,9 +467,8 @@ def print_row(console: Console, row: Row) -> None:
 
 def main(argv: list[str]) -> int:
     """Plant, judge, print; 0 if all is as promised."""
-    from rich.console import Console
-
     from lockstep.core.config.file import load_config
+    from lockstep.core.sinks.terminal import open_console
 
     options, given = parse(Faults, "faults", argv, with_settings=True)
     if not options.recipe:
@@ -497,7 +494,7 @@ def main(argv: list[str]) -> int:
                 calibrated_bounds.require(configured(fault, config))
     mark = stamp(configs[0].model_copy(update={"precision": None, "compile": None}))
     kept = read(options.json, mark) if options.resume and options.json else []
-    console = Console(highlight=False)
+    console = open_console()
     console.print(
         f"{'fault':<29} {'planted in':<25} {'found':<8}  {'named':<25} {'rank':<5} {'loss moved':>9}",
         style="bold",

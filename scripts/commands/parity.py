@@ -15,7 +15,7 @@ import tyro
 from lockstep.core.errors import UserError
 from lockstep.core.run.launch import launched, require_ranks
 from lockstep.scripts.shared.arguments import check_file, parse
-from lockstep.scripts.shared.backends import on_its_device, spec
+from lockstep.scripts.shared.backends import on_its_device, open_named
 from lockstep.scripts.shared.failures import in_one_line
 from lockstep.scripts.shared.open_data import open_data
 
@@ -55,15 +55,13 @@ class Parity:
 
 def main(argv: list[str]) -> int:
     """Check, print the table, write the JSON; the exit code is the verdict."""
-    from rich.console import Console
-
     from lockstep.core.config.file import load_config
-    from lockstep.core.load_backend import load_backend
     from lockstep.core.parity.measures import calibrated_bounds
     from lockstep.core.parity.measures.verdict import overall, verdict_json
     from lockstep.core.parity.modes.free_running import drift
     from lockstep.core.parity.modes.side_by_side import check_steps
     from lockstep.core.sinks.phrases import check_line
+    from lockstep.core.sinks.terminal import open_console
     from lockstep.scripts.shared.parity_table import print_drift, print_verdict
 
     place = launched()
@@ -79,11 +77,11 @@ def main(argv: list[str]) -> int:
     if place is not None:  # not launched by torchrun, a session of several ranks starts them itself
         require_ranks(config.train.ranks)
     data = open_data(config, options.config, given)
-    candidate, reference = load_backend(spec(options.candidate)), load_backend(spec(options.reference))
+    candidate, reference = open_named(options.candidate), open_named(options.reference)
     calibrated_bounds.require(on_its_device(config, candidate))
-    console = Console(highlight=False)
+    console = open_console()
     if not console.is_terminal:
-        console = Console(highlight=False, width=140)
+        console = open_console(140)
     if options.free_running:
         watched = on_its_device(config, candidate)
         print_drift(console, drift(candidate, reference, watched, map(data.batch, range(1, options.steps + 1))))

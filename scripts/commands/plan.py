@@ -48,13 +48,12 @@ class Plan:
 
 def main(argv: list[str]) -> int:
     """Print the plan."""
-    from rich.console import Console
-
     from lockstep.core.config.file import load_config
     from lockstep.core.plan.choices import choices, smallest_change
     from lockstep.core.plan.estimate import fits
     from lockstep.core.plan.gpus import gpu_named
     from lockstep.core.plan.words import as_data
+    from lockstep.core.sinks.terminal import open_console
 
     options, given = parse(Plan, "plan", argv, with_settings=True)
     check_file("json", options.json)
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> int:
     gpu = gpu_named(options.gpu or ("cpu" if config.device == "cpu" else "h100"))
     price = gpu.price if options.price is None else options.price
     estimate, found = fits(config, gpu), choices(config, gpu)
-    print_plan(Console(highlight=False), estimate, found, price)
+    print_plan(open_console(), estimate, found, price)
     if options.json:
         try:
             options.json.write_text(json.dumps(as_data(estimate, found, price), indent=1) + "\n")
@@ -84,13 +83,12 @@ def main(argv: list[str]) -> int:
 
 def print_plan(console: Console, estimate: Estimate, found: list[Choice], price: float) -> None:
     """Every table of the plan."""
-    from rich.console import Console as Wide
-
     from lockstep.core.plan import words
     from lockstep.core.sinks.tables import table
+    from lockstep.core.sinks.terminal import open_console
 
     config = estimate.config
-    wide = console if console.width >= _WIDE else Wide(highlight=False, width=_WIDE)
+    wide = console if console.width >= _WIDE else open_console(_WIDE)
     console.print(table(f"Model: {config.name}", ("", ""), words.model_rows(estimate)))
     micro = f"micro-batch [{config.train.micro_batch_size}, {config.train.sequence_length}]"
     console.print(table(f"Memory of each device, estimated: {micro}", ("", ""), words.memory_rows(estimate)))

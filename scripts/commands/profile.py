@@ -18,7 +18,7 @@ import tyro
 from lockstep.core.errors import UserError
 from lockstep.core.run.launch import launched, require_ranks
 from lockstep.scripts.shared.arguments import parse
-from lockstep.scripts.shared.backends import TRAINER, on_its_device
+from lockstep.scripts.shared.backends import TRAINER, on_its_device, open_named
 
 if TYPE_CHECKING:
     from lockstep.core.backend import Batch
@@ -90,7 +90,6 @@ def main(argv: list[str]) -> int:
 
 def profile(options: Profile, config: RunConfig, given: Mapping[str, str], argv: list[str]) -> int:
     """Record steps of a run, summarize them, and say how to see them in Nsight Systems."""
-    from lockstep.core.load_backend import load_backend
     from lockstep.core.profile.summary import summarize
     from lockstep.core.profile.trace import read_trace
     from lockstep.torch_backend.tools.profile import STEPS, record, under_nsight
@@ -98,7 +97,7 @@ def profile(options: Profile, config: RunConfig, given: Mapping[str, str], argv:
     # No step of these may be beyond the schedule's end.
     train = config.train.model_copy(update={"steps": max(config.train.steps, STEPS)})
     config = config.model_copy(update={"train": train})
-    backend: Any = load_backend(TRAINER)
+    backend: Any = open_named(TRAINER)
     config = on_its_device(config, backend)
     about = backend.describe(config)
     out = options.out or Path("profiles") / config.name
@@ -176,14 +175,16 @@ def write(folder: Path, title: str, found: Mapping[str, Any]) -> None:
     """Write summary.json and summary.md."""
     from lockstep.core.files.atomic import write_atomically
     from lockstep.core.profile.page import page
+    from lockstep.core.sinks.visible import markdown
 
     write_atomically(folder / SUMMARY, [json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n"])
-    write_atomically(folder / PAGE, [page(title, found).encode()])
+    write_atomically(folder / PAGE, [markdown(page(title, found)).encode()])
 
 
 def say(title: str, found: Mapping[str, Any]) -> int:
     """Print the summary."""
     from lockstep.core.profile.page import page
+    from lockstep.core.sinks.visible import visible
 
-    sys.stdout.write(page(title, found))
+    sys.stdout.write(visible(page(title, found)))
     return 0

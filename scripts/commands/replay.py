@@ -12,7 +12,7 @@ import tyro
 
 from lockstep.core.errors import UserError
 from lockstep.scripts.shared.arguments import check_file, parse
-from lockstep.scripts.shared.backends import on_its_device, spec
+from lockstep.scripts.shared.backends import Maker, on_its_device, open_named
 from lockstep.scripts.shared.failures import in_one_line
 from lockstep.scripts.shared.open_data import open_data
 
@@ -47,7 +47,7 @@ class Replay:
     candidate: Annotated[str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: who made it)")] = (
         None
     )
-    """who runs steps again: torch, jax, FILE.py:NAME or module:NAME"""
+    """who runs steps again: torch, jax, FILE.py:NAME or module:NAME; must be named if neither torch nor jax made it"""
     reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
     """who judges: torch, jax, FILE.py:NAME or module:NAME"""
     branch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the run as it is)")] = None
@@ -72,16 +72,15 @@ def main(argv: list[str]) -> int:
     check_file("json", options.json)
     if not options.path.is_dir():
         raise UserError(f"no such run, capsule or spike: {options.path}")
-    console = console_of_the_terminal()
+    console, words = console_of_the_terminal(), ["replay", *argv]
     if is_spike(options.path):
-        return _spike(console, options)
+        return _spike(console, options, words)
     if is_capsule(options.path):
-        return _capsule(console, options)
-    return _run(console, options)
+        return _capsule(console, options, words)
+    return _run(console, options, words)
 
 
-def _capsule(console: Console, options: Replay) -> int:
-    from lockstep.core.load_backend import load_backend
+def _capsule(console: Console, options: Replay, words: Sequence[str]) -> int:
     from lockstep.core.parity.evidence.capsule import other_versions, read_capsule
     from lockstep.core.parity.measures import calibrated_bounds
     from lockstep.core.parity.modes.replay import replay_capsule
@@ -90,14 +89,14 @@ def _capsule(console: Console, options: Replay) -> int:
     capsule = read_capsule(options.path)
     if options.step not in (None, capsule.step):
         raise UserError(f"{options.path} holds step {capsule.step}, not step {options.step}")
+    name = Maker.of_capsule(capsule).named("--candidate", options.candidate, words)
     calibrated_bounds.require(capsule.config)
     made = on_reference_devices(capsule.config, options.reference_devices)
-    name = options.candidate or str(capsule.about["candidate"])
     packed = capsule.verdict
     console.print(f"step {capsule.step}, packed as: {_said(packed)}", markup=False, soft_wrap=True)
     for line in other_versions(capsule, versions()):
         console.print(f"other versions: {line}", style="yellow", markup=False, soft_wrap=True)
-    candidate, reference = load_backend(spec(name)), load_backend(spec(options.reference))
+    candidate, reference = open_named(name), open_named(options.reference)
     config = attempt(lambda: on_device(made, options.device, candidate))
     found = attempt(lambda: replay_capsule(capsule, candidate, reference, config))
     context = {"candidate": name, "reference": options.reference, "packed": packed.get("origin")}
@@ -108,8 +107,7 @@ def _capsule(console: Console, options: Replay) -> int:
     return code
 
 
-def _spike(console: Console, options: Replay) -> int:
-    from lockstep.core.load_backend import load_backend
+def _spike(console: Console, options: Replay, words: Sequence[str]) -> int:
     from lockstep.core.parity.modes.replay import in_words
     from lockstep.core.parity.modes.replay_spike import replay_spike
     from lockstep.core.train.spikes import read_spike
@@ -119,7 +117,11 @@ def _spike(console: Console, options: Replay) -> int:
     if options.step not in (None, step):
         raise UserError(f"{options.path} holds step {step}, not step {options.step}")
     run, data = open_run(*_run_of_spike(options.path, options.branch))
-    candidate = load_backend(spec(options.candidate or str(run.info.get("backend", "torch"))))
+    try:
+        kept.require_tokens_below(run.config.model.vocab_size)
+    except ValueError as error:
+        raise UserError(f"{options.path}: its batch is none of this run: {error}") from error
+    candidate = Maker.of_run(run).open("--candidate", options.candidate, words)
     config = attempt(lambda: on_device(run.config, options.device, candidate))
     found = attempt(lambda: replay_spike(run, about, kept, batches_of(run, data), candidate, config))
     same = not found.differ
@@ -145,22 +147,23 @@ def _run_of_spike(path: Path, branch: int | None) -> tuple[Path, int | None]:
     return folder.parent.parent, int(folder.name) if branch is None else branch
 
 
-def _run(console: Console, options: Replay) -> int:
-    from lockstep.core.load_backend import load_backend
+def _run(console: Console, options: Replay, words: Sequence[str]) -> int:
     from lockstep.core.parity.measures import calibrated_bounds
     from lockstep.core.parity.modes.replay import replay_run
 
     run, data = open_run(options.path, options.branch, options.reference_devices)
     require_bands(run)
-    name = options.candidate or str(run.info.get("backend", "torch"))
-    reference = load_backend(spec(options.reference))
+    maker = Maker.of_run(run)
+    reference = open_named(options.reference)
     found: list[Replayed] = []
 
+    def candidate() -> Backend:
+        # Opened where a step is run again: what is judged from sketches takes nobody's code.
+        return maker.open("--candidate", options.candidate, words)
+
     def judge_all() -> None:
-        elsewhere = on_device(run.config, options.device, load_backend(spec(name))) if options.device else None
-        steps = replay_run(
-            run, batches_of(run, data), lambda: load_backend(spec(name)), reference, options.step, elsewhere
-        )
+        elsewhere = on_device(run.config, options.device, candidate()) if options.device else None
+        steps = replay_run(run, batches_of(run, data), candidate, reference, options.step, elsewhere)
         for one in steps:
             found.append(one)
             _line(console, one)
@@ -172,7 +175,7 @@ def _run(console: Console, options: Replay) -> int:
         stopped = error
     if stopped and not any(one.check and one.check.verdict == "disagreed" for one in found):
         raise stopped
-    context = {"candidate": name, "reference": options.reference}
+    context = {"candidate": options.candidate or str(maker), "reference": options.reference}
     code = _report(console, found, calibrated_bounds.recipe_of(run.config), options.json, context, told=True)
     if stopped:
         print(f"lockstep: {stopped}", file=sys.stderr)
@@ -292,10 +295,10 @@ def write_json(path: Path, tree: dict[str, Any]) -> None:
 
 def console_of_the_terminal() -> Console:
     """A console as wide as the terminal, or wide enough for a table where there is none."""
-    from rich.console import Console
+    from lockstep.core.sinks.terminal import open_console
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=140)
+    console = open_console()
+    return console if console.is_terminal else open_console(140)
 
 
 def on_device(config: RunConfig, device: str | None, candidate: Backend) -> RunConfig:

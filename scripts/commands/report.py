@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from lockstep.core.config.file import COMMAND_LINE
-from lockstep.core.errors import UserError
+from lockstep.core.errors import UserError, printable
 from lockstep.core.files.paths import path_problem
 from lockstep.scripts.shared.arguments import check_file, parse
 
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     runs = [Path(text) for text in options.runs]
 
     def warn(note: str) -> None:
-        print(f"lockstep: {note}", file=sys.stderr)
+        print(f"lockstep: {printable(note)}", file=sys.stderr)
 
     if len(runs) == 1:
         print(write_report(runs[0], options.out, warn))

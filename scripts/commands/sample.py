@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from lockstep.core.errors import UserError
+from lockstep.core.errors import UserError, printable
+from lockstep.core.sinks.visible import visible
 from lockstep.scripts.shared.arguments import parse
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 class Sample:
     """Write text from a run's checkpoint: `lockstep sample RUN --prompt "…"`.
 
-    Prompt and text go to stdout as they are made, all else to stderr. The same seed gives the same text.
+    Prompt and text go to stdout as they are made, all else to stderr. The same seed gives the same text. A terminal is
+    shown the text's control characters and does not obey them.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -119,7 +121,7 @@ def checkpoint_of(run: RunDir, step: int | None) -> Path:
     if not found:
         raise UserError(f"{run.path} has no checkpoint: one is written when training ends or stops (checkpoint.every)")
     if step is None:
-        return run.last_intact(lambda text: print(f"lockstep: {text}", file=sys.stderr))
+        return run.last_intact(lambda text: print(f"lockstep: {printable(text)}", file=sys.stderr))
     if step not in found:
         steps = ", ".join(map(str, found))
         raise UserError(f"{run.path} has no checkpoint of step {step}; there are those of step {steps}")
@@ -173,9 +175,14 @@ def write_one(
     print(options.prompt, end="", flush=True)
     for token in islice(drawn, options.tokens):
         if token == tokenizer.eot_id:
-            print(stream.end(), end="")
+            print(_shown(stream.end()), end="")
             return written, True
         written += 1
-        print(stream.add(token), end="", flush=True)
-    print(stream.end(), end="")
+        print(_shown(stream.add(token)), end="", flush=True)
+    print(_shown(stream.end()), end="")
     return written, False
+
+
+def _shown(text: str) -> str:
+    """What a model writes, which may be anybody's, as a terminal shows it; as it is for everything else."""
+    return visible(text) if sys.stdout.isatty() else text

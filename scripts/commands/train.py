@@ -19,7 +19,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import in_ranges
 from lockstep.core.run.launch import launched, require_ranks
 from lockstep.scripts.shared.arguments import parse
-from lockstep.scripts.shared.backends import REFERENCE, on_its_device, spec
+from lockstep.scripts.shared.backends import REFERENCE, Maker, on_its_device, open_named, trainer_of
 from lockstep.scripts.shared.open_data import open_data
 from lockstep.scripts.shared.restart import (
     is_of_this_launch,
@@ -61,15 +61,15 @@ class Train:
     """folder of run directories"""
     overwrite: bool = False
     """replace an earlier run of the same name"""
-    backend: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "torch"
-    """who trains: torch, jax (the reference itself), FILE.py:NAME or module:NAME (docs/guide/candidates.md)"""
+    backend: Annotated[str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: torch)")] = None
+    """who trains: torch, jax (the reference itself), FILE.py:NAME or module:NAME (docs/guide/candidates.md); with
+    --resume by default who trained so far, if that is torch or jax: other code runs only if it is named here"""
 
 
 def main(argv: list[str]) -> int:
     """Open everything that can fail, then make the run directory, then train."""
     from lockstep.core.backend import ManyPlaces
     from lockstep.core.config.file import load_config
-    from lockstep.core.load_backend import load_backend
     from lockstep.core.parity.measures import calibrated_bounds
     from lockstep.core.run.directory import CONFIG, RunDir
     from lockstep.core.train.determinism import place, require_same_place
@@ -96,16 +96,18 @@ def main(argv: list[str]) -> int:
         given = with_ranks_that_are_left(given, known)
         # Where the launch began. Started anew it goes on from where it has come to.
         options.from_step = None
-    going_on = _going_on(resumed, options, given) if resumed else None
+    # A launch that is started anew names its backend as it did when it made the run.
+    named = options.backend if options.resume else options.backend or "torch"
+    name = trainer_of(resumed, named, ["train", *argv]) if resumed else named or "torch"
+    going_on = _going_on(resumed, options, given, name) if resumed else None
     config = going_on.config if going_on else load_config(options.config, given)
-    name = resumed.info.get("backend", "torch") if resumed else options.backend
     require_ranks(config.train.ranks, " ".join(["train", *argv]))
     path = resumed.path if resumed else options.out / config.name
     if not resumed:
         options.overwrite |= again is not None
         RunDir.check_free(path, options.overwrite)
     data = open_data(config, options.config or path / CONFIG, given)
-    backend = load_backend(spec(name))
+    backend = open_named(name)
     if config.train.ranks > 1 and not getattr(backend, "ranked", False):
         raise UserError(f"train.ranks = {config.train.ranks}: {name} trains in one process; set train.ranks = 1")
     config = on_its_device(config, backend)
@@ -140,8 +142,9 @@ def _train(
     from lockstep.core.parity.evidence.recorder import Recorder
     from lockstep.core.parity.modes.shadow import Shadow
     from lockstep.core.run.directory import OBSERVATIONS
-    from lockstep.core.sinks.console import ConsoleSink, open_console
+    from lockstep.core.sinks.console import ConsoleSink
     from lockstep.core.sinks.jsonl import JsonlSink
+    from lockstep.core.sinks.terminal import open_console
     from lockstep.core.sinks.wandb import WandbSink
     from lockstep.core.train.determinism import prove_run
     from lockstep.core.train.loop import train
@@ -194,7 +197,7 @@ def _alarm(
             check,
             run.config,
             run.path / CAPSULES,
-            candidate=str(run.info.get("backend", "torch")),
+            candidate=str(Maker.of_run(run)),
             reference="jax",
             versions=about.get("versions", {}),
             machine={"device": about.get("device")},
@@ -233,6 +236,9 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
         )
     restore_random_state(session, read_random(path))
     run.resume_from(step, warn)
+    if (made_by := str(Maker.of_run(run))) != going_on.backend:
+        run.update_info(backend=going_on.backend)
+        warn(f"{run.path}: trained by {made_by} so far, by {going_on.backend} from here on")
     started = note_launch(run, None, step)
     why = f" after restart {started} of this launch" if started else ""
     console.print(f"{run.path}: going on from step {step}{why}", markup=False, soft_wrap=True)
@@ -258,9 +264,10 @@ def _exit_code(run: RunDir, done: int, console: Console) -> int:
 
 @dataclass(frozen=True)
 class _GoingOn:
-    """Where and how a run goes on. done: steps in the checkpoint, as its name says; 0 if there is none."""
+    """Where, how and by whom a run goes on. done: steps in the checkpoint, as its name says; 0 if there is none."""
 
     done: int
+    backend: str
     from_step: int | None
     config: RunConfig
     changes: Changes
@@ -277,7 +284,7 @@ class _GoingOn:
             )
 
 
-def _going_on(run: RunDir, options: Train, given: Mapping[str, str]) -> _GoingOn:
+def _going_on(run: RunDir, options: Train, given: Mapping[str, str], backend: str) -> _GoingOn:
     """Raises UserError for settings that a run keeps, or if there is no such checkpoint.
 
     They are asked for on the command line alone, or with a run file beside, which then must be the run's but for them.
@@ -294,7 +301,7 @@ def _going_on(run: RunDir, options: Train, given: Mapping[str, str]) -> _GoingOn
     own = load_config(file, settings)
     asked = load_config(options.config, given) if options.config else load_config(file, {**settings, **given})
     found = changes(str(run.path), own, asked, given, done)
-    return _GoingOn(done, options.from_step, load_config(file, {**settings, **found.settings}), found)
+    return _GoingOn(done, backend, options.from_step, load_config(file, {**settings, **found.settings}), found)
 
 
 def _reopen(path: Path, data: RunData, going_on: _GoingOn) -> RunDir:

@@ -1,11 +1,28 @@
-"""Backends by the names that people use."""
+"""Backends by the names that people use, and the one door through which a name in a file opens a backend.
+
+A name on the command line is an order: `FILE.py:NAME` and `module:NAME` are imported. A name that a run directory or a
+capsule holds is data: the built-in backends are opened from it, and nothing else is.
+"""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from lockstep.core.backend import Backend
+from lockstep.core.config.file import shortened
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.data.memory import total_memory_bytes
+from lockstep.core.errors import UserError, printable
 from lockstep.core.model.budget import require_memory
+from lockstep.core.run.launch import launched
+
+if TYPE_CHECKING:
+    from lockstep.core.parity.evidence.capsule import Capsule
+    from lockstep.core.run.directory import RunDir
 
 TRAINER = "lockstep.torch_backend.session:TorchBackend"
 REFERENCE = "lockstep.jax_backend.session:JaxBackend"
@@ -13,9 +30,105 @@ REFERENCE = "lockstep.jax_backend.session:JaxBackend"
 BY_NAME = {"torch": TRAINER, "jax": REFERENCE}
 
 
+def open_named(name: str) -> Backend:
+    """Open a backend that the command line names, or Lockstep itself; for the name in a file there is `Maker`.
+
+    Raises UserError as `load_backend` does.
+    """
+    from lockstep.core.load_backend import load_backend
+
+    return load_backend(spec(name))
+
+
 def spec(name: str) -> str:
     """`torch` and `jax` by name; anything else is `module:NAME` or `FILE.py:NAME` already."""
     return BY_NAME.get(name, name)
+
+
+def is_built_in(name: object) -> bool:
+    """Whether a name is that of a backend of Lockstep's own, short or in full."""
+    return isinstance(name, str) and (name in BY_NAME or name in BY_NAME.values())
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Who made a run or a capsule, by the name in one of its files. file: that file."""
+
+    name: object
+    file: Path
+
+    @classmethod
+    def of_run(cls, run: RunDir) -> Maker:
+        """The maker of a run."""
+        from lockstep.core.run.directory import INFO
+
+        return cls(run.info.get("backend", "torch"), run.path / INFO)
+
+    @classmethod
+    def of_capsule(cls, capsule: Capsule) -> Maker:
+        """The maker of a capsule's step."""
+        from lockstep.core.parity.evidence.capsule import ABOUT
+
+        return cls(capsule.about.get("candidate", "torch"), capsule.path / ABOUT)
+
+    def named(self, flag: str, asked: str | None, words: Sequence[str]) -> str:
+        """Return the name of the backend to open: the one that the command line names, or a built-in one of the file.
+
+        flag: the option that names one, `--candidate`. asked: what it was given, if it was. words: the command line
+        after `lockstep`. Raises UserError with the line to type if the file names any other: that code is not ours, and
+        perhaps not the user's.
+        """
+        if asked is not None:
+            return asked
+        if is_built_in(self.name):
+            return str(self.name)
+        if not isinstance(self.name, str) or ":" not in self.name or self.name.startswith("-"):
+            raise UserError(f"{self.file}: {shortened(self.name)} names no backend; name one with {flag} BACKEND")
+        line = command_line(with_option(words, flag, self.name))
+        if printable(line) != line:  # what a message would change, the quotes of a shell may not survive
+            line = f"add {flag} and that name to the command"
+        raise UserError(
+            f"{self.file}: made by {shortened(self.name)[1:-1]}, whose code runs only where the command line names it: "
+            f"{line}"
+        )
+
+    def open(self, flag: str, asked: str | None, words: Sequence[str]) -> Backend:
+        """Open the backend that `named` gives. Raises UserError as `named` and `open_named` do."""
+        return open_named(self.named(flag, asked, words))
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+
+def trainer_of(run: RunDir, asked: str | None, words: Sequence[str]) -> str:
+    """Return the name of the backend with which a run goes on.
+
+    asked: `--backend`, None if it was not given. A backend of the user's own may have moved: another `FILE.py:NAME` or
+    `module:NAME` than the recorded one is taken. A run does not pass to or from a built-in backend in this way.
+
+    Raises UserError for that, and as `Maker.named` does.
+    """
+    maker = Maker.of_run(run)
+    name = maker.named("--backend", asked, words)
+    if spec(name) != spec(str(maker)) and (is_built_in(name) or is_built_in(maker.name)):
+        raise UserError(
+            f"{run.path} was trained by {shortened(maker.name)} and goes on so, not by {name}; "
+            "lockstep convert RUN FOLDER --to torch (or jax) makes another run of it, for another backend"
+        )
+    return name
+
+
+def with_option(words: Sequence[str], flag: str, value: str) -> list[str]:
+    """The words of a command line with one more option, before `--` where there is one."""
+    end = words.index("--") if "--" in words else len(words)
+    return [*words[:end], flag, value, *words[end:]]
+
+
+def command_line(words: Sequence[str]) -> str:
+    """A line to type: these words after `lockstep`, quoted for a shell, under torchrun if that started this process."""
+    place = launched()
+    begin = "lockstep" if place is None else f"torchrun --nproc-per-node {place[1]} -m lockstep"
+    return f"{begin} {shlex.join(words)}"
 
 
 def on_its_device(config: RunConfig, backend: Backend) -> RunConfig:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import tempfile
 import traceback
 
+from lockstep.core.errors import printable
+
 
 def in_one_line(error: BaseException) -> str:
     """Kind, message and place of `error`; the traceback goes into a file that the line names."""
     trace = traceback.extract_tb(error.__traceback__)
     where = f"{trace[-1].filename}:{trace[-1].lineno}; " if trace else ""
-    message = next(iter(str(error).strip().splitlines()), "")
+    message = printable(next(iter(str(error).strip().splitlines()), ""))
     kind = type(error).__name__
     try:
         with tempfile.NamedTemporaryFile("w", prefix="lockstep-", suffix=".txt", delete=False) as file:

@@ -46,10 +46,9 @@ from lockstep.core.config.schema import (
     TrainConfig,
 )
 from lockstep.core.errors import UserError
-from lockstep.core.load_backend import load_backend
 from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.core.sinks.phrases import check_line
-from lockstep.scripts.shared.backends import spec
+from lockstep.scripts.shared.backends import open_named
 from lockstep.torch_backend.session import TorchBackend, TorchSession
 
 FOLDER, PAGE = ROOT / "docs/results/incident", ROOT / "docs/results/incident.md"
@@ -248,7 +247,7 @@ def first_disagreement(run: Run, steps: int = 10) -> str:
     config = config_of(run)
     batches = (batch_of(config, text()[0], (0, step)) for step in range(1, steps + 1))
     line = ""
-    for check in check_steps(run.backend(), load_backend(spec("jax")), config, batches):
+    for check in check_steps(run.backend(), open_named("jax"), config, batches):
         line = check_line(check)
         if check.verdict == "disagreed":
             break

@@ -79,10 +79,15 @@ def repro(evidence: Evidence, check: Check, config: RunConfig, versions: Mapping
     }
     text = "".join(_template(name) for name in ("head", *parts.templates))
     # A name out of somebody else's code must not end the string that it stands in.
-    words = {"title": re.sub(r"[^\w .()/-]", "?", where), "step": str(check.step), "about": parts.about}
+    words = {"title": _plain(where), "step": str(check.step), "about": "\n".join(map(_plain, parts.about.split("\n")))}
     words["facts"] = json.dumps(facts, indent=1).replace("'''", "'' '")
     script = re.sub(r"\$(title|step|about|facts)", lambda match: words[match[1]], text)
     return Repro(script, {key: np.asarray(array) for key, array in parts.tensors.items()})
+
+
+def _plain(text: str) -> str:
+    """A line that may stand in any string of the script."""
+    return re.sub(r"[^\w .,:;()/-]", "?", text)
 
 
 def _template(name: str) -> str:

@@ -21,8 +21,6 @@ import io
 import json
 import os
 import shutil
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +34,7 @@ from lockstep.core.config.file import dump_config, load_config
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import canonical_json, read_whole
+from lockstep.core.files.npz import arrays_of
 from lockstep.core.parity.diagnose.repro import repro
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.measures.verdict import Check
@@ -43,6 +42,7 @@ from lockstep.core.parity.measures.verdict import Check
 SCHEMA = 1
 ABOUT, CONFIG, RECORD, VERDICT, BATCH = "about.json", "config.toml", "record.json", "verdict.json", "batch.npz"
 STATE, STAGE, REPRO = "state", "stage.npz", "repro.py"
+SEALED = (CONFIG, RECORD, VERDICT, BATCH, STAGE)
 BATCHES = ("batch", "probe", "tapped")
 
 
@@ -145,22 +145,27 @@ def is_capsule(path: Path) -> bool:
 def read_capsule(path: Path) -> Capsule:
     """Verify and read a capsule. Raises UserError that names the file that is missing, damaged or of another schema."""
     about = _read_about(path)
+    if other := set(about["files"]) ^ {*SEALED}:
+        raise UserError(f"{path / ABOUT} names other files than a capsule has: {', '.join(map(repr, sorted(other)))}")
     raw = {name: _verified(path / name, entry) for name, entry in about["files"].items()}
     states = list_checkpoints(path / STATE)
     if len(states) != 1:
         raise UserError(f"{path / STATE} must hold the state before the step; it holds {len(states)} states")
     state, _ = load_checkpoint(states[0])
+    config = load_config(path / CONFIG)
+    arrays = arrays_of(raw[BATCH], path / BATCH)
     name = BATCH
     try:
-        arrays = _arrays(raw[name])
         batch, probe, tapped = (_batch(arrays, name) for name in BATCHES)
+        for one in (batch, probe, tapped):
+            one.require_tokens_below(config.model.vocab_size)
         name = RECORD
         record = StepRecord(**json.loads(raw[name]))
         name = VERDICT
         verdict = json.loads(raw[name])
-    except (ValueError, KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path / name} is not what a capsule holds: {type(error).__name__}: {error}") from error
-    return Capsule(path, load_config(path / CONFIG), state, batch, probe, tapped, record, verdict, about)
+    return Capsule(path, config, state, batch, probe, tapped, record, verdict, about)
 
 
 def other_versions(capsule: Capsule, here: Mapping[str, str]) -> list[str]:
@@ -211,11 +216,6 @@ def _npz(arrays: Arrays) -> bytes:
 def _batch(arrays: Arrays, name: str) -> Batch:
     tokens, targets, weights = (arrays[f"{name}.{key}"] for key in ("tokens", "targets", "weights"))
     return Batch(tokens, targets, weights, arrays.get(f"{name}.documents"))
-
-
-def _arrays(raw: bytes) -> dict[str, np.ndarray]:
-    with np.load(io.BytesIO(raw), allow_pickle=False) as file:
-        return dict(file)
 
 
 def _json(value: Any) -> bytes:

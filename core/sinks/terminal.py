@@ -1,0 +1,38 @@
+"""The console that every command writes to: text that it is given is text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.core.sinks.visible import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+    from rich.text import Text
+
+
+def open_console(width: int | None = None) -> Console:
+    """A console that takes names, notes and samples from anywhere: no markup, and no command to the terminal in them.
+
+    width: columns; None: the terminal's. It raises BrokenPipeError when nobody reads any more, as `print` does: rich's
+    own ends the process with exit code 1, which here means that a check disagreed.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+        # Before it is laid out; what comes as rich's own text, and was not, is cut where it does not fit.
+        def render_str(self, text: str, **how: Any) -> Text:
+            return super().render_str(visible(text), **how)
+
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    return Plain(width=width, highlight=False, markup=False, emoji=False)

@@ -1,0 +1,121 @@
+"""Run directories, capsules and spikes as a stranger would send them: whole, sealed anew, and with a program inside."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.backend import Batch, StepRecord
+from lockstep.core.checkpoint import format as checkpoint
+from lockstep.core.config.file import dump_config
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence import capsule
+from lockstep.core.parity.modes import rerun
+from lockstep.core.run.directory import RunDir
+from lockstep.core.run.info import read_info, write_info
+from lockstep.core.train.spikes import SCHEMA
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+
+RAN = "ran"
+# Leaves a file beside itself when it is run, whether as a module or by a pickle.
+PROGRAM = f"""
+from pathlib import Path
+
+Path(__file__).with_name({RAN!r}).write_text("")
+"""
+CONFIG = tiny_config("bf16", train={"sequence_length": 32})
+
+
+class Runs:
+    """Leaves a file at `path` when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def plant(folder: Path, name: str = "mine.py") -> str:
+    """A program in `folder`; returns what names it as a backend."""
+    (folder / name).write_text(PROGRAM)
+    return f"{folder / name}:Mine"
+
+
+def ran(folder: Path) -> bool:
+    """Whether a program was run that was planted anywhere below `folder`; forgets it."""
+    found = list(folder.rglob(RAN))
+    for path in found:
+        path.unlink()
+    return bool(found)
+
+
+def planted_run(made: Path, path: Path, **info: Any) -> Path:
+    """A copy of a run, with a program in it that its run.json names as its backend."""
+    shutil.copytree(made, path)
+    write_info(path / "run.json", {**read_info(path / "run.json"), "backend": plant(path), **info})
+    return path
+
+
+def planted_spike(run: Path, step: int) -> Path:
+    """A loss spike of a run, as core/spikes.py writes one."""
+    made = RunDir.open(run)
+    batch = text_batch(made.config, step)
+    folder = run / "spikes" / checkpoint.folder_name(step)
+    folder.mkdir(parents=True)
+    about = {"schema": SCHEMA, "step": step, "loss": 9.0, "record": {}, "digest": batch.digest()}
+    (folder / "about.json").write_text(json.dumps(about))
+    (folder / "batch.npz").write_bytes(capsule._npz(batch.arrays))
+    return folder
+
+
+def planted_capsule(path: Path, config: RunConfig = CONFIG, candidate: Any = None, **files: bytes) -> Path:
+    """A capsule with a program in it that its about.json names as candidate. files: in place of its own, by stem."""
+    state = rerun.initial_state(config)
+    batch = text_batch(config)
+    record = StepRecord(1, 5.0, 128.0, 1e-3, 1.0, 0.25, batch.digest(), 128)
+    arrays = {f"{b}.{key}": array for b in capsule.BATCHES for key, array in batch.arrays.items()}
+    own = {
+        capsule.CONFIG: dump_config(config).encode(),
+        capsule.RECORD: json.dumps(asdict(record)).encode(),
+        capsule.VERDICT: json.dumps({"verdict": "disagreed", "origin": None}).encode(),
+        capsule.BATCH: capsule._npz(arrays),
+        capsule.STAGE: capsule._npz({}),
+    }
+    own |= {name: files[stem] for name in own if (stem := name.partition(".")[0]) in files}
+    path.mkdir(parents=True)
+    for name, raw in own.items():
+        (path / name).write_bytes(raw)
+    checkpoint.save_checkpoint(path / capsule.STATE, state, {})
+    about = {"schema": capsule.SCHEMA, "step": 1, "candidate": candidate or plant(path), "reference": "jax"}
+    entries = {name: {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in own.items()}
+    seal_capsule(path, about | {"versions": {}, "machine": {}, "due": batch.digest(), "files": entries})
+    return path
+
+
+def seal_capsule(path: Path, about: Mapping[str, Any]) -> None:
+    """Write about.json with the seal that it must have."""
+    body = {key: value for key, value in about.items() if key != "seal"}
+    (path / capsule.ABOUT).write_text(json.dumps({**body, "seal": capsule._seal(body)}))
+
+
+def seal_checkpoint(folder: Path, **changes: Any) -> None:
+    """Write a checkpoint's manifest anew, for the files that lie there now."""
+    body = {key: value for key, value in json.loads((folder / checkpoint.MANIFEST).read_text()).items()}
+    del body["sha256"]
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != checkpoint.MANIFEST]
+    body["files"] = {
+        p.relative_to(folder).as_posix(): {"size": p.stat().st_size, "sha256": checkpoint._sha256(p)} for p in files
+    }
+    body |= changes
+    (folder / checkpoint.MANIFEST).write_text(json.dumps({**body, "sha256": checkpoint._seal(body)}))
+
+
+def batch_arrays(batch: Batch) -> dict[str, Any]:
+    """The arrays of a capsule's batch.npz."""
+    return {f"{b}.{key}": array for b in capsule.BATCHES for key, array in batch.arrays.items()}
