@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class JaxSession:
         programs = {f: jax.jit(with_gradients(f)) for f in set(functions.values())}
         self._stages = {name: programs[f] for name, f in functions.items()}
         self._scores = jax.jit(self.scores, static_argnames="policy")
-        self._logits = jax.jit(self.logits, static_argnames="policy")
+        self._next_logits = jax.jit(self.next_logits)
         self._largest_logits = jax.jit(self.largest_logits)
 
     def state(self) -> State:
@@ -235,7 +236,7 @@ class JaxSession:
         padded[0, : len(tokens)] = tokens
         batch = Batch(padded, padded, np.ones(padded.shape, np.float32), one_document)
         documents = batch.documents_for(self.config.attention)
-        return np.array(self._logits(self.params, padded, documents, policy=self.policy.name)[0, len(tokens) - 1])
+        return np.array(self._next_logits(self.params, padded, np.int32(len(tokens) - 1), documents))
 
     def close(self) -> None:
         """Nothing is held beyond the object itself."""
@@ -347,15 +348,35 @@ class JaxSession:
     def scores(
         self, params: Tree, tokens: Array, targets: Array, documents: Array | None, policy: str
     ) -> tuple[Array, Array]:
-        """Per-token nll (B, S) without z-loss, and whether the likeliest token is the target (B, S)."""
-        logits = self.logits(params, tokens, documents, policy)
-        return negative_log_likelihood(logits, targets), logits.argmax(-1) == targets
+        """Per-token nll (B, S) without z-loss, and whether the likeliest token is the target (B, S).
 
-    def logits(self, params: Tree, tokens: Array, documents: Array | None, policy: str) -> Array:
-        """Logits (B, S, V) under a named policy."""
+        Logits are made for at most `loss.chunk` tokens at a time: for a piece of every sequence, so that sequences
+        which are cut over devices stay there. There is at least one token of each.
+        """
+        model, chosen = self.model(params), POLICIES[policy]
+        x_BSD = model.trunk(tokens, chosen, self.shards.tap(no_tap), documents)
+        rows, length = targets.shape
+        piece = max(1, min(self.config.loss.chunk // rows, length))
+        count = -(-length // piece)
+
+        def pieces(x: Array) -> Array:
+            """(B, S, …) → (count, B, piece, …), zeros after the end."""
+            short = ((0, 0), (0, count * piece - length), *((0, 0),) * (x.ndim - 2))
+            return jnp.moveaxis(jnp.pad(x, short).reshape(rows, count, piece, *x.shape[2:]), 1, 0)
+
+        def scored(part: tuple[Array, Array]) -> tuple[Array, Array]:
+            logits = model.logits(part[0], chosen)
+            return negative_log_likelihood(logits, part[1]), logits.argmax(-1) == part[1]
+
+        found = jax.lax.map(scored, (pieces(x_BSD), pieces(targets)))
+        nll, top1 = (jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length] for x in found)
+        return nll, top1
+
+    def next_logits(self, params: Tree, tokens: Array, last: Array, documents: Array | None) -> Array:
+        """Logits (V,) after the token at position `last` of the one sequence in `tokens` (1, S)."""
         model = self.model(params)
-        tap = self.shards.tap(no_tap)
-        return model.logits(model.trunk(tokens, POLICIES[policy], tap, documents), POLICIES[policy])
+        x_BSD = model.trunk(tokens, self.policy, self.shards.tap(no_tap), documents)
+        return model.logits(x_BSD[:, last][:, None], self.policy)[0, 0]
 
     def largest_logits(self, params: Tree, tokens: Array, documents: Array | None) -> Array:
         """(layers,) the largest attention logit of each layer."""
@@ -405,8 +426,11 @@ class JaxBackend:
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
         """Versions, device and what is in force.
 
-        Raises UserError if XLA must be told to be deterministic, or has fewer devices than were asked for.
+        Raises UserError if XLA must be told to be deterministic, or has fewer devices than were asked for, or orbax,
+        which writes the checkpoints of a run, is not installed.
         """
+        if find_spec("orbax.checkpoint") is None:
+            raise UserError("checkpoints of JAX are written by orbax: pip install orbax-checkpoint")
         if config.deterministic and jax.default_backend() == "gpu" and XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
             raise UserError(f"deterministic = true needs XLA_FLAGS={XLA_FLAG} in the environment before JAX starts")
         return {

@@ -16,6 +16,8 @@ import tempfile
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# On a GPU that it shares with the trainer JAX would take three quarters of the memory before it needs any.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # The reference's programs take longer to compile than to run: the next command finds them, as Inductor's are found. Not
 # in the home directory, which machines with other processors may share; and as they are run as they are found, only in
 # a folder that is this user's and that no other may write to.
@@ -176,6 +178,7 @@ def run(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     from lockstep.core.errors import UserError
+    from lockstep.scripts.shared.needs import NEEDS, in_words, missing
 
     if not argv or argv[0] in HELP or (argv[0] in GROUPS and argv[1:2] and argv[1] in HELP):
         print(USAGE)
@@ -183,7 +186,10 @@ def _run(argv: list[str]) -> int:
     name = next((" ".join(argv[:n]) for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), None)
     if name is None:
         raise UserError(_no_command(argv))
-    return _command(name)(argv[len(name.split()) :])
+    rest = argv[len(name.split()) :]
+    if not set(rest) & set(HELP[:2]) and (lacking := missing(NEEDS[name])):
+        raise UserError(in_words(name, lacking))
+    return _command(name)(rest)
 
 
 def _no_command(argv: list[str]) -> str:

@@ -11,8 +11,8 @@
 #   --tiny        on the CPU, at the size of configs/bench-tiny.toml, to see that the command itself works
 #   OUT           where everything is written (default: $OUT, else gpu_check)
 #
-# PYTHON=… chooses the Python (default: .venv/bin/python if it is there, else python3); it needs torch, torchao, jax,
-# pydantic, tyro, rich, tokenizers, safetensors, numpy, pytest, and no wandb. Ends 0 only if all is good.
+# PYTHON=… chooses the Python (default: .venv/bin/python if it is there, else python3). What it lacks for the parts asked
+# for (scripts/shared/needs.py) is said in one line before anything else. Ends 0 only if all is good, 2 if it could not begin.
 set -uo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -72,6 +72,9 @@ in_minutes() { # so many seconds less than what is left
     awk "BEGIN { print $seconds / 60 }"
 }
 
+if [ -n "$only" ]; then parts=("$only"); else parts=(tests parity bench); fi
+"$python" -m lockstep.scripts.shared.needs "${parts[@]}" || exit 2
+
 if [ -z "$tiny" ]; then
     device=cuda config=configs/quickstart.toml
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
@@ -89,10 +92,9 @@ if wanted tests; then
 fi
 
 if wanted parity; then
-    # The reference on the same GPU if JAX sees it, its products under "highest" (jax_backend/__init__.py), beside torch.
-    export XLA_PYTHON_CLIENT_PREALLOCATE=false
+    # The reference on the same GPU if JAX sees it, its products under "highest", beside torch (jax_backend/__init__.py).
     platform=cpu
-    if [ -z "$tiny" ] && JAX_PLATFORMS=cuda,cpu "$python" -c 'import jax; jax.devices("cuda")' 2>/dev/null; then
+    if [ -z "$tiny" ] && JAX_PLATFORMS=cuda,cpu "$python" -c 'import jax, lockstep.jax_backend; jax.devices("cuda")' 2>/dev/null; then
         platform=cuda,cpu
     fi
     printf 'the reference runs on %s\n' "$platform" | tee "$out/parity_reference.txt"

@@ -4,7 +4,8 @@
 #   scripts/quickstart.sh           set up, prepare data, train (or resume), report
 #   scripts/quickstart.sh --fresh   the same, but the run starts again from step 0
 #
-# Ends 0; 1 if a check disagreed; 2 if something is missing; 130 after Ctrl-C (with a checkpoint).
+# Ends 0; 1 if a check disagreed; 2 if something is missing, or fewer than half of the checks could be made; 130 after
+# Ctrl-C (with a checkpoint).
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -33,12 +34,18 @@ is_finished() {
         "$run/run.json" 2>/dev/null
 }
 
+info() { cat "$run/run.json" 2>/dev/null || true; }
+
 has_checkpoint() { compgen -G "$run/checkpoints/step_*" >/dev/null; }
 
-train() { # leaves the exit code in $trained, so that a run with a disagreement still gets its report
+train() { # leaves the exit code in $trained, so that a run that was not checked, or not well, still gets its report
+    local before
+    before=$(info)
     trained=0
     "$lockstep" train "$@" || trained=$?
     [ "$trained" -le 1 ] && return
+    # Finished by this call: a run that could not start leaves an earlier one as it was.
+    [ "$trained" -eq 2 ] && [ "$(info)" != "$before" ] && is_finished && return
     [ "$trained" -ne 130 ] || say "stopped; scripts/quickstart.sh goes on from the checkpoint"
     exit "$trained"
 }

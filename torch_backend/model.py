@@ -315,10 +315,13 @@ class Llama(nn.Module):
     def scores(
         self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy, *documents_BS: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Per-token NLL (B, S) without z-loss, and whether the likeliest token is the target (B, S)."""
+        """Per-token NLL (B, S) without z-loss, and whether the likeliest token is the target (B, S).
+
+        Logits are made for `loss.chunk` tokens at a time, whatever head the run trains with.
+        """
         x_ND = self.trunk(tokens_BS, policy, no_tap, *documents_BS).flatten(0, 1)
         targets_N = targets_BS.flatten()
-        parts, rows = [], len(x_ND) if self.head.head == "full" else self.head.chunk
+        parts, rows = [], self.head.chunk
         for x, targets in zip(x_ND.split(rows), targets_N.split(rows), strict=True):
             logits = self.logits(x[None], policy)[0]
             parts.append((negative_log_likelihood(logits, targets), logits.argmax(-1) == targets))

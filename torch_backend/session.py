@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,7 @@ from lockstep.torch_backend.ranks.sharded_tensors import (
     whole,
 )
 from lockstep.torch_backend.stages import run_stage, stage_functions
+from lockstep.torch_backend.switches import INDUCTOR, Switches, check_environment
 from lockstep.torch_backend.tools.attention_logits import largest_logits
 from lockstep.torch_backend.tools.deterministic import check_deterministic, costs, guarded, switch
 from lockstep.torch_backend.tools.memory import memory
@@ -92,8 +94,8 @@ class TorchSession:
         self.config = config
         self.device = resolve_device(config)
         switch(config, self.device)
-        # For the process, as torch has it; said anew by every session that computes in FP32.
-        torch.set_float32_matmul_precision("high" if config.precision.policy == "tf32" else "highest")
+        self.switches = Switches(config.precision.policy, self.device)
+        self.switches.set()
         self.policy: Policy = policy_of(config, self.device)
         self.float8 = float8(config.precision, self.device)
         # Gives the parts of a step their names (torch_backend/tools/nvtx.py).
@@ -292,6 +294,7 @@ class TorchSession:
         with self.mark("clip"):
             torch._foreach_mul_(grads, coefficient)
         set_learning_rate(self.optimizer, lr)
+        self.switches.require()
         if finite:
             with self.mark("optimizer"):
                 self.optimizer.step()
@@ -493,6 +496,7 @@ class TorchSession:
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
         """Execute one stage on the given inputs: see `JaxSession.run_stage`, whose torch twin this is."""
+        self.switches.require()
         if stage == "update":
             return self._run_update(inputs)
         functions = stage_functions(self.config, self.model, self.policy, self.float8)
@@ -528,7 +532,7 @@ class TorchSession:
         """Per-token `nll` and `top1` of `batch` in eager, under the run's policy or a named one."""
         tokens, targets, _ = self.to_device(batch)
         chosen = replace(POLICIES[policy], onednn=self.policy.onednn) if policy else self.policy
-        with torch.no_grad():
+        with torch.no_grad(), self._declaring(chosen.name):
             nll, top1 = self._run(self.model.scores, tokens, targets, chosen, *self.documents(batch))
             return {"nll": _numpy(nll), "top1": _numpy(top1)}
 
@@ -599,6 +603,7 @@ class TorchSession:
     @part("micro-batch")
     def _forward_backward(self, micro: Batch, program: Any, total: Tensor) -> tuple[Tensor, Tensor]:
         """Add the gradients of a micro-batch to `.grad`; returns its loss and per-token NLL."""
+        self.switches.require()
         tokens, targets, weights = self.to_device(micro)
         if self.replays:
             torch.compiler.cudagraph_mark_step_begin()
@@ -654,7 +659,7 @@ class TorchSession:
         if config.backend == "inductor":
             # Inductor drops a cast to bf16 and back inside a fusion, and with it the policy's rounding of the head's
             # operands.
-            options = {"emulate_precision_casts": True, **torch._inductor.list_mode_options(config.mode)}
+            options = {"emulate_precision_casts": True, **INDUCTOR, **torch._inductor.list_mode_options(config.mode)}
         made = torch.compile(program, fullgraph=True, dynamic=False, backend=config.backend, options=options)
         budget = self.config.recompute.memory_budget
 
@@ -666,7 +671,24 @@ class TorchSession:
 
     def _run(self, program: Any, *inputs: Any) -> Any:
         """A program over the model's weights, on this rank alone or, where they are cut, on all of them."""
+        self.switches.require()
         return program(*inputs) if self.ranks is None else self.ranks.run(program, *inputs)
+
+    @contextmanager
+    def _declaring(self, policy: str) -> Iterator[None]:
+        """While something is computed under another policy: what that one declares is in force."""
+        own, other = self.switches, Switches(policy, self.device)
+        if other.declared == own.declared:
+            yield
+            return
+        own.require()
+        self.switches = other
+        try:
+            other.set()
+            yield
+        finally:
+            self.switches = own
+            own.set()
 
     def _grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
         if self.ranks is None:
@@ -740,6 +762,7 @@ class TorchBackend:
         check_head(config.loss, device)
         check_bitsandbytes(config.optim)
         check_deterministic(config, device)
+        check_environment(config.precision.policy, device)
         check_sharded(config)
         float8(config.precision, device)
         scope = "" if config.compile.scope == "model" else ", block by block"
@@ -776,8 +799,6 @@ def resolve_device(config: RunConfig) -> torch.device:
         if config.precision.policy == "tf32":
             raise UserError("precision.policy = 'tf32' is a format of CUDA's tensor cores; on the CPU use fp32")
         return torch.device("cpu")
-    # Sums inside a bf16 product stay in FP32: the policy promises it, cuBLAS's default does not.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return torch.device("cuda")
 
 

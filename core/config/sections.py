@@ -227,7 +227,9 @@ class LossConfig(Section):
         description="whole logits at once; so many tokens' at a time, gradients made in the forward pass; or the head "
         "of torch (2.13), liger-kernel or cut-cross-entropy, without logits (docs/results/library_heads.md)",
     )
-    chunk: Positive = Field(4096, description="tokens of a chunk; liger and cce choose their own")
+    chunk: Positive = Field(
+        4096, description="tokens of a chunk; liger and cce train with their own, and every head evaluates with this"
+    )
     z_loss: Annotated[float, Field(ge=0)] = Field(
         0.0, description="weight of logsumexp(logits)² in each token's loss (Chowdhery et al. 2022)"
     )

@@ -8,6 +8,7 @@ import platform
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -81,6 +82,11 @@ def list_source(source: str | None, *, exclude: Path | None = None) -> SourceLis
     if not paths:
         raise UserError(f"no files in the source {description}; give a folder, a file or a glob with text in it")
     named = sorted((path.relative_to(root).as_posix(), path) for path in set(paths))
+    parquet = [name for name, _ in named if kind_of(name) == "parquet"]
+    if parquet and find_spec("pyarrow") is None:
+        raise UserError(
+            f"{parquet[0]} in the source {description} is parquet, which needs pyarrow: pip install pyarrow"
+        )
     return SourceListing(description, tuple(_describe(name, path) for name, path in named))
 
 

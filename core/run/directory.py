@@ -37,12 +37,12 @@ from lockstep.core.checkpoint.format import (
     verify_checkpoint,
 )
 from lockstep.core.config.file import dump_config, load_config
-from lockstep.core.config.schema import RunConfig
+from lockstep.core.config.schema import ParityConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import links_out, remove_temporaries
 from lockstep.core.files.jsonl import Cut, DamagedLine, JsonLines, cut_after, damage, in_ranges, read_lines
 from lockstep.core.files.lock import FolderLock
-from lockstep.core.run.history import BRANCH, LEFT, VALUES, VERSION, branch_of, settings_at
+from lockstep.core.run.history import BRANCH, LEFT, VALUES, VERSION, branch_of, settings_at, values_of
 from lockstep.core.run.info import CHANGED, SETTINGS, read_info, require_unchanged, settings_of, write_info
 from lockstep.core.run.resume import Changes
 
@@ -262,6 +262,21 @@ class RunDir:
         """The lines of parity.jsonl; a torn last line is left out. Raises UserError if another is damaged."""
         return self._read(CHECKS)
 
+    def checks_due(self, last: int) -> list[int]:
+        """The steps up to `last` at which a check was due, by the `parity.every` that each step was made with.
+
+        Raises UserError if config.toml cannot be read.
+        """
+        made_with = load_config(self.path / CONFIG).parity.every
+        spans = [(after, int(text)) for after, text in values_of(self._info, "parity.every", str(made_with))]
+        ends = [after for after, _ in spans[1:]] + [last]
+        return [
+            step
+            for (after, every), end in zip(spans, ends, strict=True)
+            for step in range(after + 1, min(end, last) + 1)
+            if ParityConfig(every=every).due(step)
+        ]
+
     def observations(self) -> dict[int, Path]:
         """Step → file of what was observed in it."""
         return observation_files(self.path / OBSERVATIONS)
@@ -341,7 +356,7 @@ class RunDir:
         made = range(1, step + 1)
         if lost := [n for n in made if n not in cuts[RECORDS].steps]:
             yield f"{self.path / RECORDS}: no record is left of {_steps(lost)}, made before"
-        if lost := [n for n in made if self.config.parity.due(n) and n not in cuts[CHECKS].steps]:
+        if lost := [n for n in self.checks_due(step) if n not in cuts[CHECKS].steps]:
             yield (
                 f"{self.path / CHECKS}: nothing is left of the checks that were due at {_steps(lost)}: "
                 "lost, or under way when the run stopped"

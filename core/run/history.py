@@ -42,6 +42,19 @@ def settings_at(info: Info, done: int | None = None) -> dict[str, str]:
     return found
 
 
+def values_of(info: Info, key: str, first: str) -> list[tuple[int, str]]:
+    """(after which step, value) of an elastic setting, oldest first, as each step of the run was made with it.
+
+    first: its value when the run was made. A later value does not hold for the steps before its resume, though
+    `settings_at` has it everywhere.
+    """
+    found, value = [(0, first)], first
+    for resume in info.get("resumes", []):
+        value = resume.get(CHANGED, {}).get(key, value)
+        found = [earlier for earlier in found if earlier[0] <= resume["step"]] + [(resume["step"], value)]
+    return found
+
+
 def branches_begun(info: Info) -> list[Mapping[str, Any]]:
     """The resumes of the run's line that began a branch on purpose."""
     return [resume for resume in line(info) if BRANCH in resume]

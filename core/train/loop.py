@@ -9,8 +9,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from lockstep.core.backend import Batch, Session, ShowsAttention, StepRecord, Timed, UsesMemory
+from lockstep.core.backend import Arrays, Batch, Session, ShowsAttention, StepRecord, Timed, UsesMemory
 from lockstep.core.checkpoint.format import checkpoint_step
+from lockstep.core.config.schema import TrainConfig
 from lockstep.core.data.loader import LoaderError, Prefetcher
 from lockstep.core.model.budget import mfu
 from lockstep.core.parity.measures.verdict import Check
@@ -132,18 +133,25 @@ def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[s
     if due(config.eval.every, step, config.train.steps):
         metrics |= validate(session, data.validation)
     if due(config.log.fp32_loss_every, step, config.train.steps):
-        # Its logits stand there at once: as many of longer sequences would take more memory than the run began with.
         tokens = config.log.fp32_loss_sequences * config.train.sequence_length
         part = batch.rows(slice(max(tokens // batch.tokens.shape[1], 1)))
-        scores = session.evaluate(part)
+        scores = evaluated(session, part, config.train)
         trained = float(scores["nll"].mean(dtype=np.float64))
-        full = float(session.evaluate(part, "fp32")["nll"].mean(dtype=np.float64))
+        full = float(evaluated(session, part, config.train, "fp32")["nll"].mean(dtype=np.float64))
         metrics |= {"fp32/loss": full, "fp32/difference": trained - full}
         metrics["train/top1"] = float(scores["top1"].mean(dtype=np.float64))
     if due(config.log.attention_logits_every, step, config.train.steps) and isinstance(session, ShowsAttention):
         part = batch.rows(slice(config.log.attention_logits_sequences))
         metrics |= attention_logits(session.attention_logits(part))
     return metrics
+
+
+def evaluated(session: Session, batch: Batch, train: TrainConfig, policy: str | None = None) -> Arrays:
+    """Return `session.evaluate` of a batch, computed a micro-batch at a time: a step holds no fewer activations."""
+    size = train.micro_batch_of(batch.tokens.shape[1])
+    micros = [batch.rows(slice(i, i + size)) for i in range(0, len(batch.tokens), size)]
+    parts = [session.evaluate(micro, policy) for micro in micros]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def memory(session: Session) -> dict[str, float]:

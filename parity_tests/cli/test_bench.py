@@ -73,9 +73,9 @@ def test_gpu_check_at_tiny_size(tmp_path: Path) -> None:
 
 
 def test_gpu_check_says_what_failed_and_does_not_end_well(tmp_path: Path) -> None:
-    """A Python that cannot do anything: each part is tried, each is named."""
+    """A Python that has every package and cannot do anything: each part is tried, each is named."""
     broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\nexit 7\n")
+    broken.write_text('#!/bin/sh\n[ "$2" = lockstep.scripts.shared.needs ] || exit 7\n')
     broken.chmod(0o755)
     done = subprocess.run(
         ["bash", str(REPO / "scripts/gpu_check.sh"), "--tiny", str(tmp_path / "out")],

@@ -119,11 +119,11 @@ def test_a_trace_is_not_unpacked_beyond_what_traces_are(tmp_path: Path) -> None:
 
 def test_a_line_of_packed_json_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "_LONGEST_LINE", MB)
-    with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
-        file.write(b'{"text": "')
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb") as packed:
+        packed.write(b'{"text": "')
         for _ in range(64):
-            file.write(b"x" * MB)
-        file.write(b'"}\n')
+            packed.write(b"x" * MB)
+        packed.write(b'"}\n')
     (file,) = list_source(str(tmp_path / "a.jsonl.gz")).files
     with little_memory(16 * MB), pytest.raises(UserError, match="a line of more than 1,048,576 bytes"):
         list(read_documents(file, "text"))

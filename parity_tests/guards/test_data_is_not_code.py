@@ -34,7 +34,6 @@ from lockstep.core.parity.judge.bias import Bias
 from lockstep.core.parity.measures.verdict import Check, Finding, Measure
 from lockstep.core.parity.modes.rerun import initial_state
 from lockstep.core.train.spikes import read_spike
-from lockstep.parity_tests.conftest import REPO
 from lockstep.parity_tests.guards.planted import (
     CONFIG,
     PROGRAM,
@@ -45,6 +44,7 @@ from lockstep.parity_tests.guards.planted import (
     ran,
     seal_checkpoint,
 )
+from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.tiny import text_batch
 
 
@@ -159,7 +159,8 @@ class unpickled:
     """A context: what pickles looked up in it, by the interpreter's own account."""
 
     def __enter__(self) -> list[str]:
-        _listening.append(heard := [])
+        heard: list[str] = []
+        _listening.append(heard)
         return heard
 
     def __exit__(self, *_: object) -> None:

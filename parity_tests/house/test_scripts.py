@@ -140,14 +140,15 @@ def quickstart(tmp_path):
     put(
         tmp_path / ".venv" / "bin",
         "lockstep",
-        f'echo "$*" >> {tmp_path}/asked; if [ "$1" = train ]; then exit "${{TRAIN_ENDS:-0}}"; fi',
+        f'echo "$*" >> {tmp_path}/asked; [ "$1" = train ] || exit 0; '
+        f'[ -z "$TRAIN_WRITES" ] || echo "$TRAIN_WRITES" > {tmp_path}/runs/quickstart/run.json; exit "$TRAIN_ENDS"',
     )
 
-    def start(*arguments: str, train_ends: int = 0) -> tuple[int, str, list[str]]:
+    def start(*arguments: str, train_ends: int = 0, train_writes: str = "") -> tuple[int, str, list[str]]:
         (tmp_path / "asked").unlink(missing_ok=True)
         done = subprocess.run(
             ["bash", str(tmp_path / "scripts" / "quickstart.sh"), *arguments],
-            env=os.environ | {"TRAIN_ENDS": str(train_ends)},
+            env=os.environ | {"TRAIN_ENDS": str(train_ends), "TRAIN_WRITES": train_writes},
             capture_output=True,
             text=True,
         )
@@ -193,6 +194,18 @@ def test_another_quickstart_does_the_obvious_thing(quickstart, finished, checkpo
 def test_a_disagreement_still_gets_its_report(quickstart):
     code, _, asked = quickstart(train_ends=1)
     assert (code, asked[-1]) == (1, REPORT)
+
+
+def test_a_run_that_was_not_checked_still_gets_its_report(quickstart):
+    """Exit code 2 of a run whose steps are all done: fewer than half of its checks were made."""
+    quickstart.run.mkdir(parents=True)
+    code, _, asked = quickstart(train_ends=2, train_writes='{"finished": true}')
+    assert (code, asked[-1]) == (2, REPORT)
+    # A new run that cannot start leaves the finished one as it was, whose report is not this run's.
+    code, _, asked = quickstart("--fresh", train_ends=2)
+    assert (code, asked[-1]) == (2, START)
+    code, _, asked = quickstart("--fresh", train_ends=2, train_writes='{"finished": false}')
+    assert (code, asked[-1]) == (2, START)
 
 
 @pytest.mark.parametrize("ends", [2, 130])

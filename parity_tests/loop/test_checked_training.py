@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
 import signal
+import time
 
 import pytest
 
 import lockstep.scripts.commands.train
-from lockstep.parity_tests.loop.runs import Folder, alive, wait_until_gone
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.parity.modes.shadow import Shadow
+from lockstep.parity_tests.guards.events import before_steps
+from lockstep.parity_tests.loop.runs import Folder, alive, one_line, wait_until_gone
 
 REFERENCES = "lockstep.parity_tests.loop.references"
 CHECKED = {"train.steps": 8, "parity.every": 2, "parity.queue": 10}
@@ -41,24 +47,97 @@ def test_a_reference_that_fails_costs_no_step(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(lockstep.scripts.commands.train, "REFERENCE", f"{REFERENCES}:Failing")
-    assert folder.train("alone", CHECKED) == 0
+    assert folder.train("alone", CHECKED) == 2
     checks = folder.run("alone").checks()
     assert [(c["step"], c["verdict"]) for c in checks] == [(step, "skipped") for step in (1, 2, 4, 6, 8)]
     assert all("RuntimeError: no such luck (" in c["reason"] for c in checks)
-    out = capsys.readouterr().out
+    out, error = capsys.readouterr()
     assert "parity 5 skipped" in out
-    assert "second line" not in out
+    assert "second line" not in out + error
+    said = "parity checks: 5 due, 0 made, fewer than half; 5 skipped, the first at step 1: the reference failed: "
+    assert one_line(error).startswith(f"lockstep: {said}")
+    assert folder.run("alone").info["finished"] and len(folder.records("alone")) == 8
+    # Asked again, it has still not been checked.
+    assert folder.resume("alone") == 2
+    out, error = capsys.readouterr()
+    assert "all steps are done" in out and said in one_line(error)
 
 
 def test_a_wrong_reference_judges_nobody(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(lockstep.scripts.commands.train, "REFERENCE", f"{REFERENCES}:wrong")
-    assert folder.train("unjudged", {"train.steps": 4, "parity.every": 4}) == 0
+    assert folder.train("unjudged", {"train.steps": 4, "parity.every": 4}) == 2
     (first, last) = folder.run("unjudged").checks()
     assert first["verdict"] == last["verdict"] == "skipped"
     assert first["reason"].startswith("the reference is wrong, and judges nobody: attn_norm, forward")
-    assert "the reference is wrong" in capsys.readouterr().out
+    out, error = capsys.readouterr()
+    assert "the reference is wrong" in out
+    assert "2 due, 0 made, fewer than half; 2 skipped, the first at step 1: the reference is wrong, and" in error
+
+
+def test_a_reference_that_is_too_slow_is_told_with_what_would_help(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lockstep.scripts.commands.train, "REFERENCE", f"{REFERENCES}:Late")
+    assert folder.train("late", {"train.steps": 8, "parity.every": 1, "parity.timeout_seconds": 2}) == 2
+    said = one_line(capsys.readouterr().err)
+    assert "parity checks: 8 due, 0 made, fewer than half; 8 skipped, the first at step 1: the reference's" in said
+    assert said.endswith("; 6 because the reference is slower: raise parity.every or parity.queue")
+
+
+def test_a_stop_stays_a_stop_and_the_whole_run_counts(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped after step 6 with a reference that cannot be opened; then the right one, for steps 8, 10 and 12."""
+    with monkeypatch.context() as patch:
+        patch.setattr(lockstep.scripts.commands.train, "REFERENCE", f"{REFERENCES}:Failing")
+        before_steps(patch, {6: lambda: os.kill(os.getpid(), signal.SIGINT)})
+        assert folder.train("stopped", CHECKED | {"train.steps": 12}) == 130
+    assert "parity checks" not in capsys.readouterr().err
+    assert folder.resume("stopped") == 2
+    said = one_line(capsys.readouterr().err)
+    assert "parity checks: 7 due, 3 made, fewer than half; 4 skipped, the first at step 1: the reference failed" in said
+    # Three of four are enough, once the others are made again.
+    shutil.rmtree(folder.path / "stopped")
+    with monkeypatch.context() as patch:
+        patch.setattr(lockstep.scripts.commands.train, "REFERENCE", f"{REFERENCES}:Failing")
+        before_steps(patch, {2: lambda: os.kill(os.getpid(), signal.SIGINT)})
+        assert folder.train("stopped", CHECKED | {"train.steps": 6}) == 130
+    assert folder.resume("stopped") == 0
+
+
+@pytest.mark.parametrize("on_alarm", ["stop", "roll_back"])
+def test_a_run_that_an_alarm_ended_ends_1(folder: Folder, monkeypatch: pytest.MonkeyPatch, on_alarm: str) -> None:
+    """Also where the accused steps have left the run's own record."""
+    settings = {"train.steps": 6, "parity.every": 2, "parity.queue": 10, "checkpoint.every": 1, "checkpoint.keep": 9}
+    accused = Accused(monkeypatch, step=4)
+    assert folder.train("run", settings | {"parity.on_alarm": on_alarm}) == 1
+    assert accused.done and not folder.run("run").info["finished"]
+    left = [c["step"] for c in folder.run("run").checks() if c["verdict"] == "disagreed"]
+    assert left == ([] if on_alarm == "roll_back" else [4])
+
+
+class Accused:
+    """Changes the verdict of one check, and waits for every check before the next step is made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+        self.done = False
+        collect = Shadow.collect
+
+        def changed(shadow: Shadow):
+            while shadow.pending or not self.done:
+                for result in collect(shadow):
+                    if isinstance(result, Check) and result.step == step:
+                        self.done = True
+                        first, *others = result.findings
+                        result = dataclasses.replace(result, findings=(dataclasses.replace(first, size=0), *others))
+                    yield result
+                if not shadow.pending:
+                    break
+                time.sleep(0.05)
+
+        monkeypatch.setattr(Shadow, "collect", changed)
 
 
 def test_a_recipe_without_bounds_is_refused_before_anything_starts(
@@ -113,7 +192,7 @@ def test_training_goes_on_when_the_worker_is_killed(folder: Folder) -> None:
         out, error = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, "Traceback" in error) == (0, False), error
+    assert (process.returncode, "Traceback" in error) == (2, False), error
     assert len(folder.records("bereft")) == 8
     checks = folder.run("bereft").checks()
     assert sorted(c["step"] for c in checks) == [1, 2, 4, 6, 8]

@@ -11,7 +11,7 @@ import pytest
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import EvalConfig, LogConfig, RunConfig
 from lockstep.core.run.data import RunData
-from lockstep.core.train.loop import due, sample, step_records, validate
+from lockstep.core.train.loop import due, evaluated, sample, step_records, validate
 from lockstep.parity_tests.loop.runs import STEPS, Folder
 from lockstep.torch_backend.session import TorchSession
 
@@ -89,9 +89,10 @@ def test_validation_is_what_a_direct_computation_says(config: RunConfig) -> None
         assert record.metrics["val/loss"] == pytest.approx(np.mean(nll), abs=2e-4)
         assert record.metrics["val/top1"] == pytest.approx(np.mean(hits), abs=0.02)
         part = replace_batch(batch, config.log.fp32_loss_sequences)
-        full = session.evaluate(part, "fp32")["nll"].mean(dtype=np.float64)
+        full = evaluated(session, part, config.train, "fp32")["nll"].mean(dtype=np.float64)
         assert record.metrics["fp32/loss"] == full
-        assert record.metrics["fp32/difference"] == session.evaluate(part)["nll"].mean(dtype=np.float64) - full
+        trained = evaluated(session, part, config.train)["nll"].mean(dtype=np.float64)
+        assert record.metrics["fp32/difference"] == trained - full
         assert record.metrics["fp32/difference"] != 0
 
 

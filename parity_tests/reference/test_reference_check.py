@@ -16,7 +16,7 @@ import lockstep.torch_backend.model
 import lockstep.torch_backend.optim
 import lockstep.torch_backend.precision
 import lockstep.torch_backend.stages
-from lockstep.core.config.schema import AttentionConfig, OptimConfig, RunConfig
+from lockstep.core.config.schema import AttentionConfig, LossConfig, OptimConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.groups import GroupSettings
 from lockstep.core.parity.modes.side_by_side import check_steps
@@ -40,9 +40,72 @@ def test_torch_as_a_reference_is_sound(policy, model):
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
 def test_the_reference_is_sound(policy):
-    check = require_sound(JaxBackend(), tiny_config(policy, **BIASES))
+    check = require_sound(JaxBackend(), with_z_loss(tiny_config(policy, **BIASES)))
     assert len(check.findings) > 200
     assert check.not_covered == ()
+
+
+def with_z_loss(config, z_loss=1e-3, head="chunked"):
+    return config.model_copy(update={"loss": LossConfig(head=head, z_loss=z_loss)})
+
+
+def of(policy="bf16", **sections):
+    """A run with other settings than the rest of the tests, by section; `model` is by its keys."""
+    config = tiny_config(policy, **sections.pop("model", {}))
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)
+
+
+# Each setting that changes what a step computes, away from its default.
+SETTINGS = {
+    "z-loss": of(loss={"z_loss": 1e-4}),
+    "a large z-loss of whole logits": of("fp32", loss={"z_loss": 0.5, "head": "full"}),
+    "one chunk a token": of(loss={"chunk": 1}),
+    "the head of torch, in chunks": of(loss={"head": "torch", "chunk": 3}),
+    "an ε that drowns the mean square": of(model={"norm_eps": 1.0}),
+    "an ε that vanishes": of(model={"norm_eps": 1e-12}),
+    "a small θ": of(model={"rope_theta": 2.0}),
+    "a large θ": of(model={"rope_theta": 1e8}),
+    "an odd vocabulary, one query head a KV head": of(model={"vocab_size": 257, "kv_heads": 4, "tied": False}),
+    "rates and decays by group": of(
+        optim={
+            "embedding_weight_decay": 0.3,
+            "gains_weight_decay": 0.2,
+            "matrices_lr_scale": 0.5,
+            "gains_lr_scale": 2.0,
+        }
+    ),
+    "rates by width and batch": of(optim={"base_width": 32, "base_batch": 2}),
+    "no memory, no clipping": of(optim={"beta1": 0.0, "beta2": 0.0, "clip_norm": 0.0, "eps": 0.1}),
+    "Muon": of(optim={"name": "muon", "ns_steps": 3, "nesterov": False}),
+    "8-bit AdamW": of(optim={"name": "adamw8bit"}),
+    "FP8 by rows, some layers": of("fp8_rowwise", precision={"fp8_layers": "blocks.0.mlp.*"}),
+    "FP16": of("fp16", precision={"loss_scale": 1.0}),
+    "ranks that sum in bf16": of(train={"ranks": 2}, parallel={"gradient_dtype": "bf16"}),
+    "a curriculum": of(train={"curriculum": "32:0.5, 64:0.5"}),
+    "attention written out": of(attention={"kernel": "math"}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_setting_makes_a_sound_reference_wrong(name):
+    check = check_reference(TorchBackend(), SETTINGS[name])
+    assert (check.wrong, check.not_covered) == ((), ())
+
+
+@pytest.mark.parametrize("wrong", [0.0, 2.0], ids=["left out", "doubled"])
+def test_a_reference_that_is_wrong_about_z_loss_is_named(wrong, monkeypatch):
+    right = MODEL.negative_log_likelihood
+    monkeypatch.setattr(MODEL, "negative_log_likelihood", lambda logits, targets, z: right(logits, targets, wrong * z))
+    check = check_reference(TorchBackend(), with_z_loss(tiny_config("fp32"), 1e-4))
+    assert {f.stage for f in check.wrong} == {"nll"}
+
+
+@pytest.mark.parametrize("head", ["full", "liger"])
+def test_a_run_with_z_loss_is_checked(head):
+    """By its closed form, and by differences of its forward pass; of a library's head, with the products in it."""
+    check = check_reference(JaxBackend(), with_z_loss(tiny_config("fp64", layers=1), head=head))
+    assert (check.wrong, check.not_covered) == ((), ())
 
 
 def unscaled(self, q, k, v, policy):

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 class Train:
     """Train a run file: `lockstep train CONFIG`. Ctrl-C writes a checkpoint after the step; --resume RUN goes on.
 
-    Ends 0 when finished, 1 if a parity check disagreed, 2 if it could not start, 130 after Ctrl-C.
+    Ends 0 when finished, 1 if a parity check disagreed, 2 if it could not start or go on, or if fewer than half of the
+    checks that were due were made, 130 after Ctrl-C.
     """
 
     config: Annotated[
@@ -177,6 +178,8 @@ def _train(
     if ending == "interrupted":
         console.print(f"stopped; go on with: lockstep train --resume {run.path}", markup=False, soft_wrap=True)
         return 130
+    if ending == "alarmed":
+        return 1
     return _exit_code(run, done, console)
 
 
@@ -254,11 +257,23 @@ def _of_this_launch(options: Train, given: Mapping[str, str]) -> RunDir | None:
 
 
 def _exit_code(run: RunDir, done: int, console: Console) -> int:
-    """1 if any check of the run disagreed, before or after the resume at `done`; which before, is said."""
-    bad = [line["step"] for line in run.checks() if line.get("verdict") == "disagreed"]
+    """The exit code of a run whose steps are all done: 1 if any check disagreed, before or after the resume at `done`.
+
+    Raises UserError if none disagreed and fewer than half of those that were due were made, by the same record.
+    """
+    from lockstep.core.parity.modes.coverage import coverage
+    from lockstep.core.run.directory import CHECKS
+
+    lines = run.checks()
+    bad = [line["step"] for line in lines if line.get("verdict") == "disagreed"]
     if before := [step for step in bad if step <= done]:
         said = f"checks that disagreed before this resume: {in_ranges(before)}; so this ends with exit code 1"
         console.print(said, style="bold red", markup=False, soft_wrap=True)
+    checked = coverage(run.checks_due(run.config.train.steps), lines, f"{run.path / CHECKS} has no line of it")
+    if not checked.is_enough:
+        if not bad:
+            raise UserError(checked.words)
+        console.print(checked.words, style="bold red", markup=False, soft_wrap=True)
     return int(bool(bad))
 
 

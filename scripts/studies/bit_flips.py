@@ -86,7 +86,8 @@ REFUSED, FELL_BACK, TOLD, NO_EFFECT, WRONG = "refused", "fell back", "told", "no
 OUTCOMES = {
     REFUSED: "ended 2 with one line that names the file",
     FELL_BACK: "said that a checkpoint was passed over, went on from the one before, ended with the same bits",
-    TOLD: "said which lines or steps are lost, used none of it, ended with the same bits",
+    TOLD: "said which lines or steps are lost, used none of it, ended with the same bits (and with 2 where fewer than "
+    "half of the checks are left)",
     NO_EFFECT: "said nothing, and weights, records, checks, run.json and settings are those of the undamaged run: "
     "white space, or records later than the checkpoint cut short, which a resume drops in any case",
     WRONG: "anything else",
@@ -217,10 +218,12 @@ class Trials:
     def judge(self, damage: Damage, told: Told) -> tuple[str, str]:
         """(outcome, why or what was said)."""
         name, said = damage.path.name, [line for line in told.out.splitlines() if damage.path.name in line]
-        if told.code == 2:
+        # The run went on to its end, and its record holds fewer than half of its checks.
+        unchecked = told.code == 2 and len(told.err.splitlines()) == 1 and f"{CHECKS} has no line" in told.err
+        if told.code == 2 and not unchecked:
             one = len(told.err.splitlines()) == 1 and name in told.err and "traceback in" not in told.err
             return (REFUSED if one else WRONG), told.err.strip()
-        if told.code != 0 or told.err:
+        if (told.code != 0 or told.err) and not unchecked:
             return WRONG, f"ended {told.code}: {told.err.strip()}"
         try:
             end = end_of(self.work / RUN)

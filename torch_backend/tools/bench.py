@@ -21,6 +21,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.train.process_memory import process_memory
 from lockstep.torch_backend.kernels.float8 import FIRST_CAPABILITY
 from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.switches import Switches
 
 SEED = 0
 BATCHES = 4
@@ -117,8 +118,11 @@ def product(operand: str, side: int, kind: str) -> Callable[[], Tensor]:
         return lambda: torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     left, right = left.to(DTYPES[operand]), right.to(DTYPES[operand])
 
+    switches = Switches(operand, torch.device(kind))
+    switches.set()
+
     def run() -> Tensor:
-        torch.set_float32_matmul_precision("high" if operand == "tf32" else "highest")
+        switches.require()
         return left @ right
 
     return run

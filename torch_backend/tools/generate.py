@@ -15,6 +15,7 @@ from lockstep.core.config.schema import AttentionConfig, CompileConfig, Recomput
 from lockstep.torch_backend.model import Llama, Tap, no_tap, rope_at
 from lockstep.torch_backend.precision import policy_of
 from lockstep.torch_backend.session import resolve_device
+from lockstep.torch_backend.switches import Switches
 
 KEYS, VALUES = ".attn.k_rope", ".attn.v"
 
@@ -67,7 +68,8 @@ class Decoder:
         }
         config = config.model_copy(update=eager)
         self.device = resolve_device(config)
-        torch.set_float32_matmul_precision("high" if operand == "tf32" else "highest")
+        self._switches = Switches(operand, self.device)
+        self._switches.set()
         self.policy = policy_of(config, self.device)
         with torch.device("meta"):
             self._model = Llama(config)
@@ -95,6 +97,7 @@ class Decoder:
     def _logits(self, tokens: np.ndarray, start: int, tap: Tap) -> np.ndarray:
         """Logits after the last token, from a pass over those at `start` and after it: all, or the last alone."""
         model, stop = self._model, len(tokens)
+        self._switches.require()
         with torch.inference_mode():
             rope = rope_at((model.cos[start:stop], model.sin[start:stop]), None, self.policy)
             ids = torch.tensor(tokens[None, start:], dtype=torch.long, device=self.device)

@@ -37,6 +37,7 @@ from lockstep.core.parity.evidence.recorded import probe_of, save_observations
 from lockstep.core.parity.judge.end_to_end import observations_of
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.parity.modes.coverage import BUSY
 from lockstep.core.parity.reference.self_check import sound_reference
 from lockstep.core.train.finite import NotFinite
 
@@ -183,7 +184,7 @@ class Shadow:
 
     def _reason(self) -> str:
         if self._worker.is_alive():
-            return f"the reference is still busy with {len(self._waiting)} earlier checks"
+            return f"{BUSY} {len(self._waiting)} earlier checks"
         how = f"process has died (exit code {self._worker.exitcode})"
         if self._given_up:
             how = f"process gave no answer within {self._config.parity.timeout_seconds} s and was ended"

@@ -163,10 +163,12 @@ def within_documents() -> np.ndarray:
 def loss_head(subject: Subject) -> Iterator[Form]:
     """Uniform logits cost ln V; one logit `a` above the rest costs ln(1 + (V − 1)·e^(−a)) as the target.
 
+    z-loss adds z·L² with L = logsumexp: c + ln V where every logit is c, and a plus the cost where one is a above 0.
     A library's head gets them as products: row t of the weight is the unit vector of the token whose target is t.
     """
     vocabulary, last = subject.config.model.vocab_size, list(subject.stages().values())[-1]
     targets, shapes = subject.integers(last)["targets"], subject.shapes(last)
+    z_loss = subject.config.loss.z_loss
 
     def nll(logits: np.ndarray) -> np.ndarray:
         if last.kind != "library_head":
@@ -177,11 +179,13 @@ def loss_head(subject: Subject) -> Iterator[Form]:
         return subject.run(last.id, x=x, weight=weight, targets=targets)
 
     flat = np.full((ROWS, LENGTH, vocabulary), 3.0)
-    due = np.full((ROWS, LENGTH), math.log(vocabulary))
+    cost = math.log(vocabulary)
+    due = np.full((ROWS, LENGTH), cost + z_loss * (3.0 + cost) ** 2)
     yield last.id, "uniform logits cost ln V", nll(flat), due
     above = np.linspace(0.5, 12.0, LENGTH)
     peaked = above[:, None] * np.eye(vocabulary)[targets]
-    due = np.broadcast_to(np.log1p((vocabulary - 1) * np.exp(-above)), (ROWS, LENGTH))
+    costs = np.log1p((vocabulary - 1) * np.exp(-above))
+    due = np.broadcast_to(costs + z_loss * (above + costs) ** 2, (ROWS, LENGTH))
     yield last.id, "one logit above the rest", nll(peaked), due
 
 

@@ -1,0 +1,76 @@
+"""Look for the packages that a command loads late before it begins: hours of work do not end in an ImportError.
+
+`python -m lockstep.scripts.shared.needs PART…` does the same for parts of scripts/gpu_check.sh. It needs
+nothing but Python.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+# Where the name to install is not that to import.
+DISTRIBUTIONS = {"orbax.checkpoint": "orbax-checkpoint", "tomli_w": "tomli-w"}
+
+_RUN = ("rich", "safetensors", "tokenizers", "tomli_w")
+# Frameworks are loaded by the backend that a command opens first, optional packages are looked for where a setting asks
+# for them; this is the rest.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "data prepare": ("rich", "tokenizers"),
+    "train": _RUN,
+    "parity": _RUN,
+    "replay": _RUN,
+    "bisect": _RUN,
+    "faults": _RUN,
+    "convert": ("orbax.checkpoint", "safetensors", "tomli_w"),
+    "report": (),
+    "sample": ("safetensors", "tokenizers"),
+    "profile": ("safetensors", "tokenizers"),
+    "plan": ("rich",),
+    "bench step": ("rich",),
+    "bench best": ("rich", "tomli_w"),
+    "bench peers": ("rich",),
+    "bench parity": ("safetensors", "tokenizers", "tomli_w"),
+}
+
+_BENCH = ("numpy", "pydantic", "rich", "torch", "torchao", "tyro")
+_CHECKS = (*_BENCH, "flax", "jax", "optax", "safetensors", "tokenizers", "tomli_w")
+# Of scripts/gpu_check.sh.
+PARTS: dict[str, tuple[str, ...]] = {
+    "tests": (*_CHECKS, "pytest"),
+    "parity": _CHECKS,
+    "bench": _BENCH,
+    "best_bf16": (*_BENCH, "tomli_w"),
+    "best_fp8": (*_BENCH, "tomli_w"),
+    "curves": (*_BENCH, "tokenizers"),
+}
+
+
+def missing(modules: Iterable[str]) -> list[str]:
+    """The names to install of those modules that are not there, each once, in order."""
+    return [DISTRIBUTIONS.get(name, name) for name in dict.fromkeys(modules) if not _is_there(name)]
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
+
+
+def in_words(what: str, lacking: list[str]) -> str:
+    """One line, with the command that mends it."""
+    return f"{what}: this Python lacks {', '.join(lacking)}: pip install {' '.join(lacking)}"
+
+
+def main(parts: list[str]) -> int:
+    """Print what this Python lacks for parts of gpu_check.sh; 0 if nothing."""
+    lacking = missing(name for part in parts for name in PARTS[part])
+    if lacking:
+        print(in_words(f"gpu_check: {', '.join(parts)}", lacking), file=sys.stderr)
+    return 2 if lacking else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

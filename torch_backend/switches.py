@@ -1,0 +1,142 @@
+"""Torch's switches that change precision: set to what the policy declares, and held there while a session computes.
+
+The switches belong to the process. A container, a library or a line of somebody's script may set them: Accelerate
+allows TF32 where it compiles, containers of NVIDIA set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. A session sets all of them
+when it is opened, and looks at them again before each micro-batch, each update and each program of a check.
+
+A switch that changed meanwhile ends the run. It is not set back: a step that was left unseen in between would have
+been computed otherwise than declared, and the next one as well if whoever changed it does so again. Two sessions of one
+process may declare different values (a TF32 trainer and its FP32 reference): each sets its own again where another
+session's are in force.
+
+Reduced-precision reductions round the partial sums of a product to bf16 or FP16 (cuBLAS's default allows that);
+without them split-K, which stays allowed, adds FP32 numbers in another order.
+
+The matrix-product precisions are written by `set_float32_matmul_precision`, which keeps torch's two generations of
+switches consistent, and are read through the newer ones: the older ones raise after somebody has used the newer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lockstep.core.errors import UserError
+
+Values = dict[str, Any]
+# Typed in part.
+BACKENDS: Any = torch.backends
+# Kinds of devices that autocast is switched for.
+AUTOCAST = "cpu", "cuda"
+
+# Options of torch.compile that the environment would choose otherwise (torch/_inductor/config.py).
+INDUCTOR: Mapping[str, Any] = {
+    "use_fast_math": False,
+    "cpp.enable_unsafe_math_opt_flag": False,
+    "cpp.enable_floating_point_contract_flag": "off",
+}
+# oneDNN reads either of them once: FP32 products on the CPU may then be made of bf16 values, whatever torch declares
+# (oneDNN developer guide, "Primitive Attributes: floating-point math mode").
+ONEDNN = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
+# NVIDIA's libraries never use TF32 with 0, whatever they are asked for; no other value is documented.
+NVIDIA = "NVIDIA_TF32_OVERRIDE"
+
+# What a session of this process set last.
+_last: Values = {}
+
+
+class Switches:
+    """The switches of a session. `policy` is the name of its precision policy, `device` where it computes."""
+
+    def __init__(self, policy: str, device: torch.device) -> None:
+        self.policy, self._device = policy, device
+        products = "tf32" if policy == "tf32" else "ieee"
+        cublas = "torch.backends.cuda.matmul."
+        self.declared: Values = {
+            f"{cublas}fp32_precision": products,
+            "torch.backends.mkldnn.matmul.fp32_precision": products,
+            "torch.backends.cudnn.conv.fp32_precision": products,
+            "torch.backends.cudnn.rnn.fp32_precision": products,
+            f"{cublas}allow_bf16_reduced_precision_reduction": False,
+            f"{cublas}allow_bf16_reduced_precision_reduction_split_k": True,
+            f"{cublas}allow_fp16_reduced_precision_reduction": False,
+            f"{cublas}allow_fp16_reduced_precision_reduction_split_k": True,
+            f"{cublas}allow_fp16_accumulation": False,
+            "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()": False,
+            **{f"torch.is_autocast_enabled('{kind}')": False for kind in AUTOCAST},
+            "torch.set_flush_denormal": False,
+        }
+
+    def read(self) -> Values:
+        """What is in force now."""
+        cuda, cudnn = BACKENDS.cuda, BACKENDS.cudnn
+        found = (
+            cuda.matmul.fp32_precision,
+            BACKENDS.mkldnn.matmul.fp32_precision,
+            cudnn.conv.fp32_precision,
+            cudnn.rnn.fp32_precision,
+            cuda.matmul.allow_bf16_reduced_precision_reduction,
+            cuda.matmul.allow_bf16_reduced_precision_reduction_split_k,
+            cuda.matmul.allow_fp16_reduced_precision_reduction,
+            cuda.matmul.allow_fp16_reduced_precision_reduction_split_k,
+            cuda.matmul.allow_fp16_accumulation,
+            cuda.fp16_bf16_reduction_math_sdp_allowed(),
+            *map(torch.is_autocast_enabled, AUTOCAST),
+            _flushes(),
+        )
+        return dict(zip(self.declared, found, strict=True))
+
+    def set(self) -> None:
+        """Set all of them. Raises UserError if one does not take its value, or the environment overrides it."""
+        global _last
+        check_environment(self.policy, self._device)
+        tf32, cuda, cudnn = self.policy == "tf32", BACKENDS.cuda, BACKENDS.cudnn
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        cudnn.allow_tf32 = tf32
+        for operation in (cudnn.conv, cudnn.rnn):
+            operation.fp32_precision = "tf32" if tf32 else "ieee"
+        cuda.matmul.allow_bf16_reduced_precision_reduction = (False, True)
+        cuda.matmul.allow_fp16_reduced_precision_reduction = (False, True)
+        cuda.matmul.allow_fp16_accumulation = False
+        cuda.allow_fp16_bf16_reduction_math_sdp(False)
+        for kind in AUTOCAST:
+            torch.set_autocast_enabled(kind, False)
+        if _flushes():
+            torch.set_flush_denormal(False)
+        _last = self.read()
+        self._require("could not be set to it")
+
+    def require(self) -> None:
+        """Raise UserError if one of them was changed since the session was opened, but by another session's `set`."""
+        found = self.read()
+        if found != self.declared and found == _last:
+            self.set()
+        else:
+            self._require("something in this process changed it after the run was opened", found)
+
+    def _require(self, why: str, found: Values | None = None) -> None:
+        for name, value in (found or self.read()).items():
+            if value != (due := self.declared[name]):
+                raise UserError(f"{name} is {value!r}, and precision.policy = '{self.policy}' declares {due!r}: {why}")
+
+
+def _flushes() -> bool:
+    """Whether this thread's arithmetic takes subnormal numbers for 0, as after `torch.set_flush_denormal(True)`."""
+    return float.fromhex("0x1p-1074") * 1.0 == 0.0
+
+
+def check_environment(policy: str, device: torch.device) -> None:
+    """Raise UserError if the environment makes a library compute otherwise than a policy declares."""
+    for name in ONEDNN:
+        if (found := os.environ.get(name, "").upper()) not in ("", "STRICT"):
+            raise UserError(
+                f"{name}={found}: oneDNN would make FP32 products of narrower numbers than precision.policy = "
+                f"'{policy}' declares; unset it"
+            )
+    found = os.environ.get(NVIDIA, "")
+    if device.type == "cuda" and found and (found != "0" or policy == "tf32"):
+        what = "forbids TF32" if found == "0" else "may allow TF32"
+        raise UserError(f"{NVIDIA}={found} {what}, and precision.policy = '{policy}' declares otherwise; unset it")
