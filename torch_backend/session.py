@@ -81,6 +81,7 @@ from lockstep.torch_backend.tools.sketch import (
     whole_observation,
 )
 from lockstep.torch_backend.tools.step_timer import ACCUMULATED, StepClock
+from lockstep.torch_backend.upload import on_device, uploaded
 
 Tensors = Mapping[str, Tensor]
 # torch.compile refuses to compile one function more often than this.
@@ -553,11 +554,8 @@ class TorchSession:
 
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens (B, S) and targets (B, S) as int64, weights (B, S) in the stream dtype, on the device."""
-        return (
-            torch.from_numpy(batch.tokens).to(self.device, torch.long),
-            torch.from_numpy(batch.targets).to(self.device, torch.long),
-            torch.from_numpy(batch.weights).to(self.device, self.policy.stream),
-        )
+        tokens, targets, weights = on_device(batch, ("tokens", "targets", "weights"), self.device)
+        return tokens, targets, weights.to(self.policy.stream)
 
     def documents(self, batch: Batch) -> tuple[Tensor, ...]:
         """(B, S) as int64 on the device, alone in a tuple, where attention asks for documents; else nothing.
@@ -565,7 +563,7 @@ class TorchSession:
         Raises ValueError if it does and the batch has none.
         """
         found = batch.documents_for(self.config.attention)
-        return () if found is None else (torch.from_numpy(found).to(self.device, torch.long),)
+        return () if found is None else tuple(on_device(batch, ("documents",), self.device))
 
     def accumulate(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """Gradients of the batch into `.grad`; returns the loss and the per-token NLL of each micro-batch.
@@ -576,16 +574,18 @@ class TorchSession:
         (torch_backend/ranks/ddp.py) compute a part of the micro-batches each.
         """
         micros = batch.cut(self.config.train)
+        mine = uploaded(self.ranks.own(micros) if self.ranks else micros, self.device)
         total = self.total_weight(batch)
         if self.ranks:
-            self.ranks.arrange(micros, lambda micro, program: self._forward_backward(micro, program, total))
+            self.ranks.arrange(micros, lambda program: self._forward_backward(mine[0], program, total))
         # What CUDA graphs give is overwritten by their next replay: gradients are added to memory of their own.
         self.optimizer.zero_grad(set_to_none=not self.replays)
         for p in self.parameters.values() if self.replays else ():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         nll = []
-        for micro, program in self.ranks.plan(micros) if self.ranks else ((m, self._micro_loss) for m in micros):
+        programs = self.ranks.plan(micros) if self.ranks else (self._micro_loss for _ in mine)
+        for micro, program in zip(mine, programs, strict=True):
             micro_loss, micro_nll = self._forward_backward(micro, program, total)
             loss += micro_loss.detach()
             nll.append(micro_nll.detach().clone() if self.replays else micro_nll.detach())
@@ -646,7 +646,8 @@ class TorchSession:
         Every gradient is then as much larger as the loss scale says; it is a power of two, and nothing is rounded.
         """
         total = float(batch.weights.sum(dtype=np.float64)) / self.scale
-        return torch.tensor(total, dtype=torch.float64, device=self.device)
+        # Filled on the device: a copy to it would keep the host.
+        return torch.full((), total, dtype=torch.float64, device=self.device)
 
     def compiled(self, program: Any) -> Any:
         """`program` through torch.compile as the configuration says."""

@@ -33,6 +33,7 @@ STATUSES = {
     "measured": "",
     "refused": "cannot run here",
     "out_of_memory": "out of memory",
+    "does_not_fit": "does not fit",
     "failed": "failed",
     "timed_out": "ran out of time",
     "missing": "not in Lockstep",

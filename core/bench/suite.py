@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +20,7 @@ from lockstep.core.bench.rows import Row
 from lockstep.core.config.file import COMMAND_LINE
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.plan import GPUS, fits
 
 # No row takes longer than this, compilation included, or it hangs.
 ROW_LIMIT = 1800.0
@@ -82,20 +83,47 @@ def in_one_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the rows are measured. warmup: steps left out. repeat: steps that count. seconds: for all; 0 = no limit."""
+    """How the rows are measured. warmup: steps left out. repeat: steps that count. seconds: for all; 0 = no limit.
+
+    ignore_plan: rows that cannot fit into memory by lockstep.core.plan are measured too.
+    """
 
     warmup: int = 3
     repeat: int = 10
     seconds: float = 0.0
     resume: bool = False
+    ignore_plan: bool = False
 
 
-def to_do(rows: Sequence[Row], series: Series, resume: bool) -> list[Row]:
-    """The rows that are to be measured; when resuming, not those that are there, and last those that took too long."""
+def to_do(rows: Sequence[Row], series: Series, resume: bool, ignore_plan: bool = False) -> list[Row]:
+    """The rows that are to be measured; when resuming, not those that are there, and last those that took too long.
+
+    ignore_plan: a row that was left out by the plan is to be measured.
+    """
     if not resume:
         return list(rows)
     status = {row.name: (result_of(series, row.name) or {}).get("status") for row in rows}
-    return [row for row in rows if status[row.name] is None] + [r for r in rows if status[r.name] == "timed_out"]
+    first = (None, "does_not_fit") if ignore_plan else (None,)
+    return [r for r in rows if status[r.name] in first] + [r for r in rows if status[r.name] == "timed_out"]
+
+
+def cannot_fit(config: RunConfig, device: Mapping[str, Any]) -> str | None:
+    """Return why, by lockstep.core.plan, a row does not fit into the device's memory; None if it does or is not known to.
+
+    device: facts of torch_backend/tools/bench.py; nothing is known of one without `memory_bytes`. The plan does not
+    estimate `recompute.memory_budget`.
+    """
+    there = device.get("memory_bytes")
+    if not there or config.recompute.memory_budget < 1:
+        return None
+    # Any GPU stands for all: what a step allocates does not depend on which one it is.
+    estimate = fits(config, replace(GPUS["h100"], memory=there))
+    if estimate.fits:
+        return None
+    return (
+        f"the plan: {estimate.memory.peak / 1e9:.1f} GB allocated and {estimate.peak / 1e9:.1f} GB in all, of "
+        f"{there / 1e9:.1f} GB; --ignore-plan measures it all the same"
+    )
 
 
 def measure_rows(
@@ -112,7 +140,7 @@ def measure_rows(
     configure: the row's configuration; a UserError of it is the row's result.
     """
     started = clock()
-    for row in to_do(rows, series, plan.resume):
+    for row in to_do(rows, series, plan.resume, plan.ignore_plan):
         longest = max((r.get("wall_seconds", 0.0) for r in series["rows"]), default=0.0)
         left = plan.seconds - (clock() - started) if plan.seconds else ROW_LIMIT
         if left <= (longest if plan.seconds else 0.0):
@@ -142,6 +170,8 @@ def measure_row(
         config = configure(row)
     except UserError as error:
         return result | {"reason": in_one_line(str(error).removeprefix(f"{COMMAND_LINE}: "))}
+    if not plan.ignore_plan and (reason := cannot_fit(config, series["device"])):
+        return result | {"status": "does_not_fit", "reason": reason}
     job = {
         "job": "row",
         "row": row.name,

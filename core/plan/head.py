@@ -218,13 +218,19 @@ def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int) -> None:
         forward.make(copies=weight + float(z.stream * rows * z.hidden))
     if chunks > 1:
         forward.make(before=weight)
+    grad = float(z.operand * rows * V) if z.casts else 0.0
+    if chunks > 2 and logits + grad <= weight:
+        # Inductor estimates a sum to be a tensor of its own, and keeps the product before for the next one wherever
+        # that stays below its estimate (torch/_inductor/codegen/wrapper.py, `should_reuse_buffer`).
+        forward.make(kept=weight)
     forward.make(logits=logits)
     # In place of the logits where it has their dtype.
-    forward.make(grad=float(z.operand * rows * V) if z.casts else 0.0)
+    forward.make(grad=grad)
     if z.casts:
         # The wide copy that the CPU's product reads takes the logits' place.
         forward.free("grad" if z.copies else "logits")
     # A sum that goes from one tensor to another.
+    forward.free_if("kept")
     forward.make(g_weight=weight)
     forward.free_if("before", "copies", "grad", "logits")
 

@@ -93,9 +93,12 @@ def block(config: RunConfig, z: Sizes, chosen: AbstractSet[str]) -> Block:
     names = held(0.0 if z.fused else D)
     forward = first.forward + names + mixing.forward + names + held(D) + second.forward + wide.forward
     forward += held(-2 * names.net)
-    # The gradient that passes by each half is the caller's; what each half gives is added to it.
-    backward = wide.backward.beside(D) + second.backward.beside(D) + held(-D)
-    backward += mixing.backward.beside(D) + first.backward.beside(D) + wide.waiting
+    # The gradient that passes by each half is the caller's.
+    # What each half gives is in its own phase. On the CPU, Inductor keeps tensors of FP32 of rotations and norms for
+    # the next block, more where a block is computed again; these stand for them.
+    given = (2 if "block" in chosen else 1) * D if z.fused and z.on_cpu else 0.0
+    backward = wide.backward.beside(given) + second.backward.beside(D) + held(-D)
+    backward += mixing.backward.beside(given) + first.backward.beside(D) + wide.waiting
     anew = first.forward + names + mixing.forward + names + held(D) + second.forward + (wide.again or wide.forward)
     saved = {
         "norms": _sum(first.saved) + _sum(second.saved),
@@ -174,11 +177,11 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
     forward = held(D) + (kept.forward.times(recompute.every - 1) + again.forward).times(groups)
     # The final norm's output is the head's input; in one program it is never there but as the head keeps it.
     normed = 0.0 if z.whole else D
-    spared = _spared(config, z)
-    forward += kept.forward.times(rest) + last.forward + held(normed - spared)
+    spared, final = _spared(config, z), _final_spared(config, z)
+    forward += kept.forward.times(rest) + last.forward + held(normed - spared - final)
     table = float(z.stream * config.model.vocab_size * config.model.hidden)
     backward = held(-normed) if z.casts or config.loss.head != "full" else Phase()
-    backward += last.backward + held(-D)
+    backward += last.backward + held(final - D)
     of_kept, of_again = (one.backward.beside(D) + held(-leaves * one.gradients) for one in (kept, again))
     backward += of_kept.times(rest) + (of_again + of_kept.times(recompute.every - 1)).times(groups)
     # The look-up's gradient, a table of its own; a tied head's is added to it.
@@ -194,7 +197,7 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
     saved["block inputs"] += D
     if not z.fused and not recompute.chosen & {"attention", "block"}:
         saved["attention"] += float(z.stream * z.length * config.model.head_dim)
-    saved["block inputs"] -= spared
+    saved["block inputs"] -= spared + final
     saved["head and loss"] = _sum(top.saved)
     return Passes(forward, top.forward + top.backward, backward, saved, top.logits)
 
@@ -251,6 +254,13 @@ def _spared(config: RunConfig, z: Sizes) -> float:
     if not (z.whole and z.casts) or ("block" in recompute.chosen and recompute.every == 1):
         return 0.0
     return float((z.stream - z.operand) * z.tokens * z.hidden)
+
+
+def _final_spared(config: RunConfig, z: Sizes) -> float:
+    """The last block's output, which the final norm reads, is made again with a block that is computed again."""
+    recompute = config.recompute
+    again = "block" in recompute.chosen and config.model.layers % recompute.every == 0
+    return _residual(z) if z.whole and again else 0.0
 
 
 def memory(config: RunConfig, gpu: Gpu, *, sharded: bool | None = None, autocast: bool = False) -> Memory:

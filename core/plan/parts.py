@@ -185,7 +185,8 @@ def _attention_forward(tape: Tape, z: Sizes, kernel: Mapping[str, float], D: flo
     tape.make(**kernel)
     tape.free("expanded")
     if "scores" in kernel:
-        tape.make(scratch=2 * kernel["scores"])
+        # The softmax is not made in the place of what it is of.
+        tape.make(scratch=kernel["scores"])
         tape.free("scratch")
     if z.casts:
         tape.make(wide_out=D)
@@ -206,7 +207,9 @@ def _attention_backward(tape: Tape, z: Sizes, kernel: Mapping[str, float], D: fl
         tape.make(d_out=operand)
         tape.free("d_o.x")
     if "scores" in kernel:
-        tape.make(scratch=2 * kernel["scores"])
+        # The gradients of the softmax and of what it is of; CUDA's kernel has their product with it as a tensor besides
+        # (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`).
+        tape.make(scratch=(2 if z.on_cpu else 3) * kernel["scores"])
         tape.free("scratch")
     tape.make(d_q=operand, d_expanded_k=operand, d_expanded_v=operand)
     tape.free(*kernel)
@@ -235,15 +238,23 @@ def _attention_backward(tape: Tape, z: Sizes, kernel: Mapping[str, float], D: fl
 
 def _read(z: Sizes, normed_again: bool) -> float:
     """Bytes that a compiled program keeps of a normed input: none if no cast lies between it and a norm made again."""
-    if normed_again and not z.casts:
-        return 0.0
-    return float((1 if z.fp8 else z.operand) * z.tokens * z.hidden)
+    return 0.0 if normed_again and not z.casts else _kept(z, z.hidden)
+
+
+def _kept(z: Sizes, width: int) -> float:
+    """Bytes that a compiled program keeps of a layer's input, (n, width) in the operand dtype.
+
+    None in FP8: torchao keeps the input from before its cast and casts it again for the weight's gradient
+    (torchao/float8/float8_linear.py, `matmul_with_hp_or_float8_args`), so that no product of the backward pass reads
+    it, and it is made again like any other pointwise work.
+    """
+    return 0.0 if z.fp8 else float(z.operand * z.tokens * width)
 
 
 def _fused_attention(z: Sizes, kernel: Mapping[str, float], products: float, normed: float) -> Part:
     n = z.tokens
     operand, narrow_kv = float(z.operand * n * z.hidden), float(z.operand * n * z.kv)
-    read = float((1 if z.fp8 else z.operand) * n * z.hidden)
+    read = _kept(z, z.hidden)
     numbers = 2 * z.hidden**2 + 2 * z.hidden * z.kv
     forward = Tape()
     forward.make(**{"qkv.x": normed, COPIES: _copies(z, numbers)})
@@ -320,11 +331,10 @@ def mlp(z: Sizes, normed_again: bool = False, recomputed: bool = False) -> Part:
 def _fused_mlp(z: Sizes, products: float, normed: float) -> Part:
     n, one = z.tokens, z.hidden * z.ffn
     operand, F = float(z.operand * n * z.hidden), float(z.operand * n * z.ffn)
-    byte = 1 if z.fp8 else z.operand
     forward = Tape()
     forward.make(**{"gate.x": normed, COPIES: _copies(z, 3 * one)})
     forward.make(gate=F, up=F)
-    forward.make(act=float(byte * n * z.ffn))
+    forward.make(act=_kept(z, z.ffn))
     forward.make(down=operand)
     forward.free("down")
     back = Tape(forward.there)
@@ -368,7 +378,5 @@ def _fused_mlp_again(z: Sizes, kept: Part) -> Part:
 
 
 def _copies(z: Sizes, numbers: float) -> float:
-    """Bytes of the weights' copies that a compiled program hands to its backward pass."""
-    if not z.casts:
-        return 0.0
-    return float((1 if z.fp8 else z.operand) * numbers)
+    """Bytes of the weights' copies that a compiled program hands to its backward pass; none in FP8, as of inputs."""
+    return float(z.operand * numbers) if z.casts and not z.fp8 else 0.0

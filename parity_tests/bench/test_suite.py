@@ -10,13 +10,16 @@ import pytest
 from lockstep.core.bench.page import cells, page, remarks
 from lockstep.core.bench.results import STATUSES, load_results, save_results, series_of
 from lockstep.core.bench.rows import BY_NAME, bench_config, chosen
-from lockstep.core.bench.suite import Plan, Worker, in_one_line, measure_rows
+from lockstep.core.bench.suite import Plan, Worker, cannot_fit, in_one_line, measure_rows
 from lockstep.core.config.file import load_config
 from lockstep.core.errors import UserError
+from lockstep.core.plan import fits
 from lockstep.parity_tests.repository import REPO
 
 ONE_B = REPO / "configs/llama-1b.toml"
 H100 = {"kind": "cuda", "name": "NVIDIA H100 80GB HBM3", "driver": "570.1.2", "power_limit_w": 700.0}
+# As torch reports it: 79.1 GiB.
+OF_80_GB = {**H100, "memory_bytes": 84_933_000_000}
 VERSIONS = {"torch": "2.11.0"}
 RATES = {"fp32": 50e12, "bf16": 800e12, "fp8": 1500e12}
 MEASURED = {
@@ -51,9 +54,9 @@ class Machine:
         return dict(answer)
 
 
-def series(results=None):
+def series(results=None, device=H100):
     results = results or load_results(REPO / "no such file")
-    made = series_of(results, H100, VERSIONS, bench_config(load_config(ONE_B)))
+    made = series_of(results, device, VERSIONS, bench_config(load_config(ONE_B)))
     made["floor"] = {"rates": RATES, "bandwidth": 2.5e12, "side": 8192, "repetitions": {}}
     return made
 
@@ -121,6 +124,34 @@ def test_a_row_that_would_not_fit_is_left_for_the_next_call():
     assert machine.limits == [90.0, 70.0]
     assert len(measure(machine, made, "fp32-eager", "bf16", "fused", "muon", seconds=90.0, resume=True)) == 1
     assert len(measure(machine, made, "fp32-eager", "bf16", "fused", "muon", resume=True)) == 1
+
+
+def test_a_row_that_cannot_fit_by_the_plan_is_not_started():
+    machine, made = Machine(), series(device=OF_80_GB)
+    found = measure(machine, made, "checkpoint-1", "attention-flash-eager", "attention-fa3-eager")
+    assert [row["status"] for row in found] == ["measured", "does_not_fit", "does_not_fit"]
+    assert machine.asked == ["checkpoint-1"]
+    assert cells(BY_NAME["attention-flash-eager"], found[1], 2048)[4] == "does not fit"
+    line = remarks(chosen(["attention-flash-eager"]), made)[0]
+    assert line.startswith("attention-flash-eager: the plan: ") and " 84.9 GB; --ignore-plan" in line
+    assert measure(machine, made, "attention-flash-eager", resume=True) == []
+
+
+def test_the_plan_may_be_ignored():
+    machine, made = Machine(), series(device=OF_80_GB)
+    measure(machine, made, "checkpoint-1", "attention-flash-eager")
+    found = measure(machine, made, "checkpoint-1", "attention-flash-eager", resume=True, ignore_plan=True)
+    assert [(row["row"], row["status"]) for row in found] == [("attention-flash-eager", "measured")]
+
+
+def test_a_row_cannot_fit_if_its_plan_needs_more_than_the_device_has():
+    config = load_config(ONE_B, BY_NAME["checkpoint-1"].overrides("cuda"))
+    needed = fits(config, "h100").peak
+    assert cannot_fit(config, {**H100, "memory_bytes": needed}) is None
+    assert cannot_fit(config, {**H100, "memory_bytes": needed - 1}) is not None
+    assert cannot_fit(config, H100) is None
+    by_the_compiler = config.recompute.model_copy(update={"memory_budget": 0.5})
+    assert cannot_fit(config.model_copy(update={"recompute": by_the_compiler}), {"memory_bytes": 1}) is None
 
 
 def test_what_took_too_long_is_tried_again_last():

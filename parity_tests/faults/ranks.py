@@ -73,8 +73,8 @@ class OneParameterNotReduced(TorchBackend):
 
 
 class _BypassedRanks(Ranks):
-    def plan(self, micros: Sequence[Batch]) -> Iterator[tuple[Batch, MicroLoss]]:
-        return ((micro, self.alone) for micro, _ in super().plan(micros))
+    def plan(self, micros: Sequence[Batch]) -> Iterator[MicroLoss]:
+        return (self.alone for _ in super().plan(micros))
 
 
 class DdpBypassed(TorchBackend):

@@ -67,6 +67,7 @@ def test_fused_adamw_is_the_foreach_one():
 def test_the_bench_measures_here():
     facts = device_facts()
     assert facts["kind"] == "cuda" and set(facts) > {"name", "driver", "power_limit_w"}
+    assert facts["memory_bytes"] > 2**30
     floor = measure_floor(repeat=3)
     assert set(floor["rates"]) == set(operands("cuda")) and floor["bandwidth"] > 1e9
     found = measure_steps(on_cuda("bf16"), warmup=1, repeat=2)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.load_backend import load_backend
@@ -18,10 +19,12 @@ from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.ranks import candidates
 from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend import session as session_module
 from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.ranks.process_groups import RankError
 from lockstep.torch_backend.ranks.session import RankedSession
 from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.upload import Uploaded, uploaded
 
 TRAIN = {"batch_size": 8, "micro_batch_size": 2, "sequence_length": 32}
 
@@ -93,6 +96,21 @@ def test_gradients_are_reduced_once_a_step() -> None:
     assert session.own.ranks.calls == before + 1
     session.step(BATCH)
     assert session.own.ranks.calls == before + 2
+
+
+def test_a_rank_sends_its_own_share_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two sends the first half of a step's sequences, in one piece."""
+    sent: list[list[Batch]] = []
+
+    def noting(micros: list[Batch], device: torch.device) -> list[Uploaded]:
+        sent.append(list(micros))
+        return uploaded(micros, device)
+
+    session = ranked(config_of())
+    monkeypatch.setattr(session_module, "uploaded", noting)
+    session.step(BATCH)
+    (mine,) = sent
+    np.testing.assert_array_equal(np.concatenate([micro.tokens for micro in mine]), BATCH.tokens[:4])
 
 
 def test_what_ranks_cannot_share_rank_0_computes_alone() -> None:

@@ -32,8 +32,9 @@ DEVICE_LIMIT = 300.0
 class Bench:
     """Time whole training steps, row by row, beside the published figures and the floor: `lockstep bench step`.
 
-    Each row runs in a process of its own, and the JSON is written after each; --resume goes on where it ended. Ends 0
-    if every row was measured or cannot run here or does not fit into memory, 2 if one failed.
+    Each row runs in a process of its own, and the JSON is written after each; --resume goes on where it ended. A row
+    that cannot fit into the GPU's memory by `lockstep plan` is not started. Ends 0 if every row was measured or cannot
+    run here or does not fit into memory, 2 if one failed.
     """
 
     config: Annotated[
@@ -55,6 +56,8 @@ class Bench:
     """where results are kept; what processes print goes beside it, as .log"""
     resume: bool = False
     """leave out rows that are there for the same device, versions and run file"""
+    ignore_plan: bool = False
+    """measure rows too that cannot fit into memory by the plan; they are left out else"""
     minutes: float = 0.0
     """start no row that would not end in time, as far as can be told; 0 = no limit"""
     page: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
@@ -117,7 +120,7 @@ def measure(options: Bench, given: dict[str, str], rows: list[Row], results: dic
         left = options.minutes * 60 - (time.monotonic() - started) if options.minutes else 0.0
         # A limit that is used up already is none that is not set.
         seconds = max(left, 1e-3) if options.minutes else 0.0
-        plan = Plan(options.warmup, options.repeat, seconds, options.resume)
+        plan = Plan(options.warmup, options.repeat, seconds, options.resume, options.ignore_plan)
         done = []
         for result in measure_rows(
             rows, series, lambda row: load_config(path, {**given, **row.overrides(kind)}), ask, plan
@@ -126,7 +129,7 @@ def measure(options: Bench, given: dict[str, str], rows: list[Row], results: dic
             done.append(result)
             console.print(_line(result), markup=False, soft_wrap=True)
     print_table(console, rows, series)
-    if waiting := to_do(rows, series, resume=True):
+    if waiting := to_do(rows, series, True, options.ignore_plan):
         print(f"lockstep: the time is up; left for --resume: {names(waiting)}")
     failed = [result["row"] for result in done if result["status"] == "failed"]
     if failed:

@@ -10,7 +10,7 @@ The twin knows no chunks (jax_backend/model.py): they change the order of one su
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,26 @@ from torch import Tensor
 
 from lockstep.torch_backend.loss import logits_gradient, losses_and_logsumexp
 from lockstep.torch_backend.precision import Policy, narrow_product, wide_product
+
+
+@torch.library.custom_op("lockstep::after", mutates_args=(), schema="(Tensor x, Tensor[] done) -> Tensor")
+def _after(x: Tensor, done: Sequence[Tensor]) -> Tensor:
+    return x.clone()
+
+
+@_after.register_fake
+def _(x: Tensor, done: Sequence[Tensor]) -> Tensor:
+    return torch.empty_like(x)
+
+
+def after(x: Tensor, done: Sequence[Tensor]) -> Tensor:
+    """Return x. A compiled program computes all of `done` before anything that reads what is returned.
+
+    A compiler looks only at what an operation reads, and may compute the logits of all chunks before it reads any of
+    them. It cannot look into a custom operation, whose arguments must be there. Eager, the program's order is the
+    order.
+    """
+    return _after(x, done) if torch.compiler.is_compiling() else x
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -42,13 +62,15 @@ class _ChunkedLoss(torch.autograd.Function):
         losses, grad_x, shown = [], [], []
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
-            logits = wide_product(x[rows], weight.T, stream, onednn)
+            # All that is computed from the logits of the chunk before.
+            x_rows = after(x[rows], [loss, losses[-1], grad_x[-1], grad_weight]) if losses else x[rows]
+            logits = wide_product(x_rows, weight.T, stream, onednn)
             part, logsumexp = losses_and_logsumexp(logits, targets_N[rows], z_loss)
             # The share is rounded as the gradient of a loss is that autograd hands down.
             grad = logits_gradient(logits, targets_N[rows], logsumexp, shares_N[rows].to(stream), z_loss, not show)
             narrow = grad.to(operand)
             grad_x.append(narrow_product(narrow, weight, stream, onednn))
-            grad_weight += wide_product(narrow.T, x[rows], stream, onednn)
+            grad_weight += wide_product(narrow.T, x_rows, stream, onednn)
             loss = loss + (part.double() * weights_N[rows].double()).sum()
             losses.append(part)
             if show:

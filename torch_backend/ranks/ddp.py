@@ -60,11 +60,15 @@ class Sharing:
         part = len(micros) // self.count
         return micros[self.rank * part : (self.rank + 1) * part]
 
-    def arrange(self, micros: Sequence[Batch], backward: Callable[[Batch, MicroLoss], object]) -> None:
-        """Before the first step of several ranks: what must be done once."""
+    def own(self, micros: Sequence[Batch]) -> Sequence[Batch]:
+        """What this rank computes of these micro-batches: its share, or all where they are not shared."""
+        return self.share(micros) if self.shares(micros) else micros
 
-    def plan(self, micros: Sequence[Batch]) -> Iterator[tuple[Batch, MicroLoss]]:
-        """What this rank computes of the micro-batches, in order, each with the program to compute it with."""
+    def arrange(self, micros: Sequence[Batch], backward: Callable[[MicroLoss], object]) -> None:
+        """Before the first step of several ranks: what must be done once. backward: of this rank's first one."""
+
+    def plan(self, micros: Sequence[Batch]) -> Iterator[MicroLoss]:
+        """The program for each micro-batch that this rank computes of these, in order."""
         raise NotImplementedError
 
     def alone(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +135,7 @@ class Ranks(Sharing):
         """Names of what DDP leaves alone: buffers are tables, the same on every rank."""
         return [name for name, _ in program.named_buffers()]
 
-    def arrange(self, micros: Sequence[Batch], backward: Callable[[Batch, MicroLoss], object]) -> None:
+    def arrange(self, micros: Sequence[Batch], backward: Callable[[MicroLoss], object]) -> None:
         """Before the first step of several ranks: a backward pass that does not count, whose gradients are left behind.
 
         DDP lays its buckets anew after its first one (torch/csrc/distributed/c10d/reducer.cpp, `rebuild_buckets`), and
@@ -140,21 +144,21 @@ class Ranks(Sharing):
         """
         if self._arranged or not self.shares(micros):
             return
-        backward(self.share(micros)[0], self.ddp)
+        backward(self.ddp)
         self.calls, self._arranged = 0, True
 
-    def plan(self, micros: Sequence[Batch]) -> Iterator[tuple[Batch, MicroLoss]]:
-        """What this rank computes of the micro-batches, in order, each with the program to compute it with.
+    def plan(self, micros: Sequence[Batch]) -> Iterator[MicroLoss]:
+        """The program for each micro-batch that this rank computes of these, in order.
 
         Gradients accumulate on the rank; the last backward pass reduces the sum.
         """
+        count = len(self.own(micros))
         if not self.shares(micros):
-            yield from ((micro, self.alone) for micro in micros)
+            yield from (self.alone for _ in range(count))
             return
         self._extremes.clear()
-        mine = self.share(micros)
-        for number, micro in enumerate(mine, 1):
-            yield micro, self.ddp if number == len(mine) else self.unreduced
+        for number in range(1, count + 1):
+            yield self.ddp if number == count else self.unreduced
 
     def unreduced(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """The micro-batch's loss and NLL; its backward pass leaves the gradients on this rank."""

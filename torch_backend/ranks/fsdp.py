@@ -67,22 +67,22 @@ class ShardedRanks(Sharing):
         self.calls += 1
         self._extremes.append((members, *torch.aminmax(gradients)))
 
-    def plan(self, micros: Sequence[Batch]) -> Iterator[tuple[Batch, MicroLoss]]:
-        """What this rank computes of the micro-batches, in order, each with the program to compute it with.
+    def plan(self, micros: Sequence[Batch]) -> Iterator[MicroLoss]:
+        """The program for each micro-batch that this rank computes of these, in order.
 
         Whole gradients accumulate on the rank and the last backward pass reduces their sum, as under DDP; or each one
         reduces its own, if so configured, and parts accumulate.
         """
         self._shared = self.shares(micros)
+        count = len(self.own(micros))
         if not self._shared:
             self.root.set_requires_gradient_sync(True)
-            yield from ((micro, self.alone) for micro in micros)
+            yield from (self.alone for _ in range(count))
             return
         self._extremes.clear()
-        mine = self.share(micros)
-        for number, micro in enumerate(mine, 1):
-            self.root.set_requires_gradient_sync(self._each or number == len(mine))
-            yield micro, self.trains
+        for number in range(1, count + 1):
+            self.root.set_requires_gradient_sync(self._each or number == count)
+            yield self.trains
 
     def trains(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """The micro-batch's loss and NLL."""

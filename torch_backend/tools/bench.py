@@ -36,11 +36,15 @@ LIVE = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_w": "power.dra
 
 
 def device_facts() -> dict[str, Any]:
-    """Kind, name and what else decides speed: driver, power limit in W, highest clocks in MHz; None if not known."""
+    """Kind, name and what else decides speed: driver, power limit in W, highest clocks in MHz; None if not known.
+
+    memory_bytes: of a GPU, as torch reports it: less than nvidia-smi's memory_mib, which has the driver's part too.
+    """
     if not torch.cuda.is_available():
         name = f"{platform.machine()} CPU"
         return {"kind": "cpu", "name": name, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    return {"kind": "cuda", "name": torch.cuda.get_device_name(), **ask_driver(FACTS)}
+    memory_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return {"kind": "cuda", "name": torch.cuda.get_device_name(), "memory_bytes": memory_bytes, **ask_driver(FACTS)}
 
 
 def versions() -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def count_saved(config: RunConfig) -> dict[str, int]:
     norm, counts as `block inputs`, whoever keeps it.
     """
     with FakeTensorMode():
-        model, arguments = _fake(config)
+        model, arguments = fake(config)
         parameters = {_storage(p) for p in model.parameters()}
         inside: list[str] = ["head and loss"]
         stream: set[int] = set()
@@ -89,29 +90,35 @@ def _follow(module: nn.Module, part: str, inside: list[str], stream: set[int]) -
 
 
 def count_compiled(config: RunConfig) -> int:
-    """Bytes that the compiled forward pass of one micro-batch hands to its backward pass; parameters not.
+    """Bytes that the compiled forward pass of one micro-batch hands to its backward pass; parameters not."""
+    with FakeTensorMode():
+        model, arguments = fake(config)
+        graph = compiled_forward(model.loss, *arguments)
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    return _handed_over(graph, output.args[0])
 
-    The real program through Dynamo, AOTAutograd and Inductor's own passes and min-cut partitioner, on fake CPU tensors;
-    no code is generated.
+
+def compiled_forward(program: Callable[..., Any], *arguments: Any) -> torch.fx.GraphModule:
+    """Return the graph of a program's forward pass as Inductor is given it.
+
+    The program goes through Dynamo, AOTAutograd and Inductor's own passes and min-cut partitioner; no code is
+    generated. arguments: fake tensors, in whose mode this is called.
     """
-    found: list[int] = []
+    found: list[torch.fx.GraphModule] = []
 
     def capture(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        (output,) = (node for node in graph.graph.nodes if node.op == "output")
-        found.append(_handed_over(graph, output.args[0]))
+        found.append(graph)
         raise _Captured
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         return compile_fx(graph, inputs, inner_compile=capture)
 
     torch._dynamo.reset()
-    with FakeTensorMode():
-        model, arguments = _fake(config)
-        try:
-            torch.compile(model.loss, fullgraph=True, dynamic=False, backend=backend)(*arguments)
-        except BackendCompilerFailed as failure:
-            if not isinstance(failure.inner_exception, _Captured):
-                raise
+    try:
+        torch.compile(program, fullgraph=True, dynamic=False, backend=backend)(*arguments)
+    except BackendCompilerFailed as failure:
+        if not isinstance(failure.inner_exception, _Captured):
+            raise
     return found[0]
 
 
@@ -134,7 +141,7 @@ def _known(size: int | torch.SymInt) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
-def _fake(config: RunConfig) -> tuple[Llama, tuple[Any, ...]]:
+def fake(config: RunConfig) -> tuple[Llama, tuple[Any, ...]]:
     """The model and a micro-batch, in the fake mode that is on."""
     policy = POLICIES[config.precision.policy]
     before = torch.get_default_dtype()
