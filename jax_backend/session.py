@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial, reduce
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import flax
 import jax
@@ -21,6 +21,7 @@ from jax import Array
 
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
 from lockstep.core.checkpoint.format import PARAMS
+from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.groups import check_state, moment_names
@@ -43,6 +44,11 @@ from lockstep.jax_backend.stages import in_stream, stage_functions, with_gradien
 from lockstep.jax_backend.tools.attention_logits import largest_logits
 
 Names = frozenset[str]
+KERNELS: dict[Kernel, str] = {
+    "cpu": "torch's flash kernel on the CPU",
+    "cuda": "the fused kernels on CUDA",
+    "math": "torch's math kernel",
+}
 NARROW = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 # On a GPU; what has no deterministic kernel then raises.
 XLA_FLAG = "--xla_gpu_deterministic_ops=true"
@@ -52,11 +58,9 @@ class JaxSession:
     """One run in JAX: parameters and moments are flat dicts by canonical name, programs are jitted pure functions."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        kernel: Kernel = "cuda" if config.device == "cuda" else "cpu"
-        self.policy: Policy = replace(
-            POLICIES[config.precision.policy], kernel="math" if config.attention.kernel == "math" else kernel
-        )
+        # With what `auto` stands for in its place: the twin follows the kernel that runs.
+        self.config = config = settled(config, device_of(config))
+        self.policy = self._under(config.precision.policy)
         self.shards = Shards(config.parity.reference_devices)
         self.steps_done = 0
         self.scalars = first_scalars(config)
@@ -221,9 +225,8 @@ class JaxSession:
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """Per-token `nll` and `top1` of `batch`, under the run's policy or a named one."""
         tokens, targets, _ = self._inputs(batch)
-        nll, top1 = self._scores(
-            self.params, tokens, targets, self._documents(batch), policy=policy or self.policy.name
-        )
+        asked = self._under(policy or self.policy.name)
+        nll, top1 = self._scores(self.params, tokens, targets, self._documents(batch), policy=asked)
         return {"nll": np.array(nll), "top1": np.array(top1)}
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
@@ -346,15 +349,15 @@ class JaxSession:
         return seen, by_probe, by_parameter
 
     def scores(
-        self, params: Tree, tokens: Array, targets: Array, documents: Array | None, policy: str
+        self, params: Tree, tokens: Array, targets: Array, documents: Array | None, policy: Policy
     ) -> tuple[Array, Array]:
         """Per-token nll (B, S) without z-loss, and whether the likeliest token is the target (B, S).
 
         Logits are made for at most `loss.chunk` tokens at a time: for a piece of every sequence, so that sequences
         which are cut over devices stay there. There is at least one token of each.
         """
-        model, chosen = self.model(params), POLICIES[policy]
-        x_BSD = model.trunk(tokens, chosen, self.shards.tap(no_tap), documents)
+        model = self.model(params)
+        x_BSD = model.trunk(tokens, policy, self.shards.tap(no_tap), documents)
         rows, length = targets.shape
         piece = max(1, min(self.config.loss.chunk // rows, length))
         count = -(-length // piece)
@@ -365,7 +368,7 @@ class JaxSession:
             return jnp.moveaxis(jnp.pad(x, short).reshape(rows, count, piece, *x.shape[2:]), 1, 0)
 
         def scored(part: tuple[Array, Array]) -> tuple[Array, Array]:
-            logits = model.logits(part[0], chosen)
+            logits = model.logits(part[0], policy)
             return negative_log_likelihood(logits, part[1]), logits.argmax(-1) == part[1]
 
         found = jax.lax.map(scored, (pieces(x_BSD), pieces(targets)))
@@ -381,6 +384,10 @@ class JaxSession:
     def largest_logits(self, params: Tree, tokens: Array, documents: Array | None) -> Array:
         """(layers,) the largest attention logit of each layer."""
         return largest_logits(self.model(params), tokens, self.policy, documents)
+
+    def _under(self, policy: str) -> Policy:
+        """A policy by name, with the roundings of the run's attention kernel."""
+        return replace(POLICIES[policy], kernel=kernel_followed(self.config))
 
     def _run_update(self, inputs: Arrays) -> Arrays:
         def under(prefix: str, names: Iterable[str]) -> Tree:
@@ -407,6 +414,17 @@ class JaxSession:
     def _zeros(self, name: str) -> Array:
         p = self.params[name]
         return jnp.zeros(p.shape, p.dtype, device=self.shards.of(p.shape))
+
+
+def device_of(config: RunConfig) -> Literal["cpu", "cuda"]:
+    """Return the device whose kernels the reference follows; `auto`, where nobody resolved it before, is the CPU."""
+    return "cuda" if config.device == "cuda" else "cpu"
+
+
+def kernel_followed(config: RunConfig) -> Kernel:
+    """Whose roundings attention follows."""
+    kernel = settled(config, device_of(config)).attention.kernel
+    return "math" if kernel == "math" else device_of(config)
 
 
 def summed(terms: Terms) -> Tree:
@@ -439,7 +457,7 @@ class JaxBackend:
             "device": jax.devices()[0].device_kind,
             "in_force": {
                 "program": "jax.jit",
-                "attention": "written out",
+                "attention": f"written out, rounding as {KERNELS[kernel_followed(config)]}",
                 "optimizer": in_words(config),
                 **Shards(config.parity.reference_devices).in_force(),
             },

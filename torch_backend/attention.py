@@ -1,8 +1,9 @@
 """Which kernel computes attention, and what it is told of documents. Twin: jax_backend/attention.py, written out.
 
-`auto` is torch's own choice on the CPU, and on CUDA the first of cuDNN, flash, memory-efficient and written-out
-attention that can. Any other name is that kernel or an error (`check_kernel`), but for what the run computes under
-another precision than its own (`evaluate`): where the kernel does not know the dtype, `auto` stands in.
+`auto` is `math` or `flash` on the CPU (core/config/auto.py: a session settles it), and on CUDA the first of cuDNN,
+flash, memory-efficient and written-out attention that can. Any other name is that kernel or an error (`check_kernel`),
+but for what the run computes under another precision than its own (`evaluate`): where the kernel does not know the
+dtype, `auto` stands in.
 
 Documents are kept apart by a dense mask, and by FlexAttention's blocks with `flex` (Dong et al. 2024).
 """

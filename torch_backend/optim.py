@@ -1,7 +1,7 @@
 """AdamW, AdamW with 8-bit moments and Muon, with rate and decay by parameter group. Twin: jax_backend/optim.py.
 
-λ and lr are the group's own (core/model/groups.py). AdamW rounds in this order (torch/optim/adamw.py, foreach; fused on
-CUDA does the same operations in one kernel), each line one rounded FP32 operation a factor::
+λ and lr are the group's own (core/model/groups.py). AdamW rounds in this order (torch/optim/adamw.py, foreach; the
+fused kernels do the same operations in one pass), each line one rounded FP32 operation a factor::
 
     p ← p · (1 − lr·λ)
     m ← m + (1 − β₁)(g − m)
@@ -43,7 +43,6 @@ from torch import Tensor, nn
 from lockstep.core.backend import State
 from lockstep.core.components.optimizers import BITSANDBYTES, BITSANDBYTES_8BIT, BLOCK, MUON, TORCHAO_8BIT
 from lockstep.core.config.schema import OptimConfig, RunConfig
-from lockstep.core.errors import UserError
 from lockstep.core.model.graph import GROUPS
 from lockstep.core.model.groups import group_settings, moment_names, update_rules
 from lockstep.core.model.names import groups_of
@@ -79,53 +78,46 @@ def build_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -
                     "weight_decay": settings.weight_decay,
                 }
             )
-    device = next(iter(parameters.values())).device
-    return BUILDERS[config.optim.name](config, groups, device)
+    return BUILDERS[config.optim.name](config, groups)
 
 
-def _muon(config: RunConfig, groups: list[Group], device: torch.device) -> torch.optim.Optimizer:
-    return MuonAndAdamW(config.optim, groups, device)
+def _muon(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
+    return MuonAndAdamW(config.optim, groups)
 
 
-def _adamw(config: RunConfig, groups: list[Group], device: torch.device) -> torch.optim.Optimizer:
-    return adamw(config.optim, groups, device)
+def _adamw(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
+    return adamw(config.optim, groups)
 
 
-def _adamw8bit(config: RunConfig, groups: list[Group], device: torch.device) -> torch.optim.Optimizer:
+def _adamw8bit(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
     # Under the fp64 policy nothing is rounded to 8 bits.
     if config.precision.stream == "fp64":
-        return adamw(config.optim, groups, device)
+        return adamw(config.optim, groups)
     if config.optim.eight_bit == "bitsandbytes":
         return bitsandbytes_adamw(config.optim, groups)
     return eight_bit_adamw(config, groups)
 
 
 # By the name of core/components/optimizers.py.
-BUILDERS: dict[str, Callable[[RunConfig, list[Group], torch.device], torch.optim.Optimizer]] = {
+BUILDERS: dict[str, Callable[[RunConfig, list[Group]], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "adamw8bit": _adamw8bit,
     "muon": _muon,
 }
 
 
-def adamw(optim: OptimConfig, groups: list[Group], device: torch.device) -> torch.optim.AdamW:
+def adamw(optim: OptimConfig, groups: list[Group]) -> torch.optim.AdamW:
     """Torch's AdamW: one kernel for all, or a list operation at a time."""
-    fused = is_fused(optim, device)
+    fused = is_fused(optim)
     betas = optim.beta1, optim.beta2
     return torch.optim.AdamW(
         groups, lr=optim.peak_lr, betas=betas, eps=optim.eps, weight_decay=0.0, foreach=not fused, fused=fused
     )
 
 
-def is_fused(optim: OptimConfig, device: torch.device) -> bool:
-    """Whether AdamW is one kernel. Raises UserError where that is asked for and the device has none.
-
-    Torch has a fused AdamW for the CPU too; no twin was ever measured against it, so it is not offered.
-    """
-    on_cuda = device.type == "cuda"
-    if optim.fused is True and not on_cuda:
-        raise UserError(f"optim.fused = true: the fused AdamW is a CUDA kernel, and the device is {device.type}")
-    return on_cuda if optim.fused == "auto" else optim.fused
+def is_fused(optim: OptimConfig) -> bool:
+    """Whether AdamW is one kernel. `auto` is, on every device that a run can have."""
+    return optim.fused is not False
 
 
 def eight_bit_adamw(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
@@ -208,11 +200,11 @@ def orthogonal(x: Tensor, steps: int) -> Tensor:
 class MuonAndAdamW(torch.optim.Optimizer):
     """Muon for the group `matrices`, AdamW for the others: two optimizers over one list of groups and one state."""
 
-    def __init__(self, optim: OptimConfig, groups: list[Group], device: torch.device) -> None:
+    def __init__(self, optim: OptimConfig, groups: list[Group]) -> None:
         matrices = [group for group in groups if group["group"] == "matrices"]
         self.optimizers = (
             Muon(optim, matrices),
-            adamw(optim, [group for group in groups if group["group"] != "matrices"], device),
+            adamw(optim, [group for group in groups if group["group"] != "matrices"]),
         )
         # The groups are the same objects here and there: who changes one changes what is in force.
         super().__init__([group for one in self.optimizers for group in one.param_groups], {})
@@ -236,9 +228,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = rate
 
 
-def in_words(config: RunConfig, device: torch.device) -> str:
+def in_words(config: RunConfig) -> str:
     """What `build_optimizer` builds, for the table at start."""
-    plain = f"AdamW ({'fused' if is_fused(config.optim, device) else 'foreach'})"
+    plain = f"AdamW ({'fused' if is_fused(config.optim) else 'foreach'})"
     if config.optim.name == "muon":
         dtype = "fp64" if config.precision.stream == "fp64" else config.optim.ns_dtype
         return f"Muon (Newton–Schulz in {dtype}) for matrices, {plain} for the rest"

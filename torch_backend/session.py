@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, Session, State, StepRecord
 from lockstep.core.checkpoint.format import PARAMS, read_state
 from lockstep.core.checkpoint.reader import Stored
+from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import LossConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.families import graph_of
@@ -92,8 +93,9 @@ class TorchSession:
     """One run in torch. Subclass and override a method to make another candidate (docs/guide/candidates.md)."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config = config
         self.device = resolve_device(config)
+        # With what `auto` stands for here in its place.
+        self.config = config = settled(config, self.device.type)
         switch(config, self.device)
         self.switches = Switches(config.precision.policy, self.device)
         self.switches.set()
@@ -766,6 +768,7 @@ class TorchBackend:
         check_environment(config.precision.policy, device)
         check_sharded(config)
         float8(config.precision, device)
+        config = settled(config, device.type)
         scope = "" if config.compile.scope == "model" else ", block by block"
         mode = "" if config.compile.mode == "default" else f", {config.compile.mode}"
         compiled = (
@@ -783,7 +786,7 @@ class TorchBackend:
                 "attention": in_force(config.attention, device, config.deterministic),
                 "loss head": loss_in_force(config.loss),
                 "recomputed": recompute_in_force(config.recompute),
-                "optimizer": in_words(config, device),
+                "optimizer": in_words(config),
                 **ranks_in_force(config, device.type),
                 **ranges_in_force(config, device),
             },

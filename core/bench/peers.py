@@ -224,7 +224,7 @@ def page(results: Mapping[str, Any]) -> str:
         f"{COMPARED} steps differ by more than rounding explains, a row is no comparison and has no ratio. Memory: the "
         "largest resident set above what the process held after its imports; compiled rows hold the compiler as well.",
         "",
-        "The peers have their best settings: fused AdamW (Lockstep's is torch's foreach on the CPU), gradients set to "
+        "The peers have their best settings: fused AdamW, as Lockstep has it, gradients set to "
         "None, torch's attention, RMSNorm and cross-entropy; under bf16, autocast. Lockstep computes its loss in FP64 "
         "from FP32 logits and its gradient norm in FP64, and makes no synchronisation that they do not make.",
         "",

@@ -108,7 +108,7 @@ def to_do(rows: Sequence[Row], series: Series, resume: bool, ignore_plan: bool =
 
 
 def cannot_fit(config: RunConfig, device: Mapping[str, Any]) -> str | None:
-    """Return why, by lockstep.core.plan, a row does not fit into the device's memory; None if it does or is not known to.
+    """Return why a row does not fit into the device's memory by the plan (core/plan); None if it may.
 
     device: facts of torch_backend/tools/bench.py; nothing is known of one without `memory_bytes`. The plan does not
     estimate `recompute.memory_budget`.

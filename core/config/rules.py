@@ -136,13 +136,10 @@ def _eight_bits_are_asked_for(library: str, name: str) -> str | None:
     return None
 
 
-def _fused_can_be(fused: bool | str, name: str, device: str) -> str | None:
-    if fused == "auto":
-        return None
-    if not OPTIMIZERS[name].fused:
+def _fused_can_be(fused: bool | str, name: str, policy: str) -> str | None:
+    # Under fp64 no moments are rounded to 8 bits: it is torch's AdamW.
+    if fused != "auto" and not OPTIMIZERS[name].fused and policy != "fp64":
         return "8-bit AdamW has one implementation; leave optim.fused = 'auto'"
-    if fused and device == "cpu":
-        return "the fused AdamW is a CUDA kernel, and device = cpu; take optim.fused = 'auto'"
     return None
 
 
@@ -206,7 +203,7 @@ RULES = (
     Rule(("loss.head", "precision.policy"), _head_suits_policy),
     Rule(("loss.head", "compile.enabled", "compile.scope"), _head_suits_program),
     Rule(("optim.eight_bit", "optim.name"), _eight_bits_are_asked_for),
-    Rule(("optim.fused", "optim.name", "device"), _fused_can_be),
+    Rule(("optim.fused", "optim.name", "precision.policy"), _fused_can_be),
     Rule(("precision.cpu_products", "device", "compile.enabled"), _onednn_is_for_eager),
     Rule(("precision.loss_scale",), _scale_is_a_power_of_two),
     Rule(("recompute.parts", "recompute.keep_products", "recompute.every"), _parts_are_known),

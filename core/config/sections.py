@@ -135,7 +135,7 @@ class OptimConfig(Section):
     )
     eight_bit: Literal["torchao", "bitsandbytes"] = Field("torchao", description="adamw8bit: whose 8-bit optimizer")
     fused: bool | Literal["auto"] = Field(
-        "auto", description="AdamW in one kernel (CUDA), or a list operation at a time; auto: one kernel on CUDA"
+        "auto", description="AdamW in one kernel, or a list operation at a time; auto: one kernel"
     )
     peak_lr: Annotated[float, Field(gt=0)] = Field(3e-3, description="learning rate at the end of the warm-up")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
@@ -244,7 +244,7 @@ class AttentionConfig(Section):
     """How attention is computed, and what a token may see."""
 
     kernel: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "flex"] = Field(
-        "auto", description="which kernel; auto: torch's choice on CPU, cuDNN's on CUDA"
+        "auto", description="which kernel; auto: math or flash on CPU, by length and precision; cuDNN's on CUDA"
     )
     document_mask: bool = Field(False, description="tokens see their own document only")
     reset_positions: bool = Field(False, description="positions count from 0 in each document")

@@ -222,14 +222,13 @@ def optimizer_working(config: RunConfig, z: Sizes) -> float:
     parameters, rules = graph_of(small.model).parameters, update_rules(small)
     by_group: dict[str, float] = {}
     working = 0.0
-    fused = optim.fused is True or (optim.fused == "auto" and not z.on_cpu)
     for name, parameter in parameters.items():
         size = float(z.stream * parameter.size)
         if rules[name].bounds == "muon":
             working = max(working, 3 * size)
         elif not OPTIMIZERS[optim.name].fused:
             working = max(working, 2 * size)
-        elif not fused:
+        elif optim.fused is False:
             times = model.layers if name.startswith("blocks.") else 1
             by_group[parameter.group] = by_group.get(parameter.group, 0.0) + times * size
     working = max(working, *by_group.values(), 0.0)

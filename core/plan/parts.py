@@ -159,7 +159,7 @@ def attention(z: Sizes, masked: bool, normed_again: bool = False) -> Part:
     n = z.tokens
     operand, narrow_kv = float(z.operand * n * z.hidden), float(z.operand * n * z.kv)
     kernel = kernel_saved(z, masked)
-    products = 2 * operand + 2 * narrow_kv + kernel.get("out", 0.0) + kernel.get("logsumexp", 0.0)
+    products = 2 * operand + 2 * narrow_kv + _of_products(z, kernel)
     if z.fused:
         return _fused_attention(z, kernel, products, _read(z, normed_again))
     D, K = float(z.stream * n * z.hidden), float(z.stream * n * z.kv)
@@ -168,6 +168,13 @@ def attention(z: Sizes, masked: bool, normed_again: bool = False) -> Part:
     back = Tape(forward.there)
     _attention_backward(back, z, kernel, D, K)
     return Part(forward.there, forward.phase, back.phase, products, D)
+
+
+def _of_products(z: Sizes, kernel: Mapping[str, float]) -> float:
+    """Bytes that the attention kernel's own products give: of `math` the scores and their product with v, in FP32."""
+    if z.kernel == "math":
+        return kernel["scores"] + float(max(z.operand, 4) * z.tokens * z.hidden)
+    return kernel["out"] + kernel["logsumexp"]
 
 
 def _attention_forward(tape: Tape, z: Sizes, kernel: Mapping[str, float], D: float, K: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.core.components.precision import FORMATS
+from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.plan.gpus import Gpu
 
@@ -86,9 +87,9 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
 
 def kernel_of(config: RunConfig, gpu: Gpu) -> str:
     """The attention kernel that runs, `auto` resolved; the CPU has flash attention and the written-out one."""
-    name, policy = config.attention.kernel, config.precision.operand
     if not gpu.cuda:
-        return "math" if name == "math" else "flash"
+        return "math" if settled(config, "cpu").attention.kernel == "math" else "flash"
+    name, policy = config.attention.kernel, config.precision.operand
     if name == "auto":
         return _AUTO_ON_CUDA.get(policy, "cudnn")
     return name

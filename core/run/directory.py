@@ -36,6 +36,7 @@ from lockstep.core.checkpoint.format import (
     remove_left_overs,
     verify_checkpoint,
 )
+from lockstep.core.config.auto import BEFORE, ON_CPU, on_cpu, settled
 from lockstep.core.config.file import dump_config, load_config
 from lockstep.core.config.schema import ParityConfig, RunConfig
 from lockstep.core.errors import UserError
@@ -68,10 +69,12 @@ class RunDir:
     ) -> None:
         self.path = path
         self._changes = changes
-        self._configs: dict[tuple[tuple[str, str], ...], RunConfig] = {}
+        self._configs: dict[tuple[str | None, tuple[tuple[str, str], ...]], RunConfig] = {}
         self._view: Callable[[RunConfig], RunConfig] = lambda config: config
-        self.config = config
         self._info = dict(info)
+        # As config.toml and resumes have it; `config` has what stands for `auto` in its place.
+        self.asked = config
+        self.config = self.settled(config)
         self._lock = lock
         self._place = os.stat(path) if lock else None
         self._records = JsonLines(path / RECORDS) if lock else None
@@ -108,7 +111,7 @@ class RunDir:
         beside = path.with_name(f".{path.name}.{os.getpid()}.new")
         replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
         described = {"name": config.name, "created": _now(), "finished": False, "resumes": [], "branches": []}
-        described |= {SETTINGS: settings_of(config), **info}
+        described |= {SETTINGS: settings_of(config), ON_CPU: on_cpu(config), **info}
         old_lock = lock = None
         new_parents: list[Path] = []
         done = False
@@ -180,23 +183,29 @@ class RunDir:
         """The contents of run.json."""
         return self._info
 
-    def config_at(self, step: int) -> RunConfig:
+    def config_at(self, step: int, device: str | None = None) -> RunConfig:
         """The configuration in force at step `step` of the run as it is: branches that were begun on purpose change it.
 
-        Raises UserError if config.toml cannot be read.
+        device: instead of the run's; what stands for `auto` follows it. Raises UserError if config.toml cannot be read.
         """
         settings = settings_at(self._info, step - 1)
-        if settings == settings_at(self._info):
+        if settings == settings_at(self._info) and device in (None, self.config.device):
             return self.config
-        key = tuple(sorted(settings.items()))
+        key = device, tuple(sorted(settings.items()))
         if key not in self._configs:
-            self._configs[key] = self._view(load_config(self.path / CONFIG, settings))
+            asked = load_config(self.path / CONFIG, settings)
+            asked = asked.model_copy(update={"device": device or asked.device})
+            self._configs[key] = self._view(self.settled(asked))
         return self._configs[key]
 
     def read_through(self, view: Callable[[RunConfig], RunConfig]) -> None:
         """See every configuration of this run through `view`, which changes what is the reader's business alone."""
         self.config, self._view = view(self.config), view
         self._configs.clear()
+
+    def settled(self, config: RunConfig) -> RunConfig:
+        """`config` with what `auto` has stood for since this run was made in its place (core/config/auto.py)."""
+        return settled(config, config.device, self._info.get(ON_CPU, BEFORE))
 
     def update_info(self, **changes: Any) -> None:
         """Change keys of run.json, atomically."""

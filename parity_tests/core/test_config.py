@@ -236,10 +236,9 @@ BROKEN = {
         {"optim.eight_bit": "bitsandbytes"},
         {"optim.eight_bit": "bitsandbytes", "optim.name": "muon"},
     ],
-    ("optim.fused", "optim.name", "device"): [
-        {"optim.fused": "true", "device": "cpu"},
-        {"optim.fused": "true", "optim.name": "muon", "device": "cpu"},
+    ("optim.fused", "optim.name", "precision.policy"): [
         {"optim.fused": "false", "optim.name": "adamw8bit"},
+        {"optim.fused": "true", "optim.name": "adamw8bit", "precision.policy": "fp32"},
     ],
     ("compile.mode", "device"): [{"compile.mode": "reduce-overhead", "device": "cpu"}],
     ("compile.mode", "deterministic"): [{"compile.mode": "max-autotune", "deterministic": "true"}],

@@ -351,7 +351,7 @@ def test_every_changed_byte_of_run_json_is_noticed(tmp_path):
         with pytest.raises(UserError, match=r"run.json is damaged or was edited .*; put it back as it was written"):
             RunDir.open(path.parent)
     path.write_bytes(whole)
-    assert path.read_text().startswith('{\n  "branches": []')
+    assert path.read_text().startswith('{\n  "auto_on_cpu": {')
     RunDir.open(path.parent)
 
 

@@ -91,6 +91,15 @@ def test_the_twin_of_the_written_out_kernel_rounds_less(documents):
     assert compare(256, kernel="math", documents=documents)["out"].excess < 0.9
 
 
+@pytest.mark.parametrize("length", [32, 128])
+def test_one_kernel_is_not_taken_for_the_other(length):
+    """Where `auto` is `math`, the twin has its bits, and flash is off by 1.1 to 2.4 of the twin's error."""
+    for part, d in compare(length, kernel="math", twin="math").items():
+        assert d.twin_distance < 0.05, (part, d)
+    for part, d in compare(length, kernel="flash", twin="math").items():
+        assert d.excess > 1.15 and d.twin_distance > 1.0, (part, d)
+
+
 @pytest.mark.parametrize("wrong", [Blocks(600, 600), Blocks(256, 512)], ids=["one block", "blocks of 256"])
 def test_wrong_blocks_of_queries_are_seen(monkeypatch, wrong):
     """At S = 600 the kernel takes 64 queries at a time. Measured: excess 2.26 and 1.65, distance 2.26 and 1.77."""

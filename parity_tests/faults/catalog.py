@@ -235,6 +235,7 @@ UPDATE = (
     Fault(optimizer.ClipsWithoutSayingSo, "moments", loss_moves_less_than=TINY, cause="a power of two"),
     Fault(optimizer.WrongBeta, "moments", loss_moves_less_than=TINY),
     Fault(optimizer.SecondMomentInBf16, "moments", loss_moves_less_than=TINY),
+    Fault(optimizer.FusedUpdateLeavesOutTheTail, "moments", loss_moves_less_than=TINY),
     Fault(
         optimizer.DecayInTheGradient,
         "moments",

@@ -211,6 +211,31 @@ class SecondMomentInBf16(TorchBackend):
     session_class = _LowMomentSession
 
 
+class _NoTailSession(TorchSession):
+    VECTOR = 48
+
+    def _tails(self) -> dict[Tensor, Tensor]:
+        """What is left of each weight and moment after whole vectors, zeros before there are moments."""
+        held = [p.detach() for p in self.parameters.values()]
+        held += [self.optimizer.state[p][kind] for p in self.parameters.values() for kind in ("exp_avg", "exp_avg_sq")]
+        return {x: x.flatten()[x.numel() - x.numel() % self.VECTOR :].clone() for x in held}
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        if not self.steps_done:
+            self.load(self.state())
+        before = self._tails()
+        record = super().step(batch, norms=norms)
+        for x, tail in before.items():
+            x.view(-1)[x.numel() - len(tail) :] = tail
+        return record
+
+
+class FusedUpdateLeavesOutTheTail(TorchBackend):
+    """The fused AdamW takes whole vectors of a tensor, and what is left at its end is not updated."""
+
+    session_class = _NoTailSession
+
+
 class _FrozenSession(TorchSession):
     def build_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super().build_optimizer()

@@ -25,6 +25,8 @@ CASES = [
     {"recompute.parts": "attention,norms", "precision.policy": "fp32"},
     {"recompute.parts": "block", "recompute.every": "2", "model.layers": "4"},
     {"recompute.parts": "block", "recompute.keep_products": "true"},
+    {"recompute.parts": "block", "recompute.keep_products": "true", "precision.policy": "fp32"},
+    {"recompute.parts": "attention", "recompute.keep_products": "true", "attention.kernel": "math"},
 ]
 
 

@@ -22,6 +22,8 @@ BASE = {
     "optim.warmup_steps": "0",
     "loss.head": "full",
     "compile.enabled": "false",
+    # `auto` is `math` here under bf16 (core/config/auto.py).
+    "attention.kernel": "flash",
 }
 EXACT = [
     {},
@@ -37,7 +39,13 @@ EXACT = [
     {"model.tied": "false"},
 ]
 AGAIN = [{"recompute.parts": parts} for parts in ("attention", "mlp", "attention,mlp", "block")]
-COMPILED = [{}, {"precision.policy": "fp32"}, {"loss.head": "chunked"}, {"recompute.parts": "mlp"}]
+COMPILED = [
+    {},
+    {"precision.policy": "fp32"},
+    {"loss.head": "chunked"},
+    {"recompute.parts": "mlp"},
+    {"attention.kernel": "math"},
+]
 
 
 def config(settings):

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from lockstep.core.config.schema import AttentionConfig
 from lockstep.core.errors import UserError
-from lockstep.parity_tests.tiny import tiny_config
+from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.attention import BACKENDS, Kernel, Machine, document_mask, in_force, refusal
 from lockstep.torch_backend.session import TorchBackend, TorchSession
 
@@ -85,10 +85,25 @@ def operators(call):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP64])
-def test_auto_on_the_cpu_is_torch_s_own_call(dtype):
-    """Bounds were measured with it: bit for bit."""
+def test_flash_on_the_cpu_is_torch_s_own_call(dtype):
+    """Bounds were measured with it, and runs made before core/config/auto.py: bit for bit."""
     q, k, v = drawn(dtype)
-    assert torch.equal(Kernel()(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    due = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for name in ("auto", "flash"):
+        assert torch.equal(Kernel(name)(q, k, v), due)
+
+
+KERNELS = {"attention_math", "flash_attention_for_cpu"}
+
+
+@pytest.mark.parametrize(("policy", "operator"), [("bf16", "attention_math"), ("fp32", "flash_attention_for_cpu")])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_kernel_that_auto_stands_for_runs(policy, operator, compiled):
+    """Forward and backward of a session, and its validation."""
+    session = TorchBackend().open(tiny_config(policy, compiled, layers=1).model_copy(update={"device": "cpu"}))
+    batch = text_batch(session.config)
+    found = operators(lambda: (session.step(batch), session.evaluate(batch)))
+    assert {name for name in KERNELS if any(name in key for key in found)} == {operator}
 
 
 DOCUMENTS = torch.arange(48).div(20, rounding_mode="floor").expand(2, 48)
@@ -139,7 +154,7 @@ def test_another_precision_than_the_kernel_takes_goes_to_what_can():
 
 def test_what_is_in_force_is_said():
     config = tiny_config().model_copy(update={"device": "cpu"})
-    assert TorchBackend().describe(config)["in_force"]["attention"] == "scaled_dot_product_attention"
+    assert TorchBackend().describe(config)["in_force"]["attention"] == "scaled_dot_product_attention, math kernel"
     cuda = torch.device("cuda")
     both = AttentionConfig(kernel="flex", document_mask=True, reset_positions=True)
     assert in_force(both, cuda) == "flex_attention; documents kept apart by blocks; positions from 0 in each document"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.core.plan.gpus import Gpu
 
 DEVICE_LIMIT = 120.0
-KERNELS = {"cuda": ("cudnn", "flash", "fa3", "efficient"), "cpu": ("auto", "math")}
+KERNELS = {"cuda": ("cudnn", "flash", "fa3", "efficient"), "cpu": ("flash", "math")}
 CHUNKS = (2048, 4096, 8192, 16384)
 
 

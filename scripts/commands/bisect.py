@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     require_bands(run)
     name = Maker.of_run(run).named("--candidate", options.candidate, ["bisect", *argv])
     candidate, reference = open_named(name), open_named(options.reference)
-    config = attempt(lambda: on_device(run.config, options.device, candidate))
+    config = attempt(lambda: on_device(run.asked, options.device, candidate))
     console = console_of_the_terminal()
 
     def tell(text: str) -> None:

@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
 def convert_run(source: Path, target: Path, to: str) -> Path:
     """A run of another framework from a run's last intact checkpoint; returns its checkpoint."""
     from lockstep.core.checkpoint.format import checkpoint_step
+    from lockstep.core.config.auto import BEFORE, ON_CPU
     from lockstep.core.run.directory import RunDir
 
     run = RunDir.open(source)
@@ -70,8 +71,9 @@ def convert_run(source: Path, target: Path, to: str) -> Path:
     # Its settings are those of now, and its history begins anew.
     own = ("config", "settings", "resumes", "branches", "damaged", "finished", "in_force", "deterministic")
     kept = {key: value for key, value in run.info.items() if key not in own}
+    kept |= {ON_CPU: run.info.get(ON_CPU, BEFORE)}
     info = {**kept, "backend": to, "wandb_id": None, "converted_from": {"run": str(source), "step": step}}
-    with RunDir.create(target, run.config, info) as made:
+    with RunDir.create(target, run.asked, info) as made:
         made.take_history(run, step)
         return convert(last, made.checkpoint_of(step), to)
 

@@ -122,7 +122,7 @@ def _spike(console: Console, options: Replay, words: Sequence[str]) -> int:
     except ValueError as error:
         raise UserError(f"{options.path}: its batch is none of this run: {error}") from error
     candidate = Maker.of_run(run).open("--candidate", options.candidate, words)
-    config = attempt(lambda: on_device(run.config, options.device, candidate))
+    config = attempt(lambda: on_device(run.asked, options.device, candidate))
     found = attempt(lambda: replay_spike(run, about, kept, batches_of(run, data), candidate, config))
     same = not found.differ
     way = f"after steps {found.loaded + 1} to {step - 1}" if found.loaded + 1 < step else "at once"
@@ -162,7 +162,7 @@ def _run(console: Console, options: Replay, words: Sequence[str]) -> int:
         return maker.open("--candidate", options.candidate, words)
 
     def judge_all() -> None:
-        elsewhere = on_device(run.config, options.device, candidate()) if options.device else None
+        elsewhere = on_device(run.asked, options.device, candidate()) if options.device else None
         steps = replay_run(run, batches_of(run, data), candidate, reference, options.step, elsewhere)
         for one in steps:
             found.append(one)

@@ -70,6 +70,7 @@ class Train:
 def main(argv: list[str]) -> int:
     """Open everything that can fail, then make the run directory, then train."""
     from lockstep.core.backend import ManyPlaces
+    from lockstep.core.config.auto import settled
     from lockstep.core.config.file import load_config
     from lockstep.core.parity.measures import calibrated_bounds
     from lockstep.core.run.directory import CONFIG, RunDir
@@ -111,7 +112,8 @@ def main(argv: list[str]) -> int:
     backend = open_named(name)
     if config.train.ranks > 1 and not getattr(backend, "ranked", False):
         raise UserError(f"train.ranks = {config.train.ranks}: {name} trains in one process; set train.ranks = 1")
-    config = on_its_device(config, backend)
+    asked = on_its_device(config, backend)
+    config = resumed.settled(asked) if resumed else settled(asked, asked.device)
     about = backend.describe(config)
     if resumed and config.deterministic:
         require_same_place(resumed, place(config, about, versions()))
@@ -124,7 +126,7 @@ def main(argv: list[str]) -> int:
         session = backend.open(config)
         stack.callback(session.close)
         if not resumed:
-            run = stack.enter_context(_create(path, options, config, name, about, data))
+            run = stack.enter_context(_create(path, options, asked, name, about, data))
             stack.push(_Unbegun(run))
             note_launch(run, again, 0)
         if isinstance(session, ManyPlaces):

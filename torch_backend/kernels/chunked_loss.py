@@ -59,7 +59,9 @@ class _ChunkedLoss(torch.autograd.Function):
         shares_N = weights_N.double() / total.double()
         loss = torch.zeros((), dtype=torch.float64, device=x.device)
         grad_weight = torch.zeros_like(weight_VD)
-        losses, grad_x, shown = [], [], []
+        losses: list[Tensor] = []
+        grad_x: list[Tensor] = []
+        shown: list[tuple[Tensor, Tensor]] = []
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
             # All that is computed from the logits of the chunk before.

@@ -32,6 +32,9 @@ PRODUCTS = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     }
 )
+if torch.backends.mkldnn.is_available():
+    # FP32 products on the CPU (torch_backend/precision.py, `by_onednn`).
+    PRODUCTS |= {torch.ops.mkldnn._linear_pointwise.default}
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

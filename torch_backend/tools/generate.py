@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.backend import Arrays
+from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import AttentionConfig, CompileConfig, RecomputeConfig, RunConfig
 from lockstep.torch_backend.model import Llama, Tap, no_tap, rope_at
 from lockstep.torch_backend.precision import policy_of
@@ -46,8 +47,8 @@ class Cache:
 class Decoder:
     """The model of a run, to be asked what comes next.
 
-    The program is never compiled, as lengths differ from call to call. Attention runs by torch's own choice of kernel,
-    cuDNN's apart, which would plan anew for every length. Layers in FP8 are computed under the policy of the rest
+    The program is never compiled, as lengths differ from call to call. Attention runs by the kernel that `auto` stands
+    for, cuDNN's apart, which would plan anew for every length. Layers in FP8 are computed under the policy of the rest
     (bf16), as their scales belong to all tokens at once, and tf32 on the CPU as fp32.
 
     window: tokens that the model was made for. policy: the precision in force. device: where it runs.
@@ -68,6 +69,7 @@ class Decoder:
         }
         config = config.model_copy(update=eager)
         self.device = resolve_device(config)
+        config = settled(config, self.device.type)
         self._switches = Switches(operand, self.device)
         self._switches.set()
         self.policy = policy_of(config, self.device)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lockstep.core.backend import Backend, NotSupported
+from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import PrecisionConfig, RecomputeConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.gather import Evidence, gather
@@ -102,6 +103,12 @@ def _math_attention(config: RunConfig) -> RunConfig | str:
     return config.model_copy(update={"attention": config.attention.model_copy(update={"kernel": "math"})})
 
 
+def _flash_attention(config: RunConfig) -> RunConfig | str:
+    if config.attention.kernel != "math":
+        return "attention is a fused kernel's already"
+    return config.model_copy(update={"attention": config.attention.model_copy(update={"kernel": "flash"})})
+
+
 VARIATIONS = (
     Variation("without torch.compile", _eager),
     Variation("under torch.compile without generated code (aot_eager)", _aot_eager),
@@ -113,6 +120,7 @@ VARIATIONS = (
     Variation("with the full loss instead of the chunked one", _full_loss, ("logits", "nll", *library_heads(), "loss")),
     Variation("on one rank", _one_rank),
     Variation("with another attention kernel (math)", _math_attention, ("attn",)),
+    Variation("with another attention kernel (flash)", _flash_attention, ("attn",)),
 )
 
 
@@ -129,6 +137,8 @@ def find_cause(
     check: the verdict on that evidence; judged anew if it is not given. A variation that cannot be opened or judged
     (no such device, no bounds for its recipe) is listed with the reason, and says nothing.
     """
+    # A variation changes one thing alone: what stands for `auto` is not chosen anew for it.
+    config = settled(config, config.device)
     if check is None:
         check = _judged(reference, config, evidence)
     if check.origin is None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.graph import Operation
 from lockstep.core.model.groups import group_settings, update_rules
@@ -66,13 +67,14 @@ OPERANDS = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bf
 
 def repro(evidence: Evidence, check: Check, config: RunConfig, versions: Mapping[str, str]) -> Repro:
     """The script for the origin of `check`, or for its worst finding if nothing in it is broken."""
-    origin = check.origin or check.worst
+    origin, device = check.origin or check.worst, "cuda" if config.device == "cuda" else "cpu"
+    config = settled(config, device)
     parts = _nothing(check, "nothing was compared") if origin is None else _parts(origin, evidence, check, config)
     where = "no origin" if origin is None else f"{origin.stage} ({origin.phase}) at {origin.tap}"
     facts = {
         "stream": OPERANDS[config.precision.stream],
         "operand": OPERANDS[config.precision.operand],
-        "device": "cuda" if config.device == "cuda" else "cpu",
+        "device": device,
         "torch": versions.get("torch", "unknown"),
         "tap": origin.tap if origin else "",
         **parts.facts,
@@ -300,6 +302,7 @@ def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig
     keys = {"update": ("update", name), **{kind: ("moments", f"{kind}/{name}") for kind in rule.moments}}
     settings = group_settings(config, groups_of(config.model)[name])
     facts: dict[str, Any] = {key: getattr(optim, key) for key in rule.reads}
+    facts |= {"fused": optim.fused is True} if rule.name == "adamw" else {}
     facts |= {
         "number": before.step + 1,
         "lr": learning_rate(optim, before.step + 1, config.train.steps) * settings.lr_factor,

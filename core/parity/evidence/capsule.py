@@ -2,7 +2,7 @@
 
     step_000040/
       about.json     schema, step, versions, candidate and reference, machine, sizes and SHA-256 of the files below
-      config.toml    the run's configuration, resolved
+      config.toml    the run's configuration, resolved, what stands for `auto` on the CPU in its place
       record.json    what the step said of itself
       verdict.json   `Check.to_json()`
       batch.npz      `batch.tokens` …, `probe.tokens` …, `tapped.tokens` …: int32 (B, S); weights float32 (B, S);
@@ -30,6 +30,7 @@ import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, State, StepRecord
 from lockstep.core.checkpoint.format import folder_name, list_checkpoints, load_checkpoint, save_checkpoint
+from lockstep.core.config.auto import BEFORE, settled
 from lockstep.core.config.file import dump_config, load_config
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
@@ -95,7 +96,7 @@ def write_capsule(
     script = repro(evidence, check, config, versions)
     batches = {f"{b}.{key}": array for b in BATCHES for key, array in getattr(evidence, b).arrays.items()}
     files = {
-        CONFIG: dump_config(config).encode(),
+        CONFIG: dump_config(settled(config, config.device)).encode(),
         RECORD: _json(asdict(evidence.record)),
         VERDICT: _json(check.to_json()),
         BATCH: _npz(batches),
@@ -165,6 +166,9 @@ def read_capsule(path: Path) -> Capsule:
         verdict = json.loads(raw[name])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path / name} is not what a capsule holds: {type(error).__name__}: {error}") from error
+    config = load_config(path / CONFIG)
+    # `auto` on the CPU was packed before capsules kept what it stands for.
+    config = settled(config, config.device, BEFORE)
     return Capsule(path, config, state, batch, probe, tapped, record, verdict, about)
 
 

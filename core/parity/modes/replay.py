@@ -117,7 +117,7 @@ def config_of_steps(run: RunDir, elsewhere: RunConfig | None) -> Callable[[int],
     """The run's configuration at a step, on the device that `elsewhere` names if it is not None."""
     if elsewhere is None:
         return run.config_at
-    return lambda step: run.config_at(step).model_copy(update={"device": elsewhere.device})
+    return lambda step: run.config_at(step, elsewhere.device)
 
 
 class References:

@@ -1,0 +1,58 @@
+"""What `auto` stands for on the CPU: the attention kernel and the AdamW of a run, from its configuration alone.
+
+Both backends, the plan and run.json resolve `auto` here, so that twin, estimate and record follow the kernel that runs.
+
+The attention kernel is `math`, which writes the scores (S, S) of every head out, where two conditions hold, and `flash`
+elsewhere (measured: docs/guide/levers.md):
+
+- speed: operands are bf16 or FP16, and sequences are shorter than SHORT tokens. Below that torch's flash kernel goes
+  through 32 queries at a time (`flash_attention_backward_kernel_impl`), and loses to whole products. Under FP32 and
+  FP64 it never does.
+- memory: sequences are at most WIDTHS head dimensions long. The scores that a layer keeps of a token are then at most
+  WIDTHS of its hidden vectors in FP32: 4·heads·S bytes, where a vector has 4·heads·head_dim.
+
+Neither depends on the micro-batch: another one changes no kernel, and memory grows with it.
+
+AdamW is torch's fused kernel wherever it exists. CUDA keeps `auto` for attention: there torch's call takes the first
+kernel that can run (torch_backend/attention.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.core.components.optimizers import OPTIMIZERS
+from lockstep.core.components.precision import FORMATS
+from lockstep.core.config.schema import RunConfig, Section
+
+SHORT, WIDTHS = 192, 4
+NARROW = tuple(name for name, found in FORMATS.items() if found.bytes == 2)
+# Key of run.json under which a run keeps what `auto` stands for on the CPU.
+ON_CPU = "auto_on_cpu"
+# What `auto` stood for before runs kept it.
+BEFORE: Mapping[str, Any] = {"attention.kernel": "flash", "optim.fused": False}
+
+
+def on_cpu(config: RunConfig) -> dict[str, Any]:
+    """What `auto` stands for on the CPU, by dotted key: "flash" or "math", and whether AdamW is fused."""
+    length = config.train.longest
+    small = length <= WIDTHS * config.model.head_dim
+    written_out = config.precision.operand in NARROW and length < SHORT and small
+    return {"attention.kernel": "math" if written_out else "flash", "optim.fused": True}
+
+
+def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = None) -> RunConfig:
+    """The configuration with what stands for `auto` on this device in its place; on another than the CPU, as it is.
+
+    chosen: what `auto` stands for in a run that keeps it (run.json), instead of what `on_cpu` says now.
+    """
+    if device != "cpu":
+        return config
+    chosen = on_cpu(config) if chosen is None else chosen
+    changes: dict[str, Section] = {}
+    if config.attention.kernel == "auto":
+        changes["attention"] = config.attention.model_copy(update={"kernel": chosen["attention.kernel"]})
+    if config.optim.fused == "auto" and (OPTIMIZERS[config.optim.name].fused or config.precision.stream == "fp64"):
+        changes["optim"] = config.optim.model_copy(update={"fused": chosen["optim.fused"]})
+    return config.model_copy(update=changes) if changes else config

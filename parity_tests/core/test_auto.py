@@ -1,0 +1,156 @@
+"""What `auto` stands for on the CPU follows from the configuration alone, and whoever asks gets one answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.core.config import auto
+from lockstep.core.config.auto import BEFORE, NARROW, ON_CPU, SHORT, WIDTHS, on_cpu, settled
+from lockstep.core.config.file import load_config
+from lockstep.core.config.schema import AttentionConfig, OptimConfig, RunConfig
+from lockstep.core.plan.gpus import gpu_named
+from lockstep.core.plan.memory import memory
+from lockstep.core.plan.sizes import kernel_of
+from lockstep.core.run.directory import RunDir
+from lockstep.jax_backend.session import JaxBackend, kernel_followed
+from lockstep.torch_backend.session import TorchBackend
+
+CPU = gpu_named("cpu")
+
+
+def run(**settings) -> RunConfig:
+    """A run on the CPU whose heads are so wide that memory is no matter; keys with `__` for dots."""
+    wide = {"device": "cpu", "model.hidden": "512", "model.heads": "4", "model.kv_heads": "4"}
+    told = {key.replace("__", "."): str(value) for key, value in settings.items()}
+    return load_config(None, wide | {"train.sequence_length": str(SHORT - 1)} | told)
+
+
+def kernel(**settings) -> str:
+    return on_cpu(run(**settings))["attention.kernel"]
+
+
+def test_length_decides():
+    assert kernel() == "math"
+    assert kernel(train__sequence_length=SHORT) == "flash"
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("fp64", "flash"), ("fp32", "flash"), ("bf16", "math"), ("fp16", "math"), ("fp8_rowwise", "math")],
+)
+def test_so_does_the_operands_dtype(policy, expected):
+    assert kernel(precision__policy=policy) == expected
+    assert (run(precision__policy=policy).precision.operand in NARROW) == (expected == "math")
+
+
+def test_so_does_memory():
+    """Heads so narrow that the scores of a token outweigh its hidden vectors."""
+    for heads, head_dim in ((16, 32), (32, 16)):
+        told = {"model__heads": heads, "model__kv_heads": heads}
+        assert kernel(**told, train__sequence_length=WIDTHS * head_dim) == "math"
+        assert kernel(**told, train__sequence_length=WIDTHS * head_dim + 1) == "flash"
+
+
+def test_the_longest_sequence_of_a_curriculum_decides():
+    assert kernel(train__sequence_length=64, train__curriculum="64:0.5, 128:0.5") == "math"
+    assert kernel(train__sequence_length=64, train__curriculum="64:0.5, 256:0.5") == "flash"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"train__micro_batch_size": 1},
+        {"train__ranks": 2, "train__micro_batch_size": 2},
+        {"compile__enabled": "false"},
+        {"recompute__parts": "block"},
+        {"eval__every": 0},
+    ],
+    ids=str,
+)
+def test_what_a_resume_may_change_does_not_decide(changed):
+    """Nor the program: eager and compiled are compared with each other."""
+    for length in (SHORT - 1, SHORT):
+        assert on_cpu(run(train__sequence_length=length, **changed)) == on_cpu(run(train__sequence_length=length))
+
+
+def test_what_was_asked_for_by_name_stays():
+    for name in ("flash", "math"):
+        config = run(attention__kernel=name, optim__fused="false")
+        assert settled(config, "cpu") == config
+
+
+def test_it_stands_in_its_place():
+    found = settled(run(), "cpu")
+    assert (found.attention.kernel, found.optim.fused) == ("math", True)
+    assert settled(found, "cpu") == found
+    assert found.model_copy(update={"attention": AttentionConfig(), "optim": OptimConfig()}) == run()
+    before = settled(run(), "cpu", BEFORE)
+    assert (before.attention.kernel, before.optim.fused) == ("flash", False)
+
+
+def test_on_cuda_it_stays():
+    assert settled(run(), "cuda") == run()
+
+
+@pytest.mark.parametrize(("policy", "fused"), [("fp32", "auto"), ("fp64", True)])
+def test_eight_bit_adamw_has_one_implementation(policy, fused):
+    """What is settled is a configuration that can be written down and read again."""
+    found = settled(run(optim__name="adamw8bit", precision__policy=policy), "cpu")
+    assert found.optim.fused == fused
+    assert RunConfig.model_validate(found.model_dump()) == found
+
+
+@pytest.mark.parametrize("length", [128, 256])
+def test_backends_and_plan_have_the_same_answer(length):
+    config = run(train__sequence_length=length, model__layers=1, model__hidden=128, model__heads=1, model__kv_heads=1)
+    name = on_cpu(config)["attention.kernel"]
+    assert kernel_of(config, CPU) == name
+    assert kernel_followed(config) == {"math": "math", "flash": "cpu"}[name]
+    torch, jax = TorchBackend().open(config), JaxBackend().open(config)
+    assert torch.model.kernel.name == torch.config.attention.kernel == name
+    assert jax.policy.kernel == kernel_followed(config)
+    assert f"{name} kernel" in TorchBackend().describe(config)["in_force"]["attention"]
+    assert f"torch's {name} kernel" in JaxBackend().describe(config)["in_force"]["attention"]
+
+
+def test_the_plan_counts_the_scores():
+    short, named = run(), run(attention__kernel="math")
+    assert memory(short, CPU) == memory(named, CPU)
+    assert memory(short, CPU).saved > memory(run(attention__kernel="flash"), CPU).saved
+
+
+# The run directory
+
+
+def test_a_run_keeps_what_it_stands_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A rule that is measured anew changes no run that is there."""
+    with RunDir.create(tmp_path / "run", run(), {}) as made:
+        assert made.config == settled(run(), "cpu")
+        assert made.asked == run()
+    monkeypatch.setattr(auto, "SHORT", 1)
+    assert on_cpu(run())["attention.kernel"] == "flash"
+    again = RunDir.open(tmp_path / "run")
+    assert again.info[ON_CPU] == {"attention.kernel": "math", "optim.fused": True}
+    assert (again.config.attention.kernel, again.asked.attention.kernel) == ("math", "auto")
+    assert again.config_at(1) == again.config
+
+
+def test_of_a_run_that_kept_none_it_is_what_it_was(tmp_path: Path):
+    with RunDir.create(tmp_path / "run", run(), {}) as made:
+        info = {key: value for key, value in made.info.items() if key != ON_CPU}
+    old = RunDir(tmp_path / "run", run(), info, None)
+    assert (old.config.attention.kernel, old.config.optim.fused) == ("flash", False)
+
+
+def test_it_follows_the_device(tmp_path: Path):
+    """A run on CUDA has CUDA's `auto`, and on the CPU what is kept; so has one that was begun on the CPU."""
+    for device in ("cpu", "cuda"):
+        config = run(device=device)
+        with RunDir.create(tmp_path / device, config, {}) as made:
+            assert made.config_at(1, "cpu").attention.kernel == "math"
+            assert made.config_at(1, "cpu").device == "cpu"
+            assert made.config_at(1, "cuda").attention.kernel == "auto"
+            assert made.config_at(1) == made.config
+    assert made.config.attention.kernel == "auto"

@@ -1,0 +1,68 @@
+"""What `auto` stood for when a run was made, it stands for when the run goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.core.config import auto
+from lockstep.core.config.auto import BEFORE, ON_CPU
+from lockstep.core.run import directory
+from lockstep.core.run.info import read_info, write_info
+from lockstep.parity_tests.loop.runs import STEPS, Folder
+
+EVERY_4 = {"checkpoint.every": 4, "checkpoint.keep": 20, "checkpoint.best": False}
+SINCE_4 = ("--from-step", "4")
+
+
+def kept(folder: Folder, stands_for: dict[str, object]) -> None:
+    path = folder.path / "run" / "run.json"
+    write_info(path, {key: value for key, value in read_info(path).items() if key != "seal"} | {ON_CPU: stands_for})
+
+
+def test_an_earlier_run_goes_on_bit_for_bit(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a Lockstep made it that had no rule and kept nothing of it."""
+    with monkeypatch.context() as earlier:
+        for module in (auto, directory):
+            earlier.setattr(module, "on_cpu", lambda config: dict(BEFORE))
+        assert folder.train("run", EVERY_4) == 0
+    path = folder.path / "run" / "run.json"
+    info = {key: value for key, value in read_info(path).items() if key not in (ON_CPU, "seal")}
+    assert info["config"]["attention.kernel"] == info["config"]["optim.fused"] == "auto"
+    write_info(path, info)
+    losses, weights = folder.losses("run"), folder.weights("run")
+    assert folder.resume("run", *SINCE_4) == 0
+    assert folder.losses("run") == losses
+    assert folder.weights("run") == weights
+    # The negative twin: by today's rule it would be another run.
+    kept(folder, {"attention.kernel": "math", "optim.fused": True})
+    assert folder.resume("run", *SINCE_4) == 0
+    assert folder.losses("run")[:4] == losses[:4]
+    assert folder.losses("run")[4:] != losses[4:]
+
+
+def test_a_run_goes_on_with_what_it_keeps_whatever_the_rule_says_then(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With another micro-batch too, and beside its run file, which says `auto`."""
+    assert folder.train("run", EVERY_4) == 0
+    losses = folder.losses("run")
+    told = folder.run("run").info
+    assert told[ON_CPU] == {"attention.kernel": "math", "optim.fused": True}
+    assert "math kernel" in told["in_force"]["attention"] and "fused" in told["in_force"]["optimizer"]
+    monkeypatch.setattr(auto, "SHORT", 1)
+    assert folder.resume("run", *SINCE_4) == 0
+    assert folder.losses("run") == losses
+    capsys.readouterr()
+    assert folder.resume("run", *SINCE_4, "--train.micro-batch-size", "4") == 0
+    assert "scaled_dot_product_attention, math kernel" in capsys.readouterr().out
+    assert [step for step, _ in folder.losses("run")] == list(range(1, STEPS + 1))
+
+
+def test_another_kernel_on_purpose_is_a_branch(folder: Folder) -> None:
+    assert folder.train("run", EVERY_4) == 0
+    assert folder.resume("run", *SINCE_4, "--attention.kernel", "flash", "--optim.fused", "false") == 0
+    gone_on = folder.run("run")
+    told = {"attention.kernel": ["auto", "flash"], "optim.fused": ["auto", False]}
+    assert gone_on.info["resumes"][-1]["changed"] == told
+    assert (gone_on.config.attention.kernel, gone_on.config.optim.fused) == ("flash", False)
+    assert gone_on.config_at(4).attention.kernel == "math"
