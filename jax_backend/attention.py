@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lockstep.jax_backend.precision import Policy
+from lockstep.jax_backend.policy import Policy
 
 Saved = tuple[Array, Array, Array, Array, Array, Array | None]
 

@@ -38,7 +38,8 @@ from lockstep.jax_backend.checkpoint import WritingJax
 from lockstep.jax_backend.loss import negative_log_likelihood, weighted_mean
 from lockstep.jax_backend.model import Llama, no_tap
 from lockstep.jax_backend.optim import Terms, Tree, clip_coefficient, global_norm, in_words, next_state
-from lockstep.jax_backend.precision import POLICIES, Kernel, Policy
+from lockstep.jax_backend.policy import Kernel, Policy
+from lockstep.jax_backend.precision import POLICIES
 from lockstep.jax_backend.sharding import Shards
 from lockstep.jax_backend.stages import in_stream, stage_functions, with_gradients
 from lockstep.jax_backend.tools.attention_logits import largest_logits

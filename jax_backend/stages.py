@@ -22,7 +22,8 @@ from lockstep.jax_backend.kernels.float8 import Recipe
 from lockstep.jax_backend.kernels.library_heads import library_nll
 from lockstep.jax_backend.loss import negative_log_likelihood
 from lockstep.jax_backend.model import expand, positions, rms_norm, rope_at, rope_tables, rotate, swiglu
-from lockstep.jax_backend.precision import Policy, head, linear
+from lockstep.jax_backend.policy import Policy
+from lockstep.jax_backend.precision import head, linear
 
 Inputs = Mapping[str, Array]
 StageFunction = Callable[[Inputs], Array]

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,10 +27,8 @@ from lockstep.core.backend import State
 from lockstep.core.checkpoint.format import PARAMS, SAFETENSORS
 from lockstep.core.model.groups import moment_names
 from lockstep.torch_backend.optim import moment_of
+from lockstep.torch_backend.programs import Programs
 from lockstep.torch_backend.ranks.sharded_tensors import local
-
-if TYPE_CHECKING:
-    from lockstep.torch_backend.session import TorchSession
 
 # One process is what was meant.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -44,7 +41,7 @@ MEETING = timedelta(minutes=1)
 class Writer:
     """Writes a session's states. Its host memory is kept from one checkpoint to the next."""
 
-    def __init__(self, session: TorchSession) -> None:
+    def __init__(self, session: Programs) -> None:
         self._session = session
         self._staged: dict[str, Tensor] = {}
         self._group: dist.ProcessGroup | None = None
@@ -152,7 +149,7 @@ def writing(state: State, folder: Path) -> WritingTorch:
     return WritingTorch(state.step, state.scalars, tensors, folder, None)
 
 
-def named_tensors(session: TorchSession) -> dict[str, Callable[[], Tensor]]:
+def named_tensors(session: Programs) -> dict[str, Callable[[], Tensor]]:
     """What gives each tensor of the state, by KIND/PARAMETER, the same on every rank; 8-bit moments as float32."""
     found: dict[str, Callable[[], Tensor]] = {f"{PARAMS}/{name}": p.detach for name, p in session.parameters.items()}
     for kind, names in moment_names(session.config).items():

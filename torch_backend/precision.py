@@ -38,7 +38,7 @@ class Policy:
     onednn: bool = False
 
 
-# TF32 is what CUDA makes of FP32 operands (torch_backend/session.py asks for it). FP8 is the business of single layers.
+# TF32 is what CUDA makes of FP32 operands (torch_backend/switches.py sets it). FP8 is the business of single layers.
 POLICIES = {
     "fp64": Policy("fp64", torch.float64, torch.float64),
     "fp32": Policy("fp32", torch.float32, torch.float32),

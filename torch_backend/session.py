@@ -1,95 +1,67 @@
-"""The trainer behind the seam of core/backend.py: model, optimizer and compiled forward-backward of one run."""
+"""The session of one run in torch: weights, optimizer state and the training step, behind core/backend.py."""
 
 from __future__ import annotations
 
-import math
-import platform
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, Session, State, StepRecord
+from lockstep.core.backend import Arrays, Batch, Gradients, State, StepRecord
 from lockstep.core.checkpoint.format import PARAMS, read_state
 from lockstep.core.checkpoint.reader import Stored
 from lockstep.core.config.auto import settled
-from lockstep.core.config.schema import LossConfig, RunConfig
-from lockstep.core.errors import UserError
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.families import graph_of
-from lockstep.core.model.groups import check_state, moment_names
+from lockstep.core.model.groups import check_state
 from lockstep.core.model.init import init_parameter, init_parameters
-from lockstep.core.model.names import GRADIENT, edge_names, fp8_modules, groups_of, probe_shapes, tap_names
-from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation
-from lockstep.core.parity.evidence.sketch import K
+from lockstep.core.model.names import fp8_modules, groups_of
 from lockstep.core.train.finite import NotFinite, first_place
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.core.train.metrics import RECOMPILED, norms_by_group
 from lockstep.core.train.schedule import learning_rate
 from lockstep.core.train.skipped_steps import first_scalars, is_made, leaves_out, own_scalars, scalars_after
-from lockstep.torch_backend.attention import check_kernel, in_force
 from lockstep.torch_backend.checkpoint import Writer, WritingTorch
-from lockstep.torch_backend.kernels.bitsandbytes_adamw import check_bitsandbytes
+from lockstep.torch_backend.device import resolve_device
 from lockstep.torch_backend.kernels.float8 import float8
-from lockstep.torch_backend.kernels.library_heads import check_head
-from lockstep.torch_backend.kernels.recompute import in_force as recompute_in_force
-from lockstep.torch_backend.model import Linear, Llama, Tap, no_tap
+from lockstep.torch_backend.model import Linear, Llama
+from lockstep.torch_backend.observe import Observes
 from lockstep.torch_backend.optim import (
     build_optimizer,
     clip_coefficient,
     global_norm,
-    in_words,
     put_moments,
     read_moments,
     set_learning_rate,
     write_moments,
 )
-from lockstep.torch_backend.precision import POLICIES, Policy, policy_of, products_in_force
-from lockstep.torch_backend.ranks.ddp import Ranks, Sharing
-from lockstep.torch_backend.ranks.ddp import in_force as ranks_in_force
+from lockstep.torch_backend.precision import Policy, policy_of
+from lockstep.torch_backend.ranks.ddp import Ranks
 from lockstep.torch_backend.ranks.fsdp import ShardedRanks
 from lockstep.torch_backend.ranks.sharded_tensors import (
     Root,
-    check_sharded,
     cut,
     is_sharded,
     local,
     put,
     rows_of,
-    whole,
+    to_numpy,
 )
-from lockstep.torch_backend.stages import run_stage, stage_functions
-from lockstep.torch_backend.switches import INDUCTOR, Switches, check_environment
-from lockstep.torch_backend.tools.attention_logits import largest_logits
-from lockstep.torch_backend.tools.deterministic import check_deterministic, costs, guarded, switch
+from lockstep.torch_backend.ranks.sharing import Sharing
+from lockstep.torch_backend.switches import Switches
+from lockstep.torch_backend.tools.deterministic import costs, guarded, switch
 from lockstep.torch_backend.tools.memory import memory
-from lockstep.torch_backend.tools.nvtx import in_force as ranges_in_force
 from lockstep.torch_backend.tools.nvtx import marking, part
-from lockstep.torch_backend.tools.sketch import (
-    Kept,
-    lift,
-    sign_table,
-    sketch,
-    sketch_alone,
-    sketches_of,
-    statistics,
-    whole_observation,
-)
 from lockstep.torch_backend.tools.step_timer import ACCUMULATED, StepClock
-from lockstep.torch_backend.upload import on_device, uploaded
-
-Tensors = Mapping[str, Tensor]
-# torch.compile refuses to compile one function more often than this.
-SESSIONS = 64
+from lockstep.torch_backend.upload import uploaded
 
 
-class TorchSession:
+class TorchSession(Observes):
     """One run in torch. Subclass and override a method to make another candidate (docs/guide/candidates.md)."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -144,18 +116,6 @@ class TorchSession:
             linear.float8 = self.float8
         return model
 
-    def build_program(self) -> Any:
-        """The compiled forward pass: of the whole model, or one program for all blocks and one for the chunked head.
-
-        The blocks' program is compiled once; what stands between them runs eagerly.
-        """
-        if self.config.compile.scope == "model":
-            return self.compiled(self.micro_loss)
-        for block in self.model.blocks:
-            block.forward = self.compiled(block.forward)
-        self.model.chunked_loss = self.compiled(self.model.chunked_loss)
-        return self.micro_loss
-
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer over the model's parameters."""
         return build_optimizer(self.config, self.parameters)
@@ -175,8 +135,8 @@ class TorchSession:
         moments = read_moments(self.config, self.optimizer, self.parameters)
         return State(
             self.steps_done,
-            {name: _numpy(p) for name, p in self.parameters.items()},
-            {kind: {name: _numpy(m) for name, m in by_name.items()} for kind, by_name in moments.items()},
+            {name: to_numpy(p) for name, p in self.parameters.items()},
+            {kind: {name: to_numpy(m) for name, m in by_name.items()} for kind, by_name in moments.items()},
             dict(self.scalars),
         )
 
@@ -312,14 +272,6 @@ class TorchSession:
         """Bytes in use on the device, and the most since the last call; on the CPU, of this process."""
         return memory(self.device)
 
-    def attention_logits(self, batch: Batch) -> np.ndarray:
-        """(layers,) the largest attention logit of each layer (torch_backend/tools/attention_logits.py), in eager."""
-        tokens, _, _ = self.to_device(batch)
-        with torch.no_grad():
-            found = self._run(partial(largest_logits, self.model), tokens, self.policy, *self.documents(batch))
-        largest: np.ndarray = found
-        return largest
-
     def _first_not_finite(self, loss: float) -> str:
         """Where this rank, by itself, first had what is not finite; nothing if it had not."""
         odd = [p.grad is not None and not bool(local(p.grad).isfinite().all()) for p in self.parameters.values()]
@@ -344,14 +296,14 @@ class TorchSession:
         found = self._gradients(*self.accumulate(batch))
         self.optimizer.zero_grad(set_to_none=True)
         of_program, self._program_gradients = self._program_gradients, None
-        return replace(found, program={name: _numpy(g) for name, g in of_program.items()})
+        return replace(found, program={name: to_numpy(g) for name, g in of_program.items()})
 
     def own_gradients(self, micro: Batch) -> Arrays:
         """Gradients of a micro-batch as this rank by itself has them; all ranks call it, each with its own."""
         if not isinstance(self.ranks, ShardedRanks):
             return self.gradients(micro).grads
         inputs = *self.to_device(micro), self.total_weight(micro), *self.documents(micro)
-        return {n: _numpy(g / self.scale) for n, g in self.ranks.unreduced(self.micro_loss, *inputs).items()}
+        return {n: to_numpy(g / self.scale) for n, g in self.ranks.unreduced(self.micro_loss, *inputs).items()}
 
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
         """`step`, and the gradients that it made before clipping; None if a subclass steps without showing them."""
@@ -362,210 +314,15 @@ class TorchSession:
             self._of_step, self._show_step = None, False
 
     def _gradients(self, loss: Tensor, nll: list[Tensor]) -> Gradients:
-        grads = {name: _numpy(p.grad) for name, p in self.parameters.items() if p.grad is not None}
-        return Gradients(np.concatenate([_numpy(n) for n in nll]), loss.item(), grads)
-
-    def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """Taps and gradients of one micro-batch from the tapped program, compiled if the trainer is.
-
-        Besides taps, names are `grad/NAME` for a tap, an edge or a parameter. What the model does not pass through its
-        tap is left out. Raises NotSupported for a name that no Llama has.
-        """
-        taps_of_model = tap_names(self.config.model)
-        probed = (*taps_of_model, *edge_names(self.config.model), *self.parameters)
-        if unknown := sorted(set(taps) - {*taps_of_model, *(GRADIENT + name for name in probed)}):
-            raise NotSupported(f"no such tap: {', '.join(unknown)}")
-        return self._observe_tapped(batch, frozenset(taps))
-
-    def _observe_tapped(self, batch: Batch, names: frozenset[str]) -> dict[str, np.ndarray]:
-        program = self._tapped_programs.get(names)
-        if program is None:
-            program = partial(self.tapped_micro_loss, frozenset(n for n in names if not n.startswith(GRADIENT)))
-            program = self._tapped_programs[names] = self.compiled(program) if self._compiles_whole else program
-        asked = [name.removeprefix(GRADIENT) for name in names if name.startswith(GRADIENT)]
-        shapes = probe_shapes(self.config.model, *batch.tokens.shape)
-        probes = {
-            name: torch.zeros(shapes[name], dtype=self.policy.stream, device=self.device, requires_grad=True)
-            for name in sorted(asked)
-            if name not in self.parameters
-        }
-        inputs = *self.to_device(batch), self._total_alone(batch), probes, *self.documents(batch)
-        with torch.set_grad_enabled(bool(asked)):
-            loss, seen = self._run(program, *inputs)
-        wanted = probes | {name: p for name, p in self.parameters.items() if name in asked}
-        grads = self._grads(loss, list(wanted.values())) if wanted else ()
-        found = seen | {GRADIENT + n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
-        return {n: _numpy(v / self.scale if n.startswith(GRADIENT) else v) for n, v in found.items()}
-
-    def tapped_micro_loss(
-        self,
-        wanted: frozenset[str],
-        tokens: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-        total: Tensor,
-        probes: Tensors,
-        *documents: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`micro_loss`, and the taps that it passed; a zero is added to each probed one: its gradient is the tap's."""
-        seen: dict[str, Tensor] = {}
-
-        def tap(name: str, value: Tensor) -> Tensor:
-            if name in probes:
-                value = value + probes[name].to(value.dtype)
-            # What is recomputed passes here twice. The first time is the forward pass.
-            if name in wanted and name not in seen:
-                seen[name] = value.detach()
-            return value
-
-        return self._through(tap, tokens, targets, weights, total, *documents), seen
-
-    def _through(
-        self, tap: Tap, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
-    ) -> Tensor:
-        """The loss of `micro_loss`, the model's tensors passing `tap` on their way."""
-        self.model.tap = tap
-        try:
-            loss, _ = self.micro_loss(tokens, targets, weights, total, *documents)
-        finally:
-            self.model.tap = no_tap
-        return loss
-
-    def sketch(self, batch: Batch) -> dict[str, Observation]:
-        """What is kept of one micro-batch (core/parity/judge/end_to_end.py), without a tensor leaving the device.
-
-        Taps and their gradients come from a tapped program of its own, parameter gradients from the one that trains.
-        Only the sequences that hold the batch's loss weight are observed. Of a tap's gradient nothing
-        but the sketch is known: its norm is the sketch's, its largest value and its mean are NaN.
-        """
-        model = self.config.model
-        rows = np.flatnonzero(batch.weights.any(axis=1))
-        shapes = probe_shapes(model, len(rows), batch.tokens.shape[1])
-        if self._sketching is None:
-            sizes = [math.prod(shape) for shape in probe_shapes(model, *batch.tokens.shape).values()]
-            table = sign_table(max(*sizes, *(p.numel() for p in self.parameters.values())), self.device)
-            of_taps, of_gradients = self.sketched_micro_loss, sketches_of
-            if self.config.compile.enabled:
-                of_gradients = self.compiled(of_gradients)
-            if self._compiles_whole:
-                of_taps = self.compiled(of_taps)
-            self._sketching = of_taps, of_gradients, table
-        of_taps, of_gradients, table = self._sketching
-        zeros = {
-            name: torch.zeros(K, dtype=self.policy.stream, device=self.device, requires_grad=True)
-            for name in tap_names(model)
-        }
-        inputs = *self.to_device(batch), self._total_alone(batch)
-        documents = self.documents(batch)
-        loss, seen = self._run(of_taps, *inputs, torch.tensor(rows, device=self.device), zeros, table, *documents)
-        by_tap = self._grads(loss, list(zeros.values()))
-        loss, _ = self._micro_loss(*inputs, *documents)
-        by_parameter = self._grads(loss, list(self.parameters.values()))
-        found = {name: whole_observation(kept, shapes[name]) for name, kept in seen.items()}
-        for name, grad in zip(zeros, by_tap, strict=True):
-            if grad is not None:
-                found[GRADIENT + name] = sketch_alone(grad / self.scale, shapes[name])
-        if "nll" in found:
-            found[PROBE_NLL] = found["nll"]
-        grads = {n: g / self.scale for n, g in zip(self.parameters, by_parameter, strict=True) if g is not None}
-        kept = of_gradients(grads, table)
-        return found | {PARAMETER + name: whole_observation(kept[name], tuple(g.shape)) for name, g in grads.items()}
-
-    def sketched_micro_loss(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-        total: Tensor,
-        rows: Tensor,
-        probes: Tensors,
-        table: Tensor,
-        *documents: Tensor,
-    ) -> tuple[Tensor, dict[str, Kept]]:
-        """`micro_loss`, and sketch and statistics of each tap's `rows`, its first axis.
-
-        Sᵀ·0 is added to them, so that the gradient of the probe, 0, is the sketch of the tap's gradient.
-        """
-        seen: dict[str, Kept] = {}
-
-        def tap(name: str, value: Tensor) -> Tensor:
-            if name in probes:
-                part = value.detach()[rows]
-                value = value.index_add(0, rows, lift(probes[name], tuple(part.shape), table).to(value.dtype))
-                seen[name] = sketch(part, table=table), statistics(part)
-            return value
-
-        return self._through(tap, tokens, targets, weights, total, *documents), seen
-
-    def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
-        """Execute one stage on the given inputs: see `JaxSession.run_stage`, whose torch twin this is."""
-        self.switches.require()
-        if stage == "update":
-            return self._run_update(inputs)
-        functions = stage_functions(self.config, self.model, self.policy, self.float8)
-        if stage not in functions:
-            raise NotSupported(f"no such stage: {stage}")
-        return {name: _numpy(value) for name, value in run_stage(functions[stage], inputs, self.policy).items()}
-
-    def _run_update(self, inputs: Arrays) -> Arrays:
-        parameters = {
-            name: nn.Parameter(torch.tensor(value, dtype=self.policy.stream, device=self.device))
-            for name, value in ((name, inputs[f"params/{name}"]) for name in self.parameters)
-        }
-        optimizer = build_optimizer(self.config, parameters)
-        kinds = moment_names(self.config)
-        moments = {kind: {name: inputs[f"{kind}/{name}"] for name in names} for kind, names in kinds.items()}
-        write_moments(self.config, optimizer, parameters, State(int(inputs["step"]), {}, moments))
-        coefficient = torch.tensor(float(inputs["coefficient"]), dtype=self.policy.stream, device=self.device)
-        for name, p in parameters.items():
-            p.grad = torch.tensor(inputs[f"grads/{name}"], dtype=self.policy.stream, device=self.device) * coefficient
-        set_learning_rate(optimizer, float(inputs["lr"]))
-        optimizer.step()
-        after: dict[str, Mapping[str, Tensor]] = {
-            "params": parameters,
-            **read_moments(self.config, optimizer, parameters),
-        }
-        return {f"{kind}/{name}": _numpy(value) for kind, tree in after.items() for name, value in tree.items()}
+        grads = {name: to_numpy(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        return Gradients(np.concatenate([to_numpy(n) for n in nll]), loss.item(), grads)
 
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
         """Time of forward and backward pass / time without `deterministic = true`, several times."""
-        return costs(self, batch)
-
-    def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
-        """Per-token `nll` and `top1` of `batch` in eager, under the run's policy or a named one."""
-        tokens, targets, _ = self.to_device(batch)
-        chosen = replace(POLICIES[policy], onednn=self.policy.onednn) if policy else self.policy
-        with torch.no_grad(), self._declaring(chosen.name):
-            nll, top1 = self._run(self.model.scores, tokens, targets, chosen, *self.documents(batch))
-            return {"nll": _numpy(nll), "top1": _numpy(top1)}
-
-    def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's longest sequence.
-
-        They are one document.
-        """
-        with torch.no_grad():
-            ids = torch.tensor(tokens[None], dtype=torch.long, device=self.device)
-            return _numpy(self._run(self._next_logits, ids))
-
-    def _next_logits(self, ids: Tensor) -> Tensor:
-        return self.model.logits(self.model.trunk(ids, self.policy)[:, -1:], self.policy)[0, 0]
+        return costs(self, lambda: self.accumulate(batch))
 
     def close(self) -> None:
         """Nothing is held beyond the object itself."""
-
-    def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (B, S) and targets (B, S) as int64, weights (B, S) in the stream dtype, on the device."""
-        tokens, targets, weights = on_device(batch, ("tokens", "targets", "weights"), self.device)
-        return tokens, targets, weights.to(self.policy.stream)
-
-    def documents(self, batch: Batch) -> tuple[Tensor, ...]:
-        """(B, S) as int64 on the device, alone in a tuple, where attention asks for documents; else nothing.
-
-        Raises ValueError if it does and the batch has none.
-        """
-        found = batch.documents_for(self.config.attention)
-        return () if found is None else tuple(on_device(batch, ("documents",), self.device))
 
     def accumulate(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """Gradients of the batch into `.grad`; returns the loss and the per-token NLL of each micro-batch.
@@ -618,96 +375,6 @@ class TorchSession:
                 loss.backward()
         return loss, nll
 
-    def _programs_made(self) -> int:
-        """Graphs that torch.compile has compiled in this process."""
-        if not self.config.compile.enabled:
-            return 0
-        from torch._dynamo.utils import counters
-
-        return counters["stats"]["unique_graphs"]
-
-    def micro_loss(
-        self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Σ weight·loss / total of one micro-batch, and its per-token losses (B, S). documents: as `documents` says."""
-        return self.model.loss(tokens, targets, weights, total, self.policy, *documents)
-
-    @property
-    def replays(self) -> bool:
-        """Whether the program is a CUDA graph."""
-        return self.device.type == "cuda" and self.config.compile.enabled and self.config.compile.mode != "default"
-
-    @property
-    def scale(self) -> float:
-        """The loss scale, 1 but under fp16."""
-        return self.scalars.get(SCALE, 1.0)
-
-    def total_weight(self, batch: Batch) -> Tensor:
-        """Σ weight over a batch / loss scale, a float64 scalar on the device: what the loss is divided by.
-
-        Every gradient is then as much larger as the loss scale says; it is a power of two, and nothing is rounded.
-        """
-        total = float(batch.weights.sum(dtype=np.float64)) / self.scale
-        # Filled on the device: a copy to it would keep the host.
-        return torch.full((), total, dtype=torch.float64, device=self.device)
-
-    def compiled(self, program: Any) -> Any:
-        """`program` through torch.compile as the configuration says."""
-        config = self.config.compile
-        # A process may open many sessions (a replay, a bisection): each has programs of the same few functions.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SESSIONS)
-        # A tap inside a part that is recomputed notes what it sees in the forward pass alone.
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-        options: Any = None
-        if config.backend == "inductor":
-            # Inductor drops a cast to bf16 and back inside a fusion, and with it the policy's rounding of the head's
-            # operands.
-            options = {"emulate_precision_casts": True, **INDUCTOR, **torch._inductor.list_mode_options(config.mode)}
-        made = torch.compile(program, fullgraph=True, dynamic=False, backend=config.backend, options=options)
-        budget = self.config.recompute.memory_budget
-
-        def run(*arguments: Any) -> Any:
-            with torch._functorch.config.patch(activation_memory_budget=budget):
-                return made(*arguments)
-
-        return made if budget == 1.0 else run
-
-    def _run(self, program: Any, *inputs: Any) -> Any:
-        """A program over the model's weights, on this rank alone or, where they are cut, on all of them."""
-        self.switches.require()
-        return program(*inputs) if self.ranks is None else self.ranks.run(program, *inputs)
-
-    @contextmanager
-    def _declaring(self, policy: str) -> Iterator[None]:
-        """While something is computed under another policy: what that one declares is in force."""
-        own, other = self.switches, Switches(policy, self.device)
-        if other.declared == own.declared:
-            yield
-            return
-        own.require()
-        self.switches = other
-        try:
-            other.set()
-            yield
-        finally:
-            self.switches = own
-            own.set()
-
-    def _grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        if self.ranks is None:
-            return torch.autograd.grad(loss, wanted, allow_unused=True)
-        return self.ranks.grads(loss, wanted)
-
-    def _total_alone(self, batch: Batch) -> Tensor:
-        """`total_weight` of what rank 0 computes alone."""
-        total = self.total_weight(batch)
-        return total if self.ranks is None else self.ranks.total(total)
-
-    @property
-    def _compiles_whole(self) -> bool:
-        """Whether a program of the whole model can be compiled: not around what gathers its weights."""
-        return self.config.compile.enabled and self.root is None
-
     def _initialise(self) -> None:
         """The initial weights; where they are cut, a parameter at a time, so that nobody holds the whole model."""
         model, seed = self.config.model, self.config.seed
@@ -728,98 +395,3 @@ class TorchSession:
         norms = torch.stack(list(torch._foreach_norm(list(present.values()))))
         norms = norms if self.ranks is None else self.ranks.norm(norms)
         return dict(zip(present, norms.tolist(), strict=True))
-
-
-class TorchBackend:
-    """Opens `session_class` on a configuration; a candidate names its own session class."""
-
-    name = "torch"
-    # Opens sessions of several ranks.
-    ranked = True
-    session_class: type[TorchSession] = TorchSession
-
-    def open(self, config: RunConfig) -> Session:
-        """A session at the initial weights of `config`, of several ranks if it says so.
-
-        Raises UserError if the device is not there, or the attention kernel that was asked for cannot run on it.
-        """
-        check_kernel(config, resolve_device(config))
-        check_head(config.loss, resolve_device(config))
-        check_bitsandbytes(config.optim)
-        check_deterministic(config, resolve_device(config))
-        check_sharded(config)
-        if config.train.ranks == 1:
-            return self.open_rank(config)
-        from lockstep.torch_backend.ranks.session import open_ranked
-
-        return open_ranked(self, config)
-
-    def open_rank(self, config: RunConfig) -> TorchSession:
-        """The session of one rank, before it joins the others."""
-        return self.session_class(config)
-
-    def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Versions, device and what is in force. Raises UserError as `open` does."""
-        device = resolve_device(config)
-        check_kernel(config, device)
-        check_head(config.loss, device)
-        check_bitsandbytes(config.optim)
-        check_deterministic(config, device)
-        check_environment(config.precision.policy, device)
-        check_sharded(config)
-        float8(config.precision, device)
-        config = settled(config, device.type)
-        scope = "" if config.compile.scope == "model" else ", block by block"
-        mode = "" if config.compile.mode == "default" else f", {config.compile.mode}"
-        compiled = (
-            f"torch.compile({config.compile.backend}, fullgraph{mode}{scope})" if config.compile.enabled else "eager"
-        )
-        return {
-            "backend": self.name,
-            "versions": {"torch": torch.__version__},
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-            "device_kind": device.type,
-            "threads": torch.get_num_threads(),
-            "in_force": {
-                "program": compiled,
-                **products_in_force(config, device),
-                "attention": in_force(config.attention, device, config.deterministic),
-                "loss head": loss_in_force(config.loss),
-                "recomputed": recompute_in_force(config.recompute),
-                "optimizer": in_words(config),
-                **ranks_in_force(config, device.type),
-                **ranges_in_force(config, device),
-            },
-        }
-
-
-def resolve_device(config: RunConfig) -> torch.device:
-    """The device asked for; `auto` takes CUDA where there is one. Raises UserError if CUDA was asked for in vain."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "device = 'cuda' was asked for, but torch sees no CUDA device here; use device = 'cpu' or 'auto'"
-        )
-    if config.device == "cpu" or not torch.cuda.is_available():
-        if config.precision.policy == "tf32":
-            raise UserError("precision.policy = 'tf32' is a format of CUDA's tensor cores; on the CPU use fp32")
-        return torch.device("cpu")
-    return torch.device("cuda")
-
-
-def loss_in_force(loss: LossConfig) -> str:
-    """How the head is computed, for the table at start."""
-    chunks = f"chunks of {loss.chunk:,} tokens"
-    how = {
-        "full": "whole logits, FP32 logits",
-        "chunked": f"{chunks}, gradients in the forward pass, FP32 logits",
-        "torch": f"torch's linear_cross_entropy, {chunks}",
-        "liger": "Liger-Kernel's fused linear cross-entropy, FP32 sums",
-        "cce": "cut-cross-entropy without its filter",
-    }[loss.head]
-    return how + (f", z-loss {loss.z_loss:g}" if loss.z_loss else "")
-
-
-def _numpy(tensor: Tensor | None) -> np.ndarray:
-    assert tensor is not None
-    array: np.ndarray = whole(tensor.detach()).to("cpu", copy=True).numpy()
-    return array

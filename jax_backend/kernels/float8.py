@@ -9,16 +9,14 @@ is exact in FP32. Weights are cast from the stream dtype, all else from bf16; ou
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from lockstep.jax_backend.kernels.formats import E4M3, E5M2, Format, rounded
-
-if TYPE_CHECKING:
-    from lockstep.jax_backend.precision import Policy
+from lockstep.jax_backend.policy import Policy
 
 Recipe = Literal["tensorwise", "rowwise"]
 # torchao's least magnitude of a group (float8_utils.EPS).

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lockstep.core.config.schema import LossConfig
-from lockstep.jax_backend.precision import Policy
+from lockstep.jax_backend.policy import Policy
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from lockstep.jax_backend.model import Llama, expand
-from lockstep.jax_backend.precision import Policy
+from lockstep.jax_backend.policy import Policy
 
 # Queries at a time.
 QUERIES = 256

@@ -19,7 +19,7 @@ from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.recorded import observe, probe_of, save_observations
 from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 
 @pytest.mark.parametrize("tied", [True, False])

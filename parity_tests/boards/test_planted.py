@@ -25,7 +25,7 @@ from lockstep.parity_tests.faults import CATALOG, FAULTS, REFERENCE, Fault
 from lockstep.parity_tests.faults.data import RESUMED_AT
 from lockstep.parity_tests.reference import test_reference_check
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 EAGER = [fault for fault in FAULTS if not fault.only_compiled]
 COMPILED = [fault for fault in FAULTS if fault.only_compiled]

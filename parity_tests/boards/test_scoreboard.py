@@ -17,7 +17,8 @@ from lockstep.parity_tests.faults.fault import Batches
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.scripts.commands import faults
 from lockstep.scripts.commands.faults import HONEST, Bench, Kept, Row
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
 FOUND = Row("F", "bf16/eager", "", None, ("q", "forward", 1), 2, 1, 1e-3, None, step=2, rank=1, loss_moved=1e-4)

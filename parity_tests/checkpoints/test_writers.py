@@ -21,9 +21,10 @@ from lockstep.core.parity.judge.update import flat
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.stored import stored
 from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.checkpoint import WritingTorch, shares
 from lockstep.torch_backend.ranks import controller
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,8 @@ import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
 from lockstep.core.config.schema import RunConfig
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 
 def backend(session: type[TorchSession]) -> type[TorchBackend]:

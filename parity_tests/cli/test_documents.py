@@ -26,7 +26,8 @@ class OtherEpsilon(HfLlama):
 
 FAILING = """
 from pathlib import Path
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 
 class Session(TorchSession):

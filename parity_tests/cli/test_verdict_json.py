@@ -19,7 +19,8 @@ MEASURE = {"name", "value", "low", "high", "basis", "ok"}
 
 POISONED = """
 import torch
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 
 class Session(TorchSession):

@@ -15,7 +15,7 @@ from lockstep.core.plan.memory import memory
 from lockstep.core.plan.sizes import kernel_of
 from lockstep.core.run.directory import RunDir
 from lockstep.jax_backend.session import JaxBackend, kernel_followed
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 CPU = gpu_named("cpu")
 

@@ -135,7 +135,7 @@ def test_what_is_computed_again_is_what_torch_counts(parts, every):
     from torch.utils.flop_counter import FlopCounterMode
 
     from lockstep.parity_tests.tiny import text_batch, tiny_config
-    from lockstep.torch_backend.session import TorchBackend
+    from lockstep.torch_backend.backend import TorchBackend
 
     def counted(recompute):
         sections = {"recompute": recompute, "attention": AttentionConfig(kernel="math"), "device": "cpu"}

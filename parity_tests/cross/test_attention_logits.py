@@ -12,7 +12,7 @@ from lockstep.jax_backend.session import JaxBackend
 from lockstep.jax_backend.tools import attention_logits as in_jax
 from lockstep.parity_tests.cross.variants import same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.tools import attention_logits as in_torch
 
 VARIANTS = {

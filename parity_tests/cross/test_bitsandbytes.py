@@ -23,9 +23,10 @@ from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.test_optimizers import moments_at_random, run_of, shaken, steps, update_inputs
 from lockstep.parity_tests.cross.variants import relative, same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.kernels import bitsandbytes_adamw
 from lockstep.torch_backend.optim import build_optimizer
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 installed = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 MATRIX = "blocks.1.attn.q_proj.weight"

@@ -12,9 +12,9 @@ from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.jax_backend import loss as in_jax
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.scripts.studies.large_vocabulary import peak
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.kernels import chunked_loss as module
 from lockstep.torch_backend.loss import negative_log_likelihood
-from lockstep.torch_backend.session import TorchBackend
 
 
 def gradients(config, **loss):

@@ -19,7 +19,7 @@ from lockstep.core.parity.evidence.gather import probe_batch, uneven_weights, we
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 LENGTH = 32
 TRAIN = {"sequence_length": LENGTH, "batch_size": 4, "micro_batch_size": 2}

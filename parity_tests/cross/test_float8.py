@@ -20,9 +20,9 @@ from lockstep.jax_backend.precision import POLICIES
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests import faults
 from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.kernels.float8 import float8
 from lockstep.torch_backend.model import Linear
-from lockstep.torch_backend.session import TorchBackend
 
 RECIPES = ("tensorwise", "rowwise")
 

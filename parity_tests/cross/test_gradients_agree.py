@@ -8,7 +8,7 @@ from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import VARIANTS, relative, shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 # Relative distance of two correct implementations. Measured: 2.4e-15 and 1.7e-6 (11 and 15 units of rounding), for
 # every variant. The limits leave room for other kernels, not for a mistake.

@@ -11,7 +11,7 @@ from lockstep.core.model.names import parameter_shapes
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import VARIANTS, fresh_state, same_bits
 from lockstep.parity_tests.tiny import tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

@@ -18,10 +18,10 @@ from lockstep.jax_backend.precision import POLICIES as TWIN
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.faults import levers
 from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.kernels import library_heads
 from lockstep.torch_backend.kernels.library_heads import check_head, library_loss
 from lockstep.torch_backend.precision import POLICIES
-from lockstep.torch_backend.session import TorchBackend
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="the head is of torch 2.13")
 

@@ -18,7 +18,7 @@ from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests import faults
 from lockstep.parity_tests.cross.variants import same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 
 def fp16(**precision):

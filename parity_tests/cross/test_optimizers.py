@@ -26,8 +26,9 @@ from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import ALL_BIASES, relative, same_bits, shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.scripts.studies.clean_runs import initial_state
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.optim import build_optimizer, eight_bits, orthogonal, set_learning_rate
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 GROUPED = {"embedding_lr_scale": 2.0, "head_lr_scale": 0.5, "gains_lr_scale": 3.0, "base_width": 16, "base_batch": 1}

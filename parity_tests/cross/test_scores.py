@@ -14,7 +14,7 @@ from lockstep.core.train.loop import evaluated
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend import loss
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 VOCABULARY, CHUNK, TOKENS = 2000, 24, 4 * 64
 HEADS = ["full", "chunked", "torch", "liger", "cce"]
@@ -43,7 +43,7 @@ class Largest(TorchDispatchMode):
 def test_torch_widens_a_chunk_of_logits_at_a_time(head, policy, monkeypatch):
     # As on CUDA, where logits are not widened in pieces that fit a cache.
     monkeypatch.setattr(loss, "_is_whole", lambda logits: True)
-    monkeypatch.setattr("lockstep.torch_backend.session.check_head", lambda loss, device: None)
+    monkeypatch.setattr("lockstep.torch_backend.backend.check_head", lambda loss, device: None)
     config = config_of(head)
     session = TorchBackend().open(config)
     with Largest() as largest:
@@ -69,7 +69,7 @@ def test_jax_makes_a_chunk_of_logits_at_a_time(head):
     config = config_of(head)
     session, batch = JaxBackend().open(config), text_batch(config)
     inputs = session.params, batch.tokens, batch.targets, None
-    traced = jax.make_jaxpr(session.scores, static_argnums=4)(*inputs, "bf16")
+    traced = jax.make_jaxpr(session.scores, static_argnums=4)(*inputs, session.policy)
     assert max(sizes(traced.jaxpr)) == 8 * CHUNK * VOCABULARY
     one = config.train.longest * VOCABULARY
     traced = jax.make_jaxpr(session.next_logits)(session.params, batch.tokens[:1], np.int32(3), None)

@@ -9,7 +9,7 @@ from lockstep.core.backend import State
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import ALL_BIASES, same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 CONFIG = tiny_config("bf16", layers=1, train={"sequence_length": 32}, tied=False, **ALL_BIASES)
 BACKENDS = [TorchBackend(), JaxBackend()]

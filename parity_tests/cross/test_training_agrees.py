@@ -5,7 +5,7 @@ import pytest
 
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 STEPS = 20
 

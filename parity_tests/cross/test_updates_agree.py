@@ -6,7 +6,7 @@ from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import VARIANTS, relative, shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 STEPS = 3
 

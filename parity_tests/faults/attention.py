@@ -11,9 +11,10 @@ from torch import Tensor
 from lockstep.core.backend import Batch
 from lockstep.parity_tests.faults.planting import backward, bf16, in_model, rounded_down, swap, swapped
 from lockstep.torch_backend.attention import Mask
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Attention, Llama, Rope
 from lockstep.torch_backend.precision import Policy
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 
 class _Bf16RopeAttention(Attention):

@@ -11,9 +11,10 @@ from torch import Tensor
 from lockstep.parity_tests.faults.forward import _SummingBlock
 from lockstep.parity_tests.faults.planting import backward, bf16, swapped
 from lockstep.torch_backend.attention import Mask
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Attention, Block, Embedding, Linear, Llama, RMSNorm, Rope, SwiGLU
 from lockstep.torch_backend.precision import Policy, linear
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 
 class _ScaledLossSession(TorchSession):

@@ -12,9 +12,10 @@ from torch.compiler import is_compiling
 from lockstep.parity_tests.faults.attention import causal, written_out
 from lockstep.parity_tests.faults.planting import backward, bf16, swapped
 from lockstep.torch_backend.attention import Mask
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Attention, Embedding, Llama, RMSNorm, Rope, SwiGLU, Tap, no_tap
 from lockstep.torch_backend.precision import Policy, linear
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 
 class _RolledAttention(Attention):

@@ -8,7 +8,7 @@ import numpy as np
 
 from lockstep.core.backend import Batch
 from lockstep.parity_tests.faults.fault import Batches
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 RESUMED_AT = 3
 

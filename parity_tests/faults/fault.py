@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.reference.stages import chain
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 Batches = Callable[[int], Batch]
 

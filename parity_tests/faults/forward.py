@@ -9,9 +9,10 @@ from torch import Tensor
 from lockstep.core.backend import Batch
 from lockstep.parity_tests.faults.attention import KvHeadsTiled, RopeInBf16
 from lockstep.parity_tests.faults.planting import bf16, in_model, rounded_down, swapped
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Block, Embedding, Linear, Llama, RMSNorm, Rope, SwiGLU, Tap
 from lockstep.torch_backend.precision import Policy
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 # Named as `forward.py:…` where candidates are tried.
 __all__ = ["KvHeadsTiled", "RopeInBf16"]

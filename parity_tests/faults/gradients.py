@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from lockstep.core.backend import Batch
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.optim import clip_coefficient, global_norm
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 Accumulated = tuple[Tensor, list[Tensor]]
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from lockstep.core.backend import Batch
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.parity_tests.faults.planting import bf16, in_model, swap
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.loss import weighted_mean
 from lockstep.torch_backend.model import Linear, Llama, SwiGLU
 from lockstep.torch_backend.precision import Policy, linear, wide_product
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 
 class _WrongChunks(torch.autograd.Function):

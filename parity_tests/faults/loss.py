@@ -9,9 +9,10 @@ from torch import Tensor
 from lockstep.core.backend import Batch
 from lockstep.parity_tests.faults.gradients import OneGradientScaled
 from lockstep.parity_tests.faults.planting import bf16, swapped
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Llama
 from lockstep.torch_backend.precision import Policy
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 # Named as `loss.py:OneGradientScaled` where candidates are tried.
 __all__ = ["OneGradientScaled"]

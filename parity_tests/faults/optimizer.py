@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lockstep.core.backend import Batch, State, StepRecord
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.optim import Muon, MuonAndAdamW
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 
 class _DecaySession(TorchSession):

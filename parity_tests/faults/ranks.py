@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.backend import Batch, StepRecord
-from lockstep.torch_backend.ranks.ddp import MicroLoss, Ranks
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.ranks.ddp import Ranks
+from lockstep.torch_backend.ranks.sharing import MicroLoss
+from lockstep.torch_backend.session import TorchSession
 
 
 def shared_by(ranks: type[Ranks]) -> type[TorchSession]:

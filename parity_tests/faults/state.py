@@ -9,8 +9,9 @@ import torch
 
 from lockstep.core.backend import Batch, State, StepRecord
 from lockstep.core.config.schema import RunConfig
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.checkpoint import Writer, WritingTorch, named_tensors
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 
 class _InitSession(TorchSession):

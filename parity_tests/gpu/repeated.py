@@ -18,9 +18,9 @@ from lockstep.core.errors import UserError
 from lockstep.core.train.determinism import prove
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.attention import Machine, refusal
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.kernels.float8 import FIRST_CAPABILITY
 from lockstep.torch_backend.kernels.library_heads import PACKAGES
-from lockstep.torch_backend.session import TorchBackend
 
 COMPILED = {"compile": {"enabled": True, "backend": "inductor"}}
 PROGRAMS: dict[str, dict[str, Any]] = {

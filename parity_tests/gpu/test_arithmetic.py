@@ -9,7 +9,8 @@ import torch
 from lockstep.core.config.schema import CompileConfig
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools.bench import device_facts, measure_floor, measure_steps, operands
 
 pytestmark = [

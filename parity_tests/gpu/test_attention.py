@@ -13,7 +13,7 @@ from lockstep.core.config.schema import AttentionConfig
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.attention import Kernel, Machine, document_mask, refusal
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 pytestmark = [
     pytest.mark.gpu,

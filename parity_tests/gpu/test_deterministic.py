@@ -16,7 +16,7 @@ from lockstep.core.errors import UserError
 from lockstep.parity_tests.gpu.repeated import PROGRAMS
 from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.tiny import tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.tools.deterministic import CUBLAS
 
 pytestmark = [

@@ -8,8 +8,8 @@ import torch
 
 from lockstep.core.config.schema import PrecisionConfig
 from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.kernels.float8 import FIRST_CAPABILITY, float8
-from lockstep.torch_backend.session import TorchBackend
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FIRST_CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with FP8")]

@@ -11,7 +11,8 @@ import torch
 from lockstep.core.profile.summary import summarize
 from lockstep.core.profile.trace import read_trace
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools.profile import record, under_nsight
 
 pytestmark = [

@@ -11,8 +11,8 @@ from lockstep.core.config.schema import AttentionConfig, CompileConfig, LossConf
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.attention import Machine, refusal
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.kernels.float8 import FIRST_CAPABILITY
-from lockstep.torch_backend.session import TorchBackend
 
 pytestmark = [
     pytest.mark.gpu,

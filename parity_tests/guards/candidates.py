@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lockstep.core.backend import Batch, StepRecord
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 AT_STEP = 3
 

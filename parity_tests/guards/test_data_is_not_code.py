@@ -347,7 +347,7 @@ def test_a_built_in_backend_does_not_open_the_folder_of_the_command(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    load_backend("lockstep.torch_backend.session:TorchBackend")
+    load_backend("lockstep.torch_backend.backend:TorchBackend")
     assert str(tmp_path) not in sys.path
     (tmp_path / "mine_alone.py").write_text("class Mine:\n    open = print\n")
     assert type(load_backend("mine_alone:Mine")).__name__ == "Mine" and str(tmp_path) in sys.path

@@ -13,10 +13,10 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.guards import candidates
 from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.ranks.process_groups import RankError
 from lockstep.torch_backend.ranks.session import RankedSession
-from lockstep.torch_backend.session import TorchBackend
 
 SECONDS = 5
 

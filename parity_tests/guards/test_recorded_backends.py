@@ -149,7 +149,7 @@ def test_under_torchrun_the_line_is_torchruns(tmp_path: Path, monkeypatch: pytes
 
 
 MINE = """
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 
 class Mine(TorchBackend):

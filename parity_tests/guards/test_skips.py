@@ -27,8 +27,9 @@ from lockstep.parity_tests.loop.runs import Folder, one_line
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.scripts import cli
 from lockstep.scripts.shared import backends
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.ranks import controller
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 SKIP = {"train.on_not_finite": "skip", "device": "cpu"}
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 _calls = count(1)
 

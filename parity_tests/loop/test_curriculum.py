@@ -18,8 +18,9 @@ from lockstep.parity_tests.loop.runs import COMPILED, STEPS, Folder
 from lockstep.parity_tests.loop.test_elastic import three_steps
 from lockstep.scripts import cli
 from lockstep.scripts.shared.startup_banner import sequences_of
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.ranks import controller
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 # Of 12 steps, 8 at 32 tokens a sequence and 4 at 64; the first of the longer ones is step 9.
 GROWING = {"train.curriculum": "32:0.667, 64:0.333", "checkpoint.keep": 20, "checkpoint.best": False}

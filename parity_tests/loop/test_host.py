@@ -13,8 +13,9 @@ from lockstep.core.train.time_accounting import PARTS
 from lockstep.jax_backend.session import JaxSession
 from lockstep.parity_tests.loop.runs import Folder
 from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.ranks import controller
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 
 @pytest.fixture(scope="module", autouse=True)

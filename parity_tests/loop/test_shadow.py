@@ -16,7 +16,8 @@ from lockstep.core.parity.modes.shadow import Result, Shadow
 from lockstep.parity_tests.faults import forward, loss, optimizer, state
 from lockstep.parity_tests.loop.runs import alive, equal, wait_until_gone
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 REFERENCES = "lockstep.parity_tests.loop.references"
 JAX = "lockstep.jax_backend.session:JaxBackend"

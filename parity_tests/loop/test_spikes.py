@@ -18,7 +18,8 @@ from lockstep.core.train.spikes import FLOOR, WINDOW, SpikeDetector, expected, r
 from lockstep.parity_tests.loop.runs import Folder, one_line
 from lockstep.scripts import cli
 from lockstep.scripts.shared import backends
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 AT, STEPS = 70, 74
 SETTINGS = {"train.steps": STEPS, "checkpoint.every": 60, "optim.peak_lr": 1e-3}

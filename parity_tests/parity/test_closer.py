@@ -10,8 +10,8 @@ from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Block, SwiGLU
-from lockstep.torch_backend.session import TorchBackend
 
 CONFIG = tiny_config("bf16", train={"batch_size": 10, "micro_batch_size": 5})
 

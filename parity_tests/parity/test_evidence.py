@@ -10,7 +10,8 @@ from lockstep.core.parity.evidence.gather import gather, probe_batch, uneven_wei
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 CONFIG = tiny_config("fp32")
 

@@ -14,7 +14,7 @@ from lockstep.core.parity.reference.stages import chain, library_heads
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.faults import CATALOG, Fault
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 CONFIG = tiny_config("bf16")
 

@@ -13,7 +13,8 @@ from lockstep.core.parity.measures.verdict import Check
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.faults import compiled
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 CONFIG = tiny_config("bf16", compiled=True)
 FAULTS = (compiled.UntappedRopeTurnsBack, compiled.UntappedGradientsDoubled, compiled.UntappedGradientLong)

@@ -18,7 +18,8 @@ from lockstep.parity_tests.faults.optimizer import ScheduleCountsMicroBatches
 from lockstep.parity_tests.replay.made import VERSIONS, backend
 from lockstep.parity_tests.replay.test_repro import _Accused, run_here
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 BASE = tiny_config("fp32", train={"sequence_length": 16}, hidden=32, ffn_hidden=32, layers=1)
 SCHEDULES: dict[str, dict[str, Any]] = {

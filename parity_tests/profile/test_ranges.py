@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools import nvtx
 
 STEP = ["step", *["micro-batch", "forward", "backward"] * 2, "clip", "clip", "optimizer"]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from lockstep.core.backend import Batch, StepRecord
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.checkpoint import WritingTorch
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 
 class _RaisingSession(TorchSession):

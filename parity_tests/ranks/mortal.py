@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from lockstep.core.backend import Batch
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 
 def killed(rank: int, step: int) -> type[TorchSession]:

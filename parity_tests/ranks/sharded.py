@@ -16,10 +16,11 @@ from lockstep.core.backend import Batch, StepRecord
 from lockstep.core.config.schema import RunConfig
 from lockstep.parity_tests.tiny import tiny_config
 from lockstep.torch_backend import optim
-from lockstep.torch_backend.ranks.ddp import Sharing
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.ranks.fsdp import ShardedRanks
 from lockstep.torch_backend.ranks.sharded_tensors import SumAndCut, local
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.ranks.sharing import Sharing
+from lockstep.torch_backend.session import TorchSession
 
 TRAIN = {"batch_size": 8, "micro_batch_size": 2, "sequence_length": 32}
 

@@ -13,9 +13,9 @@ from lockstep.core.errors import UserError
 from lockstep.core.train.determinism import differences, prove
 from lockstep.parity_tests.loop.candidates import Puts
 from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.ranks.session import RankedSession
-from lockstep.torch_backend.session import TorchBackend
 from lockstep.torch_backend.tools.deterministic import switch
 
 

@@ -20,10 +20,10 @@ from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.ranks import candidates
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend import session as session_module
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.ranks.process_groups import RankError
 from lockstep.torch_backend.ranks.session import RankedSession
-from lockstep.torch_backend.session import TorchBackend
 from lockstep.torch_backend.upload import Uploaded, uploaded
 
 TRAIN = {"batch_size": 8, "micro_batch_size": 2, "sequence_length": 32}
@@ -186,7 +186,8 @@ def test_the_program_is_cut_at_the_buckets() -> None:
 def test_a_candidate_of_a_file_is_opened_by_every_rank(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "from lockstep.torch_backend.session import TorchBackend, TorchSession\n\n\n"
+        "from lockstep.torch_backend.backend import TorchBackend\n"
+        "from lockstep.torch_backend.session import TorchSession\n\n\n"
         "class Session(TorchSession):\n    pass\n\n\n"
         "class Mine(TorchBackend):\n    session_class = Session\n"
     )

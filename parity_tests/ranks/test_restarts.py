@@ -20,9 +20,9 @@ from lockstep.parity_tests.cli.workspace import REPO, Done, last_weights, traine
 from lockstep.parity_tests.ranks import mortal
 from lockstep.parity_tests.ranks.sharded import sharded
 from lockstep.scripts import cli
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.ranks import session as ranked_session
-from lockstep.torch_backend.session import TorchBackend
 
 SETTINGS = ("--train.steps", "8", "--train.batch-size", "8", "--optim.warmup-steps", "1", "--checkpoint.every", "3")
 SHARDED = ("--parallel.strategy", "fsdp")

@@ -26,10 +26,10 @@ from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.ranks import sharded as faulty
 from lockstep.parity_tests.ranks.sharded import sharded
 from lockstep.parity_tests.tiny import text_batch
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.ranks.process_groups import RankError
 from lockstep.torch_backend.ranks.session import RankedSession
-from lockstep.torch_backend.session import TorchBackend
 
 BATCH = uneven_weights(text_batch(sharded()), 0)
 MICRO = BATCH.micro_batches(2)[0]

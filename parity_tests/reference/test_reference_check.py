@@ -23,8 +23,8 @@ from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.core.parity.reference.self_check import check_reference, require_sound, small, sound_reference
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Attention, Llama, SwiGLU
-from lockstep.torch_backend.session import TorchBackend
 
 BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.parity_tests.replay.made import Gelu
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 
 class _From5(Gelu):

@@ -18,7 +18,8 @@ from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.run.directory import CHECKPOINTS, OBSERVATIONS, RunDir
 from lockstep.jax_backend.session import JaxBackend, JaxSession
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 STEPS = 14
 # One configuration for all: the reference is compiled once.

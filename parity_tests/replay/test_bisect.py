@@ -22,7 +22,8 @@ from lockstep.parity_tests.replay.made import (
     make_run,
     run_batch,
 )
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 
 @pytest.fixture(scope="module")

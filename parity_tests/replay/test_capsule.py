@@ -79,7 +79,7 @@ def test_its_step_is_judged_as_it_was(capsule, made):
 
 
 def test_a_mended_candidate_agrees_and_is_said_to_do_otherwise(capsule):
-    from lockstep.torch_backend.session import TorchBackend
+    from lockstep.torch_backend.backend import TorchBackend
 
     again = replay_capsule(read_capsule(capsule), TorchBackend(), Judge())
     assert again.check is not None and again.check.verdict == "agreed"

@@ -8,7 +8,8 @@ from lockstep.core.config.schema import CompileConfig, RecomputeConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.cause import VARIATIONS, Variation, find_cause
 from lockstep.parity_tests.replay.made import CONFIG, Gelu, Judge, SumsInBf16, backend, checked
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 COMPILED = CONFIG.model_copy(update={"compile": CompileConfig(enabled=True, backend="aot_eager")})
 LEVERS = {v.words: v for v in VARIATIONS}

@@ -17,7 +17,8 @@ from lockstep.core.parity.diagnose.repro import repro
 from lockstep.core.parity.measures.verdict import Finding
 from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, SumsInBf16, backend, checked
 from lockstep.parity_tests.tiny import tiny_config
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 UNTIED = tiny_config("fp32", train={"sequence_length": 32}, tied=False, qkv_bias=True, layers=1)
 PACKED = CONFIG.model_copy(update={"attention": AttentionConfig(document_mask=True, reset_positions=True)})

@@ -18,7 +18,7 @@ from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.faults.optimizer import BlockScaleStale, MuonWithoutItsLength
 from lockstep.parity_tests.replay.made import VERSIONS
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 BASE = tiny_config("fp32", train={"sequence_length": 32, "micro_batch_size": 4})
 MATRIX = "blocks.1.attn.q_proj.weight"

@@ -8,7 +8,7 @@ import pytest
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 TRAIN = {"sequence_length": 32}
 

@@ -8,8 +8,8 @@ import torch
 
 from lockstep.core.config.schema import OptimConfig
 from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.optim import clip_coefficient
-from lockstep.torch_backend.session import TorchBackend
 
 # The gradient's norm is near 2: below, above, and off.
 LIMITS = [0.25, 1e3, 0.0]

@@ -11,7 +11,7 @@ from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.core.sinks.phrases import metric_lines
 from lockstep.core.train.metrics import RECOMPILED
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 CONFIG = tiny_config("bf16", compiled=True, layers=1, train={"sequence_length": 32})
 

@@ -12,7 +12,7 @@ from lockstep.core.model.groups import GroupSettings
 from lockstep.core.model.names import groups_of
 from lockstep.parity_tests.cross.variants import ALL_BIASES, shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 LR, DECAY = 0.01, 0.5
 BASE = tiny_config("fp64", train={"sequence_length": 16}, tied=False, **ALL_BIASES)

@@ -22,7 +22,8 @@ from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.parity_tests.torch_backend.programs import GENERATED, TRACED, fresh_compiler, same_gradients, under
 from lockstep.parity_tests.torch_backend.test_repeatable import generated_code
 from lockstep.torch_backend.attention import BACKENDS, Kernel
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools import deterministic
 from lockstep.torch_backend.tools.deterministic import CUBLAS, NCCL, check_deterministic, refusal, switch
 

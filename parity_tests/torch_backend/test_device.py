@@ -7,7 +7,7 @@ import torch
 
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.tiny import tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from lockstep.core.config.schema import AttentionConfig, RecomputeConfig
 from lockstep.parity_tests.cross.variants import VARIANTS, shaken_state
 from lockstep.parity_tests.tiny import text_bytes, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.tools.generate import Cache, Decoder
 
 WINDOW = 24

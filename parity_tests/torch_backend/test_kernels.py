@@ -13,7 +13,8 @@ from lockstep.core.config.schema import AttentionConfig
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.attention import BACKENDS, Kernel, Machine, document_mask, in_force, refusal
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 CPU = Machine("cpu")
 HOPPER = Machine("cuda", (9, 0), cudnn=True, triton=True, fa3=True)

@@ -8,7 +8,7 @@ from lockstep.core.model.names import tap_names
 from lockstep.core.parity.evidence.gather import gather, observed_names, probe_batch, uneven_weights
 from lockstep.parity_tests.cross.variants import same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 CONFIG = tiny_config("bf16", train={"sequence_length": 32})
 LOOKS = {

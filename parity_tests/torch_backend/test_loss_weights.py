@@ -8,7 +8,7 @@ import pytest
 from lockstep.core.backend import Batch
 from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 CONFIG = tiny_config("fp64", train={"sequence_length": 32})
 TEXT = text_batch(CONFIG)

@@ -16,7 +16,7 @@ from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import fresh_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.parity_tests.torch_backend.programs import EAGER, GENERATED, TRACED, fresh_compiler, under
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 CONFIG = tiny_config("bf16", layers=1)
 BATCH = text_batch(CONFIG)

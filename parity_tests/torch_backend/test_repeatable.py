@@ -15,7 +15,7 @@ import lockstep.torch_backend.model
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.parity_tests.torch_backend.programs import GENERATED, PROGRAMS, fresh_compiler, same_gradients, under
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 CONFIG = tiny_config("bf16", layers=1)
 BATCH = uneven_weights(text_batch(CONFIG), 0)

@@ -10,7 +10,7 @@ import torch
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.parity_tests.cross.variants import ALL_BIASES, same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 
 def run(session, steps):

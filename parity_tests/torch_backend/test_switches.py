@@ -14,7 +14,8 @@ import torch
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.switches import INDUCTOR, Switches, check_environment
 from lockstep.torch_backend.tools.generate import Decoder
 

@@ -19,7 +19,8 @@ from lockstep.core.config.schema import AttentionConfig, LossConfig
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend import session as session_module
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.upload import Uploaded, on_device, upload, uploaded
 
 CPU = torch.device("cpu")

@@ -47,7 +47,8 @@ from lockstep.jax_backend.session import JaxBackend
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.backends import REFERENCE
 from lockstep.scripts.shared.installation import shipped_config
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools.bench import random_batches
 from lockstep.torch_backend.tools.sketch import sign_table, sketch, sketches_of
 

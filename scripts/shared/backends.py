@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.core.parity.evidence.capsule import Capsule
     from lockstep.core.run.directory import RunDir
 
-TRAINER = "lockstep.torch_backend.session:TorchBackend"
+TRAINER = "lockstep.torch_backend.backend:TorchBackend"
 REFERENCE = "lockstep.jax_backend.session:JaxBackend"
 
 BY_NAME = {"torch": TRAINER, "jax": REFERENCE}

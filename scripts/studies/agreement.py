@@ -20,7 +20,7 @@ from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.core.run.data import RunData
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.scripts.studies.repository import ROOT
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 STEPS = 3
 

@@ -39,7 +39,7 @@ from lockstep.core.parity.evidence.gather import Evidence, gather, probe_of, une
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.train.loss_scale import first_scale
 from lockstep.jax_backend.session import JaxBackend
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 
 @cache

@@ -49,7 +49,8 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.core.sinks.phrases import check_line
 from lockstep.scripts.shared.backends import open_named
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 FOLDER, PAGE = ROOT / "docs/results/incident", ROOT / "docs/results/incident.md"
 

@@ -33,7 +33,7 @@ from lockstep.core.parity.reference.stages import place
 from lockstep.core.run.data import RunData
 from lockstep.jax_backend.session import JaxBackend
 from lockstep.scripts.studies.repository import ROOT
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 
 RECIPES = {"fp32/eager": ("fp32", "false"), "bf16/eager": ("bf16", "false"), "bf16/compiled": ("bf16", "true")}
 TRAINED_STEPS = 20

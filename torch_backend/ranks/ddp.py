@@ -11,7 +11,7 @@ others goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,103 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
+from lockstep.torch_backend.programs import Programs
+from lockstep.torch_backend.ranks.sharing import MicroLoss, Sharing
 from lockstep.torch_backend.tools.step_timer import REDUCING
-
-if TYPE_CHECKING:
-    from lockstep.torch_backend.session import TorchSession
-
-MicroLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-# fp32 means the gradients' own dtype, which is float64 under the fp64 policy: nothing is cast.
-NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Sharing:
-    """How a session shares its batches with the others of the default process group: what every strategy has in common.
-
-    `calls` counts the parts of gradients that were reduced so far.
-    """
-
-    # Whether each rank holds a part of the weights alone: then all must take part in whatever needs them.
-    sharded = False
-
-    def __init__(self, session: TorchSession) -> None:
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        self.calls = 0
-        self._clock = session.clock
-        # Of the last step, before anything was summed over ranks: this rank's loss, and extremes of its gradients.
-        self._own_loss: Tensor | None = None
-        self._extremes: list[tuple[Sequence[Tensor], Tensor, Tensor]] = []
-        # Called before each part of a step that goes to the other ranks, with its name where it has one.
-        self.on_sent: Callable[[str], None] = lambda what: None
-        self._narrow = NARROW.get(session.config.parallel.gradient_dtype)
-
-    def shares(self, micros: Sequence[Batch]) -> bool:
-        """Whether these micro-batches are computed by all ranks; else rank 0 computes them alone."""
-        return len(micros) % self.count == 0
-
-    def share(self, micros: Sequence[Batch]) -> Sequence[Batch]:
-        """This rank's micro-batches: its contiguous part of them."""
-        part = len(micros) // self.count
-        return micros[self.rank * part : (self.rank + 1) * part]
-
-    def own(self, micros: Sequence[Batch]) -> Sequence[Batch]:
-        """What this rank computes of these micro-batches: its share, or all where they are not shared."""
-        return self.share(micros) if self.shares(micros) else micros
-
-    def arrange(self, micros: Sequence[Batch], backward: Callable[[MicroLoss], object]) -> None:
-        """Before the first step of several ranks: what must be done once. backward: of this rank's first one."""
-
-    def plan(self, micros: Sequence[Batch]) -> Iterator[MicroLoss]:
-        """The program for each micro-batch that this rank computes of these, in order."""
-        raise NotImplementedError
-
-    def alone(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The program that trains, for a micro-batch of rank 0 alone."""
-        raise NotImplementedError
-
-    def run(self, program: Callable[..., Any], *inputs: Any) -> Any:
-        """Any program over the model's weights."""
-        return program(*inputs)
-
-    def total(self, total: Tensor) -> Tensor:
-        """What this rank divides the loss of a micro-batch by that rank 0 computes alone."""
-        return total
-
-    def grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Gradients of what rank 0 computes alone, None for what the loss does not depend on."""
-        return torch.autograd.grad(loss, wanted, allow_unused=True)
-
-    def norm(self, norms: Tensor) -> Tensor:
-        """Norms of what this rank holds → norms of the whole."""
-        return norms
-
-    def everywhere(self, flags: Sequence[bool]) -> Sequence[bool]:
-        """Whether something is so of what any rank holds."""
-        return flags
-
-    def not_finite(self) -> tuple[float, set[int]]:
-        """Of the last step, this rank's own loss, and the ids of parameters in parts of its that were not finite."""
-        assert self._own_loss is not None
-        odd = [params for params, *ends in self._extremes if not all(bool(end.isfinite()) for end in ends)]
-        return self._own_loss.item(), {id(p) for params in odd for p in params}
-
-    def together(self, loss: Tensor, nll: list[Tensor], shown: bool) -> tuple[Tensor, list[Tensor]]:
-        """The loss over all ranks; where it is `shown`, the per-token NLL of all ranks in the batch's order."""
-        self.on_sent("the sum of the losses" if self.sharded else "")
-        self._own_loss = loss.clone()
-        dist.all_reduce(loss)
-        if shown:
-            mine = torch.cat(nll)
-            nll = [torch.empty_like(mine) for _ in range(self.count)]
-            dist.all_gather(nll, mine)
-        return loss, nll
 
 
 class Ranks(Sharing):
     """Whole weights on every rank, and DDP. A subclass of TorchSession makes another one by `build_ranks`."""
 
-    def __init__(self, session: TorchSession) -> None:
-        super().__init__(session)
+    def __init__(self, session: Programs) -> None:
+        super().__init__(session.clock, session.config.parallel)
         self._arranged = self.count == 2
         module = _MicroLoss(session.model, session.micro_loss)
         compile = session.config.compile
@@ -193,7 +106,7 @@ class Ranks(Sharing):
 
 
 class _MicroLoss(nn.Module):
-    """`TorchSession.micro_loss` as a module, since DDP wraps modules."""
+    """`Programs.micro_loss` as a module, since DDP wraps modules."""
 
     def __init__(self, model: nn.Module, micro_loss: MicroLoss) -> None:
         super().__init__()

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.backend import Batch
-from lockstep.torch_backend.ranks.ddp import MicroLoss, Sharing
+from lockstep.torch_backend.programs import Programs
 from lockstep.torch_backend.ranks.sharded_tensors import Gather, SumAndCut, parts, sum_of_squares, whole
+from lockstep.torch_backend.ranks.sharing import MicroLoss, Sharing
 from lockstep.torch_backend.tools.step_timer import REDUCING
-
-if TYPE_CHECKING:
-    from lockstep.torch_backend.session import TorchSession
 
 
 class ShardedRanks(Sharing):
@@ -29,8 +27,8 @@ class ShardedRanks(Sharing):
 
     sharded = True
 
-    def __init__(self, session: TorchSession) -> None:
-        super().__init__(session)
+    def __init__(self, session: Programs) -> None:
+        super().__init__(session.clock, session.config.parallel)
         assert session.root is not None
         self.root: Any = session.root
         self._model, self._program = session.model, session.micro_loss

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,25 +24,22 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.run.launch import launched, require_ranks
 from lockstep.torch_backend.checkpoint import WritingTorch
+from lockstep.torch_backend.device import resolve_device
 from lockstep.torch_backend.ranks.controller import World, ranks_of
 from lockstep.torch_backend.ranks.node_check import look_round, token
-from lockstep.torch_backend.ranks.worker import Member
-
-if TYPE_CHECKING:
-    from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.ranks.worker import Member, OpensRanks
+from lockstep.torch_backend.session import TorchSession
 
 _numbers = count()
 
 
-def open_ranked(backend: TorchBackend, config: RunConfig) -> RankedSession:
+def open_ranked(backend: OpensRanks, config: RunConfig) -> RankedSession:
     """A session over `config.train.ranks` ranks, each of which opens `backend`.
 
     Raises:
         UserError: the backend cannot be opened in another process, or ranks do not fit what torchrun launched.
         RankError: a rank could not open it.
     """
-    from lockstep.torch_backend.session import resolve_device
-
     place = launched()
     if place is not None:
         require_ranks(config.train.ranks)
@@ -53,7 +50,7 @@ def open_ranked(backend: TorchBackend, config: RunConfig) -> RankedSession:
     return RankedSession(world, backend, config, pickled, file)
 
 
-def _portable(backend: TorchBackend) -> tuple[bytes, str | None]:
+def _portable(backend: OpensRanks) -> tuple[bytes, str | None]:
     """The backend as bytes, and the file that must be imported before they are read, if it was one (FILE.py:NAME)."""
     module = sys.modules.get(type(backend).__module__)
     loaded = getattr(module, "__spec__", None)
@@ -70,9 +67,7 @@ class RankedSession:
     A batch whose micro-batches cannot be shared evenly (a check's single one) is computed by rank 0 alone.
     """
 
-    def __init__(
-        self, world: World, backend: TorchBackend, config: RunConfig, pickled: bytes, file: str | None
-    ) -> None:
+    def __init__(self, world: World, backend: OpensRanks, config: RunConfig, pickled: bytes, file: str | None) -> None:
         self.config = config
         self._world, self._number = world, next(_numbers)
 

@@ -176,3 +176,10 @@ def _blocks_stay_whole(shape: Shape, ranks: int) -> bool:
 def _parts(rows: int, ranks: int) -> Sequence[int]:
     size = -(-rows // ranks)
     return [max(0, min(size, rows - rank * size)) for rank in range(ranks)]
+
+
+def to_numpy(tensor: Tensor | None) -> np.ndarray:
+    """Copy a tensor, whole where it is cut over ranks, to host memory; every rank that holds a part calls it."""
+    assert tensor is not None
+    array: np.ndarray = whole(tensor.detach()).to("cpu", copy=True).numpy()
+    return array

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,12 +33,10 @@ from lockstep.core.parity.judge.update import flat
 from lockstep.core.run.launch import launched
 from lockstep.core.train.finite import NotFinite
 from lockstep.torch_backend.checkpoint import WritingTorch
-from lockstep.torch_backend.ranks.ddp import Sharing
 from lockstep.torch_backend.ranks.node_check import Place, look_round
 from lockstep.torch_backend.ranks.process_groups import Links, join_group, meet, of_link, take_device
-
-if TYPE_CHECKING:
-    from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.ranks.sharing import Sharing
+from lockstep.torch_backend.session import TorchSession
 
 # In these, ranks wait for each other; what is raised in one of them ends the ranks.
 TOGETHER = ("open", "step", "gradients", "step_and_gradients", "costs_of_determinism")
@@ -93,6 +91,14 @@ def _end_with_parent() -> None:
     parent: Any = multiprocessing.parent_process()
     parent.join()
     os._exit(1)
+
+
+class OpensRanks(Protocol):
+    """A backend that opens the session of one rank."""
+
+    def open_rank(self, config: RunConfig) -> TorchSession:
+        """Open the session of this rank, before it joins the others."""
+        ...
 
 
 class Member:
@@ -238,7 +244,7 @@ def _mark_next(links: Links, command: int, numbers: Iterator[int], what: str) ->
 def _opened(links: Links, pickled: bytes, file: str | None, config: RunConfig) -> TorchSession:
     if file is not None:
         module_from_file(file)
-    backend: TorchBackend = pickle.loads(pickled)
+    backend: OpensRanks = pickle.loads(pickled)
     session = backend.open_rank(config)
     session.join_ranks()
     links.be_patient_for(config.parallel.timeout_seconds)

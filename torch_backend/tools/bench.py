@@ -19,8 +19,9 @@ from torch import Tensor
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.train.process_memory import process_memory
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.kernels.float8 import FIRST_CAPABILITY
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.switches import Switches
 
 SEED = 0

@@ -16,18 +16,15 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
 from lockstep.core.backend import Batch, NotSupported
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
-
-if TYPE_CHECKING:
-    from lockstep.torch_backend.session import TorchSession
+from lockstep.torch_backend.programs import Programs
 
 # What must stand in the environment before CUDA or NCCL starts: the value, and which others will do. With more than
 # one workspace cuBLAS may take any (https://docs.nvidia.com/cuda/cublas, results reproducibility). A ring adds in the
@@ -125,7 +122,7 @@ NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 @contextmanager
-def guarded(session: TorchSession, micro: Batch) -> Iterator[None]:
+def guarded(session: Programs, micro: Batch) -> Iterator[None]:
     """While the session computes a micro-batch: an operation that torch refuses becomes a UserError with its name.
 
     Raises UserError as well if the mode of a deterministic run was switched off by somebody else.
@@ -152,7 +149,7 @@ def guarded(session: TorchSession, micro: Batch) -> Iterator[None]:
         raise
 
 
-def _place(session: TorchSession, micro: Batch) -> str:
+def _place(session: Programs, micro: Batch) -> str:
     """Where in the step an operation is refused: eagerly once more, noting the taps that are passed."""
     if session.root is not None:
         return "in a program over weights that are cut; parallel.strategy = 'ddp' would say where"
@@ -178,8 +175,8 @@ def _place(session: TorchSession, micro: Batch) -> str:
     return "by the compiled program alone; compile.enabled = false runs without it"
 
 
-def costs(session: TorchSession, batch: Batch) -> Sequence[float]:
-    """Time of the forward and backward pass of `batch` / the same without the mode, one after the other: PAIRS times.
+def costs(session: Programs, accumulate: Callable[[], object]) -> Sequence[float]:
+    """Time of `accumulate`, a forward and backward pass / the same without the mode, one after the other: PAIRS times.
 
     Raises NotSupported where the program is a CUDA graph.
     """
@@ -188,7 +185,7 @@ def costs(session: TorchSession, batch: Batch) -> Sequence[float]:
 
     def seconds() -> float:
         started = time.perf_counter()
-        session.accumulate(batch)
+        accumulate()
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)
         return time.perf_counter() - started

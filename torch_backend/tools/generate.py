@@ -13,9 +13,9 @@ from torch import Tensor
 from lockstep.core.backend import Arrays
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import AttentionConfig, CompileConfig, RecomputeConfig, RunConfig
+from lockstep.torch_backend.device import resolve_device
 from lockstep.torch_backend.model import Llama, Tap, no_tap, rope_at
 from lockstep.torch_backend.precision import policy_of
-from lockstep.torch_backend.session import resolve_device
 from lockstep.torch_backend.switches import Switches
 
 KEYS, VALUES = ".attn.k_rope", ".attn.v"

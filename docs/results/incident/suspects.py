@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Attention, Llama
 from lockstep.torch_backend.precision import Policy
-from lockstep.torch_backend.session import TorchBackend, TorchSession
+from lockstep.torch_backend.session import TorchSession
 
 
 def bf16(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ SECONDS = 60
 STEPS = 2
 
 CANDIDATE = """
-from lockstep.torch_backend.session import TorchBackend as Good
+from lockstep.torch_backend.backend import TorchBackend as Good
 number = 3
 def raises(): raise OSError("no luck")
 def exits(): raise SystemExit(0)

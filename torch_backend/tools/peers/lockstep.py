@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from lockstep.torch_backend.session import TorchBackend
+from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.tools.peers.race import Race, Turn
 
 

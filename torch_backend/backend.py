@@ -1,0 +1,107 @@
+"""The trainer as a backend of core/backend.py: opens sessions, and describes what is in force."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lockstep.core.backend import Session
+from lockstep.core.config.auto import settled
+from lockstep.core.config.schema import LossConfig, RunConfig
+from lockstep.torch_backend.attention import check_kernel, in_force
+from lockstep.torch_backend.device import resolve_device
+from lockstep.torch_backend.kernels.bitsandbytes_adamw import check_bitsandbytes
+from lockstep.torch_backend.kernels.float8 import float8
+from lockstep.torch_backend.kernels.library_heads import check_head
+from lockstep.torch_backend.kernels.recompute import in_force as recompute_in_force
+from lockstep.torch_backend.optim import (
+    in_words,
+)
+from lockstep.torch_backend.precision import products_in_force
+from lockstep.torch_backend.ranks.ddp import in_force as ranks_in_force
+from lockstep.torch_backend.ranks.sharded_tensors import (
+    check_sharded,
+)
+from lockstep.torch_backend.session import TorchSession
+from lockstep.torch_backend.switches import check_environment
+from lockstep.torch_backend.tools.deterministic import check_deterministic
+from lockstep.torch_backend.tools.nvtx import in_force as ranges_in_force
+
+
+class TorchBackend:
+    """Opens `session_class` on a configuration; a candidate names its own session class."""
+
+    name = "torch"
+    # Opens sessions of several ranks.
+    ranked = True
+    session_class: type[TorchSession] = TorchSession
+
+    def open(self, config: RunConfig) -> Session:
+        """A session at the initial weights of `config`, of several ranks if it says so.
+
+        Raises UserError if the device is not there, or the attention kernel that was asked for cannot run on it.
+        """
+        check_kernel(config, resolve_device(config))
+        check_head(config.loss, resolve_device(config))
+        check_bitsandbytes(config.optim)
+        check_deterministic(config, resolve_device(config))
+        check_sharded(config)
+        if config.train.ranks == 1:
+            return self.open_rank(config)
+        from lockstep.torch_backend.ranks.session import open_ranked
+
+        return open_ranked(self, config)
+
+    def open_rank(self, config: RunConfig) -> TorchSession:
+        """The session of one rank, before it joins the others."""
+        return self.session_class(config)
+
+    def describe(self, config: RunConfig) -> Mapping[str, Any]:
+        """Versions, device and what is in force. Raises UserError as `open` does."""
+        device = resolve_device(config)
+        check_kernel(config, device)
+        check_head(config.loss, device)
+        check_bitsandbytes(config.optim)
+        check_deterministic(config, device)
+        check_environment(config.precision.policy, device)
+        check_sharded(config)
+        float8(config.precision, device)
+        config = settled(config, device.type)
+        scope = "" if config.compile.scope == "model" else ", block by block"
+        mode = "" if config.compile.mode == "default" else f", {config.compile.mode}"
+        compiled = (
+            f"torch.compile({config.compile.backend}, fullgraph{mode}{scope})" if config.compile.enabled else "eager"
+        )
+        return {
+            "backend": self.name,
+            "versions": {"torch": torch.__version__},
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+            "device_kind": device.type,
+            "threads": torch.get_num_threads(),
+            "in_force": {
+                "program": compiled,
+                **products_in_force(config, device),
+                "attention": in_force(config.attention, device, config.deterministic),
+                "loss head": loss_in_force(config.loss),
+                "recomputed": recompute_in_force(config.recompute),
+                "optimizer": in_words(config),
+                **ranks_in_force(config, device.type),
+                **ranges_in_force(config, device),
+            },
+        }
+
+
+def loss_in_force(loss: LossConfig) -> str:
+    """How the head is computed, for the table at start."""
+    chunks = f"chunks of {loss.chunk:,} tokens"
+    how = {
+        "full": "whole logits, FP32 logits",
+        "chunked": f"{chunks}, gradients in the forward pass, FP32 logits",
+        "torch": f"torch's linear_cross_entropy, {chunks}",
+        "liger": "Liger-Kernel's fused linear cross-entropy, FP32 sums",
+        "cce": "cut-cross-entropy without its filter",
+    }[loss.head]
+    return how + (f", z-loss {loss.z_loss:g}" if loss.z_loss else "")

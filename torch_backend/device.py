@@ -1,0 +1,21 @@
+"""Which device a run computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+
+
+def resolve_device(config: RunConfig) -> torch.device:
+    """The device asked for; `auto` takes CUDA where there is one. Raises UserError if CUDA was asked for in vain."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "device = 'cuda' was asked for, but torch sees no CUDA device here; use device = 'cpu' or 'auto'"
+        )
+    if config.device == "cpu" or not torch.cuda.is_available():
+        if config.precision.policy == "tf32":
+            raise UserError("precision.policy = 'tf32' is a format of CUDA's tensor cores; on the CPU use fp32")
+        return torch.device("cpu")
+    return torch.device("cuda")

@@ -1,0 +1,180 @@
+"""What a session shows to a check: taps, gradients, sketches, single stages and scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.backend import Arrays, Batch, NotSupported, State
+from lockstep.core.model.groups import moment_names
+from lockstep.core.model.names import GRADIENT, edge_names, probe_shapes, tap_names
+from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation
+from lockstep.core.parity.evidence.sketch import K
+from lockstep.torch_backend.optim import (
+    build_optimizer,
+    read_moments,
+    set_learning_rate,
+    write_moments,
+)
+from lockstep.torch_backend.precision import POLICIES
+from lockstep.torch_backend.programs import Programs
+from lockstep.torch_backend.ranks.sharded_tensors import (
+    to_numpy,
+)
+from lockstep.torch_backend.ranks.sharing import MicroLoss
+from lockstep.torch_backend.stages import run_stage, stage_functions
+from lockstep.torch_backend.tools.attention_logits import largest_logits
+from lockstep.torch_backend.tools.sketch import (
+    sign_table,
+    sketch_alone,
+    sketches_of,
+    whole_observation,
+)
+
+
+class Observes(Programs):
+    """Observations of one micro-batch at the session's weights; none of them changes the state."""
+
+    float8: Any
+    # The program that trains, on this rank alone.
+    _micro_loss: MicroLoss
+    # By the names that they show.
+    _tapped_programs: dict[frozenset[str], Any]
+    _sketching: tuple[Any, Any, Tensor] | None
+
+    def attention_logits(self, batch: Batch) -> np.ndarray:
+        """(layers,) the largest attention logit of each layer (torch_backend/tools/attention_logits.py), in eager."""
+        tokens, _, _ = self.to_device(batch)
+        with torch.no_grad():
+            found = self._run(partial(largest_logits, self.model), tokens, self.policy, *self.documents(batch))
+        largest: np.ndarray = found
+        return largest
+
+    def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
+        """Taps and gradients of one micro-batch from the tapped program, compiled if the trainer is.
+
+        Besides taps, names are `grad/NAME` for a tap, an edge or a parameter. What the model does not pass through its
+        tap is left out. Raises NotSupported for a name that no Llama has.
+        """
+        taps_of_model = tap_names(self.config.model)
+        probed = (*taps_of_model, *edge_names(self.config.model), *self.parameters)
+        if unknown := sorted(set(taps) - {*taps_of_model, *(GRADIENT + name for name in probed)}):
+            raise NotSupported(f"no such tap: {', '.join(unknown)}")
+        return self._observe_tapped(batch, frozenset(taps))
+
+    def _observe_tapped(self, batch: Batch, names: frozenset[str]) -> dict[str, np.ndarray]:
+        program = self._tapped_programs.get(names)
+        if program is None:
+            program = partial(self.tapped_micro_loss, frozenset(n for n in names if not n.startswith(GRADIENT)))
+            program = self._tapped_programs[names] = self.compiled(program) if self._compiles_whole else program
+        asked = [name.removeprefix(GRADIENT) for name in names if name.startswith(GRADIENT)]
+        shapes = probe_shapes(self.config.model, *batch.tokens.shape)
+        probes = {
+            name: torch.zeros(shapes[name], dtype=self.policy.stream, device=self.device, requires_grad=True)
+            for name in sorted(asked)
+            if name not in self.parameters
+        }
+        inputs = *self.to_device(batch), self._total_alone(batch), probes, *self.documents(batch)
+        with torch.set_grad_enabled(bool(asked)):
+            loss, seen = self._run(program, *inputs)
+        wanted = probes | {name: p for name, p in self.parameters.items() if name in asked}
+        grads = self._grads(loss, list(wanted.values())) if wanted else ()
+        found = seen | {GRADIENT + n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
+        return {n: to_numpy(v / self.scale if n.startswith(GRADIENT) else v) for n, v in found.items()}
+
+    def sketch(self, batch: Batch) -> dict[str, Observation]:
+        """What is kept of one micro-batch (core/parity/judge/end_to_end.py), without a tensor leaving the device.
+
+        Taps and their gradients come from a tapped program of its own, parameter gradients from the one that trains.
+        Only the sequences that hold the batch's loss weight are observed. Of a tap's gradient nothing
+        but the sketch is known: its norm is the sketch's, its largest value and its mean are NaN.
+        """
+        model = self.config.model
+        rows = np.flatnonzero(batch.weights.any(axis=1))
+        shapes = probe_shapes(model, len(rows), batch.tokens.shape[1])
+        if self._sketching is None:
+            sizes = [math.prod(shape) for shape in probe_shapes(model, *batch.tokens.shape).values()]
+            table = sign_table(max(*sizes, *(p.numel() for p in self.parameters.values())), self.device)
+            of_taps, of_gradients = self.sketched_micro_loss, sketches_of
+            if self.config.compile.enabled:
+                of_gradients = self.compiled(of_gradients)
+            if self._compiles_whole:
+                of_taps = self.compiled(of_taps)
+            self._sketching = of_taps, of_gradients, table
+        of_taps, of_gradients, table = self._sketching
+        zeros = {
+            name: torch.zeros(K, dtype=self.policy.stream, device=self.device, requires_grad=True)
+            for name in tap_names(model)
+        }
+        inputs = *self.to_device(batch), self._total_alone(batch)
+        documents = self.documents(batch)
+        loss, seen = self._run(of_taps, *inputs, torch.tensor(rows, device=self.device), zeros, table, *documents)
+        by_tap = self._grads(loss, list(zeros.values()))
+        loss, _ = self._micro_loss(*inputs, *documents)
+        by_parameter = self._grads(loss, list(self.parameters.values()))
+        found = {name: whole_observation(kept, shapes[name]) for name, kept in seen.items()}
+        for name, grad in zip(zeros, by_tap, strict=True):
+            if grad is not None:
+                found[GRADIENT + name] = sketch_alone(grad / self.scale, shapes[name])
+        if "nll" in found:
+            found[PROBE_NLL] = found["nll"]
+        grads = {n: g / self.scale for n, g in zip(self.parameters, by_parameter, strict=True) if g is not None}
+        kept = of_gradients(grads, table)
+        return found | {PARAMETER + name: whole_observation(kept[name], tuple(g.shape)) for name, g in grads.items()}
+
+    def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
+        """Execute one stage on the given inputs: see `JaxSession.run_stage`, whose torch twin this is."""
+        self.switches.require()
+        if stage == "update":
+            return self._run_update(inputs)
+        functions = stage_functions(self.config, self.model, self.policy, self.float8)
+        if stage not in functions:
+            raise NotSupported(f"no such stage: {stage}")
+        return {name: to_numpy(value) for name, value in run_stage(functions[stage], inputs, self.policy).items()}
+
+    def _run_update(self, inputs: Arrays) -> Arrays:
+        parameters = {
+            name: nn.Parameter(torch.tensor(value, dtype=self.policy.stream, device=self.device))
+            for name, value in ((name, inputs[f"params/{name}"]) for name in self.parameters)
+        }
+        optimizer = build_optimizer(self.config, parameters)
+        kinds = moment_names(self.config)
+        moments = {kind: {name: inputs[f"{kind}/{name}"] for name in names} for kind, names in kinds.items()}
+        write_moments(self.config, optimizer, parameters, State(int(inputs["step"]), {}, moments))
+        coefficient = torch.tensor(float(inputs["coefficient"]), dtype=self.policy.stream, device=self.device)
+        for name, p in parameters.items():
+            p.grad = torch.tensor(inputs[f"grads/{name}"], dtype=self.policy.stream, device=self.device) * coefficient
+        set_learning_rate(optimizer, float(inputs["lr"]))
+        optimizer.step()
+        after: dict[str, Mapping[str, Tensor]] = {
+            "params": parameters,
+            **read_moments(self.config, optimizer, parameters),
+        }
+        return {f"{kind}/{name}": to_numpy(value) for kind, tree in after.items() for name, value in tree.items()}
+
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
+        """Per-token `nll` and `top1` of `batch` in eager, under the run's policy or a named one."""
+        tokens, targets, _ = self.to_device(batch)
+        chosen = replace(POLICIES[policy], onednn=self.policy.onednn) if policy else self.policy
+        with torch.no_grad(), self._declaring(chosen.name):
+            nll, top1 = self._run(self.model.scores, tokens, targets, chosen, *self.documents(batch))
+            return {"nll": to_numpy(nll), "top1": to_numpy(top1)}
+
+    def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's longest sequence.
+
+        They are one document.
+        """
+        with torch.no_grad():
+            ids = torch.tensor(tokens[None], dtype=torch.long, device=self.device)
+            return to_numpy(self._run(self._next_logits, ids))
+
+    def _next_logits(self, ids: Tensor) -> Tensor:
+        return self.model.logits(self.model.trunk(ids, self.policy)[:, -1:], self.policy)[0, 0]

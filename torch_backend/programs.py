@@ -1,0 +1,233 @@
+"""What a session of torch holds, and the programs that are made from its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.backend import Batch
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.train.loss_scale import SCALE
+from lockstep.torch_backend.model import Llama, Tap, no_tap
+from lockstep.torch_backend.precision import Policy
+from lockstep.torch_backend.ranks.sharded_tensors import (
+    Root,
+)
+from lockstep.torch_backend.ranks.sharing import Sharing
+from lockstep.torch_backend.switches import INDUCTOR, Switches
+from lockstep.torch_backend.tools.nvtx import Mark
+from lockstep.torch_backend.tools.sketch import (
+    Kept,
+    lift,
+    sketch,
+    statistics,
+)
+from lockstep.torch_backend.tools.step_timer import StepClock
+from lockstep.torch_backend.upload import on_device
+
+Tensors = Mapping[str, Tensor]
+# torch.compile refuses to compile one function more often than this.
+SESSIONS = 64
+
+
+class Programs:
+    """The model, optimizer and settings of one run, with the programs of a micro-batch.
+
+    model: with weights in the stream dtype. parameters: by canonical name. policy: casts in force. ranks: how batches
+    are shared with other ranks, None for one. root: the outermost module where weights are cut over ranks. scalars: as
+    in `State`. clock: times the parts of a step. mark: names them for a profiler (torch_backend/tools/nvtx.py).
+    """
+
+    config: RunConfig
+    device: torch.device
+    switches: Switches
+    policy: Policy
+    model: Llama
+    parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    ranks: Sharing | None
+    root: Root | None
+    scalars: dict[str, float]
+    steps_done: int
+    clock: StepClock
+    mark: Mark
+
+    def build_program(self) -> Any:
+        """The compiled forward pass: of the whole model, or one program for all blocks and one for the chunked head.
+
+        The blocks' program is compiled once; what stands between them runs eagerly.
+        """
+        if self.config.compile.scope == "model":
+            return self.compiled(self.micro_loss)
+        for block in self.model.blocks:
+            block.forward = self.compiled(block.forward)
+        self.model.chunked_loss = self.compiled(self.model.chunked_loss)
+        return self.micro_loss
+
+    def compiled(self, program: Any) -> Any:
+        """`program` through torch.compile as the configuration says."""
+        config = self.config.compile
+        # A process may open many sessions (a replay, a bisection): each has programs of the same few functions.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SESSIONS)
+        # A tap inside a part that is recomputed notes what it sees in the forward pass alone.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        options: Any = None
+        if config.backend == "inductor":
+            # Inductor drops a cast to bf16 and back inside a fusion, and with it the policy's rounding of the head's
+            # operands.
+            options = {"emulate_precision_casts": True, **INDUCTOR, **torch._inductor.list_mode_options(config.mode)}
+        made = torch.compile(program, fullgraph=True, dynamic=False, backend=config.backend, options=options)
+        budget = self.config.recompute.memory_budget
+
+        def run(*arguments: Any) -> Any:
+            with torch._functorch.config.patch(activation_memory_budget=budget):
+                return made(*arguments)
+
+        return made if budget == 1.0 else run
+
+    def micro_loss(
+        self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Σ weight·loss / total of one micro-batch, and its per-token losses (B, S). documents: as `documents` says."""
+        return self.model.loss(tokens, targets, weights, total, self.policy, *documents)
+
+    def tapped_micro_loss(
+        self,
+        wanted: frozenset[str],
+        tokens: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        total: Tensor,
+        probes: Tensors,
+        *documents: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`micro_loss`, and the taps that it passed; a zero is added to each probed one: its gradient is the tap's."""
+        seen: dict[str, Tensor] = {}
+
+        def tap(name: str, value: Tensor) -> Tensor:
+            if name in probes:
+                value = value + probes[name].to(value.dtype)
+            # What is recomputed passes here twice. The first time is the forward pass.
+            if name in wanted and name not in seen:
+                seen[name] = value.detach()
+            return value
+
+        return self._through(tap, tokens, targets, weights, total, *documents), seen
+
+    def sketched_micro_loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        total: Tensor,
+        rows: Tensor,
+        probes: Tensors,
+        table: Tensor,
+        *documents: Tensor,
+    ) -> tuple[Tensor, dict[str, Kept]]:
+        """`micro_loss`, and sketch and statistics of each tap's `rows`, its first axis.
+
+        Sᵀ·0 is added to them, so that the gradient of the probe, 0, is the sketch of the tap's gradient.
+        """
+        seen: dict[str, Kept] = {}
+
+        def tap(name: str, value: Tensor) -> Tensor:
+            if name in probes:
+                part = value.detach()[rows]
+                value = value.index_add(0, rows, lift(probes[name], tuple(part.shape), table).to(value.dtype))
+                seen[name] = sketch(part, table=table), statistics(part)
+            return value
+
+        return self._through(tap, tokens, targets, weights, total, *documents), seen
+
+    def _through(
+        self, tap: Tap, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
+    ) -> Tensor:
+        """The loss of `micro_loss`, the model's tensors passing `tap` on their way."""
+        self.model.tap = tap
+        try:
+            loss, _ = self.micro_loss(tokens, targets, weights, total, *documents)
+        finally:
+            self.model.tap = no_tap
+        return loss
+
+    @property
+    def replays(self) -> bool:
+        """Whether the program is a CUDA graph."""
+        return self.device.type == "cuda" and self.config.compile.enabled and self.config.compile.mode != "default"
+
+    @property
+    def scale(self) -> float:
+        """The loss scale, 1 but under fp16."""
+        return self.scalars.get(SCALE, 1.0)
+
+    def total_weight(self, batch: Batch) -> Tensor:
+        """Σ weight over a batch / loss scale, a float64 scalar on the device: what the loss is divided by.
+
+        Every gradient is then as much larger as the loss scale says; it is a power of two, and nothing is rounded.
+        """
+        total = float(batch.weights.sum(dtype=np.float64)) / self.scale
+        # Filled on the device: a copy to it would keep the host.
+        return torch.full((), total, dtype=torch.float64, device=self.device)
+
+    def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens (B, S) and targets (B, S) as int64, weights (B, S) in the stream dtype, on the device."""
+        tokens, targets, weights = on_device(batch, ("tokens", "targets", "weights"), self.device)
+        return tokens, targets, weights.to(self.policy.stream)
+
+    def documents(self, batch: Batch) -> tuple[Tensor, ...]:
+        """(B, S) as int64 on the device, alone in a tuple, where attention asks for documents; else nothing.
+
+        Raises ValueError if it does and the batch has none.
+        """
+        found = batch.documents_for(self.config.attention)
+        return () if found is None else tuple(on_device(batch, ("documents",), self.device))
+
+    def _run(self, program: Any, *inputs: Any) -> Any:
+        """A program over the model's weights, on this rank alone or, where they are cut, on all of them."""
+        self.switches.require()
+        return program(*inputs) if self.ranks is None else self.ranks.run(program, *inputs)
+
+    @contextmanager
+    def _declaring(self, policy: str) -> Iterator[None]:
+        """While something is computed under another policy: what that one declares is in force."""
+        own, other = self.switches, Switches(policy, self.device)
+        if other.declared == own.declared:
+            yield
+            return
+        own.require()
+        self.switches = other
+        try:
+            other.set()
+            yield
+        finally:
+            self.switches = own
+            own.set()
+
+    def _grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        if self.ranks is None:
+            return torch.autograd.grad(loss, wanted, allow_unused=True)
+        return self.ranks.grads(loss, wanted)
+
+    def _total_alone(self, batch: Batch) -> Tensor:
+        """`total_weight` of what rank 0 computes alone."""
+        total = self.total_weight(batch)
+        return total if self.ranks is None else self.ranks.total(total)
+
+    @property
+    def _compiles_whole(self) -> bool:
+        """Whether a program of the whole model can be compiled: not around what gathers its weights."""
+        return self.config.compile.enabled and self.root is None
+
+    def _programs_made(self) -> int:
+        """Graphs that torch.compile has compiled in this process."""
+        if not self.config.compile.enabled:
+            return 0
+        from torch._dynamo.utils import counters
+
+        return counters["stats"]["unique_graphs"]
