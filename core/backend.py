@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -203,6 +203,22 @@ class RankReport:
     state: Mapping[str, str]
 
 
+Capability = TypeVar("Capability")
+
+
+def ask(of: object, capability: type[Capability]) -> Capability:
+    """Return a session or backend as one that has a capability, which is a protocol of this file.
+
+    A method that is missing and one that cannot do what is asked are one outcome. Raises NotSupported, with the names
+    of what is missing.
+    """
+    if isinstance(of, capability):
+        return of
+    names = [name for name in vars(capability) if not name.startswith("_")]
+    lacking = [name for name in names if getattr(of, name, None) is None]
+    raise NotSupported(f"the session has no {', '.join(lacking or names)}")
+
+
 @runtime_checkable
 class Session(Protocol):
     """Weights, optimizer and compiled step of one run. What it cannot do raises `NotSupported`."""
@@ -283,7 +299,7 @@ class Writes(Protocol):
 
 
 @runtime_checkable
-class Draws(Protocol):
+class HasRandomState(Protocol):
     """A session with random number generators of its own."""
 
     def random_state(self) -> dict[str, np.ndarray]:
@@ -359,6 +375,101 @@ class ManyPlaces(Protocol):
     def require_shared(self, folder: Path) -> None:
         """Raise UserError unless all ranks see this folder and run the same code."""
         ...
+
+
+@runtime_checkable
+class Candidate(Protocol):
+    """What a check needs at least of a candidate's session; each as in `Session`."""
+
+    def state(self) -> State:
+        """A copy of the canonical state."""
+        ...
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        """One optimizer step."""
+        ...
+
+    def gradients(self, batch: Batch) -> Gradients:
+        """Loss and gradients."""
+        ...
+
+    def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
+        """Forward values of taps."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the session holds."""
+        ...
+
+
+@runtime_checkable
+class Loads(Protocol):
+    """A session that takes a state over."""
+
+    def load(self, state: State) -> None:
+        """As in `Session`."""
+        ...
+
+
+@runtime_checkable
+class RunsStages(Protocol):
+    """A session that executes single stages."""
+
+    def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
+        """As in `Session`."""
+        ...
+
+
+@runtime_checkable
+class ShowsStepGradients(Protocol):
+    """A session whose step shows its gradients, which a check then does not compute a second time."""
+
+    def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
+        """`step`, and the gradients that it made before clipping; None if it did not show them."""
+        ...
+
+
+@runtime_checkable
+class Sketches(Protocol):
+    """A session that sketches what it computes on the device (core/parity/evidence/sketch.py)."""
+
+    def sketch(self, batch: Batch) -> Mapping[str, Any]:
+        """`Observation` by name, of taps, their gradients and parameter gradients of one micro-batch."""
+        ...
+
+
+@runtime_checkable
+class ShowsRankGradients(Protocol):
+    """A session of several ranks that shows what each computes by itself."""
+
+    def rank_gradients(self, batch: Batch) -> Sequence[Arrays]:
+        """Gradients of each micro-batch of `batch` by itself, made by the rank whose share it is and not reduced."""
+        ...
+
+
+@runtime_checkable
+class ReportsRanks(Protocol):
+    """A session of several ranks that compares what they hold."""
+
+    def rank_reports(self) -> Sequence[RankReport]:
+        """The report of each rank on the last step, rank 0 first."""
+        ...
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """A backend that tells what is in force."""
+
+    def describe(self, config: RunConfig) -> Mapping[str, Any]:
+        """As in `Backend`."""
+        ...
+
+
+@runtime_checkable
+class OpensRanks(Protocol):
+    """A backend that may open sessions of several ranks. ranked: whether it does."""
+
+    ranked: bool
 
 
 class Backend(Protocol):

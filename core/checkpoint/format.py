@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.backend import Arrays, Session, State, Writes, Writing
+from lockstep.core.backend import Arrays, NotSupported, Reads, Session, State, Writes, Writing, ask
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import is_inside, require_file
 
@@ -148,9 +148,18 @@ def begin_checkpoint(
 
 def writer_of(session: Session) -> Callable[[Path], Writing]:
     """What begins to write a session's state into a folder: the session itself where it can."""
-    if isinstance(session, Writes):
-        return session.write
-    return lambda folder: WritingState(session.state(), folder)
+    try:
+        return ask(session, Writes).write
+    except NotSupported:
+        return lambda folder: WritingState(session.state(), folder)
+
+
+def reader_of(session: Session | None) -> Read | None:
+    """Return what reads checkpoints of a format of the session's own; None if it has none."""
+    try:
+        return ask(session, Reads).read
+    except NotSupported:
+        return None
 
 
 class WritingState:

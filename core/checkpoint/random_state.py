@@ -7,11 +7,12 @@ its resumed run must draw what it would have drawn.
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from lockstep.core.backend import Arrays, Draws, Session
+from lockstep.core.backend import Arrays, HasRandomState, NotSupported, Session, ask
 from lockstep.core.errors import UserError
 
 # Words of a Mersenne Twister's state (Matsumoto & Nishimura 1998).
@@ -31,8 +32,8 @@ def random_state(session: Session) -> dict[str, np.ndarray]:
         NUMPY: np.array([*twister["key"], twister["pos"]], np.uint32),
         f"{NUMPY}/gauss": np.array([of_numpy["gauss"]] if of_numpy["has_gauss"] else [], np.float64),
     }
-    if isinstance(session, Draws):
-        found |= {SESSION + name: state for name, state in session.random_state().items()}
+    with suppress(NotSupported):
+        found |= {SESSION + name: state for name, state in ask(session, HasRandomState).random_state().items()}
     return found
 
 
@@ -50,5 +51,6 @@ def restore_random_state(session: Session, states: Arrays) -> None:
         if key.shape != (_WORDS + 1,) or not 0 <= int(key[-1]) <= _WORDS:
             raise UserError(f"the random states hold {NUMPY!r}, which is not the state of a Mersenne Twister")
         np.random.set_state(("MT19937", key[:-1], int(key[-1]), len(kept), float(kept[0]) if len(kept) else 0.0))
-    if isinstance(session, Draws):
-        session.set_random_state({k.removeprefix(SESSION): v for k, v in states.items() if k.startswith(SESSION)})
+    own = {key.removeprefix(SESSION): value for key, value in states.items() if key.startswith(SESSION)}
+    with suppress(NotSupported):
+        ask(session, HasRandomState).set_random_state(own)

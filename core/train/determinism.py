@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.core.backend import Batch, Gradients, MeasuresDeterminism, NotSupported, Session
+from lockstep.core.backend import Batch, Gradients, MeasuresDeterminism, NotSupported, Session, ask
 from lockstep.core.checkpoint.random_state import random_state, restore_random_state
 from lockstep.core.config.schema import RunConfig, flatten
 from lockstep.core.errors import UserError
@@ -146,12 +146,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _costs(config: RunConfig, session: Session, batch: Batch, compiling: float) -> tuple[Sequence[float], str]:
-    if not isinstance(session, MeasuresDeterminism):
-        return (), "this session computes in one way only"
     if config.compile.enabled and compiling > AFFORDABLE:
         return (), f"compiling the step once more would take about {compiling:.0f} s"
     try:
         share = config.train.ranks * config.train.micro_batch_of(batch.tokens.shape[1])
-        return session.costs_of_determinism(batch.rows(slice(share))), ""
+        return ask(session, MeasuresDeterminism).costs_of_determinism(batch.rows(slice(share))), ""
     except NotSupported as reason:
         return (), str(reason)

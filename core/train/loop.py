@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, Protocol
 
 import numpy as np
 
-from lockstep.core.backend import Arrays, Batch, Session, ShowsAttention, StepRecord, Timed, UsesMemory
+from lockstep.core.backend import (
+    Arrays,
+    Batch,
+    NotSupported,
+    Session,
+    ShowsAttention,
+    StepRecord,
+    Timed,
+    UsesMemory,
+    ask,
+)
 from lockstep.core.checkpoint.format import checkpoint_step
 from lockstep.core.config.schema import TrainConfig
 from lockstep.core.data.loader import LoaderError, Prefetcher
@@ -101,8 +112,8 @@ def step_records(
                 else:
                     record = session.step(batch, norms=norms)
                     record = replace(record, seconds=time.perf_counter() - started)
-            if isinstance(session, Timed):
-                stalls.split_step(session.seconds_of_step(), "checks" if watched else "other")
+            with suppress(NotSupported):
+                stalls.split_step(ask(session, Timed).seconds_of_step(), "checks" if watched else "other")
             if not is_finite(record):
                 raise NotFinite(record, "the session does not say where, and its weights may have it")
             require_progress(record, config.train.skips_in_a_row)
@@ -140,9 +151,10 @@ def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[s
         full = float(evaluated(session, part, config.train, "fp32")["nll"].mean(dtype=np.float64))
         metrics |= {"fp32/loss": full, "fp32/difference": trained - full}
         metrics["train/top1"] = float(scores["top1"].mean(dtype=np.float64))
-    if due(config.log.attention_logits_every, step, config.train.steps) and isinstance(session, ShowsAttention):
+    if due(config.log.attention_logits_every, step, config.train.steps):
         part = batch.rows(slice(config.log.attention_logits_sequences))
-        metrics |= attention_logits(session.attention_logits(part))
+        with suppress(NotSupported):
+            metrics |= attention_logits(ask(session, ShowsAttention).attention_logits(part))
     return metrics
 
 
@@ -156,7 +168,10 @@ def evaluated(session: Session, batch: Batch, train: TrainConfig, policy: str | 
 
 def memory(session: Session) -> dict[str, float]:
     """Bytes in use as the session tells them, else those of this process."""
-    found = session.memory() if isinstance(session, UsesMemory) else process_memory()
+    try:
+        found = ask(session, UsesMemory).memory()
+    except NotSupported:
+        found = process_memory()
     return {MEMORY + name: size for name, size in found.items()}
 
 

@@ -117,7 +117,7 @@ CANNOT = {
     "NoneForGradients": "the check could not run: TypeError: gradients() gave NoneType, "
     "not lockstep.core.backend.Gradients (",
     "Exits": "the check could not run: SystemExit: 0 (",
-    "Incomplete": "the candidate's session has no state, step, gradients, observe, close: docs/guide/candidates.md",
+    "Incomplete": "the session has no state, step, gradients, observe, close: docs/guide/candidates.md",
     "Nobody": "has no Nobody; it has ",
     "a_number": "calling a_number() failed: TypeError: 'int' object is not callable",
     "gives_nothing": "gives_nothing() returned NoneType, which has no open(config): not a Backend",

@@ -67,7 +67,7 @@ def test_of_ranks_the_first_computes_alone_before_the_two() -> None:
 
 
 def test_what_cannot_be_measured_says_why() -> None:
-    assert str(proof(Answers(answer()))).endswith("its cost was not measured: this session computes in one way only")
+    assert str(proof(Answers(answer()))).endswith("its cost was not measured: the session has no costs_of_determinism")
     assert str(proof(CannotMeasure(answer()))).endswith("its cost was not measured: too large")
 
 

@@ -15,7 +15,7 @@ import tyro
 from lockstep.core.errors import UserError
 from lockstep.core.run.launch import launched, require_ranks
 from lockstep.scripts.shared.arguments import check_file, parse
-from lockstep.scripts.shared.backends import on_its_device, open_named
+from lockstep.scripts.shared.backends import description, on_its_device, open_named
 from lockstep.scripts.shared.failures import in_one_line
 from lockstep.scripts.shared.open_data import open_data
 
@@ -141,7 +141,6 @@ def _alarm(
         def cause_of(evidence: Evidence, check: Check) -> str:
             return find_cause(candidate, reference, config, evidence, check).words
 
-        describe = getattr(candidate, "describe", None)
         try:
             found = sound(
                 session,
@@ -151,7 +150,7 @@ def _alarm(
                 options.capsules,
                 candidate=options.candidate,
                 reference=options.reference,
-                versions=describe(config).get("versions", {}) if describe else {},
+                versions=description(candidate, config).get("versions", {}),
                 find_cause=cause_of,
             )
         except (Exception, SystemExit) as error:  # a candidate is somebody else's code; the verdict stands

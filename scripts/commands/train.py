@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,7 +69,7 @@ class Train:
 
 def main(argv: list[str]) -> int:
     """Open everything that can fail, then make the run directory, then train."""
-    from lockstep.core.backend import ManyPlaces
+    from lockstep.core.backend import ManyPlaces, NotSupported, ask
     from lockstep.core.config.auto import settled
     from lockstep.core.config.file import load_config
     from lockstep.core.parity.measures import calibrated_bounds
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
         RunDir.check_free(path, options.overwrite)
     data = open_data(config, options.config or path / CONFIG, given)
     backend = open_named(name)
-    if config.train.ranks > 1 and not getattr(backend, "ranked", False):
+    if config.train.ranks > 1 and not _opens_ranks(backend):
         raise UserError(f"train.ranks = {config.train.ranks}: {name} trains in one process; set train.ranks = 1")
     asked = on_its_device(config, backend)
     config = resumed.settled(asked) if resumed else settled(asked, asked.device)
@@ -129,9 +129,18 @@ def main(argv: list[str]) -> int:
             run = stack.enter_context(_create(path, options, asked, name, about, data))
             stack.push(_Unbegun(run))
             note_launch(run, again, 0)
-        if isinstance(session, ManyPlaces):
-            session.require_shared(run.path)
+        with suppress(NotSupported):
+            ask(session, ManyPlaces).require_shared(run.path)
         return _train(stack, run, data, session, about, going_on)
+
+
+def _opens_ranks(backend: object) -> bool:
+    from lockstep.core.backend import NotSupported, OpensRanks, ask
+
+    try:
+        return ask(backend, OpensRanks).ranked
+    except NotSupported:
+        return False
 
 
 def _train(
@@ -213,8 +222,14 @@ def _alarm(
 
 def _load(run: RunDir, data: RunData, session: Session, console: Console, going_on: _GoingOn) -> int:
     """Bring session and run directory back to the checkpoint; returns its step."""
-    from lockstep.core.backend import Reads, Restores
-    from lockstep.core.checkpoint.format import checkpoint_step, load_checkpoint, read_random, restore_checkpoint
+    from lockstep.core.backend import NotSupported, Restores, ask
+    from lockstep.core.checkpoint.format import (
+        checkpoint_step,
+        load_checkpoint,
+        read_random,
+        reader_of,
+        restore_checkpoint,
+    )
     from lockstep.core.checkpoint.random_state import restore_random_state
     from lockstep.core.run.history import BRANCH, in_words
     from lockstep.core.train.skipped_steps import as_its_own
@@ -225,10 +240,10 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
     path = run.checkpoint(warn, going_on.from_step)
     going_on.require(run, checkpoint_step(path) or 0)
     try:
-        if isinstance(session, Restores):
-            step, extra = restore_checkpoint(path, session.restore)
-        else:
-            state, extra = load_checkpoint(path, session.read if isinstance(session, Reads) else None)
+        try:
+            step, extra = restore_checkpoint(path, ask(session, Restores).restore)
+        except NotSupported:
+            state, extra = load_checkpoint(path, reader_of(session))
             step = state.step
             session.load(as_its_own(run.config, state))
     except UserError:

@@ -7,12 +7,12 @@ capsule holds is data: the built-in backends are opened from it, and nothing els
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lockstep.core.backend import Backend
+from lockstep.core.backend import Backend, Describes, NotSupported, ask
 from lockstep.core.config.file import shortened
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.data.memory import total_memory_bytes
@@ -131,13 +131,20 @@ def command_line(words: Sequence[str]) -> str:
     return f"{begin} {shlex.join(words)}"
 
 
+def description(backend: Backend, config: RunConfig) -> Mapping[str, Any]:
+    """Return what a backend tells of itself (`Backend.describe`); nothing if it does not."""
+    try:
+        return ask(backend, Describes).describe(config)
+    except NotSupported:
+        return {}
+
+
 def on_its_device(config: RunConfig, backend: Backend) -> RunConfig:
     """The configuration with `device` resolved: the twin follows the attention kernel of the candidate's device.
 
     Raises UserError if the run cannot fit into this machine's memory.
     """
-    describe = getattr(backend, "describe", None)
-    kind = describe(config).get("device_kind", "cpu") if describe else "cpu"
+    kind = description(backend, config).get("device_kind", "cpu")
     config = config.model_copy(update={"device": kind})
     require_memory(config, total_memory_bytes())
     return config

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.backend import NotSupported, Session, State
+from lockstep.core.backend import Loads, NotSupported, Session, State, ask
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.cause import decoded
@@ -102,12 +102,9 @@ def repeated(
     judge_again: Callable[[Evidence], Check] | None = None,
 ) -> Repeat:
     """Run the identical step again and compare what it gives bit by bit; the session's state is put back."""
-    load = getattr(session, "load", None)
-    if not callable(load):
-        return Repeat(None, (), "the step could not be run again: the session has no load")
     now = session.state()
     try:
-        load(evidence.before)
+        ask(session, Loads).load(evidence.before)
     except NotSupported as reason:
         return Repeat(None, (), f"the step could not be run again: {reason}")
     try:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.core.backend import Batch, NotSupported, Session
+from lockstep.core.backend import Batch, Loads, NotSupported, Session, ask
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.gather import Evidence, look, probe_batch, probe_of, weighted_rows
 from lockstep.core.parity.judge import local
@@ -34,11 +34,15 @@ def look_closer(
     origin = check.origin
     if check.verdict != "disagreed" or origin is None or origin.scope != "end_to_end" or not evidence.taps:
         return evidence, check
-    if not (is_forward(origin.stage) or origin.stage == "gradients") or not callable(getattr(session, "load", None)):
+    if not (is_forward(origin.stage) or origin.stage == "gradients"):
+        return evidence, check
+    try:
+        load = ask(session, Loads).load
+    except NotSupported:
         return evidence, check
     quiet = replace(reference, over_steps=None)
     try:
-        session.load(evidence.before)
+        load(evidence.before)
         for tapped in _others(evidence, config):
             seen = replace(evidence, tapped=tapped, taps=look(session, config, tapped, []), closer=True)
             broken = [found for found in local.stages(seen, quiet, []) if not found.ok]
@@ -49,7 +53,7 @@ def look_closer(
     except NotSupported:
         pass
     finally:
-        session.load(evidence.after)
+        load(evidence.after)
     return evidence, check
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,14 +19,18 @@ from lockstep.core.backend import (
     Arrays,
     Batch,
     Gradients,
+    Loads,
     NotSupported,
     RankReport,
-    Reads,
+    ReportsRanks,
     Session,
+    ShowsRankGradients,
+    ShowsStepGradients,
     State,
     StepRecord,
+    ask,
 )
-from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, writer_of
+from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, reader_of, writer_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
 from lockstep.core.train.finite import NotFinite
@@ -147,7 +151,10 @@ def gather(
     if probed is not None and probe is None:
         micro = attempt("one micro-batch", lambda: _gradients(session, tapped))
     # During training the step itself tells its gradients, where the session can: to compute them twice costs a step.
-    in_passing = getattr(session, "step_and_gradients", None) if probe is not None and probed is not None else None
+    in_passing = None
+    if probe is not None and probed is not None:
+        with suppress(NotSupported):
+            in_passing = ask(session, ShowsStepGradients).step_and_gradients
     if probed is not None and probe is not None and in_passing is None:
         stepped = _gradients(session, batch)
     taps = look(session, config, tapped, missing)
@@ -310,15 +317,12 @@ def _reduce(
     session: Session, config: RunConfig, before: State, micros: list[Batch], missing: list[str]
 ) -> Accumulation | None:
     """The same over ranks, two micro-batches for each: by themselves, made where they are at home, and reduced."""
-    by_rank = getattr(session, "rank_gradients", None)
-    if not callable(by_rank):
-        missing.append("reduced gradients against each rank's own: the session has no rank_gradients")
-        return None
     count = 2 * config.train.ranks
     # One loss scale serves all ranks: where there is one, so must one share.
     shares = (1.0 / count,) * count if SCALE in before.scalars else rank_shares(count)
     _, whole = _of_shares(micros, shares)
     try:
+        by_rank = ask(session, ShowsRankGradients).rank_gradients
         with _scaled(session, before, shares[0]):
             parts = tuple(by_rank(whole))
         return Accumulation(parts, shares, session.gradients(whole).grads)
@@ -328,15 +332,11 @@ def _reduce(
 
 
 def _reports(session: Session, missing: list[str]) -> tuple[RankReport, ...]:
-    reports = getattr(session, "rank_reports", None)
     try:
-        if callable(reports):
-            return tuple(reports())
-        why = "the session has no rank_reports"
+        return tuple(ask(session, ReportsRanks).rank_reports())
     except NotSupported as reason:
-        why = str(reason)
-    missing.append(f"whether ranks keep the same weights: {why}")
-    return ()
+        missing.append(f"whether ranks keep the same weights: {reason}")
+        return ()
 
 
 def rank_shares(count: int) -> tuple[float, ...]:
@@ -363,16 +363,16 @@ def _round_trip(session: Session, before: State, after: State, missing: list[str
 
     The session takes another state over while its checkpoint is being written: it must be written of a copy.
     """
-    load = getattr(session, "load", None)
-    if not callable(load):
-        missing.append("the checkpoint's round trip: the session has no load")
+    try:
+        load = ask(session, Loads).load
+    except NotSupported as reason:
+        missing.append(f"the checkpoint's round trip: {reason}")
         return None
     try:
         with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-            write, read = writer_of(session), session.read if isinstance(session, Reads) else None
-            pending = begin_checkpoint(Path(folder) / "state", after.step, write, {})
+            pending = begin_checkpoint(Path(folder) / "state", after.step, writer_of(session), {})
             load(before)
-            loaded, _ = load_checkpoint(pending.commit(), read)
+            loaded, _ = load_checkpoint(pending.commit(), reader_of(session))
         load(loaded)
     except (NotSupported, ValueError, KeyError) as reason:  # what is wrong with its names, the check says itself
         missing.append(f"the checkpoint's round trip: the session does not take its state back: {reason}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.backend import Batch, NotSupported, Session
+from lockstep.core.backend import Batch, NotSupported, Session, Sketches, ask
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.names import GRADIENT, tap_names
@@ -51,10 +51,8 @@ def observe(session: Session, config: RunConfig, probe: Batch) -> Mapping[str, O
     Raises NotSupported if it can do neither.
     """
     try:
-        sketch = getattr(session, "sketch", None)
-        if sketch is not None:
-            found: Mapping[str, Observation] = sketch(probe)
-            return found
+        found: Mapping[str, Observation] = ask(session, Sketches).sketch(probe)
+        return found
     except NotSupported:
         pass
     probed = session.gradients(probe)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.backend import Backend, Batch, Reads, Session, State, StepRecord
-from lockstep.core.checkpoint.format import checkpoint_step, load_checkpoint
+from lockstep.core.backend import Backend, Batch, Session, State, StepRecord
+from lockstep.core.checkpoint.format import checkpoint_step, load_checkpoint, reader_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.groups import moment_names
@@ -45,8 +45,7 @@ class StoredStates:
         session: reads checkpoints of a format of its own.
         """
         if done in self._paths:
-            read = session.read if isinstance(session, Reads) else None
-            return load_checkpoint(self._paths[done], read)[0]
+            return load_checkpoint(self._paths[done], reader_of(session))[0]
         return initial_state(self._config)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 
-from lockstep.core.backend import Backend, Batch, Session
+from lockstep.core.backend import Backend, Batch, Candidate, NotSupported, Session, ask
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.recheck_rows import look_closer
@@ -13,9 +13,6 @@ from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weight
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.reference.self_check import sound_reference
-
-ASKED_OF_A_CANDIDATE = ("state", "step", "gradients", "observe", "close")
-
 
 Alarmed = Callable[[Session, Evidence, Check], Check]
 
@@ -35,11 +32,13 @@ def check_steps(
     """
     with ExitStack() as stack:
         session = candidate.open(config)
-        if missing := [name for name in ASKED_OF_A_CANDIDATE if not callable(getattr(session, name, None))]:
+        try:
+            ask(session, Candidate)
+        except NotSupported as lacking:
             raise UserError(
-                f"the candidate's session has no {', '.join(missing)}: docs/guide/candidates.md says what it needs; "
+                f"{lacking}: docs/guide/candidates.md says what a candidate's session needs; "
                 "what it cannot do may raise lockstep.core.backend.NotSupported"
-            )
+            ) from lacking
         stack.callback(session.close)
         references = sound_reference(reference, config).over_a_run()
         stack.callback(references.close)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lockstep.core.backend import Backend, Batch, NotSupported
+from lockstep.core.backend import Backend, Batch, NotSupported, RunsStages, ask
 from lockstep.core.components.precision import FORMATS, POLICIES
 from lockstep.core.config.schema import CompileConfig, PrecisionConfig, RunConfig
 from lockstep.core.errors import UserError
@@ -87,9 +87,9 @@ def check_reference(reference: Backend, config: RunConfig) -> ReferenceCheck:
     )
     found: list[Finding] = []
     missing: list[str] = []
-    for what, ask in questions:
+    for what, question in questions:
         try:
-            found += list(ask(subjects))
+            found += list(question(subjects))
         except NotSupported as reason:
             missing.append(f"{what} of the reference: {reason}")
         except Exception as error:  # somebody else's reference; the check itself says what it cannot do with it
@@ -131,8 +131,7 @@ class Subjects:
                 session = self._reference.open(config)
             except Exception as error:  # somebody else's reference, which need not know another model than the run's
                 raise NotSupported(f"it opens no small model at {policy}: {_said(error)}") from error
-            if not callable(getattr(session, "run_stage", None)):
-                raise NotSupported("its session has no run_stage")
+            ask(session, RunsStages)
             if differ := sorted(session.state().params.keys() ^ parameter_shapes(config.model).keys()):
                 raise NotSupported(f"it knows the parameters by other names: {', '.join(differ[:3])}")
             self._opened[policy] = Subject(session, config)
