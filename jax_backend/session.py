@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax import Array
 
@@ -23,7 +19,6 @@ from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State,
 from lockstep.core.checkpoint.format import PARAMS
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.errors import UserError
 from lockstep.core.model.groups import check_state, moment_names
 from lockstep.core.model.init import init_parameters
 from lockstep.core.model.names import GRADIENT, edge_names, groups_of, parameter_shapes, probe_shapes, tap_names
@@ -37,7 +32,7 @@ from lockstep.jax_backend import checkpoint
 from lockstep.jax_backend.checkpoint import WritingJax
 from lockstep.jax_backend.loss import negative_log_likelihood, weighted_mean
 from lockstep.jax_backend.model import Llama, no_tap
-from lockstep.jax_backend.optim import Terms, Tree, clip_coefficient, global_norm, in_words, next_state
+from lockstep.jax_backend.optim import Terms, Tree, clip_coefficient, global_norm, next_state
 from lockstep.jax_backend.policy import Kernel, Policy
 from lockstep.jax_backend.precision import POLICIES
 from lockstep.jax_backend.sharding import Shards
@@ -51,8 +46,6 @@ KERNELS: dict[Kernel, str] = {
     "math": "torch's math kernel",
 }
 NARROW = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
-# On a GPU; what has no deterministic kernel then raises.
-XLA_FLAG = "--xla_gpu_deterministic_ops=true"
 
 
 class JaxSession:
@@ -431,35 +424,3 @@ def kernel_followed(config: RunConfig) -> Kernel:
 def summed(terms: Terms) -> Tree:
     """Each parameter's terms, added from left to right."""
     return {name: reduce(jnp.add, of_name) for name, of_name in terms.items()}
-
-
-class JaxBackend:
-    """Opens `JaxSession`s."""
-
-    name = "jax"
-
-    def open(self, config: RunConfig) -> JaxSession:
-        """A session at the initial weights of `config`. Raises UserError if it asks for more devices than there are."""
-        return JaxSession(config)
-
-    def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Versions, device and what is in force.
-
-        Raises UserError if XLA must be told to be deterministic, or has fewer devices than were asked for, or orbax,
-        which writes the checkpoints of a run, is not installed.
-        """
-        if find_spec("orbax.checkpoint") is None:
-            raise UserError("checkpoints of JAX are written by orbax: pip install orbax-checkpoint")
-        if config.deterministic and jax.default_backend() == "gpu" and XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
-            raise UserError(f"deterministic = true needs XLA_FLAGS={XLA_FLAG} in the environment before JAX starts")
-        return {
-            "backend": self.name,
-            "versions": {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__},
-            "device": jax.devices()[0].device_kind,
-            "in_force": {
-                "program": "jax.jit",
-                "attention": f"written out, rounding as {KERNELS[kernel_followed(config)]}",
-                "optimizer": in_words(config),
-                **Shards(config.parity.reference_devices).in_force(),
-            },
-        }

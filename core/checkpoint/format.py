@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.backend import Arrays, NotSupported, Reads, Session, State, Writes, Writing, ask
+from lockstep.core.backend import Arrays, NotSupported, Session, State, Writing
+from lockstep.core.capabilities import Reads, Writes, ask
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import is_inside, require_file
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.backend import Arrays, HasRandomState, NotSupported, Session, ask
+from lockstep.core.backend import Arrays, NotSupported, Session
+from lockstep.core.capabilities import HasRandomState, ask
 from lockstep.core.errors import UserError
 
 # Words of a Mersenne Twister's state (Matsumoto & Nishimura 1998).

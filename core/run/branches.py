@@ -10,8 +10,9 @@ from lockstep.core.checkpoint.format import checkpoint_step, list_checkpoints
 from lockstep.core.config.file import load_config
 from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import read_lines
-from lockstep.core.run.directory import CHECKS, CONFIG, INFO, OBSERVATIONS, RECORDS, RunDir, observation_files
+from lockstep.core.run.directory import RunDir
 from lockstep.core.run.history import before_left, settings_at
+from lockstep.core.run.layout import CHECKS, CONFIG, INFO, OBSERVATIONS, RECORDS, observation_files
 
 # Where `RunDir.resume_from` puts what it takes away.
 _FOLDER = re.compile(r"branches/\d{3,}")

@@ -5,7 +5,6 @@ Everything in it can be read without Lockstep (TOML, JSON, safetensors). One pro
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -27,7 +26,6 @@ from lockstep.core.checkpoint.format import (
     Read,
     WritingState,
     begin_checkpoint,
-    checkpoint_step,
     folder_name,
     list_checkpoints,
     load_checkpoint,
@@ -41,19 +39,29 @@ from lockstep.core.config.file import dump_config, load_config
 from lockstep.core.config.schema import ParityConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import links_out, remove_temporaries
-from lockstep.core.files.jsonl import Cut, DamagedLine, JsonLines, cut_after, damage, in_ranges, read_lines
+from lockstep.core.files.jsonl import Cut, DamagedLine, JsonLines, damage, in_ranges, read_lines
 from lockstep.core.files.lock import FolderLock
+from lockstep.core.files.parents import make_parents, remove_parents
 from lockstep.core.run.history import BRANCH, LEFT, VALUES, VERSION, branch_of, settings_at, values_of
 from lockstep.core.run.info import CHANGED, SETTINGS, read_info, require_unchanged, settings_of, write_info
+from lockstep.core.run.layout import (
+    CHECKPOINTS,
+    CHECKS,
+    CONFIG,
+    INFO,
+    LINES,
+    OBSERVATIONS,
+    RECORDS,
+    SAVED,
+    observation_files,
+    step_of,
+)
 from lockstep.core.run.resume import Changes
+from lockstep.core.run.rollback import set_back
 
-CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records.jsonl", "parity.jsonl", "checkpoints"
-OBSERVATIONS, CAPSULES, SPIKES, SAVED = "observations", "capsules", "spikes", "checkpoints.jsonl"
-LINES = RECORDS, CHECKS, SAVED
 # Where W&B keeps its own files, among them links to its logs elsewhere.
 WANDB = "wandb"
 NO_CHANGES = Changes()
-_OBSERVED = re.compile(r"step_(\d{6,})\.npz")
 
 
 class RunDir:
@@ -117,7 +125,7 @@ class RunDir:
         done = False
         try:
             old_lock = FolderLock(path) if occupied else None
-            new_parents = _make_parents(path.parent)
+            new_parents = make_parents(path.parent)
             beside.mkdir()
             lock = FolderLock(beside)
             (beside / CONFIG).write_text(dump_config(config), encoding="utf-8")
@@ -138,7 +146,7 @@ class RunDir:
                 if replaced.exists() and not path.exists():
                     os.rename(replaced, path)
                 shutil.rmtree(beside, ignore_errors=True)
-                _remove_parents(new_parents)
+                remove_parents(new_parents)
             shutil.rmtree(replaced, ignore_errors=True)
         run = cls(path, config, described, lock)
         run._parents = new_parents
@@ -227,7 +235,7 @@ class RunDir:
         if self.records():
             raise RuntimeError(f"{self.path} has records")
         shutil.rmtree(self.path, ignore_errors=True)
-        _remove_parents(self._parents)
+        remove_parents(self._parents)
         self.close()
 
     # Records and checks
@@ -310,19 +318,8 @@ class RunDir:
             file.close()
         # Made by a setting back that was cut short, they are there already; no step was trained since.
         branch, aside = (self._next(kind) for kind in ("branches", "damaged"))
-        late = [(p, Path()) for p in list_checkpoints(self.path / CHECKPOINTS) if _step(p) > step]
-        late += [(p, Path(OBSERVATIONS)) for n, p in observation_files(self.path / OBSERVATIONS).items() if n > step]
-        late += [(p, Path(SPIKES)) for p in list_checkpoints(self.path / SPIKES) if _step(p) > step]
         try:
-            for folder in (branch, aside):
-                if folder.exists():
-                    remove_temporaries(folder)
-            cuts = {name: cut_after(self.path / name, step, branch / name, aside / name) for name in LINES}
-            if self._changes.branch:
-                branch.mkdir(parents=True, exist_ok=True)
-            for path, into in late:
-                (branch / into).mkdir(parents=True, exist_ok=True)
-                os.rename(path, branch / into / path.name)
+            cuts = set_back(self.path, step, branch, aside, LINES, begins_branch=bool(self._changes.branch))
         except OSError as error:
             raise UserError(f"cannot set {self.path} back to step {step}: {error.strerror or error}") from error
         finally:
@@ -419,7 +416,7 @@ class RunDir:
 
     def checkpoint_after(self, step: int) -> Path:
         """The checkpoint of `step`, not verified. Raises UserError that says which there are, if not that one."""
-        found = {_step(path): path for path in self.checkpoints()}
+        found = {step_of(path): path for path in self.checkpoints()}
         if step not in found:
             there = f"its checkpoints are of steps {in_ranges(found)}" if found else "it has no checkpoint"
             raise UserError(f"{self.path} has no checkpoint of step {step}: {there}")
@@ -474,12 +471,6 @@ class RunDir:
             )
 
 
-def observation_files(folder: Path) -> dict[int, Path]:
-    """Step → file of the observations in a folder."""
-    found = ((_OBSERVED.fullmatch(path.name), path) for path in folder.glob("step_*.npz"))
-    return {int(match[1]): path for match, path in found if match}
-
-
 def is_run(path: Path) -> bool:
     """Whether a folder calls itself a run."""
     return (path / CONFIG).is_file() and (path / INFO).is_file()
@@ -491,14 +482,8 @@ def _contents(branch: Path, run: Path) -> dict[str, Any]:
         "path": str(branch.relative_to(run)),
         "records": len(read_lines(branch / RECORDS)),
         "checks": len(read_lines(branch / CHECKS)),
-        "checkpoints": [_step(path) for path in list_checkpoints(branch)],
+        "checkpoints": [step_of(path) for path in list_checkpoints(branch)],
     }
-
-
-def _step(path: Path) -> int:
-    step = checkpoint_step(path)
-    assert step is not None
-    return step
 
 
 def _clear_beside(path: Path) -> None:
@@ -520,29 +505,8 @@ def _clear_beside(path: Path) -> None:
         lock.release()
 
 
-def _make_parents(folder: Path) -> list[Path]:
-    """Make `folder` and what is missing above it; returns what was made, outermost first. All or nothing."""
-    missing = [p for p in (folder, *folder.parents) if not p.exists()]
-    made: list[Path] = []
-    try:
-        for parent in reversed(missing):
-            parent.mkdir()
-            made.append(parent)
-    except OSError:
-        for parent in reversed(made):
-            parent.rmdir()
-        raise
-    return made
-
-
 def _steps(numbers: list[int]) -> str:
     return f"step{'' if len(numbers) == 1 else 's'} {in_ranges(numbers)}"
-
-
-def _remove_parents(made: list[Path]) -> None:
-    for parent in reversed(made):
-        with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
-            parent.rmdir()
 
 
 def _now() -> str:

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.core.backend import Batch, Gradients, MeasuresDeterminism, NotSupported, Session, ask
+from lockstep.core.backend import Batch, Gradients, NotSupported, Session
+from lockstep.core.capabilities import MeasuresDeterminism, ask
 from lockstep.core.checkpoint.random_state import random_state, restore_random_state
 from lockstep.core.config.schema import RunConfig, flatten
 from lockstep.core.errors import UserError

@@ -10,17 +10,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from lockstep.core.backend import (
-    Arrays,
-    Batch,
-    NotSupported,
-    Session,
-    ShowsAttention,
-    StepRecord,
-    Timed,
-    UsesMemory,
-    ask,
-)
+from lockstep.core.backend import Arrays, Batch, NotSupported, Session, StepRecord
+from lockstep.core.capabilities import ShowsAttention, Timed, UsesMemory, ask
 from lockstep.core.checkpoint.format import checkpoint_step
 from lockstep.core.config.schema import TrainConfig
 from lockstep.core.data.loader import LoaderError, Prefetcher

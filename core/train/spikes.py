@@ -39,7 +39,8 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import read_whole
 from lockstep.core.files.npz import read_npz
 from lockstep.core.run.data import RunData
-from lockstep.core.run.directory import SPIKES, RunDir
+from lockstep.core.run.directory import RunDir
+from lockstep.core.run.layout import SPIKES
 from lockstep.core.sinks.sink import Sink
 from lockstep.core.train.metrics import SPIKE
 

@@ -10,7 +10,7 @@ import pytest
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults import FAULTS, Fault
 from lockstep.parity_tests.faults.data import LoaderStartsOver
 from lockstep.parity_tests.faults.fault import Batches

@@ -18,7 +18,7 @@ from lockstep.core.checkpoint.format import PoisonedState, begin_checkpoint, loa
 from lockstep.core.checkpoint.random_state import random_state, restore_random_state
 from lockstep.core.errors import UserError
 from lockstep.core.parity.judge.update import flat
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.stored import stored
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend

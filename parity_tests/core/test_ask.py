@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core import backend
-from lockstep.core.backend import Candidate, HasRandomState, Loads, NotSupported, UsesMemory, ask
+from lockstep.core import backend, capabilities
+from lockstep.core.backend import NotSupported
+from lockstep.core.capabilities import Candidate, HasRandomState, Loads, UsesMemory, ask
 from lockstep.parity_tests.repository import REPO
 
 ASKED = {"session", "own", "candidate", "reference", "backend"}
@@ -44,7 +45,11 @@ def test_what_is_missing_is_named(capability, lacking):
 
 def other_ways(tree: ast.AST) -> Iterator[int]:
     """Yield the lines that look for a method of a session or backend without `ask`."""
-    protocols = {name: found for name, found in vars(backend).items() if getattr(found, "_is_protocol", False)}
+    protocols = {
+        name: found
+        for name, found in (vars(backend) | vars(capabilities)).items()
+        if getattr(found, "_is_protocol", False)
+    }
     methods = {name for found in protocols.values() for name in vars(found)}
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1):

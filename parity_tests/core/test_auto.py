@@ -14,7 +14,8 @@ from lockstep.core.plan.gpus import gpu_named
 from lockstep.core.plan.memory import memory
 from lockstep.core.plan.sizes import kernel_of
 from lockstep.core.run.directory import RunDir
-from lockstep.jax_backend.session import JaxBackend, kernel_followed
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.jax_backend.session import kernel_followed
 from lockstep.torch_backend.backend import TorchBackend
 
 CPU = gpu_named("cpu")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.config.schema import AttentionConfig
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.tools import attention_logits as in_jax
 from lockstep.parity_tests.cross.variants import same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config

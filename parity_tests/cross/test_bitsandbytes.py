@@ -17,9 +17,9 @@ from lockstep.core.model.groups import update_rules
 from lockstep.core.parity.evidence.gather import gather, uneven_weights
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.compare import Reference
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.kernels.bitsandbytes_adamw import in_codes
 from lockstep.jax_backend.kernels.codes import quantisation_map
-from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.test_optimizers import moments_at_random, run_of, shaken, steps, update_inputs
 from lockstep.parity_tests.cross.variants import relative, same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config

@@ -58,7 +58,7 @@ def test_z_loss_is_the_same_on_both_sides(head):
     config = config.model_copy(
         update={"loss": config.loss.model_copy(update={"z_loss": 0.1, "head": head, "chunk": 9})}
     )
-    from lockstep.jax_backend.session import JaxBackend
+    from lockstep.jax_backend.backend import JaxBackend
 
     batch = uneven_weights(text_batch(config), 1)
     ours, theirs = TorchBackend().open(config).gradients(batch), JaxBackend().open(config).gradients(batch)

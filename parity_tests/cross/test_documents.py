@@ -16,7 +16,7 @@ import lockstep.torch_backend.model
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import AttentionConfig
 from lockstep.core.parity.evidence.gather import probe_batch, uneven_weights, weighted_part
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.cross.variants import shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend

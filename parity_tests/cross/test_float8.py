@@ -14,10 +14,10 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.gather import gather, uneven_weights
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.reference.self_check import sound_reference
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.kernels import float8 as in_jax
 from lockstep.jax_backend.kernels.formats import BF16, E4M3, E5M2, FP16, TF32, rounded
 from lockstep.jax_backend.precision import POLICIES
-from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests import faults
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend

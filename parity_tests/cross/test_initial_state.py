@@ -8,7 +8,7 @@ from flax import nnx
 
 from lockstep.core.model.init import init_parameters
 from lockstep.core.model.names import parameter_shapes
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.cross.variants import VARIANTS, fresh_state, same_bits
 from lockstep.parity_tests.tiny import tiny_config
 from lockstep.torch_backend.backend import TorchBackend

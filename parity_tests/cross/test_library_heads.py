@@ -13,9 +13,9 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.gather import gather, uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.reference.self_check import check_reference
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.kernels.library_heads import library_nll
 from lockstep.jax_backend.precision import POLICIES as TWIN
-from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.faults import levers
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend

@@ -14,7 +14,7 @@ from lockstep.core.parity.evidence.gather import gather, uneven_weights
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.reference.self_check import sound_reference
 from lockstep.core.train.loss_scale import FINITE, SCALE, SKIPPED, first_scale, scale_after
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests import faults
 from lockstep.parity_tests.cross.variants import same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config

@@ -20,9 +20,9 @@ from lockstep.core.model.names import groups_of
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.core.parity.reference.self_check import check_reference
 from lockstep.core.train.schedule import learning_rate
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.kernels.codes import in_codes, quantisation_map
 from lockstep.jax_backend.optim import orthogonal as orthogonal_in_jax
-from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import ALL_BIASES, relative, same_bits, shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.scripts.studies.clean_runs import initial_state

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core.config.schema import LossConfig, RunConfig
 from lockstep.core.train.loop import evaluated
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend import loss
 from lockstep.torch_backend.backend import TorchBackend

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 

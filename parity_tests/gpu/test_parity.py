@@ -7,7 +7,7 @@ import torch
 
 from lockstep.core.config.schema import CompileConfig
 from lockstep.core.parity.modes.side_by_side import check_steps
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 

@@ -19,7 +19,8 @@ from lockstep.core.parity.reference.self_check import sound_reference
 from lockstep.core.train.finite import NotFinite, is_finite, require_progress
 from lockstep.core.train.loss_scale import SKIPPED
 from lockstep.core.train.skipped_steps import IN_A_ROW
-from lockstep.jax_backend.session import JaxBackend, JaxSession
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.jax_backend.session import JaxSession
 from lockstep.parity_tests.guards import candidates
 from lockstep.parity_tests.guards.candidates import AT_STEP, GRADIENT_OF
 from lockstep.parity_tests.guards.test_not_finite import config_of, steps_until

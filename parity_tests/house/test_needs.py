@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import lockstep.core.data.sources
-import lockstep.jax_backend.session
+import lockstep.jax_backend.backend
 import lockstep.scripts.shared.needs
 from lockstep.core.data.sources import list_source
 from lockstep.core.errors import UserError
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.house.imported import loaded_late, third_party
 from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.tiny import tiny_config
@@ -136,7 +136,7 @@ def test_parquet_without_pyarrow_is_refused_when_the_source_is_listed(without, t
 
 
 def test_jax_does_not_train_without_what_writes_its_checkpoints(without):
-    without("orbax.checkpoint", where=lockstep.jax_backend.session)
+    without("orbax.checkpoint", where=lockstep.jax_backend.backend)
     with pytest.raises(UserError, match="pip install orbax-checkpoint"):
         JaxBackend().describe(tiny_config())
 

@@ -23,7 +23,8 @@ from lockstep.core.backend import Gradients
 from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint
 from lockstep.core.config.schema import AttentionConfig, RunConfig
 from lockstep.jax_backend import checkpoint
-from lockstep.jax_backend.session import JaxBackend, JaxSession
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.jax_backend.session import JaxSession
 from lockstep.jax_backend.sharding import AXIS, Shards
 from lockstep.parity_tests.cross.variants import VARIANTS, shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config

@@ -10,8 +10,8 @@ import pytest
 
 from lockstep.core.config.schema import OptimConfig, RunConfig
 from lockstep.core.model.names import groups_of
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.optim import next_state
-from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import shaken_state
 from lockstep.parity_tests.tiny import tiny_config
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import Batch
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 
 LENGTH = 8

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lockstep.core.config.schema import OptimConfig
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.optim import clip_coefficient, global_norm
-from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 
 

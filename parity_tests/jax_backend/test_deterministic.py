@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from lockstep.core.errors import UserError
-from lockstep.jax_backend.session import XLA_FLAG, JaxBackend
+from lockstep.jax_backend.backend import XLA_FLAG, JaxBackend
 from lockstep.parity_tests.tiny import tiny_config
 
 

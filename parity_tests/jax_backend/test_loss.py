@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.loss import negative_log_likelihood
-from lockstep.jax_backend.session import JaxBackend
 from lockstep.parity_tests.cross.variants import fresh_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 

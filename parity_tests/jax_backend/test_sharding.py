@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.core.errors import UserError
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.sharding import Shards
 from lockstep.parity_tests.jax_backend.sharded import DEVICES, FAULTS, config_of
 from lockstep.parity_tests.repository import REPO

@@ -49,7 +49,7 @@ def wrong_of_this_run() -> Any:
 
 
 def _with_other_epsilon(there: Callable[[RunConfig], bool]) -> Any:
-    from lockstep.jax_backend.session import JaxBackend
+    from lockstep.jax_backend.backend import JaxBackend
 
     class Wrong(JaxBackend):
         def open(self, config: RunConfig) -> Any:

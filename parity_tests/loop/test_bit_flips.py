@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.core.files import jsonl
 from lockstep.core.run import directory
-from lockstep.core.run.directory import CHECKS, CONFIG, INFO, RECORDS
+from lockstep.core.run.layout import CHECKS, CONFIG, INFO, RECORDS
 from lockstep.parity_tests.loop.runs import one_line
 from lockstep.scripts import cli
 from lockstep.scripts.studies import bit_flips

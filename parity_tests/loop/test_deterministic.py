@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lockstep.core.backend import State
-from lockstep.core.run.directory import CHECKPOINTS, INFO
+from lockstep.core.run.layout import CHECKPOINTS, INFO
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.parity_tests.loop import candidates
 from lockstep.parity_tests.loop.runs import COMPILED, INDUCTOR, Folder, one_line

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.core.backend import Timed, UsesMemory
+from lockstep.core.capabilities import Timed, UsesMemory
 from lockstep.core.train.process_memory import process_memory
 from lockstep.core.train.time_accounting import PARTS
 from lockstep.jax_backend.session import JaxSession

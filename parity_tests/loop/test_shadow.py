@@ -20,7 +20,7 @@ from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
 REFERENCES = "lockstep.parity_tests.loop.references"
-JAX = "lockstep.jax_backend.session:JaxBackend"
+JAX = "lockstep.jax_backend.backend:JaxBackend"
 
 
 def checked(every: int = 1, queue: int = 2) -> RunConfig:

@@ -8,7 +8,7 @@ import pytest
 from lockstep.core.backend import Batch, NotSupported
 from lockstep.core.parity.evidence.gather import gather, probe_batch, uneven_weights, weighted_part, weighted_rows
 from lockstep.core.parity.judge.judge import Reference, judge
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession

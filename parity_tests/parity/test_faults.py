@@ -11,7 +11,7 @@ from lockstep.core.parity.evidence.gather import gather, uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.reference.stages import chain, library_heads
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults import CATALOG, Fault
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.core.parity.evidence.gather import gather, uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.session import TorchSession
 

@@ -15,7 +15,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.load_backend import load_backend
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.core.parity.judge.update import flat
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.ranks import candidates
 from lockstep.parity_tests.tiny import text_batch, tiny_config

@@ -21,7 +21,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.model.groups import GroupSettings
 from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.core.parity.reference.self_check import check_reference, require_sound, small, sound_reference
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Attention, Llama, SwiGLU

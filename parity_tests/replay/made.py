@@ -15,8 +15,10 @@ from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weight
 from lockstep.core.parity.evidence.recorded import observe, probe_of, save_observations
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
-from lockstep.core.run.directory import CHECKPOINTS, OBSERVATIONS, RunDir
-from lockstep.jax_backend.session import JaxBackend, JaxSession
+from lockstep.core.run.directory import RunDir
+from lockstep.core.run.layout import CHECKPOINTS, OBSERVATIONS
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.jax_backend.session import JaxSession
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession

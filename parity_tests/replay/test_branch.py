@@ -8,7 +8,8 @@ from lockstep.core.checkpoint.format import checkpoint_step
 from lockstep.core.errors import UserError
 from lockstep.core.parity.modes.bisect import bisect_run
 from lockstep.core.run.branches import Branch
-from lockstep.core.run.directory import CHECKPOINTS, RunDir
+from lockstep.core.run.directory import RunDir
+from lockstep.core.run.layout import CHECKPOINTS
 from lockstep.parity_tests.replay.made import CONFIG, GeluFrom7, Judge, backend, make_run, run_batch
 
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.capsule import other_versions, read_capsule, write_capsule
 from lockstep.core.parity.modes.replay import replay_capsule
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults import FAULTS
 from lockstep.parity_tests.faults.attention import PackedDocumentsSeeEachOther
 from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, Judge, backend, checked

@@ -14,7 +14,7 @@ from lockstep.core.parity.evidence.gather import gather, uneven_weights
 from lockstep.core.parity.judge.update import update
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.verdict import Finding, Measure
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults.optimizer import BlockScaleStale, MuonWithoutItsLength
 from lockstep.parity_tests.replay.made import VERSIONS
 from lockstep.parity_tests.tiny import text_batch, tiny_config

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.core.parity.measures.distances import distances
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.cross.variants import fresh_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.parity_tests.torch_backend.programs import EAGER, GENERATED, TRACED, fresh_compiler, under

@@ -43,7 +43,7 @@ from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.modes.shadow import Shadow
 from lockstep.core.run.data import RunData
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.backends import REFERENCE
 from lockstep.scripts.shared.installation import shipped_config

@@ -242,7 +242,8 @@ def on_reference_devices(config: RunConfig, count: int | None) -> RunConfig:
 def open_run(path: Path, branch: int | None = None, reference_devices: int | None = None) -> tuple[RunDir, RunData]:
     """A run directory, or a branch of it, to read, and its data. Raises UserError if either is not there."""
     from lockstep.core.run.branches import Branch
-    from lockstep.core.run.directory import CONFIG, RunDir
+    from lockstep.core.run.directory import RunDir
+    from lockstep.core.run.layout import CONFIG
 
     if not path.is_dir():
         raise UserError(f"no such run: {path}")

@@ -69,11 +69,13 @@ class Train:
 
 def main(argv: list[str]) -> int:
     """Open everything that can fail, then make the run directory, then train."""
-    from lockstep.core.backend import ManyPlaces, NotSupported, ask
+    from lockstep.core.backend import NotSupported
+    from lockstep.core.capabilities import ManyPlaces, ask
     from lockstep.core.config.auto import settled
     from lockstep.core.config.file import load_config
     from lockstep.core.parity.measures import calibrated_bounds
-    from lockstep.core.run.directory import CONFIG, RunDir
+    from lockstep.core.run.directory import RunDir
+    from lockstep.core.run.layout import CONFIG
     from lockstep.core.train.determinism import place, require_same_place
     from lockstep.scripts.shared.startup_banner import versions
 
@@ -135,7 +137,8 @@ def main(argv: list[str]) -> int:
 
 
 def _opens_ranks(backend: object) -> bool:
-    from lockstep.core.backend import NotSupported, OpensRanks, ask
+    from lockstep.core.backend import NotSupported
+    from lockstep.core.capabilities import OpensRanks, ask
 
     try:
         return ask(backend, OpensRanks).ranked
@@ -153,7 +156,7 @@ def _train(
 ) -> int:
     from lockstep.core.parity.evidence.recorder import Recorder
     from lockstep.core.parity.modes.shadow import Shadow
-    from lockstep.core.run.directory import OBSERVATIONS
+    from lockstep.core.run.layout import OBSERVATIONS
     from lockstep.core.sinks.console import ConsoleSink
     from lockstep.core.sinks.jsonl import JsonlSink
     from lockstep.core.sinks.terminal import open_console
@@ -199,7 +202,7 @@ def _alarm(
 ) -> Callable[[Check], str | None]:
     """What follows a check that disagreed: the step is run again, and packed for `lockstep replay`."""
     from lockstep.core.parity.diagnose.disagreement import sound
-    from lockstep.core.run.directory import CAPSULES
+    from lockstep.core.run.layout import CAPSULES
 
     def alarm(check: Check) -> str | None:
         evidence = shadow.evidence_of(check.step) if shadow else None
@@ -222,7 +225,8 @@ def _alarm(
 
 def _load(run: RunDir, data: RunData, session: Session, console: Console, going_on: _GoingOn) -> int:
     """Bring session and run directory back to the checkpoint; returns its step."""
-    from lockstep.core.backend import NotSupported, Restores, ask
+    from lockstep.core.backend import NotSupported
+    from lockstep.core.capabilities import Restores, ask
     from lockstep.core.checkpoint.format import (
         checkpoint_step,
         load_checkpoint,
@@ -279,7 +283,7 @@ def _exit_code(run: RunDir, done: int, console: Console) -> int:
     Raises UserError if none disagreed and fewer than half of those that were due were made, by the same record.
     """
     from lockstep.core.parity.modes.coverage import coverage
-    from lockstep.core.run.directory import CHECKS
+    from lockstep.core.run.layout import CHECKS
 
     lines = run.checks()
     bad = [line["step"] for line in lines if line.get("verdict") == "disagreed"]
@@ -323,8 +327,8 @@ def _going_on(run: RunDir, options: Train, given: Mapping[str, str], backend: st
     """
     from lockstep.core.checkpoint.format import checkpoint_step
     from lockstep.core.config.file import load_config
-    from lockstep.core.run.directory import CONFIG
     from lockstep.core.run.history import settings_at
+    from lockstep.core.run.layout import CONFIG
     from lockstep.core.run.resume import changes
 
     last = run.latest_checkpoint() if options.from_step is None else run.checkpoint_after(options.from_step)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.backend import Backend, Describes, NotSupported, ask
+from lockstep.core.backend import Backend, NotSupported
+from lockstep.core.capabilities import Describes, ask
 from lockstep.core.config.file import shortened
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.data.memory import total_memory_bytes
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from lockstep.core.run.directory import RunDir
 
 TRAINER = "lockstep.torch_backend.backend:TorchBackend"
-REFERENCE = "lockstep.jax_backend.session:JaxBackend"
+REFERENCE = "lockstep.jax_backend.backend:JaxBackend"
 
 BY_NAME = {"torch": TRAINER, "jax": REFERENCE}
 
@@ -60,7 +61,7 @@ class Maker:
     @classmethod
     def of_run(cls, run: RunDir) -> Maker:
         """The maker of a run."""
-        from lockstep.core.run.directory import INFO
+        from lockstep.core.run.layout import INFO
 
         return cls(run.info.get("backend", "torch"), run.path / INFO)
 

@@ -18,7 +18,7 @@ from lockstep.core.config.file import load_config
 from lockstep.core.parity.measures.verdict import Check, overall
 from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.core.run.data import RunData
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.scripts.studies.repository import ROOT
 from lockstep.torch_backend.backend import TorchBackend
 

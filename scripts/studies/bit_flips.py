@@ -37,7 +37,8 @@ from lockstep.core.backend import Arrays, State
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import JsonLines, read_lines
-from lockstep.core.run.directory import CHECKS, CONFIG, INFO, RECORDS, RunDir
+from lockstep.core.run.directory import RunDir
+from lockstep.core.run.layout import CHECKS, CONFIG, INFO, RECORDS
 from lockstep.scripts import cli
 from lockstep.scripts.studies.repository import ROOT
 

@@ -30,7 +30,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import read_lines
 from lockstep.core.files.lock import LOCK_NAME
 from lockstep.core.run.checkpoints import BEST
-from lockstep.core.run.directory import CHECKPOINTS, INFO, RECORDS, SAVED
+from lockstep.core.run.layout import CHECKPOINTS, INFO, RECORDS, SAVED
 from lockstep.scripts.studies.chaos_process import LINGERS, PLAIN, Ended, command, run_to_end, start
 from lockstep.scripts.studies.killed_at import Moment
 

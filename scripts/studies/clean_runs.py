@@ -38,7 +38,7 @@ from lockstep.core.model.init import init_parameters
 from lockstep.core.parity.evidence.gather import Evidence, gather, probe_of, uneven_weights
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.train.loss_scale import first_scale
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.torch_backend.backend import TorchBackend
 
 

@@ -31,7 +31,7 @@ from lockstep.core.parity.measures.distances import distances
 from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.parity.reference.stages import place
 from lockstep.core.run.data import RunData
-from lockstep.jax_backend.session import JaxBackend
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.scripts.studies.repository import ROOT
 from lockstep.torch_backend.backend import TorchBackend
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.backend import Loads, NotSupported, Session, State, ask
+from lockstep.core.backend import NotSupported, Session, State
+from lockstep.core.capabilities import Loads, ask
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.cause import decoded

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.core.backend import Batch, Loads, NotSupported, Session, ask
+from lockstep.core.backend import Batch, NotSupported, Session
+from lockstep.core.capabilities import Loads, ask
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.gather import Evidence, look, probe_batch, probe_of, weighted_rows
 from lockstep.core.parity.judge import local

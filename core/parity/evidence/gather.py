@@ -15,21 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.core.backend import (
-    Arrays,
-    Batch,
-    Gradients,
-    Loads,
-    NotSupported,
-    RankReport,
-    ReportsRanks,
-    Session,
-    ShowsRankGradients,
-    ShowsStepGradients,
-    State,
-    StepRecord,
-    ask,
-)
+from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, Session, State, StepRecord
+from lockstep.core.capabilities import Loads, ReportsRanks, ShowsRankGradients, ShowsStepGradients, ask
 from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, reader_of, writer_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names

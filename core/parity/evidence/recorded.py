@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.backend import Batch, NotSupported, Session, Sketches, ask
+from lockstep.core.backend import Batch, NotSupported, Session
+from lockstep.core.capabilities import Sketches, ask
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.names import GRADIENT, tap_names

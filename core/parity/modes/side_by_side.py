@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 
-from lockstep.core.backend import Backend, Batch, Candidate, NotSupported, Session, ask
+from lockstep.core.backend import Backend, Batch, NotSupported, Session
+from lockstep.core.capabilities import Candidate, ask
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.recheck_rows import look_closer

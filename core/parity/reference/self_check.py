@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lockstep.core.backend import Backend, Batch, NotSupported, RunsStages, ask
+from lockstep.core.backend import Backend, Batch, NotSupported
+from lockstep.core.capabilities import RunsStages, ask
 from lockstep.core.components.precision import FORMATS, POLICIES
 from lockstep.core.config.schema import CompileConfig, PrecisionConfig, RunConfig
 from lockstep.core.errors import UserError

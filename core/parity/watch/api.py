@@ -29,7 +29,8 @@ from lockstep.core.backend import Arrays
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures.verdict import Check, Finding, Outcome, overall, verdict_json
 from lockstep.core.parity.watch import judge
-from lockstep.core.parity.watch.judge import Judge, Limits, Precision, Step
+from lockstep.core.parity.watch.judge import Judge, Step
+from lockstep.core.parity.watch.limits import Limits, Precision
 from lockstep.core.parity.watch.snapshot import (
     Answer,
     FromCallable,

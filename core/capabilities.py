@@ -1,0 +1,213 @@
+"""What sessions and backends may offer besides the seam of core/backend.py, and the one way to ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+
+from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, State, StepRecord, Writing
+from lockstep.core.config.schema import RunConfig
+
+Capability = TypeVar("Capability")
+
+
+def ask(of: object, capability: type[Capability]) -> Capability:
+    """Return a session or backend as one that has a capability, which is a protocol of this file.
+
+    A method that is missing and one that cannot do what is asked are one outcome. Raises NotSupported, with the names
+    of what is missing.
+    """
+    if isinstance(of, capability):
+        return of
+    names = [name for name in vars(capability) if not name.startswith("_")]
+    lacking = [name for name in names if getattr(of, name, None) is None]
+    raise NotSupported(f"the session has no {', '.join(lacking or names)}")
+
+
+@runtime_checkable
+class Candidate(Protocol):
+    """What a check needs at least of a candidate's session; each as in `Session`."""
+
+    def state(self) -> State:
+        """A copy of the canonical state."""
+        ...
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        """One optimizer step."""
+        ...
+
+    def gradients(self, batch: Batch) -> Gradients:
+        """Loss and gradients."""
+        ...
+
+    def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
+        """Forward values of taps."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the session holds."""
+        ...
+
+
+@runtime_checkable
+class Loads(Protocol):
+    """A session that takes a state over."""
+
+    def load(self, state: State) -> None:
+        """As in `Session`."""
+        ...
+
+
+@runtime_checkable
+class RunsStages(Protocol):
+    """A session that executes single stages."""
+
+    def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
+        """As in `Session`."""
+        ...
+
+
+@runtime_checkable
+class ShowsStepGradients(Protocol):
+    """A session whose step shows its gradients, which a check then does not compute a second time."""
+
+    def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
+        """`step`, and the gradients that it made before clipping; None if it did not show them."""
+        ...
+
+
+@runtime_checkable
+class Sketches(Protocol):
+    """A session that sketches what it computes on the device (core/parity/evidence/sketch.py)."""
+
+    def sketch(self, batch: Batch) -> Mapping[str, Any]:
+        """`Observation` by name, of taps, their gradients and parameter gradients of one micro-batch."""
+        ...
+
+
+@runtime_checkable
+class ShowsRankGradients(Protocol):
+    """A session of several ranks that shows what each computes by itself."""
+
+    def rank_gradients(self, batch: Batch) -> Sequence[Arrays]:
+        """Gradients of each micro-batch of `batch` by itself, made by the rank whose share it is and not reduced."""
+        ...
+
+
+@runtime_checkable
+class ReportsRanks(Protocol):
+    """A session of several ranks that compares what they hold."""
+
+    def rank_reports(self) -> Sequence[RankReport]:
+        """The report of each rank on the last step, rank 0 first."""
+        ...
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """A backend that tells what is in force."""
+
+    def describe(self, config: RunConfig) -> Mapping[str, Any]:
+        """As in `Backend`."""
+        ...
+
+
+@runtime_checkable
+class OpensRanks(Protocol):
+    """A backend that may open sessions of several ranks. ranked: whether it does."""
+
+    ranked: bool
+
+
+@runtime_checkable
+class Writes(Protocol):
+    """A session that writes its state itself, while training goes on."""
+
+    def write(self, folder: Path) -> Writing:
+        """Begin to write a copy of the state into `folder`, which is empty; the session may go on at once.
+
+        `wait` may be called in another thread. Raises OSError if the disk refuses.
+        """
+        ...
+
+
+@runtime_checkable
+class HasRandomState(Protocol):
+    """A session with random number generators of its own."""
+
+    def random_state(self) -> dict[str, np.ndarray]:
+        """Their states, by name."""
+        ...
+
+    def set_random_state(self, states: Arrays) -> None:
+        """Take over what `random_state` gave; what is not there stays as it is."""
+        ...
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A session that knows what the time of its last step went into."""
+
+    def seconds_of_step(self) -> Mapping[str, float]:
+        """Seconds of the last step's `compute`, `communication`, `optimizer` (core/train/time_accounting.py)."""
+        ...
+
+
+@runtime_checkable
+class UsesMemory(Protocol):
+    """A session that knows how much memory it uses."""
+
+    def memory(self) -> Mapping[str, float]:
+        """Bytes: `allocated`, `reserved`, `resident`, as far as known; `peak` since the last call if it can be."""
+        ...
+
+
+@runtime_checkable
+class ShowsAttention(Protocol):
+    """A session that shows how large its attention logits are."""
+
+    def attention_logits(self, batch: Batch) -> np.ndarray:
+        """(layers,) the largest q·kᵀ/√E of each layer over what each token of `batch` may see; float64."""
+        ...
+
+
+@runtime_checkable
+class MeasuresDeterminism(Protocol):
+    """A session that can leave out what makes it deterministic, to see what that costs."""
+
+    def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
+        """Time of forward and backward pass of `batch` / time without it, several times; the state stays as it was.
+
+        batch: a micro-batch a rank. Raises NotSupported with the reason why it cannot be measured.
+        """
+        ...
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """A session whose checkpoints are of a format of its own."""
+
+    def read(self, folder: Path) -> State:
+        """The state in a checkpoint's folder; step and scalars are not in it. Raises ValueError if it is not there."""
+        ...
+
+
+@runtime_checkable
+class Restores(Protocol):
+    """A session that reads a checkpoint's tensors itself, of each what it needs."""
+
+    def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
+        """Take over the state in a checkpoint's folder (core/checkpoint/reader.py). Raises ValueError as `load`."""
+        ...
+
+
+@runtime_checkable
+class ManyPlaces(Protocol):
+    """A session whose ranks may be on several machines."""
+
+    def require_shared(self, folder: Path) -> None:
+        """Raise UserError unless all ranks see this folder and run the same code."""
+        ...

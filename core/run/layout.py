@@ -1,0 +1,26 @@
+"""Names of what lies in a run directory, and of the steps there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from lockstep.core.checkpoint.format import checkpoint_step
+
+CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records.jsonl", "parity.jsonl", "checkpoints"
+OBSERVATIONS, CAPSULES, SPIKES, SAVED = "observations", "capsules", "spikes", "checkpoints.jsonl"
+LINES = RECORDS, CHECKS, SAVED
+_OBSERVED = re.compile(r"step_(\d{6,})\.npz")
+
+
+def observation_files(folder: Path) -> dict[int, Path]:
+    """Step → file of the observations in a folder."""
+    found = ((_OBSERVED.fullmatch(path.name), path) for path in folder.glob("step_*.npz"))
+    return {int(match[1]): path for match, path in found if match}
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint or spike that is there."""
+    step = checkpoint_step(path)
+    assert step is not None
+    return step

@@ -1,0 +1,53 @@
+"""The reference as a backend of core/backend.py: opens sessions, and describes what is in force."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import flax
+import jax
+import optax
+
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.jax_backend.optim import in_words
+from lockstep.jax_backend.session import KERNELS, JaxSession, kernel_followed
+from lockstep.jax_backend.sharding import Shards
+
+# On a GPU; what has no deterministic kernel then raises.
+XLA_FLAG = "--xla_gpu_deterministic_ops=true"
+
+
+class JaxBackend:
+    """Opens `JaxSession`s."""
+
+    name = "jax"
+
+    def open(self, config: RunConfig) -> JaxSession:
+        """A session at the initial weights of `config`. Raises UserError if it asks for more devices than there are."""
+        return JaxSession(config)
+
+    def describe(self, config: RunConfig) -> Mapping[str, Any]:
+        """Versions, device and what is in force.
+
+        Raises UserError if XLA must be told to be deterministic, or has fewer devices than were asked for, or orbax,
+        which writes the checkpoints of a run, is not installed.
+        """
+        if find_spec("orbax.checkpoint") is None:
+            raise UserError("checkpoints of JAX are written by orbax: pip install orbax-checkpoint")
+        if config.deterministic and jax.default_backend() == "gpu" and XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
+            raise UserError(f"deterministic = true needs XLA_FLAGS={XLA_FLAG} in the environment before JAX starts")
+        return {
+            "backend": self.name,
+            "versions": {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__},
+            "device": jax.devices()[0].device_kind,
+            "in_force": {
+                "program": "jax.jit",
+                "attention": f"written out, rounding as {KERNELS[kernel_followed(config)]}",
+                "optimizer": in_words(config),
+                **Shards(config.parity.reference_devices).in_force(),
+            },
+        }
