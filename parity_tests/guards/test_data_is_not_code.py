@@ -380,9 +380,7 @@ DOORS: dict[str, dict[str, str]] = {
     "torch_backend/kernels/bitsandbytes_adamw.py": {"importlib.util.find_spec": "whether a library is there"},
     "torch_backend/kernels/library_heads.py": {"importlib.util.find_spec": "whether a library is there"},
     "scripts/commands/bench_peers.py": {"importlib.util.find_spec": "whether a library is there"},
-    "scripts/commands/faults.py": {"importlib.import_module": "the collection of faults, by a constant"},
     # Studies: no command opens them.
-    "scripts/studies/fuzz.py": {"importlib.import_module": "a constant"},
     "scripts/studies/incident.py": {
         "importlib.util.spec_from_file_location": "a constant",
         "importlib.util.module_from_spec": "the same",
