@@ -1,6 +1,6 @@
 """Backends by name: `module:NAME` or `FILE.py:NAME`, NAME a callable without arguments that returns a `Backend`.
 
-The name is an order to run that code. It comes from a command line, and never from a file (scripts/backends.py).
+The name is an order to run that code. It comes from a command line, and never from a file (scripts/shared/backends.py).
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ def own_inductor_cache() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
 
 
+# Modules by name, so that one command does not load the others. All are of scripts/commands.
 COMMANDS = {
     "data prepare": ("lockstep.scripts.commands.data_prepare", "text, JSON lines or parquet → token shards"),
     "train": (

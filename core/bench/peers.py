@@ -41,6 +41,7 @@ class Contender:
     only: str = ""
 
 
+# Names and no imports: scripts/shared/bench_peer.py imports each in a process of its own.
 LOCKSTEP = "lockstep.torch_backend.tools.peers.lockstep:run"
 CONTENDERS = (
     Contender("lockstep", "Lockstep", LOCKSTEP, ours=True),

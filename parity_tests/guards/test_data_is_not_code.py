@@ -363,6 +363,9 @@ DOORS: dict[str, dict[str, str]] = {
         "importlib.util.spec_from_file_location": "the same",
         "importlib.util.module_from_spec": "the same",
     },
+    "core/data/sources.py": {"importlib.util.find_spec": "whether a library is there"},
+    "jax_backend/backend.py": {"importlib.util.find_spec": "whether a library is there"},
+    "scripts/shared/needs.py": {"importlib.util.find_spec": "whether a library is there"},
     "scripts/cli.py": {"importlib.import_module": "a command, out of COMMANDS"},
     "core/parity/modes/shadow.py": {
         "pickle.loads": "a pipe of this process's own",
@@ -380,9 +383,7 @@ DOORS: dict[str, dict[str, str]] = {
     "torch_backend/kernels/bitsandbytes_adamw.py": {"importlib.util.find_spec": "whether a library is there"},
     "torch_backend/kernels/library_heads.py": {"importlib.util.find_spec": "whether a library is there"},
     "scripts/commands/bench_peers.py": {"importlib.util.find_spec": "whether a library is there"},
-    "scripts/commands/faults.py": {"importlib.import_module": "the collection of faults, by a constant"},
     # Studies: no command opens them.
-    "scripts/studies/fuzz.py": {"importlib.import_module": "a constant"},
     "scripts/studies/incident.py": {
         "importlib.util.spec_from_file_location": "a constant",
         "importlib.util.module_from_spec": "the same",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import gc
 import hashlib
-import importlib
 import json
 import math
 import sys
@@ -21,6 +20,7 @@ from lockstep.core.errors import UserError
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.backends import REFERENCE, TRAINER, on_its_device, open_named
 from lockstep.scripts.shared.failures import in_one_line
+from lockstep.scripts.shared.installation import shipped_config
 from lockstep.scripts.shared.open_data import open_data
 
 if TYPE_CHECKING:
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from lockstep.core.parity.measures.verdict import Check, Finding
     from lockstep.core.run.data import RunData
 
+QUICKSTART = shipped_config("quickstart")
 SCHEMA = 1
-# Tests are no part of what scripts import: the collection is found by name when it is asked for.
-COLLECTION = "lockstep.parity_tests.faults"
 HONEST = "the honest trainer"
 HONEST_STEPS = 3
 TOP = 3
@@ -51,7 +50,7 @@ class Faults:
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = ()
     """faults to plant; none = all that the recipe allows"""
-    config: Path = Path("configs/quickstart.toml")
+    config: Annotated[Path, tyro.conf.arg(help_behavior_hint="(default: quickstart.toml)")] = QUICKSTART
     """run file (TOML) of the trainer that they are planted in"""
     recipe: tuple[str, ...] = ("bf16/eager",)
     """precision policy / eager or compiled, one or more"""
@@ -391,15 +390,15 @@ def honest_name(fault: Any) -> str:
 
 def chosen(names: Sequence[str]) -> list[Any]:
     """The faults of these names, all of them without one. Raises UserError for a name that is not there."""
-    try:
-        collection = list(importlib.import_module(COLLECTION).FAULTS)
-    except ModuleNotFoundError as error:
-        raise UserError(f"the fault collection is not installed here ({error}): use a checkout") from error
+    # pyproject.toml allows this import of a script: the collection is all of the tests that is installed.
+    from lockstep.parity_tests.faults import FAULTS
+
+    collection = list(FAULTS)
     by_name = {fault.name: fault for fault in collection}
     for name in names:
         if name not in by_name:
             near = difflib.get_close_matches(name, by_name, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the collection is {COLLECTION}"
+            hint = f"did you mean {near[0]}?" if near else "the collection is lockstep.parity_tests.faults"
             raise UserError(f"command line: {name!r} is not a fault of the collection; {hint}")
     return [by_name[name] for name in names] if names else collection
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.core.parity.evidence.capsule import Capsule
     from lockstep.core.run.directory import RunDir
 
+# By name, as a backend of somebody's own is: only the chosen one is loaded.
 TRAINER = "lockstep.torch_backend.backend:TorchBackend"
 REFERENCE = "lockstep.jax_backend.backend:JaxBackend"
 

@@ -77,14 +77,21 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit of this checkout, with `+` if it has changes; None outside one or without git."""
+    """Return the commit of Lockstep's checkout, with `+` if it has changes; None outside one or without git.
+
+    A repository that merely surrounds an installed Lockstep, as that of a project with its environment in `.venv`,
+    does not track this file: its commit is not Lockstep's.
+    """
 
     def git(*arguments: str) -> str:
-        here = Path(__file__).resolve().parent
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["git", *arguments], cwd=here.parent, capture_output=True, text=True, timeout=10, check=True
+        )
         return done.stdout.strip()
 
+    here = Path(__file__).resolve()
     try:
+        git("ls-files", "--error-unmatch", here.name)
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -14,7 +14,6 @@ Ends 1 if a case came to what none may come to.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 import platform
 import re
@@ -34,11 +33,14 @@ import tyro
 
 from lockstep.core.config.file import settings
 from lockstep.core.files.jsonl import JsonLines, read_lines
+
+# pyproject.toml allows this study to import tests: the cases that it draws are the ones that the tests draw.
+from lockstep.parity_tests.cli.fuzz import cases
+from lockstep.parity_tests.cli.fuzz.judge import OUTCOMES, judge
+from lockstep.parity_tests.cli.fuzz.sandbox import Sandbox
 from lockstep.scripts.studies.repository import ROOT
 
 RESULTS, PAGE = ROOT / "docs/results/fuzz.jsonl", ROOT / "docs/results/fuzz.md"
-# Tests are no part of what scripts import: the cases are found by name.
-FUZZ = "lockstep.parity_tests.cli.fuzz"
 CHUNK = 500
 MEMORY = 6 << 30
 LIBRARIES = ("hypothesis", "tyro", "pydantic", "torch")
@@ -56,7 +58,7 @@ class Fuzz:
 
 def digest() -> str:
     """Of what the cases are drawn from: the settings, and how they are drawn and judged."""
-    folder = Path(str(importlib.import_module(FUZZ).__file__)).parent
+    folder = Path(cases.__file__).parent
     code = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     schema = repr([(key, field.annotation, field.metadata) for key, field in settings().items()])
     # Where a validator lies in memory is another every time.
@@ -64,18 +66,17 @@ def digest() -> str:
     return hashlib.sha256(code + schema.encode()).hexdigest()[:16]
 
 
-def run_chunk(sandbox: Any, seed: int) -> dict[str, Any]:
+def run_chunk(sandbox: Sandbox, seed: int) -> dict[str, Any]:
     """Draw a chunk's cases, run and judge each; the line that stands for them."""
-    cases, judging = importlib.import_module(f"{FUZZ}.cases"), importlib.import_module(f"{FUZZ}.judge")
     found: Counter[tuple[str, str]] = Counter()
     wrong: list[dict[str, Any]] = []
     lines: set[str] = set()
     slowest = 0.0
 
-    def take(case: Any) -> None:
+    def take(case: cases.Case) -> None:
         nonlocal slowest
         left = sandbox.run(case)
-        outcome, why = judging.judge(case, left)
+        outcome, why = judge(case, left)
         found[case.kind, outcome] += 1
         slowest = max(slowest, left.seconds)
         lines.update(left.done.err.splitlines())
@@ -105,17 +106,16 @@ def counted(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def page(lines: list[dict[str, Any]]) -> str:
     """docs/results/fuzz.md."""
-    judging = importlib.import_module(f"{FUZZ}.judge")
     counts: Counter[tuple[str, str]] = Counter()
     for line in lines:
         for kind, outcome, count in line["outcomes"]:
             counts[kind, outcome] += count
-    kinds = [kind for kind in importlib.import_module(f"{FUZZ}.cases").KINDS if any(k == kind for k, _ in counts)]
+    kinds = [kind for kind in cases.KINDS if any(k == kind for k, _ in counts)]
     total, wrong = sum(counts.values()), sum(line_count for (_, o), line_count in counts.items() if o == "WRONG")
     versions = ", ".join(f"{name} {version.split('+')[0]}" for name, version in lines[-1]["versions"].items())
     minutes = sum(line["seconds"] for line in lines) / 60
-    rows = [[kind, *(f"{counts[kind, o]:,}" for o in judging.OUTCOMES)] for kind in kinds]
-    rows.append(["**all**", *(f"**{sum(counts[k, o] for k in kinds):,}**" for o in judging.OUTCOMES)])
+    rows = [[kind, *(f"{counts[kind, o]:,}" for o in OUTCOMES)] for kind in kinds]
+    rows.append(["**all**", *(f"**{sum(counts[k, o] for k in kinds):,}**" for o in OUTCOMES)])
     messages = sum(line["messages"] for line in lines)
     return "\n".join(
         [
@@ -135,8 +135,8 @@ def page(lines: list[dict[str, Any]]) -> str:
             "",
             f"**{total:,} cases, {wrong} wrong.** {messages:,} different lines of refusal, counted by chunk.",
             "",
-            "| cases | " + " | ".join(judging.OUTCOMES) + " |",
-            "|---|" + "---|" * len(judging.OUTCOMES),
+            "| cases | " + " | ".join(OUTCOMES) + " |",
+            "|---|" + "---|" * len(OUTCOMES),
             *("| " + " | ".join(row) + " |" for row in rows),
             "",
             TEXT,
@@ -207,7 +207,7 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
         results = JsonLines(RESULTS)
         with tempfile.TemporaryDirectory(prefix="lockstep-fuzz-") as folder:
-            sandbox = importlib.import_module(f"{FUZZ}.sandbox").Sandbox(Path(folder))
+            sandbox = Sandbox(Path(folder))
             for seed in missing:
                 line = run_chunk(sandbox, seed)
                 results.append(line)

@@ -227,7 +227,7 @@ def require(config: RunConfig) -> None:
             how = f"{measured_under(recipe, missing[0])} --parts {config.loss.head}_head --device cuda"
         raise UserError(
             f"no clean runs of {what} were measured, so a check has no bounds: "
-            f"run python -m lockstep.scripts.studies.calibrate {how}, or leave the checks out"
+            f"run python -m lockstep.scripts.studies.calibrate {how} in a checkout, or leave the checks out"
         )
 
 
@@ -299,7 +299,8 @@ def _clean(recipe: str, kind: str) -> Extremes:
         return table()[measured_under(recipe, kind)][kind]
     except KeyError:
         raise UserError(
-            f"no clean runs of {recipe} ({kind}) were measured; run python -m lockstep.scripts.studies.calibrate"
+            f"no clean runs of {recipe} ({kind}) were measured; "
+            "run python -m lockstep.scripts.studies.calibrate in a checkout"
         ) from None
 
 

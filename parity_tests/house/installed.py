@@ -1,0 +1,241 @@
+"""Lockstep built, installed into a clean environment, and a project of somebody's own that uses it there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import ZipFile
+
+from lockstep.parity_tests.repository import REPO
+
+FOLDERS = ("configs", "core", "jax_backend", "lockstep", "parity_tests", "scripts", "src", "torch_backend")
+FILES = ("LICENSE", "README.md", "pyproject.toml")
+# What installs from the sources: everything else of the repository stays in it.
+SHIPPED = (
+    "configs",
+    "core",
+    "jax_backend",
+    "parity_tests/faults",
+    "scripts/__init__.py",
+    "scripts/cli.py",
+    "scripts/commands",
+    "scripts/shared",
+    "torch_backend",
+)
+OWN = ("__init__.py", "__main__.py", "py.typed")
+# These lead a process of the project to other modules than those that are installed for it.
+FORGOTTEN = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME", "VIRTUAL_ENV", "MYPYPATH")
+
+
+def run(*command: object, cwd: Path, code: int = 0) -> str:
+    """Run a command without what these tests have in their environment; return stdout and stderr in one.
+
+    Raises AssertionError with all that was printed unless the command ends with `code`.
+    """
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={name: value for name, value in os.environ.items() if name not in FORGOTTEN},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == code, f"{command} ended with {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+def pip(*words: object, cwd: Path) -> None:
+    """Run pip without an index: nothing is downloaded, and setuptools is the one of this environment."""
+    run(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *words, cwd=cwd)
+
+
+def copy_sources(to: Path) -> Path:
+    """Copy what is built from, links as links: a build leaves files beside its sources."""
+    for folder in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(REPO / folder, to / folder, symlinks=True, ignore=ignored)
+    for file in FILES:
+        shutil.copy(REPO / file, to)
+    return to
+
+
+def build_wheel(source: Path, to: Path) -> Path:
+    """Build the wheel of a source tree or of an sdist."""
+    pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", to, source, cwd=to.parent)
+    (wheel,) = to.glob("*.whl")
+    return wheel
+
+
+def build_sdist(source: Path, to: Path) -> Path:
+    """Build the sdist of a source tree, as a build front end does."""
+    program = f"from setuptools import build_meta; print(build_meta.build_sdist({str(to)!r}))"
+    run(sys.executable, "-c", program, cwd=source)
+    (sdist,) = to.glob("*.tar.gz")
+    return sdist
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """Bytes of every file of a wheel, without its dist-info."""
+    with ZipFile(wheel) as files:
+        return {name: files.read(name) for name in files.namelist() if not name.startswith("lockstep-")}
+
+
+def shipped(tree: Path) -> dict[str, bytes]:
+    """Bytes of every file that a wheel of the source tree must hold, by its place there."""
+    found = {f"lockstep/{name}": (tree / "lockstep" / name).read_bytes() for name in OWN}
+    for place in SHIPPED:
+        path = tree / place
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and "__pycache__" not in file.parts:
+                found[f"lockstep/{file.relative_to(tree).as_posix()}"] = file.read_bytes()
+    return found
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment that has this one's packages, and Lockstep only if it is installed there."""
+
+    folder: Path
+
+    @classmethod
+    def make(cls, folder: Path) -> Environment:
+        """Make one. A folder that a .pth file adds is searched, but its own .pth files are not read.
+
+        An editable install of Lockstep here is therefore not seen there.
+        """
+        venv.create(folder, symlinks=True)
+        made = cls(folder)
+        places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        (made.packages / "dependencies.pth").write_text("".join(f"{place}\n" for place in sorted(places)))
+        return made
+
+    @property
+    def packages(self) -> Path:
+        """Its site-packages."""
+        base = {"base": str(self.folder), "platbase": str(self.folder)}
+        return Path(sysconfig.get_path("purelib", "venv", base))
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.folder / "bin" / "python"
+
+    def install(self, *words: object) -> None:
+        """Install a wheel, or with `-e` a source tree."""
+        flags = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
+        pip("--python", self.python, "install", *flags, *words, cwd=self.folder)
+
+
+PROJECT = {
+    "core/__init__.py": "",
+    "core/model.py": '''
+"""The project's own model. A `core` of Lockstep's on the path would stand in its place."""
+from torch import nn
+
+OWNER = "the user"
+
+
+def make_model():
+    return nn.Linear(3, 1)
+''',
+    "scripts/__init__.py": "",
+    "scripts/note.py": """
+import os
+from pathlib import Path
+
+
+def note(text):
+    with Path(f"opened-{os.environ.get('RANK', 'alone')}.txt").open("a") as file:
+        file.write(text)
+""",
+    "parity_tests/__init__.py": "OWNER = 'the user'\n",
+    "torch_backend/__init__.py": "OWNER = 'the user'\n",
+    "my_candidate.py": """
+import parity_tests
+import torch_backend
+from core.model import OWNER
+from lockstep.torch_backend.backend import TorchBackend
+from scripts.note import note
+
+
+class Mine(TorchBackend):
+    def open(self, config):
+        assert OWNER == parity_tests.OWNER == torch_backend.OWNER
+        note(OWNER)
+        return super().open(config)
+
+    def open_rank(self, config):
+        note(OWNER)
+        return super().open_rank(config)
+""",
+    "loop.py": """
+import torch
+from core.model import make_model
+from lockstep import watch
+from lockstep.jax_backend.watch import reference
+
+
+def jax_loss(p, batch):
+    x, y = (one.astype(p["weight"].dtype) for one in batch)
+    return ((x @ p["weight"].T + p["bias"] - y) ** 2).mean()
+
+
+torch.manual_seed(0)
+model = make_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+watcher = watch(model, optimizer, reference=reference(jax_loss), every=1)
+for _ in range(2):
+    batch = torch.randn(8, 3), torch.randn(8, 1)
+    loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+    loss.backward()
+    with watcher.step(batch, loss):
+        optimizer.step()
+    optimizer.zero_grad()
+print(watcher.verdict, len(watcher.checks))
+""",
+    "mine.toml": """
+name = "mine"
+[model]
+vocab_size = 300
+hidden = 32
+layers = 1
+heads = 2
+kv_heads = 1
+ffn_hidden = 64
+[data]
+path = "data"
+source = "core"
+val_fraction = 0.2
+[train]
+steps = 2
+batch_size = 4
+micro_batch_size = 2
+sequence_length = 16
+[optim]
+warmup_steps = 1
+[compile]
+enabled = false
+[eval]
+every = 0
+""",
+}
+
+
+def write_project(folder: Path) -> Path:
+    """A project with `core`, `scripts`, `parity_tests` and `torch_backend` of its own, under git."""
+    for name, text in PROJECT.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text.lstrip())
+    # Text to train on.
+    (folder / "core/text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    git = ("git", "-c", "user.name=U", "-c", "user.email=u@example.org")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "Begin")):
+        run(*git, *words, cwd=folder)
+    return folder
