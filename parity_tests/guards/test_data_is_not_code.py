@@ -388,6 +388,7 @@ DOORS: dict[str, dict[str, str]] = {
         "importlib.util.spec_from_file_location": "a constant",
         "importlib.util.module_from_spec": "the same",
     },
+    "scripts/studies/cpu_auto.py": {"subprocess.run": "this Python"},
     "scripts/studies/large_vocabulary.py": {"subprocess.run": "this Python"},
     "scripts/studies/parity_matrix.py": {"subprocess.run": "this Python"},
     "scripts/studies/chaos_process.py": {"subprocess.Popen": "this Python"},

@@ -25,7 +25,7 @@ from lockstep.scripts.shared.needs import NEEDS, PARTS, missing
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 # Module → what it is installed by, where the names differ by more than - for _.
-INSTALLED_BY = {"orbax": "orbax-checkpoint"}
+INSTALLED_BY = {"orbax": "orbax-checkpoint", "pydantic_core": "pydantic"}
 # FlashAttention-3 is built from its repository for a machine's own CUDA; no index has it.
 NOT_ON_AN_INDEX = {"flash_attn_interface"}
 PACKAGES = ("core", "scripts", "torch_backend", "jax_backend")
@@ -183,7 +183,7 @@ def test_gpu_check_looks_for_what_its_commands_look_for(part):
 # XLA
 
 
-@pytest.mark.parametrize("module", ["lockstep.scripts.cli", "lockstep.jax_backend", "lockstep.jax_backend.tools.watch"])
+@pytest.mark.parametrize("module", ["lockstep.scripts.cli", "lockstep.jax_backend", "lockstep.jax_backend.watch"])
 @pytest.mark.parametrize(("own", "due"), [(None, "false"), ("true", "true")])
 def test_jax_leaves_the_trainer_its_memory_unless_somebody_says_otherwise(module, own, due):
     name = "XLA_PYTHON_CLIENT_PREALLOCATE"
