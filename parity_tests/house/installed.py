@@ -235,7 +235,12 @@ def write_project(folder: Path) -> Path:
         (folder / name).write_text(text.lstrip())
     # Text to train on.
     (folder / "core/text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    git = ("git", "-c", "user.name=U", "-c", "user.email=u@example.org")
+    commit_all(folder)
+    return folder
+
+
+def commit_all(folder: Path) -> None:
+    """Make a git repository of a folder, with one commit of all that it holds."""
+    git = ("git", "-c", "user.name=U", "-c", "user.email=u@example.org", "-c", "commit.gpgsign=false")
     for words in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "Begin")):
         run(*git, *words, cwd=folder)
-    return folder

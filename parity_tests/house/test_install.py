@@ -15,6 +15,7 @@ from lockstep.parity_tests.house.installed import (
     Environment,
     build_sdist,
     build_wheel,
+    commit_all,
     contents,
     copy_sources,
     run,
@@ -22,6 +23,7 @@ from lockstep.parity_tests.house.installed import (
     write_project,
 )
 from lockstep.parity_tests.repository import REPO
+from lockstep.scripts.shared import startup_banner
 
 RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -132,6 +134,18 @@ def test_torchrun_trains_with_a_backend_of_the_project(environment: Environment,
     assert about["versions"]["lockstep"] == "0.1.0"
     # The commit is the project's, whose repository the environment lies in.
     assert about["git_commit"] is None
+
+
+def test_the_commit_is_that_of_lockstep_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "startup_banner.py"
+    file.write_text("")
+    monkeypatch.setattr(startup_banner, "__file__", str(file))
+    assert startup_banner.git_commit() is None
+    commit_all(tmp_path)
+    commit = run("git", "rev-parse", "HEAD", cwd=tmp_path).strip()
+    assert startup_banner.git_commit() == commit
+    file.write_text("changed")
+    assert startup_banner.git_commit() == f"{commit}+"
 
 
 def test_a_loop_of_the_project_is_watched(environment: Environment, project: Path) -> None:
