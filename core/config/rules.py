@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from lockstep.core.components.loss_heads import LOSS_HEADS
 from lockstep.core.components.optimizers import OPTIMIZERS
 from lockstep.core.components.precision import POLICIES
 from lockstep.core.config.curriculum import problem
@@ -144,21 +145,18 @@ def _fused_can_be(fused: bool | str, name: str, policy: str) -> str | None:
 
 
 def _head_has_z_loss(head: str, z_loss: float) -> str | None:
-    if z_loss and head in ("torch", "cce"):
+    if z_loss and not LOSS_HEADS[head].z_loss:
         return f"the head of {head} knows no z-loss; take loss.head = 'chunked'"
     return None
 
 
 def _head_suits_policy(head: str, policy: str) -> str | None:
-    if head == "cce" and policy in ("fp64", "fp32", "tf32"):
-        return f"cut-cross-entropy has gradients in bf16 and FP16 alone, not under {policy}; take 'chunked'"
-    if head == "liger" and policy == "fp64":
-        return "Liger's kernel computes in FP32, and fp64 would not be what it says; take 'chunked'"
-    return None
+    why = LOSS_HEADS[head].refusal(POLICIES[policy])
+    return None if why is None else f"{why}; take 'chunked'"
 
 
 def _head_suits_program(head: str, enabled: bool, scope: str) -> str | None:
-    if head in ("liger", "cce") and enabled and scope == "model":
+    if LOSS_HEADS[head].reads_on_host and enabled and scope == "model":
         return (
             f"the head of {head} cannot be part of one compiled program (it reads values on the host); "
             "take compile.scope = 'blocks', which leaves the head out of it"

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from lockstep.core.components.choice import OneOf
+from lockstep.core.components.loss_heads import LOSS_HEADS, LossHead
 from lockstep.core.components.optimizers import OPTIMIZERS
 from lockstep.core.components.precision import POLICIES, PrecisionPolicy, Recipe
 from lockstep.core.config.curriculum import pieces
@@ -214,15 +215,10 @@ class PrecisionConfig(Section):
         return self.fp8 is not None and any(fnmatchcase(linear, pattern) for pattern in listed(self.fp8_layers))
 
 
-# Whose loss head may stand in for Lockstep's own: torch.nn.functional.linear_cross_entropy, Liger-Kernel,
-# cut-cross-entropy.
-LIBRARIES = ("torch", "liger", "cce")
-
-
 class LossConfig(Section):
     """The head: from the final norm's output to the loss."""
 
-    head: Literal["full", "chunked", "torch", "liger", "cce"] = Field(
+    head: Annotated[str, OneOf(LOSS_HEADS)] = Field(
         "chunked",
         description="whole logits at once; so many tokens' at a time, gradients made in the forward pass; or the head "
         "of torch (2.13), liger-kernel or cut-cross-entropy, without logits (docs/results/library_heads.md)",
@@ -235,9 +231,14 @@ class LossConfig(Section):
     )
 
     @property
+    def chosen(self) -> LossHead:
+        """The head itself."""
+        return LOSS_HEADS[self.head]
+
+    @property
     def of_library(self) -> bool:
         """Whether the head is a library's, which shows no logits."""
-        return self.head in LIBRARIES
+        return self.chosen.library
 
 
 class AttentionConfig(Section):

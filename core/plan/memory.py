@@ -170,7 +170,7 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
     again = block(config, z, recompute.chosen) if recompute.chosen else kept
     groups, rest = divmod(layers, recompute.every)
     # Block by block, whole logits are computed outside of any program.
-    outside = z.fused and not z.whole and config.loss.head == "full"
+    outside = z.fused and not z.whole and config.loss.chosen.whole
     top = head(replace(z, fused=False) if outside else z, config.loss, config.model.tied)
     leaves = 1.0 if later and not z.whole else 1 - 1 / shards
 
@@ -180,7 +180,7 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
     spared, final = _spared(config, z), _final_spared(config, z)
     forward += kept.forward.times(rest) + last.forward + held(normed - spared - final)
     table = float(z.stream * config.model.vocab_size * config.model.hidden)
-    backward = held(-normed) if z.casts or config.loss.head != "full" else Phase()
+    backward = held(-normed) if z.casts or not config.loss.chosen.whole else Phase()
     backward += last.backward + held(final - D)
     of_kept, of_again = (one.backward.beside(D) + held(-leaves * one.gradients) for one in (kept, again))
     backward += of_kept.times(rest) + (of_again + of_kept.times(recompute.every - 1)).times(groups)

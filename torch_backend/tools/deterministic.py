@@ -77,9 +77,8 @@ def refusal(config: RunConfig, device: str) -> str | None:
             "attention.kernel = 'fa3': builds of FlashAttention-3 have dropped its deterministic option without a "
             "word, and none tells which it is; take flash"
         )
-    if config.loss.head == "cce":
-        # cut_cross_entropy/cce_backward.py: blocks add up under locks.
-        return "loss.head = 'cce': its blocks add gradients in the order in which they come; take chunked or liger"
+    if why := config.loss.chosen.not_deterministic:
+        return f"loss.head = {config.loss.head!r}: {why}"
     return None
 
 

@@ -88,7 +88,7 @@ def _all_kept(config: RunConfig) -> RunConfig | str:
 
 
 def _full_loss(config: RunConfig) -> RunConfig | str:
-    if config.loss.head == "full":
+    if config.loss.chosen.whole:
         return "the logits are there at once already"
     return config.model_copy(update={"loss": config.loss.model_copy(update={"head": "full"})})
 

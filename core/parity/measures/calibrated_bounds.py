@@ -224,7 +224,7 @@ def require(config: RunConfig) -> None:
         what = f"{recipe} ({', '.join(missing)})" if kinds & table().get(recipe, {}).keys() else recipe
         how = recipe
         if all(map(of_library, missing)):
-            how = f"{measured_under(recipe, missing[0])} --parts {config.loss.head}_head --device cuda"
+            how = f"{measured_under(recipe, missing[0])} --parts {config.loss.chosen.stage} --device cuda"
         raise UserError(
             f"no clean runs of {what} were measured, so a check has no bounds: "
             f"run python -m lockstep.scripts.studies.calibrate {how} in a checkout, or leave the checks out"
