@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from lockstep.core.components.attention_kernels import ATTENTION_KERNELS, AttentionKernel
 from lockstep.core.components.choice import OneOf
 from lockstep.core.components.loss_heads import LOSS_HEADS, LossHead
 from lockstep.core.components.optimizers import OPTIMIZERS
@@ -244,11 +245,16 @@ class LossConfig(Section):
 class AttentionConfig(Section):
     """How attention is computed, and what a token may see."""
 
-    kernel: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "flex"] = Field(
+    kernel: Annotated[str, OneOf(ATTENTION_KERNELS)] = Field(
         "auto", description="which kernel; auto: math or flash on CPU, by length and precision; cuDNN's on CUDA"
     )
     document_mask: bool = Field(False, description="tokens see their own document only")
     reset_positions: bool = Field(False, description="positions count from 0 in each document")
+
+    @property
+    def chosen(self) -> AttentionKernel:
+        """The kernel itself, or AUTO."""
+        return ATTENTION_KERNELS[self.kernel]
 
     @property
     def needs_documents(self) -> bool:

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from lockstep.core.plan.phase import Phase, Tape
 from lockstep.core.plan.sizes import Sizes
 
-# Kernels that a mask is turned into numbers for: (B, 1, S, S) in the operand dtype, kept by every layer.
-_MASK_AS_NUMBERS = ("efficient", "cudnn", "flash", "math")
 COPIES = "weights in the operand dtype"
 
 
@@ -56,15 +54,14 @@ def kernel_saved(z: Sizes, masked: bool) -> dict[str, float]:
     (`_scaled_dot_product_attention_math`).
     """
     n, o = z.tokens, z.operand
-    mask = {"mask": float(o * n * z.length)} if masked and z.kernel in _MASK_AS_NUMBERS else {}
-    if z.kernel == "math":
+    mask = {"mask": float(o * n * z.length)} if masked and z.kernel.mask_as_numbers else {}
+    if z.kernel.written_out:
         wide = max(o, 4)
         return {"qkv": 3.0 * wide * n * z.hidden, "scores": float(wide * z.heads * z.length * n), **mask}
-    rows = 2 if z.kernel == "flex" else 1
     return {
         "qkv": 3.0 * o * n * z.hidden,
         "out": float(o * n * z.hidden),
-        "logsumexp": float((8 if o == 8 else 4) * rows * n * z.heads),
+        "logsumexp": float((8 if o == 8 else 4) * z.kernel.rows * n * z.heads),
         **mask,
     }
 
@@ -172,7 +169,7 @@ def attention(z: Sizes, masked: bool, normed_again: bool = False) -> Part:
 
 def _of_products(z: Sizes, kernel: Mapping[str, float]) -> float:
     """Bytes that the attention kernel's own products give: of `math` the scores and their product with v, in FP32."""
-    if z.kernel == "math":
+    if z.kernel.written_out:
         return kernel["scores"] + float(max(z.operand, 4) * z.tokens * z.hidden)
     return kernel["out"] + kernel["logsumexp"]
 
@@ -268,10 +265,10 @@ def _fused_attention(z: Sizes, kernel: Mapping[str, float], products: float, nor
     forward.make(projected=operand + 2 * narrow_kv)
     forward.make(**kernel)
     forward.free("projected")
-    if z.kernel == "math":
+    if z.kernel.written_out:
         forward.make(scratch=2 * kernel["scores"])
         forward.free("scratch")
-    if (z.casts and not z.autocast) or z.kernel == "math":
+    if (z.casts and not z.autocast) or z.kernel.written_out:
         # The kernel's output goes through the stream dtype: what the output projection reads is a tensor of its own.
         forward.make(**{"o.x": read})
     forward.make(o=operand)
@@ -282,7 +279,7 @@ def _fused_attention(z: Sizes, kernel: Mapping[str, float], products: float, nor
     back.make(gradients=float(z.stream * z.hidden**2))
     back.free("d_o")
     back.free_if("o.x")
-    if z.kernel == "math":
+    if z.kernel.written_out:
         back.make(scratch=2 * kernel["scores"])
         back.free("scratch")
     back.make(d_qkv=3 * operand)

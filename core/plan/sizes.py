@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.core.components.attention_kernels import (
+    ATTENTION_KERNELS,
+    AUTO,
+    AttentionKernel,
+    taken_on_cuda,
+)
 from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.plan.gpus import Gpu
-
-# Where `auto` ends up (torch_backend/attention.py): on CUDA the first kernel that takes the operands' dtype.
-_AUTO_ON_CUDA = {"fp64": "math", "fp32": "efficient", "tf32": "efficient"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Sizes:
     fp8: bool
     fused: bool
     whole: bool
-    kernel: str
+    kernel: AttentionKernel
     on_cpu: bool
     slow: bool
     logits: int
@@ -85,11 +88,10 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
     )
 
 
-def kernel_of(config: RunConfig, gpu: Gpu) -> str:
-    """The attention kernel that runs, `auto` resolved; the CPU has flash attention and the written-out one."""
+def kernel_of(config: RunConfig, gpu: Gpu) -> AttentionKernel:
+    """The attention kernel that runs, `auto` resolved; on the CPU flash attention stands in for those of CUDA alone."""
     if not gpu.cuda:
-        return "math" if settled(config, "cpu").attention.kernel == "math" else "flash"
-    name, policy = config.attention.kernel, config.precision.operand
-    if name == "auto":
-        return _AUTO_ON_CUDA.get(policy, "cudnn")
-    return name
+        chosen = settled(config, "cpu").attention.chosen
+        return ATTENTION_KERNELS["flash"] if chosen.on_cpu else chosen
+    chosen = config.attention.chosen
+    return taken_on_cuda(config.precision.operand) if chosen is AUTO else chosen

@@ -98,13 +98,13 @@ def _fp32_logits(config: RunConfig) -> RunConfig | str:
 
 
 def _math_attention(config: RunConfig) -> RunConfig | str:
-    if config.attention.kernel == "math":
+    if config.attention.chosen.written_out:
         return "attention is written out already"
     return config.model_copy(update={"attention": config.attention.model_copy(update={"kernel": "math"})})
 
 
 def _flash_attention(config: RunConfig) -> RunConfig | str:
-    if config.attention.kernel != "math":
+    if not config.attention.chosen.written_out:
         return "attention is a fused kernel's already"
     return config.model_copy(update={"attention": config.attention.model_copy(update={"kernel": "flash"})})
 
