@@ -70,7 +70,7 @@ def _by_onednn(config: RunConfig, device: torch.device) -> bool:
     if asked != "auto":
         return asked == "onednn"
     # Under bf16 the few FP32 products, the head's, stay those that bounds were measured with.
-    wide = config.precision.policy in ("fp32", "tf32")
+    wide = DTYPES[config.precision.operand] == torch.float32
     return available and wide and device.type == "cpu" and not config.compile.enabled
 
 

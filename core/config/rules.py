@@ -132,14 +132,14 @@ def _scale_is_a_power_of_two(scale: float) -> str | None:
 
 
 def _eight_bits_are_asked_for(library: str, name: str) -> str | None:
-    if library != "torchao" and name != "adamw8bit":
+    if library != OptimConfig().eight_bit and not OPTIMIZERS[name].eight_bit:
         return f"the 8-bit AdamW of {library} was chosen, but optim.name = {name!r}; take optim.name = 'adamw8bit'"
     return None
 
 
 def _fused_can_be(fused: bool | str, name: str, policy: str) -> str | None:
     # Under fp64 no moments are rounded to 8 bits: it is torch's AdamW.
-    if fused != "auto" and not OPTIMIZERS[name].fused and policy != "fp64":
+    if fused != "auto" and not OPTIMIZERS[name].fused and not POLICIES[policy].exact:
         return "8-bit AdamW has one implementation; leave optim.fused = 'auto'"
     return None
 
@@ -175,7 +175,7 @@ def _sharded_program_is_of_blocks(strategy: str, enabled: bool, scope: str, mode
 
 
 def _eight_bits_can_be_cut(strategy: str, name: str, eight_bit: str) -> str | None:
-    if strategy == "fsdp" and name == "adamw8bit" and eight_bit == "bitsandbytes":
+    if strategy == "fsdp" and OPTIMIZERS[name].eight_bit and eight_bit == "bitsandbytes":
         return "bitsandbytes' 8-bit optimizer knows no parts of tensors; take optim.eight_bit = 'torchao'"
     return None
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from lockstep.core.components.attention_kernels import ATTENTION_KERNELS, AttentionKernel
 from lockstep.core.components.choice import OneOf
 from lockstep.core.components.loss_heads import LOSS_HEADS, LossHead
-from lockstep.core.components.optimizers import OPTIMIZERS
+from lockstep.core.components.optimizers import OPTIMIZERS, Optimizer
 from lockstep.core.components.precision import POLICIES, PrecisionPolicy, Recipe
 from lockstep.core.config.curriculum import pieces
 from lockstep.core.files.paths import path_problem
@@ -168,6 +168,11 @@ class OptimConfig(Section):
         1.0, description="limit of the global gradient norm; 0 = no clipping"
     )
 
+    @property
+    def chosen(self) -> Optimizer:
+        """The optimizer itself."""
+        return OPTIMIZERS[self.name]
+
 
 class PrecisionConfig(Section):
     """Which casts the model makes (torch_backend/precision.py and its twin jax_backend/precision.py)."""
@@ -205,6 +210,11 @@ class PrecisionConfig(Section):
     def fp8(self) -> Recipe | None:
         """Which numbers share a scale in FP8: all of a tensor, or those of a row; None without FP8."""
         return self.chosen.fp8
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything is in FP64."""
+        return self.chosen.exact
 
     @property
     def couples_sequences(self) -> bool:

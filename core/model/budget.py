@@ -203,7 +203,7 @@ def floor_seconds(config: RunConfig, rates: dict[str, float], bandwidth: float) 
     None if a rate that is needed was not measured; without a rate of its own, FP8 is emulated in bf16 and TF32 is FP32.
     """
     operand, own = config.precision.operand, update_flops(config)
-    rate = rates.get(operand, rates.get("fp32") if operand == "tf32" else None)
+    rate = rates.get(operand, rates.get("fp32") if FORMATS[operand].as_read else None)
     own_rate = rates.get(config.optim.ns_dtype) if own else math.inf
     if rate is None or own_rate is None:
         return None

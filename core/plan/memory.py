@@ -8,7 +8,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lockstep.core.components.optimizers import OPTIMIZERS
 from lockstep.core.config.schema import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 from lockstep.core.model.budget import parameter_count, state_bytes
 from lockstep.core.model.families import graph_of
@@ -213,8 +212,8 @@ def optimizer_working(config: RunConfig, z: Sizes) -> float:
     """Bytes that the update holds for itself, and what the norms of a step need where they are recorded.
 
     AdamW a list operation at a time: the square root of a group's second moments (torch/optim/adam.py,
-    `_multi_tensor_adamw`). 8-bit: the largest tensor's moments, in FP32. Muon: the largest matrix, its update, in FP32
-    and in two narrow copies and a product. Norms: the weights before, and the updates.
+    `_multi_tensor_adamw`). 8-bit: the largest tensor's moments, in FP32. Otherwise what its rule holds for the largest
+    tensor. Norms: the weights before, and the updates.
     """
     model, optim = config.model, config.optim
     # One block stands for all.
@@ -224,9 +223,9 @@ def optimizer_working(config: RunConfig, z: Sizes) -> float:
     working = 0.0
     for name, parameter in parameters.items():
         size = float(z.stream * parameter.size)
-        if rules[name].bounds == "muon":
-            working = max(working, 3 * size)
-        elif not OPTIMIZERS[optim.name].fused:
+        if rules[name].working:
+            working = max(working, rules[name].working * size)
+        elif not optim.chosen.fused:
             working = max(working, 2 * size)
         elif optim.fused is False:
             times = model.layers if name.startswith("blocks.") else 1

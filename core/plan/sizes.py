@@ -82,7 +82,7 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         whole=config.compile.enabled and config.compile.backend == "inductor" and config.compile.scope == "model",
         kernel=kernel_of(config, gpu),
         on_cpu=not gpu.cuda,
-        slow=not gpu.cuda and policy == "fp16",
+        slow=not gpu.cuda and FORMATS[policy].slow_on_cpu,
         logits=operand if autocast else stream,
         autocast=autocast,
     )

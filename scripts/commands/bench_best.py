@@ -98,6 +98,7 @@ class Plan:
 
 def space(config: RunConfig, kind: str, batch: int, fp8: bool) -> Space:
     """Levers and their choices; on a CPU fewer, and nothing that takes minutes to compile."""
+    from lockstep.core.components import precision
     from lockstep.core.components.attention_kernels import ATTENTION_KERNELS
     from lockstep.core.plan.choices import POLICIES
 
@@ -134,7 +135,7 @@ def space(config: RunConfig, kind: str, batch: int, fp8: bool) -> Space:
         "head": {**heads, "whole": {"loss.head": "full"}},
     }
     if fp8:
-        names = (config.precision.policy, "fp8_tensorwise", "fp8_rowwise")
+        names = (config.precision.policy, *(name for name, policy in precision.POLICIES.items() if policy.fp8))
         found["precision"] = {name: {"precision.policy": name} for name in dict.fromkeys(names)}
     return found
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.core.backend import Arrays, Session
+from lockstep.core.components.optimizers import MUON
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.graph import Operation
 from lockstep.core.model.groups import group_settings, moment_names, update_rules
@@ -210,7 +211,7 @@ def optimizer(subject: Subject) -> Iterator[Form]:
         gradient, p = coefficient * old["grads"][name], old["params"][name]
         settings = group_settings(subject.config, groups[name])
         lr, decay = schedule * settings.lr_factor, settings.weight_decay
-        if rules[name].bounds == "muon":
+        if rules[name] is MUON:
             b = optim.momentum * old["momentum_buffer"][name] + (1 - optim.momentum) * gradient
             direction = optim.momentum * b + (1 - optim.momentum) * gradient if optim.nesterov else b
             made = 0.2 * math.sqrt(max(p.shape)) * by_singular_values(direction, optim.ns_steps)
