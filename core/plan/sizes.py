@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lockstep.core.components.attention_kernels import (
@@ -12,7 +13,8 @@ from lockstep.core.components.attention_kernels import (
 )
 from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.auto import settled
-from lockstep.core.config.schema import RunConfig
+from lockstep.core.config.schema import ModelConfig, RunConfig
+from lockstep.core.model.families import graph_of
 from lockstep.core.plan.gpus import Gpu
 
 
@@ -71,9 +73,9 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         tokens=train.micro_batch_size * train.sequence_length,
         length=train.sequence_length,
         hidden=model.hidden,
-        kv=model.kv_heads * model.head_dim,
+        kv=_width(model, "attention", "k"),
         heads=model.heads,
-        ffn=model.ffn_hidden,
+        ffn=_width(model, "gated", "up"),
         vocab=model.vocab_size,
         stream=stream,
         operand=operand,
@@ -86,6 +88,13 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         logits=operand if autocast else stream,
         autocast=autocast,
     )
+
+
+def _width(model: ModelConfig, kind: str, role: str) -> int:
+    """Numbers of a token that the first operation of a kind reads by a role; 0 without any."""
+    graph = graph_of(model.model_copy(update={"layers": 1}))
+    found = (one for one in graph.operations if one.kind == kind)
+    return next((math.prod(graph.by_tap[one.reads[role]].width) for one in found), 0)
 
 
 def kernel_of(config: RunConfig, gpu: Gpu) -> AttentionKernel:
