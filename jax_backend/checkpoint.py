@@ -60,7 +60,7 @@ def writing(state: State, folder: Path) -> WritingJax:
 def read_state(folder: Path, config: RunConfig) -> State:
     """What `read` gives, for a run of this configuration."""
     shapes = parameter_shapes(config.model)
-    dtype = np.float64 if config.precision.stream == "fp64" else np.float32
+    dtype = np.float64 if config.precision.exact else np.float32
     kinds = {PARAMS: list(shapes), **moment_names(config)}
     return read(folder, {kind: {n: np.empty(shapes[n], dtype) for n in names} for kind, names in kinds.items()})
 

@@ -110,6 +110,28 @@ RULES: dict[str, Callable[..., tuple[tuple[Array, ...], Tree]]] = {
 }
 
 
+def _adamw_in_words(config: RunConfig) -> str:
+    return "optax.scale_by_adam"
+
+
+def _adamw8bit_in_words(config: RunConfig) -> str:
+    codes = f"AdamW, moments through {config.optim.eight_bit}'s 8-bit codes"
+    return _adamw_in_words(config) if config.precision.exact else codes
+
+
+def _muon_in_words(config: RunConfig) -> str:
+    dtype = "fp64" if config.precision.exact else config.optim.ns_dtype
+    return f"Muon (Newton–Schulz in {dtype}), {_adamw_in_words(config)}"
+
+
+# Optimizer of core/components/optimizers.py → what computes it, for the table at start.
+WORDS: dict[str, Callable[[RunConfig], str]] = {
+    "adamw": _adamw_in_words,
+    "adamw8bit": _adamw8bit_in_words,
+    "muon": _muon_in_words,
+}
+
+
 def update_moments(optim: OptimConfig, grad: Array, exp_avg: Array, exp_avg_sq: Array) -> tuple[Array, Array]:
     """First and second moments after `grad` (Kingma & Ba 2015)."""
     return (
@@ -189,13 +211,7 @@ def orthogonal(x: Array, steps: int, dtype: str | None) -> Array:
 
 def in_words(config: RunConfig) -> str:
     """What `next_state` computes, for the table at start."""
-    exact = config.precision.stream == "fp64"
-    in_codes_of = f"AdamW, moments through {config.optim.eight_bit}'s 8-bit codes"
-    return {
-        "adamw": "optax.scale_by_adam",
-        "adamw8bit": "optax.scale_by_adam" if exact else in_codes_of,
-        "muon": f"Muon (Newton–Schulz in {'fp64' if exact else config.optim.ns_dtype}), optax.scale_by_adam",
-    }[config.optim.name]
+    return WORDS[config.optim.name](config)
 
 
 def global_norm(grads: Tree) -> Array:

@@ -14,19 +14,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from lockstep.core.components import precision
 from lockstep.jax_backend.kernels.float8 import Recipe, product
 from lockstep.jax_backend.kernels.formats import BF16, FP16, TF32
 from lockstep.jax_backend.policy import Policy
 
-POLICIES = {
-    "fp64": Policy("fp64", jnp.float64, None),
-    "fp32": Policy("fp32", jnp.float32, None),
-    "tf32": Policy("tf32", jnp.float32, TF32, narrow_output=False),
-    "bf16": Policy("bf16", jnp.float32, BF16),
-    "fp16": Policy("fp16", jnp.float32, FP16),
-    "fp8_tensorwise": Policy("fp8_tensorwise", jnp.float32, BF16),
-    "fp8_rowwise": Policy("fp8_rowwise", jnp.float32, BF16),
-}
+# By the name of core/components/precision.py: dtypes of streams, and formats that operands are rounded to.
+STREAMS = {"fp64": jnp.float64, "fp32": jnp.float32}
+OPERANDS = {"tf32": TF32, "bf16": BF16, "fp16": FP16}
+
+
+def _twin(policy: precision.PrecisionPolicy) -> Policy:
+    operand = OPERANDS[policy.operand] if policy.rounds else None
+    return Policy(policy.name, STREAMS[policy.stream], operand, narrow_output=not policy.on_tensor_cores)
+
+
+POLICIES = {name: _twin(policy) for name, policy in precision.POLICIES.items()}
 
 
 def linear(x: Array, weight: Array, bias: Array | None, policy: Policy, float8: Recipe | None = None) -> Array:

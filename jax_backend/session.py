@@ -417,8 +417,8 @@ def device_of(config: RunConfig) -> Literal["cpu", "cuda"]:
 
 def kernel_followed(config: RunConfig) -> Kernel:
     """Whose roundings attention follows."""
-    kernel = settled(config, device_of(config)).attention.kernel
-    return "math" if kernel == "math" else device_of(config)
+    kernel = settled(config, device_of(config)).attention.chosen
+    return "math" if kernel.written_out else device_of(config)
 
 
 def summed(terms: Terms) -> Tree:

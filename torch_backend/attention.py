@@ -22,11 +22,20 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from lockstep.core.components.attention_kernels import (
+    ANY_WIDTH,
+    ATTENTION_KERNELS,
+    AUTO,
+    HOPPER,
+    AttentionKernel,
+)
 from lockstep.core.config.schema import AttentionConfig, RunConfig
 from lockstep.core.errors import UserError
+from lockstep.torch_backend.precision import DTYPES
 
 Mask = Tensor | BlockMask  # (B, 1, S, S) bool, or FlexAttention's blocks
 
+# Those of torch's call, by the name of core/components/attention_kernels.py, in the order in which it would take them.
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -34,9 +43,6 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 LOW = (torch.bfloat16, torch.float16)
-SINGLE = (*LOW, torch.float32)
-# What each takes on CUDA; `math` takes everything.
-DTYPES = {"cudnn": LOW, "flash": LOW, "fa3": LOW, "efficient": SINGLE, "flex": SINGLE}
 FA3 = "flash_attn_interface"
 
 
@@ -63,9 +69,14 @@ class Kernel:
     name: str = "auto"
     deterministic: bool = False
 
+    @property
+    def chosen(self) -> AttentionKernel:
+        """What is known of it."""
+        return ATTENTION_KERNELS[self.name]
+
     def mask(self, documents_BS: Tensor) -> Mask:
         """What keeps documents apart, in the form that the kernel takes."""
-        return document_blocks(documents_BS) if self.name == "flex" else document_mask(documents_BS)
+        return document_blocks(documents_BS) if self.chosen.mask == "blocks" else document_mask(documents_BS)
 
     def __call__(self, q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: Mask | None = None) -> Tensor:
         """softmax(q·kᵀ/√E + mask)·v → (B, H, S, E); without a mask, every query sees what does not come after it.
@@ -85,10 +96,11 @@ class Kernel:
 
     def backends(self, device: str, dtype: torch.dtype) -> list[SDPBackend]:
         """The kernels of torch's call that may run, best first; none: its own choice."""
-        if self.name in BACKENDS and (device == "cpu" or dtype in DTYPES.get(self.name, (dtype,))):
+        if self.name in BACKENDS and (device == "cpu" or dtype in dtypes(self.chosen)):
             return [BACKENDS[self.name]]
         # torch would pass over cuDNN's without a word.
-        ordered = [backend for name, backend in BACKENDS.items() if not (self.deterministic and name == "cudnn")]
+        varies = {name for name in BACKENDS if self.deterministic and ATTENTION_KERNELS[name].not_deterministic}
+        ordered = [backend for name, backend in BACKENDS.items() if name not in varies]
         return [] if device == "cpu" else ordered
 
 
@@ -150,105 +162,92 @@ class Machine:
         )
 
 
-# Head dims on CUDA: a multiple of the first, at least the second, at most the third.
-HEAD_DIMS = {"cudnn": (8, 8, 128), "flash": (8, 8, 256), "fa3": (8, 8, 256), "flex": (1, 16, 256)}
-NAMES = {
-    "cudnn": "cuDNN's attention",
-    "flash": "flash attention",
-    "efficient": "memory-efficient attention",
-    "fa3": "FlashAttention-3",
-    "flex": "FlexAttention",
-}
-
-
 def check_kernel(config: RunConfig, device: torch.device) -> None:
     """Raise UserError, in one line, if the kernel that was asked for cannot run this model on this device."""
-    dtype = OPERANDS[config.precision.operand]
+    dtype = DTYPES[config.precision.operand]
     if why := refusal(config.attention, config.model.head_dim, dtype, Machine.of(device)):
         raise UserError(f"attention.kernel = {config.attention.kernel!r} cannot run: {why}")
 
 
-OPERANDS = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+def dtypes(kernel: AttentionKernel) -> list[torch.dtype]:
+    """What a kernel takes on CUDA."""
+    return list(dict.fromkeys(DTYPES[operand] for operand in kernel.operands))
 
 
 def refusal(attention: AttentionConfig, head_dim: int, dtype: torch.dtype, machine: Machine) -> str | None:
     """Why the kernel cannot run with heads of this width and operands of this dtype, and what can; None if it can."""
-    name = attention.kernel
-    if name in ("auto", "math"):
+    kernel = attention.chosen
+    every = [one for one in ATTENTION_KERNELS.values() if one is not AUTO]
+    if kernel is AUTO:
         return None
     if machine.device == "cpu":
-        return _refusal_on_cpu(name)
-    others = _named([n for n in ("cudnn", "efficient", "math", "flex") if n != name])
-    if dtype not in DTYPES[name]:
-        takes = _named([str(d).removeprefix("torch.") for d in DTYPES[name]])
-        fitting = _named([n for n in ("flex", "efficient") if dtype in DTYPES[n]] + ["math"])
-        return f"{NAMES[name]} takes {takes}, and precision.policy makes operands {_short(dtype)}; use {fitting}"
-    if missing := _missing(name, machine):
-        return f"{missing}; use {others} or auto"
-    if attention.document_mask and name in ("flash", "fa3"):
+        here = _named(["auto", *(one.name for one in every if not one.on_cpu)])
+        return f"{kernel.title} {kernel.on_cpu}; use {here}" if kernel.on_cpu else None
+    masked = [one for one in every if one.mask is not None]
+    if dtype not in dtypes(kernel):
+        takes = _named([_short(d) for d in dtypes(kernel)])
+        # Fused ones first.
+        fitting = [
+            one.name for one in sorted(masked, key=lambda one: (one.written_out, one.of_call)) if dtype in dtypes(one)
+        ]
         return (
-            f"{NAMES[name]} takes no mask, and attention.document_mask asks for one; use flex, or cudnn, efficient or "
-            "math with a dense one"
+            f"{kernel.title} takes {takes}, and precision.policy makes operands {_short(dtype)}; use {_named(fitting)}"
         )
-    return _refusal_of_width(name, head_dim, dtype, machine)
+    if missing := _missing(kernel, machine):
+        return f"{missing}; use {_named([one.name for one in masked if one is not kernel])} or auto"
+    if attention.document_mask and kernel.mask is None:
+        blocks, dense = (_named([one.name for one in masked if one.mask == form]) for form in ("blocks", "dense"))
+        return (
+            f"{kernel.title} takes no mask, and attention.document_mask asks for one; use {blocks}, or {dense} with a "
+            "dense one"
+        )
+    return _refusal_of_width(kernel, head_dim, dtype, machine)
 
 
-def _refusal_on_cpu(name: str) -> str | None:
-    if name == "flash":
-        return None
-    why = "has no backward pass on the CPU" if name == "flex" else "runs on CUDA alone, and this run is on the CPU"
-    return f"{NAMES[name]} {why}; use auto, flash or math"
-
-
-def _missing(name: str, machine: Machine) -> str | None:
+def _missing(kernel: AttentionKernel, machine: Machine) -> str | None:
     major, minor = machine.capability
-    if name == "fa3" and not machine.fa3:
-        return f"FlashAttention-3 is not installed (no module {FA3})"
-    if name == "fa3" and major != 9:
-        return f"FlashAttention-3 is for Hopper (compute capability 9.0), and this device has {major}.{minor}"
-    if name == "cudnn" and not machine.cudnn:
-        return "torch finds no cuDNN here"
-    if name in ("cudnn", "flash") and major < 8:
-        return f"{NAMES[name]} needs compute capability 8.0 (Ampere), and this device has {major}.{minor}"
-    if name == "flex" and not machine.triton:
-        return "FlexAttention is generated by Triton, which is not installed"
+    there = {
+        "": "",
+        "cudnn": "" if machine.cudnn else "torch finds no cuDNN here",
+        "triton": "" if machine.triton else f"{kernel.title} is generated by Triton, which is not installed",
+        "fa3": "" if machine.fa3 else f"{kernel.title} is not installed (no module {FA3})",
+    }
+    if lacking := there[kernel.needs]:
+        return lacking
+    if kernel.only_hopper and major != HOPPER[0]:
+        return f"{kernel.title} is for Hopper (compute capability 9.0), and this device has {major}.{minor}"
+    if machine.capability < kernel.capability:
+        least = ".".join(map(str, kernel.capability))
+        return f"{kernel.title} needs compute capability {least} (Ampere), and this device has {major}.{minor}"
     return None
 
 
-def _refusal_of_width(name: str, head_dim: int, dtype: torch.dtype, machine: Machine) -> str | None:
-    # Memory-efficient attention reads 16 bytes at a time.
-    multiple, least, most = HEAD_DIMS.get(name, (16 // dtype.itemsize, 1, 1 << 30))
-    if name == "cudnn" and machine.capability >= (9, 0):
-        most = 256
+def _refusal_of_width(kernel: AttentionKernel, head_dim: int, dtype: torch.dtype, machine: Machine) -> str | None:
+    multiple, least, most = kernel.widths
+    multiple = max(multiple, kernel.bytes_at_a_time // dtype.itemsize)
+    if kernel.widest_on_hopper and machine.capability >= HOPPER:
+        most = kernel.widest_on_hopper
     if head_dim % multiple == 0 and least <= head_dim <= most:
         return None
     bounds = [f"a multiple of {multiple}"] if multiple > 1 else []
     bounds += [f"at least {least}"] if least > multiple else []
-    bounds += [f"at most {most}"] if most < 1 << 30 else []
+    bounds += [f"at most {most}"] if most < ANY_WIDTH[2] else []
     return (
-        f"{NAMES[name]} needs a head dimension that is {' and '.join(bounds)}, and model.hidden / model.heads = "
+        f"{kernel.title} needs a head dimension that is {' and '.join(bounds)}, and model.hidden / model.heads = "
         f"{head_dim}; use math or auto"
     )
 
 
 def in_force(attention: AttentionConfig, device: torch.device, deterministic: bool = False) -> str:
     """The kernel, and what is done about documents, in words."""
-    name = attention.kernel
-    first = ", flash kernel where it can run" if deterministic else ", cuDNN's kernel where it can run"
-    call = {
-        "auto": "scaled_dot_product_attention" + ("" if device.type == "cpu" else first),
-        "flex": "flex_attention",
-        "fa3": f"{FA3} (FlashAttention-3)",
-    }.get(name, f"scaled_dot_product_attention, {name} kernel")
+    kernel = attention.chosen
+    call = kernel.words or f"scaled_dot_product_attention, {kernel.name} kernel"
+    if kernel is AUTO:
+        first = "flash kernel" if deterministic else "cuDNN's kernel"
+        call = "scaled_dot_product_attention" + ("" if device.type == "cpu" else f", {first} where it can run")
     words = [call]
     if attention.document_mask:
-        words.append(f"documents kept apart by {'blocks' if name == 'flex' else 'a dense mask'}")
+        words.append(f"documents kept apart by {'blocks' if kernel.mask == 'blocks' else 'a dense mask'}")
     if attention.reset_positions:
         words.append("positions from 0 in each document")
     return "; ".join(words)

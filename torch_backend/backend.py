@@ -10,7 +10,7 @@ import torch
 
 from lockstep.core.backend import Session
 from lockstep.core.config.auto import settled
-from lockstep.core.config.schema import LossConfig, RunConfig
+from lockstep.core.config.schema import RunConfig
 from lockstep.torch_backend.attention import check_kernel, in_force
 from lockstep.torch_backend.device import resolve_device
 from lockstep.torch_backend.kernels.bitsandbytes_adamw import check_bitsandbytes
@@ -85,23 +85,10 @@ class TorchBackend:
                 "program": compiled,
                 **products_in_force(config, device),
                 "attention": in_force(config.attention, device, config.deterministic),
-                "loss head": loss_in_force(config.loss),
+                "loss head": config.loss.chosen.in_force(config.loss.chunk, config.loss.z_loss),
                 "recomputed": recompute_in_force(config.recompute),
                 "optimizer": in_words(config),
                 **ranks_in_force(config, device.type),
                 **ranges_in_force(config, device),
             },
         }
-
-
-def loss_in_force(loss: LossConfig) -> str:
-    """How the head is computed, for the table at start."""
-    chunks = f"chunks of {loss.chunk:,} tokens"
-    how = {
-        "full": "whole logits, FP32 logits",
-        "chunked": f"{chunks}, gradients in the forward pass, FP32 logits",
-        "torch": f"torch's linear_cross_entropy, {chunks}",
-        "liger": "Liger-Kernel's fused linear cross-entropy, FP32 sums",
-        "cce": "cut-cross-entropy without its filter",
-    }[loss.head]
-    return how + (f", z-loss {loss.z_loss:g}" if loss.z_loss else "")

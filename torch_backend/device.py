@@ -15,7 +15,8 @@ def resolve_device(config: RunConfig) -> torch.device:
             "device = 'cuda' was asked for, but torch sees no CUDA device here; use device = 'cpu' or 'auto'"
         )
     if config.device == "cpu" or not torch.cuda.is_available():
-        if config.precision.policy == "tf32":
-            raise UserError("precision.policy = 'tf32' is a format of CUDA's tensor cores; on the CPU use fp32")
+        if config.precision.chosen.on_tensor_cores:
+            asked = config.precision.policy
+            raise UserError(f"precision.policy = {asked!r} is a format of CUDA's tensor cores; on the CPU use fp32")
         return torch.device("cpu")
     return torch.device("cuda")

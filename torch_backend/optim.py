@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ def build_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -
                     "weight_decay": settings.weight_decay,
                 }
             )
-    return BUILDERS[config.optim.name](config, groups)
+    return BUILDERS[config.optim.name].build(config, groups)
 
 
 def _muon(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
@@ -91,18 +92,46 @@ def _adamw(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
 
 def _adamw8bit(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
     # Under the fp64 policy nothing is rounded to 8 bits.
-    if config.precision.stream == "fp64":
+    if config.precision.exact:
         return adamw(config.optim, groups)
     if config.optim.eight_bit == "bitsandbytes":
         return bitsandbytes_adamw(config.optim, groups)
     return eight_bit_adamw(config, groups)
 
 
+def _adamw_in_words(config: RunConfig) -> str:
+    return f"AdamW ({'fused' if is_fused(config.optim) else 'foreach'})"
+
+
+def _muon_in_words(config: RunConfig) -> str:
+    dtype = "fp64" if config.precision.exact else config.optim.ns_dtype
+    return f"Muon (Newton–Schulz in {dtype}) for matrices, {_adamw_in_words(config)} for the rest"
+
+
+def _adamw8bit_in_words(config: RunConfig) -> str:
+    if config.precision.exact:
+        return f"{_adamw_in_words(config)}: fp64 rounds no moments to 8 bits"
+    from importlib.metadata import version
+
+    library = config.optim.eight_bit
+    number = ".".join(version(library).split("+")[0].split(".")[:2])
+    compiled = library == "torchao" and step_is_compiled(config)
+    return f"AdamW 8-bit ({library} {number}{', compiled' if compiled else ''})"
+
+
+@dataclass(frozen=True)
+class Builder:
+    """build: the run's optimizer over torch's parameter groups. words: what it is, for the table at start."""
+
+    build: Callable[[RunConfig, list[Group]], torch.optim.Optimizer]
+    words: Callable[[RunConfig], str]
+
+
 # By the name of core/components/optimizers.py.
-BUILDERS: dict[str, Callable[[RunConfig, list[Group]], torch.optim.Optimizer]] = {
-    "adamw": _adamw,
-    "adamw8bit": _adamw8bit,
-    "muon": _muon,
+BUILDERS: dict[str, Builder] = {
+    "adamw": Builder(_adamw, _adamw_in_words),
+    "adamw8bit": Builder(_adamw8bit, _adamw8bit_in_words),
+    "muon": Builder(_muon, _muon_in_words),
 }
 
 
@@ -230,20 +259,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def in_words(config: RunConfig) -> str:
     """What `build_optimizer` builds, for the table at start."""
-    plain = f"AdamW ({'fused' if is_fused(config.optim) else 'foreach'})"
-    if config.optim.name == "muon":
-        dtype = "fp64" if config.precision.stream == "fp64" else config.optim.ns_dtype
-        return f"Muon (Newton–Schulz in {dtype}) for matrices, {plain} for the rest"
-    if config.optim.name == "adamw8bit":
-        if config.precision.stream == "fp64":
-            return f"{plain}: fp64 rounds no moments to 8 bits"
-        from importlib.metadata import version
-
-        library = config.optim.eight_bit
-        number = ".".join(version(library).split("+")[0].split(".")[:2])
-        compiled = library == "torchao" and step_is_compiled(config)
-        return f"AdamW 8-bit ({library} {number}{', compiled' if compiled else ''})"
-    return plain
+    return BUILDERS[config.optim.name].words(config)
 
 
 def global_norm(grads: Iterable[Tensor]) -> Tensor:

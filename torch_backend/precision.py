@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.core.components import precision
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 
@@ -38,15 +39,17 @@ class Policy:
     onednn: bool = False
 
 
-# TF32 is what CUDA makes of FP32 operands (torch_backend/switches.py sets it). FP8 is the business of single layers.
+# By the name of core/components/precision.py. TF32 is what CUDA makes of FP32 operands (torch_backend/switches.py sets
+# it). FP8 is the business of single layers.
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 POLICIES = {
-    "fp64": Policy("fp64", torch.float64, torch.float64),
-    "fp32": Policy("fp32", torch.float32, torch.float32),
-    "tf32": Policy("tf32", torch.float32, torch.float32),
-    "bf16": Policy("bf16", torch.float32, torch.bfloat16),
-    "fp16": Policy("fp16", torch.float32, torch.float16),
-    "fp8_tensorwise": Policy("fp8_tensorwise", torch.float32, torch.bfloat16),
-    "fp8_rowwise": Policy("fp8_rowwise", torch.float32, torch.bfloat16),
+    name: Policy(name, DTYPES[policy.stream], DTYPES[policy.operand]) for name, policy in precision.POLICIES.items()
 }
 
 
@@ -67,7 +70,7 @@ def _by_onednn(config: RunConfig, device: torch.device) -> bool:
     if asked != "auto":
         return asked == "onednn"
     # Under bf16 the few FP32 products, the head's, stay those that bounds were measured with.
-    wide = config.precision.policy in ("fp32", "tf32")
+    wide = DTYPES[config.precision.operand] == torch.float32
     return available and wide and device.type == "cpu" and not config.compile.enabled
 
 

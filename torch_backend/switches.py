@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lockstep.core.components.precision import POLICIES
 from lockstep.core.errors import UserError
 
 Values = dict[str, Any]
@@ -53,7 +54,7 @@ class Switches:
 
     def __init__(self, policy: str, device: torch.device) -> None:
         self.policy, self._device = policy, device
-        products = "tf32" if policy == "tf32" else "ieee"
+        products = "tf32" if POLICIES[policy].on_tensor_cores else "ieee"
         cublas = "torch.backends.cuda.matmul."
         self.declared: Values = {
             f"{cublas}fp32_precision": products,
@@ -93,7 +94,7 @@ class Switches:
         """Set all of them. Raises UserError if one does not take its value, or the environment overrides it."""
         global _last
         check_environment(self.policy, self._device)
-        tf32, cuda, cudnn = self.policy == "tf32", BACKENDS.cuda, BACKENDS.cudnn
+        tf32, cuda, cudnn = POLICIES[self.policy].on_tensor_cores, BACKENDS.cuda, BACKENDS.cudnn
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         cudnn.allow_tf32 = tf32
         for operation in (cudnn.conv, cudnn.rnn):
@@ -137,6 +138,6 @@ def check_environment(policy: str, device: torch.device) -> None:
                 f"'{policy}' declares; unset it"
             )
     found = os.environ.get(NVIDIA, "")
-    if device.type == "cuda" and found and (found != "0" or policy == "tf32"):
+    if device.type == "cuda" and found and (found != "0" or POLICIES[policy].on_tensor_cores):
         what = "forbids TF32" if found == "0" else "may allow TF32"
         raise UserError(f"{NVIDIA}={found} {what}, and precision.policy = '{policy}' declares otherwise; unset it")

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.core.components.optimizers import ADAMW
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 
@@ -77,7 +78,7 @@ def taking_part(row: str, device: str, contenders: Sequence[Contender] = CONTEND
 def check_comparable(config: RunConfig) -> None:
     """Raise UserError for a run whose step the peers do not know."""
     unknown = {
-        f"optim.name = {config.optim.name!r}": config.optim.name != "adamw",
+        f"optim.name = {config.optim.name!r}": config.optim.chosen.rules != (ADAMW,),
         f"loss.z_loss = {config.loss.z_loss:g}": config.loss.z_loss != 0,
         "attention.document_mask": config.attention.document_mask,
         "attention.reset_positions": config.attention.reset_positions,
@@ -98,7 +99,7 @@ def bound(config: RunConfig, step: int) -> float:
     """
     model, train = config.model, config.train
     roundoff = ROUNDOFF[config.precision.policy]
-    if config.precision.policy == "fp32":
+    if config.precision.chosen.in_fp32:
         terms = float(max(model.vocab_size, model.ffn_hidden, train.micro_batch_size * train.sequence_length))
     else:
         terms = 12.0 * model.layers / (train.batch_size * train.sequence_length)

@@ -56,6 +56,8 @@ class UpdateRule:
     variant: kind of a moment, or `update`, → its name under that prefix.
     rounded: those that the rule itself rounds to a narrower format than the stream's, by that name.
     flops:   of its matrix products in one update.
+    working: what an update of a parameter holds for itself, in copies of the parameter in the stream dtype.
+    no_twin_on_cuda: why the reference does not round as it does on CUDA, and what has a twin; empty where it does.
     """
 
     name: str
@@ -67,18 +69,31 @@ class UpdateRule:
     variant: Callable[[str, Settings], str] = _like_the_rule
     rounded: tuple[str, ...] = ()
     flops: Callable[[Shape, Settings], float] = _no_flops
+    working: float = 0.0
+    no_twin_on_cuda: str = ""
 
 
 MOMENTS, OF_ADAM, _EIGHT_BITS = ("exp_avg", "exp_avg_sq"), ("beta1", "beta2", "eps"), 1 + 4 / BLOCK
 ADAMW = UpdateRule("adamw", "AdamW", MOMENTS, OF_ADAM)
 # A library rounds in an order of its own also where a tensor's moments stay in FP32.
 TORCHAO = UpdateRule("adamw_torchao", "AdamW", MOMENTS, OF_ADAM)
-BITSANDBYTES = UpdateRule("adamw_bitsandbytes", "AdamW", MOMENTS, OF_ADAM)
+_OTHER_ON_CUDA = (
+    "the reference rounds as bitsandbytes' CPU kernel does, and CUDA's rounds otherwise: leave the checks out, or take "
+    "optim.eight_bit = 'torchao'"
+)
+BITSANDBYTES = UpdateRule("adamw_bitsandbytes", "AdamW", MOMENTS, OF_ADAM, no_twin_on_cuda=_OTHER_ON_CUDA)
 TORCHAO_8BIT = UpdateRule(
     "adamw8bit_torchao", "AdamW, 8-bit", MOMENTS, OF_ADAM, _EIGHT_BITS, "adamw8bit", rounded=MOMENTS
 )
 BITSANDBYTES_8BIT = UpdateRule(
-    "adamw8bit_bitsandbytes", "AdamW, 8-bit", MOMENTS, OF_ADAM, _EIGHT_BITS, "adamw8bit_bnb", rounded=MOMENTS
+    "adamw8bit_bitsandbytes",
+    "AdamW, 8-bit",
+    MOMENTS,
+    OF_ADAM,
+    _EIGHT_BITS,
+    "adamw8bit_bnb",
+    rounded=MOMENTS,
+    no_twin_on_cuda=_OTHER_ON_CUDA,
 )
 
 
@@ -101,6 +116,8 @@ MUON = UpdateRule(
     variant=_by_dtype,
     rounded=("update",),
     flops=_newton_schulz,
+    # Its update, in FP32 and in two narrow copies and a product.
+    working=3.0,
 )
 
 
@@ -110,7 +127,7 @@ class Optimizer:
 
     rules: all that it has. rule: that of a parameter under these settings. exact: the same under the fp64 policy,
     where nothing is rounded to a narrower format; None: `rule`. fused: its AdamW has a one-kernel step and one of list
-    operations (`optim.fused`).
+    operations (`optim.fused`). eight_bit: it is the one of the library that `optim.eight_bit` names.
     """
 
     name: str
@@ -118,6 +135,7 @@ class Optimizer:
     rule: Callable[[Parameter, Settings], UpdateRule]
     exact: Callable[[Parameter, Settings], UpdateRule] | None = None
     fused: bool = True
+    eight_bit: bool = False
 
 
 def _adamw(parameter: Parameter, settings: Settings) -> UpdateRule:
@@ -145,7 +163,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
     for found in (
         Optimizer("adamw", (ADAMW,), _adamw),
         Optimizer(
-            "adamw8bit", (TORCHAO_8BIT, BITSANDBYTES_8BIT, TORCHAO, BITSANDBYTES), _eight_bit, exact=_adamw, fused=False
+            "adamw8bit",
+            (TORCHAO_8BIT, BITSANDBYTES_8BIT, TORCHAO, BITSANDBYTES),
+            _eight_bit,
+            exact=_adamw,
+            fused=False,
+            eight_bit=True,
         ),
         Optimizer("muon", (MUON, ADAMW), _muon),
     )

@@ -13,11 +13,17 @@ Recipe = Literal["tensorwise", "rowwise"]
 
 @dataclass(frozen=True)
 class Format:
-    """A floating-point format. bytes: of a stored number. roundoff: half the distance from 1 to the next number."""
+    """A floating-point format.
+
+    bytes: of a stored number. roundoff: half the distance from 1 to the next number. as_read: CUDA's tensor cores read
+    so much of stored FP32 numbers; the CPU has no such format. slow_on_cpu: the CPU makes its products in FP32.
+    """
 
     name: str
     bytes: int
     roundoff: float
+    as_read: bool = False
+    slow_on_cpu: bool = False
 
 
 FORMATS: dict[str, Format] = {
@@ -25,10 +31,10 @@ FORMATS: dict[str, Format] = {
     for found in (
         Format("fp64", 8, 2.0**-53),
         Format("fp32", 4, 2.0**-24),
-        # Stored as FP32; the tensor cores read 10 of its fraction's bits.
-        Format("tf32", 4, 2.0**-11),
+        # The tensor cores read 10 of its fraction's bits.
+        Format("tf32", 4, 2.0**-11, as_read=True),
         Format("bf16", 2, 2.0**-8),
-        Format("fp16", 2, 2.0**-11),
+        Format("fp16", 2, 2.0**-11, slow_on_cpu=True),
         Format("fp8", 1, 2.0**-4),
     )
 }
@@ -55,6 +61,21 @@ class PrecisionPolicy:
     def rounds(self) -> bool:
         """Whether operands are rounded to a narrower format than the stream's."""
         return self.operand != self.stream
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything is in FP64: nothing is rounded to a narrower format, by an optimizer neither."""
+        return FORMATS[self.stream].bytes == FORMATS["fp64"].bytes
+
+    @property
+    def in_fp32(self) -> bool:
+        """Whether everything is in FP32."""
+        return not self.rounds and not self.exact
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Whether CUDA's tensor cores alone know its operands' format."""
+        return FORMATS[self.operand].as_read
 
 
 POLICIES: dict[str, PrecisionPolicy] = {

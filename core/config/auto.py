@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.core.components.optimizers import OPTIMIZERS
+from lockstep.core.components.attention_kernels import AUTO
 from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.schema import RunConfig, Section
 
@@ -51,8 +51,8 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
         return config
     chosen = on_cpu(config) if chosen is None else chosen
     changes: dict[str, Section] = {}
-    if config.attention.kernel == "auto":
+    if config.attention.chosen is AUTO:
         changes["attention"] = config.attention.model_copy(update={"kernel": chosen["attention.kernel"]})
-    if config.optim.fused == "auto" and (OPTIMIZERS[config.optim.name].fused or config.precision.stream == "fp64"):
+    if config.optim.fused == "auto" and (config.optim.chosen.fused or config.precision.exact):
         changes["optim"] = config.optim.model_copy(update={"fused": chosen["optim.fused"]})
     return config.model_copy(update=changes) if changes else config

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from lockstep.core.components.loss_heads import LOSS_HEADS
 from lockstep.core.components.optimizers import OPTIMIZERS
 from lockstep.core.components.precision import POLICIES
 from lockstep.core.config.curriculum import problem
@@ -131,34 +132,31 @@ def _scale_is_a_power_of_two(scale: float) -> str | None:
 
 
 def _eight_bits_are_asked_for(library: str, name: str) -> str | None:
-    if library != "torchao" and name != "adamw8bit":
+    if library != OptimConfig().eight_bit and not OPTIMIZERS[name].eight_bit:
         return f"the 8-bit AdamW of {library} was chosen, but optim.name = {name!r}; take optim.name = 'adamw8bit'"
     return None
 
 
 def _fused_can_be(fused: bool | str, name: str, policy: str) -> str | None:
     # Under fp64 no moments are rounded to 8 bits: it is torch's AdamW.
-    if fused != "auto" and not OPTIMIZERS[name].fused and policy != "fp64":
+    if fused != "auto" and not OPTIMIZERS[name].fused and not POLICIES[policy].exact:
         return "8-bit AdamW has one implementation; leave optim.fused = 'auto'"
     return None
 
 
 def _head_has_z_loss(head: str, z_loss: float) -> str | None:
-    if z_loss and head in ("torch", "cce"):
+    if z_loss and not LOSS_HEADS[head].z_loss:
         return f"the head of {head} knows no z-loss; take loss.head = 'chunked'"
     return None
 
 
 def _head_suits_policy(head: str, policy: str) -> str | None:
-    if head == "cce" and policy in ("fp64", "fp32", "tf32"):
-        return f"cut-cross-entropy has gradients in bf16 and FP16 alone, not under {policy}; take 'chunked'"
-    if head == "liger" and policy == "fp64":
-        return "Liger's kernel computes in FP32, and fp64 would not be what it says; take 'chunked'"
-    return None
+    why = LOSS_HEADS[head].refusal(POLICIES[policy])
+    return None if why is None else f"{why}; take 'chunked'"
 
 
 def _head_suits_program(head: str, enabled: bool, scope: str) -> str | None:
-    if head in ("liger", "cce") and enabled and scope == "model":
+    if LOSS_HEADS[head].reads_on_host and enabled and scope == "model":
         return (
             f"the head of {head} cannot be part of one compiled program (it reads values on the host); "
             "take compile.scope = 'blocks', which leaves the head out of it"
@@ -177,7 +175,7 @@ def _sharded_program_is_of_blocks(strategy: str, enabled: bool, scope: str, mode
 
 
 def _eight_bits_can_be_cut(strategy: str, name: str, eight_bit: str) -> str | None:
-    if strategy == "fsdp" and name == "adamw8bit" and eight_bit == "bitsandbytes":
+    if strategy == "fsdp" and OPTIMIZERS[name].eight_bit and eight_bit == "bitsandbytes":
         return "bitsandbytes' 8-bit optimizer knows no parts of tensors; take optim.eight_bit = 'torchao'"
     return None
 

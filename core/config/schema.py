@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 
 from lockstep.core.config.rules import broken_rules
 from lockstep.core.config.sections import (
-    LIBRARIES,
     PARTS,
     AttentionConfig,
     CheckpointConfig,
@@ -37,7 +36,6 @@ from lockstep.core.config.sections import (
 )
 
 __all__ = [
-    "LIBRARIES",
     "PARTS",
     "AttentionConfig",
     "CheckpointConfig",

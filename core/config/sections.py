@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from lockstep.core.components.attention_kernels import ATTENTION_KERNELS, AttentionKernel
 from lockstep.core.components.choice import OneOf
-from lockstep.core.components.optimizers import OPTIMIZERS
+from lockstep.core.components.loss_heads import LOSS_HEADS, LossHead
+from lockstep.core.components.optimizers import OPTIMIZERS, Optimizer
 from lockstep.core.components.precision import POLICIES, PrecisionPolicy, Recipe
 from lockstep.core.config.curriculum import pieces
 from lockstep.core.files.paths import path_problem
@@ -166,6 +168,11 @@ class OptimConfig(Section):
         1.0, description="limit of the global gradient norm; 0 = no clipping"
     )
 
+    @property
+    def chosen(self) -> Optimizer:
+        """The optimizer itself."""
+        return OPTIMIZERS[self.name]
+
 
 class PrecisionConfig(Section):
     """Which casts the model makes (torch_backend/precision.py and its twin jax_backend/precision.py)."""
@@ -205,6 +212,11 @@ class PrecisionConfig(Section):
         return self.chosen.fp8
 
     @property
+    def exact(self) -> bool:
+        """Whether everything is in FP64."""
+        return self.chosen.exact
+
+    @property
     def couples_sequences(self) -> bool:
         """Whether what becomes of a sequence depends on the others of its micro-batch: FP8's scales are theirs too."""
         return self.fp8 is not None
@@ -214,15 +226,10 @@ class PrecisionConfig(Section):
         return self.fp8 is not None and any(fnmatchcase(linear, pattern) for pattern in listed(self.fp8_layers))
 
 
-# Whose loss head may stand in for Lockstep's own: torch.nn.functional.linear_cross_entropy, Liger-Kernel,
-# cut-cross-entropy.
-LIBRARIES = ("torch", "liger", "cce")
-
-
 class LossConfig(Section):
     """The head: from the final norm's output to the loss."""
 
-    head: Literal["full", "chunked", "torch", "liger", "cce"] = Field(
+    head: Annotated[str, OneOf(LOSS_HEADS)] = Field(
         "chunked",
         description="whole logits at once; so many tokens' at a time, gradients made in the forward pass; or the head "
         "of torch (2.13), liger-kernel or cut-cross-entropy, without logits (docs/results/library_heads.md)",
@@ -235,19 +242,29 @@ class LossConfig(Section):
     )
 
     @property
+    def chosen(self) -> LossHead:
+        """The head itself."""
+        return LOSS_HEADS[self.head]
+
+    @property
     def of_library(self) -> bool:
         """Whether the head is a library's, which shows no logits."""
-        return self.head in LIBRARIES
+        return self.chosen.library
 
 
 class AttentionConfig(Section):
     """How attention is computed, and what a token may see."""
 
-    kernel: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "flex"] = Field(
+    kernel: Annotated[str, OneOf(ATTENTION_KERNELS)] = Field(
         "auto", description="which kernel; auto: math or flash on CPU, by length and precision; cuDNN's on CUDA"
     )
     document_mask: bool = Field(False, description="tokens see their own document only")
     reset_positions: bool = Field(False, description="positions count from 0 in each document")
+
+    @property
+    def chosen(self) -> AttentionKernel:
+        """The kernel itself, or AUTO."""
+        return ATTENTION_KERNELS[self.kernel]
 
     @property
     def needs_documents(self) -> bool:

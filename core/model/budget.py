@@ -19,9 +19,6 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "NVIDIA H100 PCIe": {"fp8": 1513e12, "bf16": 756e12, "tf32": 378e12, "fp32": 51.2e12, "fp64": 51.2e12},
     "NVIDIA H200": _SXM,
 }
-# Attention kernels whose output is computed again even where `recompute.keep_products` keeps what products gave: they
-# are no operators that torch_backend/kernels/recompute.py could name.
-_NEVER_KEPT = ("flex", "fa3")
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -79,7 +76,7 @@ def recomputed_flops_per_token(config: RunConfig) -> dict[str, float] | None:
         return None
     again = [one for one in computed_again(config) if one.flops_at(length)]
     linears = 0.0 if recompute.keep_products else sum(one.flops_at(0) for one in again)
-    repeats = not recompute.keep_products or config.attention.kernel in _NEVER_KEPT
+    repeats = not recompute.keep_products or not config.attention.chosen.kept
     attention = sum(_of_scores(one, length) for one in again) if repeats else 0.0
     blocks = config.model.layers // recompute.every
     return {
@@ -206,7 +203,7 @@ def floor_seconds(config: RunConfig, rates: dict[str, float], bandwidth: float) 
     None if a rate that is needed was not measured; without a rate of its own, FP8 is emulated in bf16 and TF32 is FP32.
     """
     operand, own = config.precision.operand, update_flops(config)
-    rate = rates.get(operand, rates.get("fp32") if operand == "tf32" else None)
+    rate = rates.get(operand, rates.get("fp32") if FORMATS[operand].as_read else None)
     own_rate = rates.get(config.optim.ns_dtype) if own else math.inf
     if rate is None or own_rate is None:
         return None

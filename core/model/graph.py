@@ -61,24 +61,30 @@ class Kind:
 
     rounds_operands: its products round their operands to the policy's operand format. in_fp8: it is a linear layer
     whose product may be computed in FP8. stands_for: the tap after which its edges are named, instead of its own.
+    saves: what its derivative needs, by role of an input, or OUTPUT; None: all that it reads.
     """
 
     name: str
     rounds_operands: bool = False
     in_fp8: bool = False
     stands_for: str = ""
+    saves: tuple[str, ...] | None = None
 
+
+# Among `Kind.saves`: what the operation writes.
+OUTPUT = "output"
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind("embedding"),
+        Kind("embedding", saves=()),
         Kind("norm"),
         Kind("linear", rounds_operands=True, in_fp8=True),
-        Kind("rope"),
+        # Linear in what they read: the derivative needs none of it.
+        Kind("rope", saves=()),
         Kind("attention", rounds_operands=True),
         Kind("gated"),
-        Kind("sum"),
+        Kind("sum", saves=()),
         Kind("logits", rounds_operands=True),
         Kind("nll"),
         Kind("library_head", rounds_operands=True, stands_for="logits"),

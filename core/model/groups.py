@@ -48,7 +48,7 @@ def group_settings(config: RunConfig, group: str) -> GroupSettings:
 
 def update_rules(config: RunConfig) -> Mapping[str, UpdateRule]:
     """The rule by which each parameter moves, by canonical name in canonical order."""
-    return _rules(config.model, config.optim, config.precision.stream == "fp64")
+    return _rules(config.model, config.optim, config.precision.exact)
 
 
 @lru_cache(maxsize=32)

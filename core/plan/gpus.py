@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.core.components.attention_kernels import ATTENTION_KERNELS
 from lockstep.core.errors import UserError
 from lockstep.core.model.budget import PEAK_FLOPS
 
@@ -54,15 +55,13 @@ class Gpu:
 _MAMF = "achievable products: S. Bekman, Machine Learning Engineering, MAMF table"
 _HOPPER = {"bf16": 0.803, "fp16": 0.803, "fp8": 0.709}
 _AMPERE = {"bf16": 0.869, "fp16": 0.869}
-# Attention: FlashAttention-2 reaches 35 % of an H100, FlashAttention-3 up to 75 % forward at long sequences (Shah et
-# al. 2024, arXiv 2407.08608); over forward and backward pass at 2048 tokens, causal, its figures 5 and 6 are near half.
-# cuDNN's is of its kind; the others are taken as FlashAttention-2 or below. Written out, it is products at their own
-# share over all S positions, twice what causal attention counts; its traffic is counted as memory.
-_HOPPER_ATTENTION = {"flash": 0.35, "efficient": 0.25, "cudnn": 0.5, "fa3": 0.5, "flex": 0.35, "math": 0.4}
-# FlashAttention-2 reaches 50 to 73 % of an A100 (Dao 2023, arXiv 2307.08691).
-_AMPERE_ATTENTION = {"flash": 0.55, "efficient": 0.4, "cudnn": 0.55, "flex": 0.45, "math": 0.43}
 _A100 = {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12, "fp64": 19.5e12}
 _H100, _PCIE = PEAK_FLOPS["NVIDIA H100 80GB HBM3"], PEAK_FLOPS["NVIDIA H100 PCIe"]
+
+
+def _attention(architecture: str) -> dict[str, float]:
+    kernels = ATTENTION_KERNELS.values()
+    return {kernel.name: kernel.reaches[architecture] for kernel in kernels if architecture in kernel.reaches}
 
 
 def _with_fp16(peaks: Mapping[str, float]) -> dict[str, float]:
@@ -80,7 +79,7 @@ _KNOWN = (
         450e9,
         _with_fp16(_H100),
         _HOPPER,
-        _HOPPER_ATTENTION,
+        _attention("hopper"),
         3.0,
         ("NVIDIA H100 datasheet: 80 GB, 3.35 TB/s, NVLink 900 GB/s both ways, 989 TFLOPS bf16 dense", _MAMF),
     ),
@@ -92,7 +91,7 @@ _KNOWN = (
         64e9,
         _with_fp16(_PCIE),
         _HOPPER,
-        _HOPPER_ATTENTION,
+        _attention("hopper"),
         2.5,
         ("NVIDIA H100 PCIe product brief: 80 GB, 2.0 TB/s, PCIe 5 128 GB/s both ways, 756 TFLOPS bf16 dense", _MAMF),
     ),
@@ -104,7 +103,7 @@ _KNOWN = (
         450e9,
         _with_fp16(_H100),
         _HOPPER,
-        _HOPPER_ATTENTION,
+        _attention("hopper"),
         4.0,
         ("NVIDIA H200 datasheet: 141 GB, 4.8 TB/s, NVLink 900 GB/s both ways, products as the H100 SXM", _MAMF),
     ),
@@ -116,7 +115,7 @@ _KNOWN = (
         300e9,
         _A100,
         _AMPERE,
-        _AMPERE_ATTENTION,
+        _attention("ampere"),
         1.8,
         ("NVIDIA A100 datasheet: 80 GB, 2,039 GB/s, NVLink 600 GB/s both ways, 312 TFLOPS bf16 dense", _MAMF),
     ),

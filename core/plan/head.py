@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lockstep.core.components.loss_heads import LossHead
 from lockstep.core.config.schema import LossConfig
 from lockstep.core.plan.phase import Phase, Tape
 from lockstep.core.plan.sizes import Sizes
@@ -37,13 +38,15 @@ class Head:
 
 def head(z: Sizes, loss: LossConfig, tied: bool) -> Head:
     """The head of a run, from the final norm's output, (n, D) in the stream dtype, which is the caller's."""
-    if loss.head == "full":
+    chosen = loss.chosen
+    rows = chosen.rows(z.tokens, z.hidden, z.vocab, loss.chunk)
+    if chosen.library:
+        return _of_library(z, chosen, rows)
+    if chosen.whole:
         if z.fused:
             return _full_fused(z, tied)
         return _functional(z) if z.autocast else _full(z)
-    if loss.head == "chunked":
-        return _in_chunks(z, min(loss.chunk, z.tokens), math.ceil(z.tokens / loss.chunk))
-    return _of_library(z, loss)
+    return _in_chunks(z, rows, math.ceil(z.tokens / rows))
 
 
 def _full(z: Sizes) -> Head:
@@ -235,26 +238,17 @@ def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int) -> None:
     forward.free_if("before", "copies", "grad", "logits")
 
 
-# Tokens whose logits a library's kernel has at a time, for n tokens.
-def _library_rows(z: Sizes, loss: LossConfig) -> int:
-    if loss.head == "liger":
-        # liger_kernel/ops/fused_linear_cross_entropy.py: as much of the logits as the hidden states take.
-        pieces = math.ceil(z.vocab / z.hidden)
-        return min(z.tokens, 1 << max(0, math.ceil(math.log2(max(1, math.ceil(z.tokens / pieces))))))
-    return min(loss.chunk, z.tokens) if loss.head == "torch" else 0
-
-
-def _of_library(z: Sizes, loss: LossConfig) -> Head:
-    """A library's: gradients in the operand dtype (liger: the weight's summed in FP32), logits of some rows."""
+def _of_library(z: Sizes, chosen: LossHead, rows: int) -> Head:
+    """A library's: gradients in the operand dtype, or the weight's summed in FP32; logits of so many rows."""
     n, V = z.tokens, z.vocab
     D, operand = float(z.stream * n * z.hidden), float(z.operand * n * z.hidden)
     weight = float(z.stream * V * z.hidden)
-    narrow = float((4 if loss.head == "liger" else z.operand) * V * z.hidden)
-    logits = float(z.operand * _library_rows(z, loss) * V)
+    narrow = float((4 if chosen.wide_sums else z.operand) * V * z.hidden)
+    logits = float(z.operand * rows * V)
     forward = Tape()
     forward.make(x=operand, w=float(z.operand * V * z.hidden) if z.casts else 0.0)
-    forward.make(logits=logits, softmax=4.0 * _library_rows(z, loss) * V)
-    made_in_forward = loss.head != "cce"
+    forward.make(logits=logits, softmax=4.0 * rows * V)
+    made_in_forward = not chosen.late_gradients
     forward.make(g_x=operand if made_in_forward else 0.0, g_weight=narrow if made_in_forward else 0.0)
     forward.free("logits", "softmax")
     forward.make(losses=8.0 * n)

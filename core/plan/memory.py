@@ -1,22 +1,23 @@
-"""Memory of a training step by component, and its peak: the parts of core/plan/parts.py put in the step's order."""
+"""Memory of a training step by component, and its peak: the operations of the graph in the step's order.
+
+core/plan/parts.py has what they keep and make, core/plan/head.py the same of the head.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lockstep.core.components.optimizers import OPTIMIZERS
 from lockstep.core.config.schema import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 from lockstep.core.model.budget import parameter_count, state_bytes
 from lockstep.core.model.families import graph_of
+from lockstep.core.model.graph import Graph, Operation
 from lockstep.core.model.groups import update_rules
-from lockstep.core.model.names import parameter_shapes
 from lockstep.core.plan.gpus import Gpu
 from lockstep.core.plan.head import head
-from lockstep.core.plan.parts import Part, attention, mlp, norm
+from lockstep.core.plan.parts import Link, Part, parts_of
 from lockstep.core.plan.phase import Phase, held
 from lockstep.core.plan.sizes import Sizes, sizes_of
 
@@ -25,6 +26,8 @@ from lockstep.core.plan.sizes import Sizes, sizes_of
 CONTEXT, NCCL = 0.6e9, 0.4e9
 # What the caching allocator holds beyond the peak of what is allocated, as blocks do not fit together: an assumption.
 RESERVE = 0.04
+# What sums into the residual stream write, under this name among activations.
+INPUTS = "block inputs"
 
 
 @dataclass(frozen=True)
@@ -78,40 +81,48 @@ class Block:
 def block(config: RunConfig, z: Sizes, chosen: AbstractSet[str]) -> Block:
     """One block of which these parts are computed again. Its input is there before, its output after it."""
     keep, D = config.recompute.keep_products, _residual(z)
-    norms_again = "norms" in chosen
-    first, second = norm(z), norm(z)
-    mixing = attention(z, config.attention.document_mask, norms_again)
-    wide = mlp(z, norms_again, bool(chosen & {"mlp", "block"}))
-    if norms_again:
-        first, second = _again(first, keep, 0.0), _again(second, keep, 0.0)
-    products = first.products + mixing.products + wide.products
-    if "attention" in chosen:
-        mixing = _again(mixing, keep, mixing.entry)
-    if "mlp" in chosen:
-        wide = _again(wide, keep, wide.entry)
-    # Eager, the normed input and the mixed output live on as Python's names in `Block.forward`.
-    names = held(0.0 if z.fused else D)
-    forward = first.forward + names + mixing.forward + names + held(D) + second.forward + wide.forward
-    forward += held(-2 * names.net)
+    graph = _one_block(config)
+    links = parts_of(z, graph, graph.block(), config.attention.document_mask, chosen)
+    products = sum(link.plan.products for link in links if link.plan)
+    links = [_chosen_again(link, keep, chosen) for link in links]
+    # Up to the last sum but one, that is before the last half, what each part gives lives on as one of Python's names
+    # in `Block.forward`, where the program is eager.
+    sums = [number for number, link in enumerate(links) if link.plan is None]
+    last_half = sums[-2] if len(sums) > 1 else -1
     # The gradient that passes by each half is the caller's.
     # What each half gives is in its own phase. On the CPU, Inductor keeps tensors of FP32 of rotations and norms for
     # the next block, more where a block is computed again; these stand for them.
     given = (2 if "block" in chosen else 1) * D if z.fused and z.on_cpu else 0.0
-    backward = wide.backward.beside(given) + second.backward.beside(D) + held(-D)
-    backward += mixing.backward.beside(given) + first.backward.beside(D) + wide.waiting
-    anew = first.forward + names + mixing.forward + names + held(D) + second.forward + (wide.again or wide.forward)
-    saved = {
-        "norms": _sum(first.saved) + _sum(second.saved),
-        "attention": _sum(mixing.saved),
-        "mlp": _sum(wide.saved),
-        "block inputs": 2 * D,
-    }
-    gradients = z.stream * _numbers(config, "blocks.0.")
+    forward, anew, backward, waiting, names = Phase(), Phase(), Phase(), Phase(), 0.0
+    saved: dict[str, float] = {}
+    for number, link in enumerate(links):
+        if link.plan is None:
+            saved[INPUTS] = saved.get(INPUTS, 0.0) + D
+            # The last sum is the caller's.
+            if number != sums[-1]:
+                forward, anew, backward = forward + held(D), anew + held(D), held(-D) + backward
+            continue
+        name = held(0.0 if z.fused or number > last_half else D)
+        names += name.net
+        forward, anew = forward + link.plan.forward + name, anew + (link.plan.again or link.plan.forward) + name
+        backward = link.plan.backward.beside(D if link.name == "norms" else given) + backward
+        waiting = link.plan.waiting + waiting
+        saved[link.name] = saved.get(link.name, 0.0) + _sum(link.plan.saved)
+    forward, anew, backward = forward + held(-names), anew + held(-names), backward + waiting
+    saved[INPUTS] = saved.pop(INPUTS, 0.0)
+    gradients = z.stream * _numbers(graph.block())
     if "block" in chosen:
-        again = _again(Part({}, forward, backward, products, again=anew + held(-2 * names.net)), keep, 0.0)
+        again = _again(Part({}, forward, backward, products, again=anew), keep, 0.0)
         forward, backward = again.forward, again.backward
-        saved = {"block inputs": D, "kept products": again.saved["products"]}
+        saved = {INPUTS: D, "kept products": again.saved["products"]}
     return Block(forward + held(D), backward + held(-D), saved, gradients)
+
+
+def _chosen_again(link: Link, keep: bool, chosen: AbstractSet[str]) -> Link:
+    """The part as it is, or computed again if it is among the chosen ones."""
+    if link.plan is None or link.name not in chosen - {"block"}:
+        return link
+    return Link(link.name, _again(link.plan, keep, link.plan.entry))
 
 
 def _again(part: Part, keep: bool, entry: float) -> Part:
@@ -134,10 +145,21 @@ def _residual(z: Sizes) -> float:
     return float(z.stream * z.tokens * z.hidden)
 
 
-def _numbers(config: RunConfig, prefix: str) -> int:
+def _one_block(config: RunConfig) -> Graph:
     # One block stands for all: models of thousands are planned as quickly.
-    shapes = parameter_shapes(config.model.model_copy(update={"layers": 1}))
-    return sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(prefix))
+    return graph_of(config.model.model_copy(update={"layers": 1}))
+
+
+def _numbers(operations: Sequence[Operation]) -> int:
+    """Of the operations' parameters together."""
+    return sum({p.name: p.size for one in operations for p in one.parameters.values()}.values())
+
+
+def _outside(graph: Graph) -> tuple[list[Operation], list[Operation]]:
+    """The operations before the blocks and after them, but for the look-up and the head, which have their own rules."""
+    places = [number for number, one in enumerate(graph.operations) if one.layer is not None]
+    plain = [one for one in graph.operations[: places[0]] if one.part != "embedding"]
+    return plain, [one for one in graph.operations[places[-1] + 1 :] if one.part != "head"]
 
 
 @dataclass(frozen=True)
@@ -163,43 +185,62 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
     compiled one hands all of them over at its end. shards: of a block's gradients one in so many stays on this device.
     """
     recompute, layers = config.recompute, config.model.layers
-    D, last = _residual(z), norm(z)
-    if "norms" in recompute.chosen:
-        last = _again(last, recompute.keep_products, 0.0)
+    D, graph = _residual(z), _one_block(config)
+    table_numbers = _numbers([one for one in graph.operations if one.part == "embedding"])
+    before, after = (
+        [
+            _chosen_again(link, recompute.keep_products, recompute.chosen)
+            for link in parts_of(z, graph, operations, config.attention.document_mask, recompute.chosen)
+        ]
+        for operations in _outside(graph)
+    )
     kept = block(config, z, frozenset())
     again = block(config, z, recompute.chosen) if recompute.chosen else kept
     groups, rest = divmod(layers, recompute.every)
     # Block by block, whole logits are computed outside of any program.
-    outside = z.fused and not z.whole and config.loss.head == "full"
+    outside = z.fused and not z.whole and config.loss.chosen.whole
     top = head(replace(z, fused=False) if outside else z, config.loss, config.model.tied)
     leaves = 1.0 if later and not z.whole else 1 - 1 / shards
 
-    forward = held(D) + (kept.forward.times(recompute.every - 1) + again.forward).times(groups)
+    forward = held(D) + _forward(before) + (kept.forward.times(recompute.every - 1) + again.forward).times(groups)
     # The final norm's output is the head's input; in one program it is never there but as the head keeps it.
     normed = 0.0 if z.whole else D
     spared, final = _spared(config, z), _final_spared(config, z)
-    forward += kept.forward.times(rest) + last.forward + held(normed - spared - final)
-    table = float(z.stream * config.model.vocab_size * config.model.hidden)
-    backward = held(-normed) if z.casts or config.loss.head != "full" else Phase()
-    backward += last.backward + held(final - D)
+    forward += kept.forward.times(rest) + _forward(after) + held(normed - spared - final)
+    table = float(z.stream * table_numbers)
+    backward = held(-normed) if z.casts or not config.loss.chosen.whole else Phase()
+    backward += _backward(after) + held(final - D)
     of_kept, of_again = (one.backward.beside(D) + held(-leaves * one.gradients) for one in (kept, again))
     backward += of_kept.times(rest) + (of_again + of_kept.times(recompute.every - 1)).times(groups)
+    backward += _backward(before)
     # The look-up's gradient, a table of its own; a tied head's is added to it.
     backward += held(table) + top.late + held(-table if config.model.tied else 0.0) + held(-D)
     backward += held(spared)
-    backward += held(-leaves * z.stream * _numbers(config, "embed.") * (1 if config.model.tied else 2))
+    backward += held(-leaves * z.stream * table_numbers * (1 if config.model.tied else 2))
     # Tokens, for the look-up's gradient; the tables in the stream dtype, once for all blocks.
     saved: dict[str, float] = {"embedding": 8.0 * z.tokens}
     for one, count in ((again, groups), (kept, layers - groups)):
         for name, size in one.saved.items():
             saved[name] = saved.get(name, 0.0) + count * size
-    saved["norms"] = saved.get("norms", 0.0) + _sum(last.saved)
-    saved["block inputs"] += D
-    if not z.fused and not recompute.chosen & {"attention", "block"}:
-        saved["attention"] += float(z.stream * z.length * config.model.head_dim)
-    saved["block inputs"] -= spared + final
+    for link in (*before, *after):
+        if link.plan:
+            saved[link.name] = saved.get(link.name, 0.0) + _sum(link.plan.saved)
+    saved[INPUTS] += D
+    rotated = {one.part for one in graph.block() if one.kind == "rope"}
+    if not z.fused and not recompute.chosen & {*rotated, "block"}:
+        for name in rotated:
+            saved[name] += float(z.stream * z.length * config.model.head_dim)
+    saved[INPUTS] -= spared + final
     saved["head and loss"] = _sum(top.saved)
     return Passes(forward, top.forward + top.backward, backward, saved, top.logits)
+
+
+def _forward(links: Sequence[Link]) -> Phase:
+    return sum((link.plan.forward for link in links if link.plan), Phase())
+
+
+def _backward(links: Sequence[Link]) -> Phase:
+    return sum((link.plan.backward for link in reversed(links) if link.plan), Phase())
 
 
 @lru_cache(maxsize=16)
@@ -213,8 +254,8 @@ def optimizer_working(config: RunConfig, z: Sizes) -> float:
     """Bytes that the update holds for itself, and what the norms of a step need where they are recorded.
 
     AdamW a list operation at a time: the square root of a group's second moments (torch/optim/adam.py,
-    `_multi_tensor_adamw`). 8-bit: the largest tensor's moments, in FP32. Muon: the largest matrix, its update, in FP32
-    and in two narrow copies and a product. Norms: the weights before, and the updates.
+    `_multi_tensor_adamw`). 8-bit: the largest tensor's moments, in FP32. Otherwise what its rule holds for the largest
+    tensor. Norms: the weights before, and the updates.
     """
     model, optim = config.model, config.optim
     # One block stands for all.
@@ -224,9 +265,9 @@ def optimizer_working(config: RunConfig, z: Sizes) -> float:
     working = 0.0
     for name, parameter in parameters.items():
         size = float(z.stream * parameter.size)
-        if rules[name].bounds == "muon":
-            working = max(working, 3 * size)
-        elif not OPTIMIZERS[optim.name].fused:
+        if rules[name].working:
+            working = max(working, rules[name].working * size)
+        elif not optim.chosen.fused:
             working = max(working, 2 * size)
         elif optim.fused is False:
             times = model.layers if name.startswith("blocks.") else 1
@@ -283,7 +324,8 @@ def memory(config: RunConfig, gpu: Gpu, *, sharded: bool | None = None, autocast
         state["communication buckets"] = weights
     gathered = 0.0
     if sharded:
-        gathered = 2.0 * z.stream * max(_numbers(config, "blocks.0."), _numbers(config, "embed."))
+        graph = _one_block(config)
+        gathered = 2.0 * z.stream * max(_numbers(graph.block()), _numbers(graph.operations[:1]))
     of_one = passes(config, z, shards=left)
     candidates = {"first micro-batch": of_one.whole.peak}
     if config.train.accumulation > 1:

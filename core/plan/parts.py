@@ -1,7 +1,10 @@
-"""What each part of a block keeps for the backward pass, and the memory that its two passes go through.
+"""What operations keep for the backward pass, and the memory that their two passes go through.
 
-Read beside torch_backend/model.py, line by line. A capital is a tensor's bytes: D (n, hidden), K (n, width of keys), F
-(n, feed-forward), n tokens of the micro-batch.
+`parts_of` goes through operations of the graph. Llama's attention and SwiGLU have a formula each, in which their
+operations share tensors; any other operation is planned by its kind alone (`by_kind`), whatever the family.
+
+The formulas are read beside torch_backend/model.py, line by line. A capital is a tensor's bytes: D (n, hidden), K (n,
+width of keys), F (n, feed-forward), n tokens of the micro-batch.
 
 **Eager**: autograd keeps what each operation's derivative needs (torch, tools/autograd/derivatives.yaml): inputs of a
 product in the operand dtype, a copy of its weight in it, both factors of a product of numbers, silu's input; products
@@ -17,14 +20,16 @@ torch_backend/tools/plan.py counts both for real; parity_tests/plan holds these 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import groupby
 
+from lockstep.core.model.graph import KINDS, OUTPUT, Graph, Operation
 from lockstep.core.plan.phase import Phase, Tape
 from lockstep.core.plan.sizes import Sizes
 
-# Kernels that a mask is turned into numbers for: (B, 1, S, S) in the operand dtype, kept by every layer.
-_MASK_AS_NUMBERS = ("efficient", "cudnn", "flash", "math")
 COPIES = "weights in the operand dtype"
 
 
@@ -47,6 +52,131 @@ class Part:
     waiting: Phase = field(default_factory=Phase)
 
 
+@dataclass(frozen=True)
+class Link:
+    """Operations in a row that are computed again together, or a sum into the residual stream.
+
+    name: of their part, by which what they save is listed. plan: None of a sum.
+    """
+
+    name: str
+    plan: Part | None
+
+
+def parts_of(
+    z: Sizes, graph: Graph, operations: Sequence[Operation], masked: bool, chosen: AbstractSet[str] = frozenset()
+) -> list[Link]:
+    """Operations of the graph in their order, by part. chosen: the parts that are computed again."""
+    found = []
+    for name, group in groupby(operations, key=lambda one: (one.part, one.kind == "sum")):
+        members = list(group)
+        if name[1]:
+            found += [Link(name[0], None)] * len(members)
+        else:
+            found.append(Link(name[0], _together(_plans(z, graph, members, masked, chosen))))
+    return found
+
+
+def _plans(
+    z: Sizes, graph: Graph, members: Sequence[Operation], masked: bool, chosen: AbstractSet[str]
+) -> Iterator[Part]:
+    """What is planned of operations in a row: a formula at the first of those that it covers, else one by one."""
+    again = "norms" in chosen
+    covered: dict[str, tuple[str, Part]] = {}
+    for one in members:
+        if one.kind == "attention" and (taps := _around_attention(graph, members, one)):
+            covered |= dict.fromkeys(taps, (one.tap, attention(z, masked, again)))
+        if one.kind == "gated" and (taps := _around_gated(graph, members, one)):
+            covered |= dict.fromkeys(taps, (one.tap, mlp(z, again, bool(chosen & {"mlp", "block"}))))
+    # Tensors of the stream that a formula keeps where nothing is cast; an operation that reads them keeps them as well.
+    there = {tap for one in members if one.tap in covered for tap in one.reads.values()}
+    done = set()
+    for one in members:
+        anchor, plan = covered.get(one.tap, (one.tap, None))
+        if plan is None:
+            yield norm(z, one) if one.kind == "norm" else by_kind(z, graph, one, masked, there)
+        elif anchor not in done:
+            yield plan
+        done.add(anchor)
+
+
+def _around_attention(graph: Graph, members: Sequence[Operation], one: Operation) -> list[str]:
+    """The taps that `attention` covers: projections, rotations, the kernel and its output's projection; or none."""
+    rotated = [graph.by_tap[one.reads[role]] for role in ("q", "k")]
+    made = [graph.by_tap[x.reads["x"]] for x in rotated if x.kind == "rope"] + [graph.by_tap[one.reads["v"]]]
+    made += [reader for reader in members if reader.kind == "linear" and one.tap in reader.reads.values()]
+    whole = len(made) == 4 and all(x.kind == "linear" and x in members for x in made)
+    return [x.tap for x in (*made, *rotated, one)] if whole else []
+
+
+def _around_gated(graph: Graph, members: Sequence[Operation], one: Operation) -> list[str]:
+    """The taps that `mlp` covers: the products before and after, and what is between them; or none."""
+    made = [graph.by_tap[tap] for tap in one.reads.values()]
+    made += [reader for reader in members if reader.kind == "linear" and one.tap in reader.reads.values()]
+    whole = len(made) == 3 and all(x.kind == "linear" and x in members for x in made)
+    return [x.tap for x in (*made, one)] if whole else []
+
+
+def _together(plans: Iterable[Part]) -> Part:
+    """Several in a row as one, which is computed again from what the first one reads."""
+    first, *others = plans
+    for after in others:
+        saved = {**first.saved}
+        for name, size in after.saved.items():
+            saved[name] = saved.get(name, 0.0) + size
+        again = None
+        if first.again or after.again:
+            again = (first.again or first.forward) + (after.again or after.forward)
+        first = Part(
+            saved,
+            first.forward + after.forward,
+            after.backward + first.backward,
+            first.products + after.products,
+            max(first.entry, after.entry),
+            again,
+            after.waiting + first.waiting,
+        )
+    return first
+
+
+def by_kind(z: Sizes, graph: Graph, one: Operation, masked: bool, there: set[str]) -> Part:
+    """One operation by its kind: it keeps what its derivative needs (`Kind.saves`), and makes what it writes.
+
+    A kind with products keeps operands in the operand dtype, and a copy of its weight where that is another one; others
+    keep tensors of the stream, which a fused program makes again. there: taps of the stream that are kept already; what
+    is kept here is added.
+    """
+    kind, n = KINDS[one.kind], z.tokens
+    products = kind.rounds_operands
+    width = {role: math.prod(graph.by_tap[tap].width) for role, tap in one.reads.items()}
+    out = math.prod(one.width)
+    kept: dict[str, float] = {}
+    for role in tuple(one.reads) if kind.saves is None else kind.saves:
+        tap = one.tap if role == OUTPUT else one.reads[role]
+        numbers = n * (out if role == OUTPUT else width[role])
+        if products and z.casts:
+            kept[f"{one.tap}.{role}"] = 0.0 if z.fused and z.fp8 else float(z.read * numbers)
+        elif tap not in there and (products or not z.fused or role == OUTPUT):
+            there.add(tap)
+            kept[f"{one.tap}.{role}"] = float(z.stream * numbers)
+    if one.kind == "attention":
+        kept = {f"{one.tap}.{name}": size for name, size in kernel_saved(z, masked).items()}
+    weights = sum(parameter.size for parameter in one.parameters.values())
+    if products and weights:
+        kept[f"{one.tap}.weight"] = _copies(z, weights) if z.casts else 0.0
+    made = float((z.operand if z.fused and products else z.stream) * n * out)
+    forward = Tape()
+    forward.make(**kept)
+    forward.make(out=made)
+    forward.free("out")
+    back = Tape(forward.there)
+    back.make(**{f"d_{role}": float(z.stream * n * numbers) for role, numbers in width.items()})
+    back.make(gradients=float(z.stream * weights))
+    back.free(*(f"d_{role}" for role in width), *kept)
+    entry = 0.0 if z.fused else float(z.stream * n * sum(width.values()))
+    return Part(forward.there, forward.phase, back.phase, float(z.operand * n * out) if products else 0.0, entry)
+
+
 def kernel_saved(z: Sizes, masked: bool) -> dict[str, float]:
     """Bytes that the attention kernel itself keeps of a micro-batch, one layer.
 
@@ -56,23 +186,23 @@ def kernel_saved(z: Sizes, masked: bool) -> dict[str, float]:
     (`_scaled_dot_product_attention_math`).
     """
     n, o = z.tokens, z.operand
-    mask = {"mask": float(o * n * z.length)} if masked and z.kernel in _MASK_AS_NUMBERS else {}
-    if z.kernel == "math":
+    mask = {"mask": float(o * n * z.length)} if masked and z.kernel.mask_as_numbers else {}
+    if z.kernel.written_out:
         wide = max(o, 4)
         return {"qkv": 3.0 * wide * n * z.hidden, "scores": float(wide * z.heads * z.length * n), **mask}
-    rows = 2 if z.kernel == "flex" else 1
     return {
         "qkv": 3.0 * o * n * z.hidden,
         "out": float(o * n * z.hidden),
-        "logsumexp": float((8 if o == 8 else 4) * rows * n * z.heads),
+        "logsumexp": float((8 if o == 8 else 4) * z.kernel.rows * n * z.heads),
         **mask,
     }
 
 
-def norm(z: Sizes) -> Part:
-    """One RMSNorm; its input is the residual stream's."""
-    D, gain = float(z.stream * z.tokens * z.hidden), float(z.stream * z.hidden)
-    row = float(z.stream * z.tokens)
+def norm(z: Sizes, one: Operation) -> Part:
+    """One RMSNorm of rows as long as its gain; its input is kept by what wrote it."""
+    width, gains = math.prod(one.width), one.parameters["weight"].size
+    D, gain = float(z.stream * z.tokens * width), float(z.stream * gains)
+    row = float(z.stream * z.tokens * (width // gains))
     forward = Tape()
     if z.fused:
         forward.make(rms=row)
@@ -172,7 +302,7 @@ def attention(z: Sizes, masked: bool, normed_again: bool = False) -> Part:
 
 def _of_products(z: Sizes, kernel: Mapping[str, float]) -> float:
     """Bytes that the attention kernel's own products give: of `math` the scores and their product with v, in FP32."""
-    if z.kernel == "math":
+    if z.kernel.written_out:
         return kernel["scores"] + float(max(z.operand, 4) * z.tokens * z.hidden)
     return kernel["out"] + kernel["logsumexp"]
 
@@ -268,10 +398,10 @@ def _fused_attention(z: Sizes, kernel: Mapping[str, float], products: float, nor
     forward.make(projected=operand + 2 * narrow_kv)
     forward.make(**kernel)
     forward.free("projected")
-    if z.kernel == "math":
+    if z.kernel.written_out:
         forward.make(scratch=2 * kernel["scores"])
         forward.free("scratch")
-    if (z.casts and not z.autocast) or z.kernel == "math":
+    if (z.casts and not z.autocast) or z.kernel.written_out:
         # The kernel's output goes through the stream dtype: what the output projection reads is a tensor of its own.
         forward.make(**{"o.x": read})
     forward.make(o=operand)
@@ -282,7 +412,7 @@ def _fused_attention(z: Sizes, kernel: Mapping[str, float], products: float, nor
     back.make(gradients=float(z.stream * z.hidden**2))
     back.free("d_o")
     back.free_if("o.x")
-    if z.kernel == "math":
+    if z.kernel.written_out:
         back.make(scratch=2 * kernel["scores"])
         back.free("scratch")
     back.make(d_qkv=3 * operand)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.core.bench.rows import ROWS, Row
+from lockstep.core.bench.rows import LEVERS, ROWS, Row
+from lockstep.core.components.loss_heads import LOSS_HEADS
+from lockstep.core.components.precision import POLICIES
 from lockstep.core.config.file import load_config
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.plan.gpus import GPUS
@@ -84,9 +86,10 @@ def _config(config: RunConfig, row: Row) -> RunConfig:
 
 def comparable(row: Row) -> bool:
     """Whether the row can be estimated: it has a figure, runs here, and is compiled or without casts."""
-    eager_autocast = row.settings.get("compile.enabled") == "false" and row.settings.get("precision.policy") != "fp32"
+    settings = {**LEVERS, **row.settings}
+    eager_autocast = settings["compile.enabled"] == "false" and POLICIES[settings["precision.policy"]].rounds
     figures = row.published.reserved is not None or row.published.seconds is not None
-    own_head = row.settings.get("loss.head", "full") in ("full", "chunked")
+    own_head = not LOSS_HEADS[settings["loss.head"]].library
     return figures and not row.missing and not eager_autocast and own_head
 
 

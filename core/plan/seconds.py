@@ -56,7 +56,7 @@ def seconds(config: RunConfig, gpu: Gpu, *, autocast: bool = False) -> Seconds |
     rate = gpu.rate(operand)
     if rate is None:
         return None
-    attention_rate = gpu.peaks[operand] * gpu.attention.get(z.kernel, min(gpu.attention.values()))
+    attention_rate = gpu.peaks[operand] * gpu.attention.get(z.kernel.name, min(gpu.attention.values()))
     narrow = gpu.rate("fp8") or rate
     train, layers = config.train, config.model.layers
     # One block stands for all: models of thousands are planned as quickly.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from lockstep.core.components.attention_kernels import (
+    ATTENTION_KERNELS,
+    AUTO,
+    AttentionKernel,
+    taken_on_cuda,
+)
 from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.auto import settled
-from lockstep.core.config.schema import RunConfig
+from lockstep.core.config.schema import ModelConfig, RunConfig
+from lockstep.core.model.families import graph_of
 from lockstep.core.plan.gpus import Gpu
-
-# Where `auto` ends up (torch_backend/attention.py): on CUDA the first kernel that takes the operands' dtype.
-_AUTO_ON_CUDA = {"fp64": "math", "fp32": "efficient", "tf32": "efficient"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Sizes:
     fp8: bool
     fused: bool
     whole: bool
-    kernel: str
+    kernel: AttentionKernel
     on_cpu: bool
     slow: bool
     logits: int
@@ -68,9 +73,9 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         tokens=train.micro_batch_size * train.sequence_length,
         length=train.sequence_length,
         hidden=model.hidden,
-        kv=model.kv_heads * model.head_dim,
+        kv=_width(model, "attention", "k"),
         heads=model.heads,
-        ffn=model.ffn_hidden,
+        ffn=_width(model, "gated", "up"),
         vocab=model.vocab_size,
         stream=stream,
         operand=operand,
@@ -79,17 +84,23 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         whole=config.compile.enabled and config.compile.backend == "inductor" and config.compile.scope == "model",
         kernel=kernel_of(config, gpu),
         on_cpu=not gpu.cuda,
-        slow=not gpu.cuda and policy == "fp16",
+        slow=not gpu.cuda and FORMATS[policy].slow_on_cpu,
         logits=operand if autocast else stream,
         autocast=autocast,
     )
 
 
-def kernel_of(config: RunConfig, gpu: Gpu) -> str:
-    """The attention kernel that runs, `auto` resolved; the CPU has flash attention and the written-out one."""
+def _width(model: ModelConfig, kind: str, role: str) -> int:
+    """Numbers of a token that the first operation of a kind reads by a role; 0 without any."""
+    graph = graph_of(model.model_copy(update={"layers": 1}))
+    found = (one for one in graph.operations if one.kind == kind)
+    return next((math.prod(graph.by_tap[one.reads[role]].width) for one in found), 0)
+
+
+def kernel_of(config: RunConfig, gpu: Gpu) -> AttentionKernel:
+    """The attention kernel that runs, `auto` resolved; on the CPU flash attention stands in for those of CUDA alone."""
     if not gpu.cuda:
-        return "math" if settled(config, "cpu").attention.kernel == "math" else "flash"
-    name, policy = config.attention.kernel, config.precision.operand
-    if name == "auto":
-        return _AUTO_ON_CUDA.get(policy, "cudnn")
-    return name
+        chosen = settled(config, "cpu").attention.chosen
+        return ATTENTION_KERNELS["flash"] if chosen.on_cpu else chosen
+    chosen = config.attention.chosen
+    return taken_on_cuda(config.precision.operand) if chosen is AUTO else chosen

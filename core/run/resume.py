@@ -109,9 +109,9 @@ def _cannot_branch(branch: Mapping[str, tuple[Any, Any]], own: RunConfig, asked:
             "is one of blocks so long"
         )
     policies = own.precision.policy, asked.precision.policy
-    if policies[0] != policies[1] and "fp64" in policies:
+    if own.precision.stream != asked.precision.stream:
         wrong.append(f"precision.policy: weights and moments of {policies[0]} are none of {policies[1]}")
-    if "precision.loss_scale" in branch and policies[0] == "fp16":
+    if "precision.loss_scale" in branch and own.precision.chosen.scaled:
         wrong.append("precision.loss_scale is the first one of a run; this run has its own, in its state")
     return wrong
 

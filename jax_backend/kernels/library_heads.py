@@ -13,6 +13,8 @@ cce    (Wijmans et al. 2025, arXiv 2411.09009): FP32 logits; their gradient is r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -21,6 +23,45 @@ from jax import Array, lax
 
 from lockstep.core.config.schema import LossConfig
 from lockstep.jax_backend.policy import Policy
+
+
+def _of_torch(policy: Policy, softmax: Array, is_target: Array, share: Array) -> Array:
+    if policy.kernel == "cuda":
+        return policy.round(softmax * share) - policy.round(is_target * share)
+    return (softmax - is_target) * share
+
+
+def _of_liger(policy: Policy, softmax: Array, is_target: Array, share: Array) -> Array:
+    return policy.round(policy.round(softmax - is_target) * share)
+
+
+def _of_cce(policy: Policy, softmax: Array, is_target: Array, share: Array) -> Array:
+    return policy.round((softmax - is_target) * share)
+
+
+@dataclass(frozen=True)
+class Casts:
+    """What a library rounds to the operand format, beside the operands and the gradients that it gives back.
+
+    gradient:  (policy, softmax (B, S, V), one-hot targets (B, S, V), gradient of each loss (B, S, 1)) → gradient of the
+               logits (B, S, V), with its roundings.
+    logits:    the logits. nll: the losses. share: the gradient of each loss.
+    by_chunks: the weight's gradient from one chunk of tokens to the next.
+    """
+
+    gradient: Callable[[Policy, Array, Array, Array], Array]
+    logits: bool = False
+    nll: bool = False
+    share: bool = True
+    by_chunks: bool = False
+
+
+# By the name of core/components/loss_heads.py.
+CASTS: dict[str, Casts] = {
+    "torch": Casts(_of_torch, nll=True, by_chunks=True),
+    "liger": Casts(_of_liger, logits=True),
+    "cce": Casts(_of_cce, share=False),
+}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -34,13 +75,14 @@ def _forward(
 ) -> tuple[Array, tuple[Array, ...]]:
     x, weight = policy.round(x_BSD), policy.round(weight_VD)
     logits = jnp.einsum("...d,vd->...v", x, weight)
-    logits = policy.round(logits) if loss.head == "liger" else logits
+    casts = CASTS[loss.head]
+    logits = policy.round(logits) if casts.logits else logits
     shifted = logits - logits.max(-1, keepdims=True)
     logsumexp = jnp.log(jnp.exp(shifted).sum(-1))
     nll = logsumexp - jnp.take_along_axis(shifted, targets_BS[..., None], -1)[..., 0]
     if loss.z_loss:
         nll += loss.z_loss * jnp.square(logsumexp + logits.max(-1))
-    return policy.round(nll) if loss.head == "torch" else nll, (x, weight, targets_BS, shifted, logsumexp, logits)
+    return policy.round(nll) if casts.nll else nll, (x, weight, targets_BS, shifted, logsumexp, logits)
 
 
 def _backward(policy: Policy, loss: LossConfig, saved: tuple[Array, ...], grad_BS: Array) -> tuple[Array, Array, None]:
@@ -49,23 +91,16 @@ def _backward(policy: Policy, loss: LossConfig, saved: tuple[Array, ...], grad_B
     largest = jnp.abs(grad_BS).max()
     largest = jnp.where(largest > 0, largest, 1)
     grad = grad_BS / largest
-    share = policy.round(grad)[..., None] if loss.head != "cce" else grad[..., None]
+    casts = CASTS[loss.head]
+    share = policy.round(grad)[..., None] if casts.share else grad[..., None]
     softmax = jnp.exp(shifted - logsumexp[..., None])
     if loss.z_loss:
         softmax *= (1 + 2 * loss.z_loss * (logsumexp + logits.max(-1)))[..., None]
     is_target = jax.nn.one_hot(targets, weight.shape[0], dtype=x.dtype)
-    match loss.head:
-        case "torch" if policy.kernel == "cuda":
-            of_logits = policy.round(softmax * share) - policy.round(is_target * share)
-        case "liger":
-            of_logits = policy.round(policy.round(softmax - is_target) * share)
-        case "cce":
-            of_logits = policy.round((softmax - is_target) * share)
-        case _:
-            of_logits = (softmax - is_target) * share
+    of_logits = casts.gradient(policy, softmax, is_target, share)
     grad_x = policy.round(of_logits @ weight)
     rows, of_rows = of_logits.reshape(-1, len(weight)), x.reshape(-1, x.shape[-1])
-    if loss.head == "torch" and policy.operand is not None:
+    if casts.by_chunks and policy.operand is not None:
         grad_weight = _by_chunks(rows, of_rows, loss.chunk, policy)
     else:
         grad_weight = policy.round(rows.T @ of_rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.core.components.choice import OneOf
 from lockstep.core.config.file import settings
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.scripts.cli import COMMANDS
@@ -47,6 +48,8 @@ def test_every_setting_stands_in_the_help_with_its_default(lockstep: Lockstep, c
         default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
         shown = text.rsplit(f" {flag} ", 1)[1].split(" --", 1)[0]
         assert flat(field.description or "") in shown, flag
+        names = [choice.names for choice in field.metadata if isinstance(choice, OneOf)]
+        assert all("|".join(each) in shown for each in names), flag
         assert "(default: " in shown and (flat(default) or "empty") in shown, flag
 
 

@@ -10,24 +10,48 @@ import pytest
 
 from lockstep.core.backend import State
 from lockstep.core.checkpoint.format import load_checkpoint, save_checkpoint
+from lockstep.core.components.attention_kernels import ATTENTION_KERNELS, AttentionKernel, taken_on_cuda
+from lockstep.core.components.loss_heads import LOSS_HEADS, LossHead
 from lockstep.core.components.optimizers import ADAMW, OPTIMIZERS, Optimizer, UpdateRule
+from lockstep.core.components.precision import POLICIES, PrecisionPolicy
 from lockstep.core.config.schema import (
     AttentionConfig,
+    CompileConfig,
     LossConfig,
     ModelConfig,
     OptimConfig,
     PrecisionConfig,
+    RecomputeConfig,
     RunConfig,
 )
-from lockstep.core.model.budget import flops_per_token, optimizer_bytes, parameter_count, update_flops
+from lockstep.core.model.budget import (
+    flops_per_token,
+    forward_products,
+    optimizer_bytes,
+    parameter_count,
+    peak_flops,
+    recomputed_flops_per_token,
+    update_flops,
+)
 from lockstep.core.model.families import FAMILIES, graph_of, llama
-from lockstep.core.model.graph import Constant, Graph, Normal, Operation, Parameter
+from lockstep.core.model.graph import KINDS, OUTPUT, Constant, Graph, Kind, Normal, Operation, Parameter
 from lockstep.core.model.groups import check_state, moment_names
 from lockstep.core.model.init import init_parameters
 from lockstep.core.model.names import edge_names, fp8_modules, groups_of, parameter_shapes, probe_shapes, tap_names
-from lockstep.core.parity.reference.stages import chain, place, shared_tensors, stages_of
+from lockstep.core.parity.reference.stages import (
+    chain,
+    is_library_head,
+    library_heads,
+    place,
+    shared_tensors,
+    stages_of,
+)
 from lockstep.core.plan.gpus import gpu_named
-from lockstep.core.plan.memory import memory
+from lockstep.core.plan.head import head
+from lockstep.core.plan.memory import memory, optimizer_working
+from lockstep.core.plan.seconds import seconds
+from lockstep.core.plan.sizes import kernel_of, sizes_of
+from lockstep.core.train.skipped_steps import first_scalars
 from lockstep.parity_tests.tiny import tiny_config
 
 WIDTH = 24
@@ -114,6 +138,71 @@ def test_a_made_up_operation_costs_flops_memory_and_may_be_in_fp8(config: RunCon
     }
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("policy", ["bf16", "fp32"])
+def test_a_made_up_operation_is_in_the_plan(config: RunConfig, policy: str, compiled: bool) -> None:
+    """Of a linear layer: a copy of its input and of its weight in the operand dtype, where that is another one.
+
+    Without casts its input is the normed one, which the MLP keeps anyway.
+    """
+    settings = {"precision": PrecisionConfig(policy=policy), "compile": CompileConfig(enabled=compiled)}
+    config, gpu = config.model_copy(update=settings), gpu_named("h100")
+    model, tokens = config.model, config.train.micro_batch_size * config.train.sequence_length
+    plain = config.model_copy(update={"model": model.model_copy(update={"family": "llama"})})
+    ours, other = memory(config, gpu), memory(plain, gpu)
+    more = (WIDTH * model.hidden + WIDTH) * model.layers
+    assert (ours.state["weights"] - other.state["weights"], ours.gradients - other.gradients) == (4 * more, 4 * more)
+    assert ours.state["moments"] - other.state["moments"] == 8 * more
+    # The compiler may make the input again from the norm's row; what a product reads it keeps. Biases are not cast.
+    kept = 2 * (tokens * model.hidden + WIDTH * model.hidden + WIDTH) * model.layers if policy == "bf16" else 0
+    saved = {name: ours.activations[name] - size for name, size in other.activations.items()}
+    assert saved.pop("mlp") == kept and not any(saved.values())
+    again = RecomputeConfig(parts="mlp")
+    both = [memory(one.model_copy(update={"recompute": again}), gpu) for one in (config, plain)]
+    assert both[0].activations == both[1].activations
+    assert ours.peak > other.peak + 12 * more
+    times, of_plain = seconds(config, gpu), seconds(plain, gpu)
+    assert times is not None and of_plain is not None
+    assert times.products > of_plain.products and times.memory > of_plain.memory
+    tap = "blocks.0.mlp.adapter"
+    assert forward_products(model, 8)[tap] == 2 * WIDTH * model.hidden
+
+
+# A kind of operation
+
+
+def with_a_scan(model: ModelConfig, attention: AttentionConfig, loss: LossConfig) -> list[Operation]:
+    """Llama with a recurrence after each attention and one before the head, whose derivative needs what they write."""
+    found: list[Operation] = []
+    for one in llama.operations(model, attention, loss):
+        if one.id == "mlp_norm" or one.part == "head":
+            at = "scan" if one.layer is None else f"blocks.{one.layer}.scan"
+            decay = Parameter(f"{at}.decay", (model.hidden,), "gains", Constant(0.5))
+            x = "final_norm" if one.layer is None else one.reads["x"]
+            read = Operation("scan", "scan", at, one.layer, "scan", {"x": x}, {"weight": decay}, (model.hidden,))
+            if at not in {other.tap for other in found}:
+                found.append(read)
+        found.append(one)
+    return found
+
+
+def test_a_made_up_kind_has_a_stage_and_a_place_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "scan", Kind("scan", saves=(OUTPUT,)))
+    monkeypatch.setitem(FAMILIES, "scanned", with_a_scan)
+    config = tiny_config("bf16")
+    model = config.model.model_copy(update={"family": "scanned"})
+    ours = config.model_copy(update={"model": model})
+    stages = [stage for stage in stages_of(ours) if stage.kind == "scan"]
+    assert [stage.tap for stage in stages] == [*(f"blocks.{i}.scan" for i in range(model.layers)), "scan"]
+    assert chain().kinds["scan"] == "scan" and place("attn_residual", "forward", 0) < place("scan", "forward", 0)
+    gpu, tokens = gpu_named("h100"), config.train.micro_batch_size * config.train.sequence_length
+    found, plain = memory(ours, gpu), memory(config, gpu)
+    assert found.activations == {**plain.activations, "scan": 4 * tokens * model.hidden * (model.layers + 1)}
+    assert found.state["weights"] - plain.state["weights"] == 4 * model.hidden * (model.layers + 1)
+    # There at the start of the backward pass, all of them; moments are twice the weights.
+    assert found.peak >= plain.peak + found.activations["scan"] + 3 * 4 * model.hidden * (model.layers + 1)
+
+
 def test_a_made_up_operation_is_in_checkpoints(config: RunConfig, tmp_path) -> None:
     params = init_parameters(config.model, 0)
     moments = {
@@ -131,7 +220,9 @@ def test_a_made_up_operation_is_in_checkpoints(config: RunConfig, tmp_path) -> N
 # An optimizer
 
 
-LION = UpdateRule("lion", "Lion", ("exp_avg",), moment_bytes=2.0, bounds="lion", flops=lambda shape, settings: 7.0)
+LION = UpdateRule(
+    "lion", "Lion", ("exp_avg",), moment_bytes=2.0, bounds="lion", flops=lambda shape, settings: 7.0, working=5.0
+)
 
 
 @pytest.fixture
@@ -159,8 +250,12 @@ def test_a_made_up_optimizer_has_state_bytes_and_flops(lion: RunConfig) -> None:
     matrices = sum(size for name, size in sizes.items() if groups[name] == "matrices")
     assert optimizer_bytes(lion) == 28 * sum(sizes.values()) - matrices * (16 - 4)
     assert update_flops(lion) == 7.0 * sum(group == "matrices" for group in groups.values())
-    plain = memory(RunConfig(), gpu_named("h100")).state["moments"]
-    assert plain - memory(lion, gpu_named("h100")).state["moments"] == 6 * matrices
+    gpu = gpu_named("h100")
+    assert memory(RunConfig(), gpu).state["moments"] - memory(lion, gpu).state["moments"] == 6 * matrices
+    # An update of the largest matrix holds five copies of it.
+    largest = max(size for name, size in sizes.items() if groups[name] == "matrices")
+    quiet = lion.model_copy(update={"log": lion.log.model_copy(update={"norms_every": 0})})
+    assert optimizer_working(quiet, sizes_of(quiet, gpu)) == 5 * 4 * largest
 
 
 def test_a_made_up_optimizer_is_in_checkpoints(lion: RunConfig, tmp_path) -> None:
@@ -172,6 +267,116 @@ def test_a_made_up_optimizer_is_in_checkpoints(lion: RunConfig, tmp_path) -> Non
     check_state(lion, loaded)
     with pytest.raises(ValueError, match="exp_avg_sq: names differ"):
         check_state(lion.model_copy(update={"optim": OptimConfig()}), loaded)
+
+
+# A loss head
+
+
+def _rows(tokens: int, hidden: int, vocab: int, chunk: int) -> int:
+    return 16
+
+
+APPLE = LossHead(
+    "apple",
+    "Apple's, by {chunk}",
+    _rows,
+    library=True,
+    z_loss=False,
+    refuses=("fp16",),
+    because="Apple's computes in bf16, not under {policy}",
+    reads_on_host=True,
+)
+
+
+@pytest.fixture
+def apple(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.setitem(LOSS_HEADS, "apple", APPLE)
+    return RunConfig.model_validate({"loss": {"head": "apple"}, "compile": {"scope": "blocks"}})
+
+
+def test_a_made_up_loss_head_is_a_setting_with_its_rules(apple: RunConfig) -> None:
+    assert apple.loss.of_library and not apple.loss.chosen.whole
+    assert apple.loss.chosen.in_force(4096, 0.5) == "Apple's, by 4,096, z-loss 0.5"
+    for section, values, said in (
+        ("loss", {"head": "apple", "z_loss": 1e-4}, "the head of apple knows no z-loss"),
+        ("precision", {"policy": "fp16"}, "Apple's computes in bf16, not under fp16; take 'chunked'"),
+        ("compile", {"scope": "model"}, "cannot be part of one compiled program"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            RunConfig.model_validate({"loss": {"head": "apple"}, "compile": {"scope": "blocks"}, section: values})
+    with pytest.raises(ValueError, match="Input should be 'full', 'chunked', 'torch', 'liger', 'cce' or 'apple'"):
+        LossConfig(head="pear")
+
+
+def test_a_made_up_loss_head_has_a_stage_and_a_place_in_the_plan(apple: RunConfig) -> None:
+    assert chain().kinds["apple_head"] == "library_head" and chain().phases["apple_head"] == "forward"
+    assert is_library_head("apple_head") and "apple_head" in library_heads()
+    assert stages_of(apple)[-1].id == "apple_head" and "logits" not in {stage.tap for stage in stages_of(apple)}
+    z = sizes_of(apple, gpu_named("h100"))
+    assert head(z, apple.loss, True).logits == 16 * z.operand * z.vocab
+    eight = apple.model_copy(update={"loss": LossConfig(head="torch", chunk=8)})
+    made = head(z, apple.loss, True).forward.made - head(z, eight.loss, True).forward.made
+    assert made == 8 * (z.operand + 4) * z.vocab
+
+
+# An attention kernel
+
+
+def test_a_made_up_attention_kernel_is_a_setting_and_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps three statistics of a row, takes no mask, and its output is computed again."""
+    ring = AttentionKernel("ring", "ring attention", of_call=False, mask_as_numbers=False, rows=3, kept=False)
+    monkeypatch.setitem(ATTENTION_KERNELS, "ring", ring)
+    gpu, block = gpu_named("h100"), {"recompute": {"parts": "block", "keep_products": True}}
+
+    def planned(kernel: str, **changes: object) -> RunConfig:
+        attention = {"kernel": kernel, "document_mask": True}
+        return RunConfig.model_validate({"attention": attention, "precision": {"policy": "bf16"}, **changes})
+
+    ours, other = planned("ring"), planned("efficient")
+    assert kernel_of(ours, gpu) is ring and ours.attention.chosen is ring
+    z = sizes_of(ours, gpu)
+    statistics, mask = 4 * z.tokens * z.heads * 2, z.operand * z.tokens * z.length
+    saved = memory(ours, gpu).activations["attention"] - memory(other, gpu).activations["attention"]
+    assert saved == ours.model.layers * (statistics - mask)
+    again, kept = (recomputed_flops_per_token(planned(kernel, **block)) for kernel in ("ring", "efficient"))
+    assert again is not None and kept is not None
+    assert (again["causal"], kept["causal"]) == (2.0 * z.hidden * z.length * ours.model.layers, 0.0)
+    # Of a kernel that no rate is known of, the least is taken.
+    times, of_least = seconds(ours, gpu), seconds(other, gpu)
+    assert times is not None and of_least is not None and times.attention == of_least.attention
+    assert gpu.attention["efficient"] == min(gpu.attention.values())
+    with pytest.raises(ValueError, match="'fa3', 'flex' or 'ring'"):
+        AttentionConfig(kernel="rings")
+
+
+def test_the_kernel_that_auto_ends_up_with_is_the_first_that_takes_the_operands() -> None:
+    taken = {operand: taken_on_cuda(operand).name for operand in ("bf16", "fp16", "fp32", "tf32", "fp64")}
+    assert taken == {"bf16": "cudnn", "fp16": "cudnn", "fp32": "efficient", "tf32": "efficient", "fp64": "math"}
+
+
+# A precision policy
+
+
+def test_a_made_up_policy_has_its_formats_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operands of FP16, scaled, without loss scaling's own policy."""
+    monkeypatch.setitem(POLICIES, "half", PrecisionPolicy("half", "fp16", scaled=True, peak="bf16"))
+    ours, other = (
+        RunConfig.model_validate({"precision": {"policy": policy}, "compile": {"scope": "blocks"}})
+        for policy in ("half", "fp16")
+    )
+    gpu = gpu_named("h100")
+    assert (ours.precision.operand, ours.precision.stream, ours.precision.exact) == ("fp16", "fp32", False)
+    assert memory(ours, gpu) == memory(other, gpu) and seconds(ours, gpu) == seconds(other, gpu)
+    # The CPU makes products of FP16 in FP32.
+    eager = [one.model_copy(update={"compile": CompileConfig(enabled=False)}) for one in (ours, other)]
+    assert memory(eager[0], gpu_named("cpu")) == memory(eager[1], gpu_named("cpu"))
+    assert first_scalars(ours) == first_scalars(other) != first_scalars(RunConfig())
+    assert peak_flops("NVIDIA H200", "half") == peak_flops("NVIDIA H200", "fp16")
+    with pytest.raises(ValueError, match="gradients in bf16 and FP16 alone, not under wide"):
+        monkeypatch.setitem(POLICIES, "wide", PrecisionPolicy("wide", "fp32"))
+        RunConfig.model_validate(
+            {"precision": {"policy": "wide"}, "loss": {"head": "cce"}, "compile": {"scope": "blocks"}}
+        )
 
 
 # A chain that is not sound

@@ -20,7 +20,6 @@ from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.attention import Machine, refusal
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.kernels.float8 import FIRST_CAPABILITY
-from lockstep.torch_backend.kernels.library_heads import PACKAGES
 
 COMPILED = {"compile": {"enabled": True, "backend": "inductor"}}
 PROGRAMS: dict[str, dict[str, Any]] = {
@@ -59,7 +58,7 @@ def left_out(config: RunConfig) -> str | None:
         return "no FP8 tensor cores"
     if config.loss.head == "torch" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         return "the head of torch is not there"
-    if config.loss.head in PACKAGES and find_spec(PACKAGES[config.loss.head][0]) is None:
+    if (package := config.loss.chosen.package) and find_spec(package[0]) is None:
         return f"{config.loss.head} is not installed"
     if config.optim.eight_bit == "bitsandbytes" and find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed"

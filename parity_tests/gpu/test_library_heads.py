@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.core.components.loss_heads import LOSS_HEADS
 from lockstep.core.config.schema import LossConfig
 from lockstep.jax_backend.kernels.library_heads import library_nll
 from lockstep.jax_backend.precision import POLICIES as TWIN
-from lockstep.torch_backend.kernels.library_heads import PACKAGES, library_loss
+from lockstep.torch_backend.kernels.library_heads import library_loss
 from lockstep.torch_backend.precision import POLICIES
 
 pytestmark = [
@@ -27,9 +28,8 @@ TOKENS, VOCABULARY, WIDTH = 512, 1000, 128
 
 
 def installed(head: str) -> bool:
-    return (
-        hasattr(torch.nn, "LinearCrossEntropyOptions") if head == "torch" else find_spec(PACKAGES[head][0]) is not None
-    )
+    package = LOSS_HEADS[head].package
+    return hasattr(torch.nn, "LinearCrossEntropyOptions") if package is None else find_spec(package[0]) is not None
 
 
 @pytest.mark.parametrize("head", ["torch", "liger", "cce"])

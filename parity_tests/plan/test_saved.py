@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.core.config.file import load_config
-from lockstep.core.plan import GPUS, memory, parts
+from lockstep.core.plan import GPUS, parts
 from lockstep.core.plan.memory import passes
 from lockstep.core.plan.sizes import sizes_of
 from lockstep.torch_backend.tools.plan import count_compiled, count_saved
@@ -91,6 +91,6 @@ def test_the_count_sees_a_forgotten_tensor(monkeypatch):
         part = honest(*arguments, **more)
         return parts.Part({k: v for k, v in part.saved.items() if k != "up"}, part.forward, part.backward)
 
-    monkeypatch.setattr(memory, "mlp", forgetful)
+    monkeypatch.setattr(parts, "mlp", forgetful)
     with pytest.raises(AssertionError):
         test_eager_to_the_byte_by_part({})

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from lockstep.core.plan.gpus import Gpu
 
 DEVICE_LIMIT = 120.0
-KERNELS = {"cuda": ("cudnn", "flash", "fa3", "efficient"), "cpu": ("flash", "math")}
 CHUNKS = (2048, 4096, 8192, 16384)
 
 
@@ -99,8 +98,11 @@ class Plan:
 
 def space(config: RunConfig, kind: str, batch: int, fp8: bool) -> Space:
     """Levers and their choices; on a CPU fewer, and nothing that takes minutes to compile."""
+    from lockstep.core.components import precision
+    from lockstep.core.components.attention_kernels import ATTENTION_KERNELS
     from lockstep.core.plan.choices import POLICIES
 
+    kernels = ATTENTION_KERNELS.values()
     powers = [2**k for k in range(batch.bit_length()) if batch % 2**k == 0]
     length, lengths = config.train.sequence_length, config.train.lengths
     # The winner trains the whole run: at every length of its curriculum.
@@ -128,12 +130,12 @@ def space(config: RunConfig, kind: str, batch: int, fp8: bool) -> Space:
     found: dict[str, Any] = {
         "micro-batch": {str(size): {"train.micro_batch_size": str(size)} for size in reversed(micro)},
         "checkpointing": policies,
-        "attention": {name: {"attention.kernel": name} for name in KERNELS[kind]},
+        "attention": {one.name: {"attention.kernel": one.name} for one in kernels if kind in one.tried_on},
         "program": programs,
         "head": {**heads, "whole": {"loss.head": "full"}},
     }
     if fp8:
-        names = (config.precision.policy, "fp8_tensorwise", "fp8_rowwise")
+        names = (config.precision.policy, *(name for name, policy in precision.POLICIES.items() if policy.fp8))
         found["precision"] = {name: {"precision.policy": name} for name in dict.fromkeys(names)}
     return found
 

@@ -23,6 +23,7 @@ import tyro
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from lockstep.core.components.choice import OneOf
 from lockstep.core.config.file import COMMAND_LINE, complaint, load_config, settings, shortened, unknown_key
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError, printable
@@ -166,12 +167,17 @@ def _flag(name: str, field: FieldInfo, shown: bool) -> Any:
     default = str(field.default).lower() if isinstance(field.default, bool) else field.default
     hint = f"(default: {default!r})" if isinstance(default, str) and default.strip() != default else ""
     about = tyro.conf.arg(
-        metavar=_words(field.annotation),
+        metavar=_metavar(field),
         help=field.description or "",
         help_behavior_hint=hint or (f"(default: {default})" if default != "" else "(default: empty)"),
     )
     text: Any = Annotated[str, about] if shown else Annotated[str, about, tyro.conf.Suppress]
     return (name, text, dataclasses.field(default=_ABSENT))
+
+
+def _metavar(field: FieldInfo) -> str:
+    chosen = next((one for one in field.metadata if isinstance(one, OneOf)), None)
+    return "|".join(chosen.names) if chosen else _words(field.annotation)
 
 
 def _words(kind: Any) -> str:

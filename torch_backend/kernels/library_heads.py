@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,13 +22,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.core.components.loss_heads import LOSS_HEADS
 from lockstep.core.config.schema import LossConfig
 from lockstep.core.errors import UserError
 from lockstep.torch_backend.loss import weighted_mean
 from lockstep.torch_backend.precision import Policy
 
-# (x (N, D), weight (V, D), targets (N,), settings) → losses (N,)
-Library = Callable[[Tensor, Tensor, Tensor, LossConfig], Tensor]
+
+@dataclass(frozen=True)
+class Library:
+    """losses: (x (N, D), weight (V, D), targets (N,), settings) → (N,). missing: why it cannot run on a device."""
+
+    losses: Callable[[Tensor, Tensor, Tensor, LossConfig], Tensor]
+    missing: Callable[[torch.device], str | None]
 
 
 def _torch(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, loss: LossConfig) -> Tensor:
@@ -56,23 +64,37 @@ def _cce(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, loss: LossConfig) -
     return losses
 
 
-LIBRARY_HEADS: dict[str, Library] = {"torch": _torch, "liger": _liger, "cce": _cce}
-PACKAGES = {"liger": ("liger_kernel", "liger-kernel"), "cce": ("cut_cross_entropy", "cut-cross-entropy")}
+def _older_torch(device: torch.device) -> str | None:
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        return None
+    return f"needs torch 2.13, and this is {torch.__version__}; take 'chunked'"
+
+
+def _not_installed(head: str, device: torch.device, interpreted: bool = False) -> str | None:
+    if device.type != "cuda" and not interpreted:
+        return "is made of Triton kernels and needs CUDA; take 'chunked'"
+    module, package = LOSS_HEADS[head].package or ("", "")
+    return f"needs {package}: pip install 'lockstep[{head}]'" if find_spec(module) is None else None
+
+
+def _liger_missing(device: torch.device) -> str | None:
+    # Triton's interpreter runs Liger's kernel on the CPU, slowly: enough to look at roundings
+    # (scripts/studies/library_heads.py).
+    return _not_installed("liger", device, bool(os.environ.get("TRITON_INTERPRET")))
+
+
+# By the name of core/components/loss_heads.py.
+LIBRARY_HEADS: dict[str, Library] = {
+    "torch": Library(_torch, _older_torch),
+    "liger": Library(_liger, _liger_missing),
+    "cce": Library(_cce, partial(_not_installed, "cce")),
+}
 
 
 def check_head(loss: LossConfig, device: torch.device) -> None:
     """Raise UserError, in one line, if the head that was asked for cannot run here."""
-    if loss.head == "torch" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        raise UserError(f"loss.head = 'torch' needs torch 2.13, and this is {torch.__version__}; take 'chunked'")
-    if loss.head in PACKAGES:
-        module, package = PACKAGES[loss.head]
-        # Triton's interpreter runs Liger's kernel on the CPU, slowly: enough to look at roundings
-        # (scripts/studies/library_heads.py).
-        interpreted = loss.head == "liger" and bool(os.environ.get("TRITON_INTERPRET"))
-        if device.type != "cuda" and not interpreted:
-            raise UserError(f"loss.head = '{loss.head}' is made of Triton kernels and needs CUDA; take 'chunked'")
-        if find_spec(module) is None:
-            raise UserError(f"loss.head = '{loss.head}' needs {package}: pip install 'lockstep[{loss.head}]'")
+    if loss.of_library and (why := LIBRARY_HEADS[loss.head].missing(device)):
+        raise UserError(f"loss.head = '{loss.head}' {why}")
 
 
 class _Scaled(torch.autograd.Function):
@@ -112,6 +134,6 @@ def library_nll(
     scale = torch.where(largest > 0, 1 / largest, 1.0)
     x = _Scaled.apply(x_BSD.flatten(0, 1), 1 / scale).to(policy.operand)
     weight = _Scaled.apply(weight_VD, 1 / scale).to(policy.operand)
-    losses = LIBRARY_HEADS[loss.head](x, weight, targets_BS.flatten(), loss).to(x_BSD.dtype)
+    losses = LIBRARY_HEADS[loss.head].losses(x, weight, targets_BS.flatten(), loss).to(x_BSD.dtype)
     nll_BS: Tensor = _Scaled.apply(losses, scale).unflatten(0, targets_BS.shape)
     return nll_BS

@@ -68,18 +68,10 @@ def refusal(config: RunConfig, device: str) -> str | None:
     """What of the run has no deterministic kernel on a kind of device, and what has; None if nothing is known."""
     if device != "cuda":
         return None
-    if config.attention.kernel == "cudnn":
-        # torch says so and leaves it out (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
-        return "attention.kernel = 'cudnn': its backward pass is not deterministic; take flash, efficient, math or auto"
-    if config.attention.kernel == "fa3":
-        # Dao-AILab/flash-attention#1596, #1766, #2244.
-        return (
-            "attention.kernel = 'fa3': builds of FlashAttention-3 have dropped its deterministic option without a "
-            "word, and none tells which it is; take flash"
-        )
-    if config.loss.head == "cce":
-        # cut_cross_entropy/cce_backward.py: blocks add up under locks.
-        return "loss.head = 'cce': its blocks add gradients in the order in which they come; take chunked or liger"
+    if why := config.attention.chosen.not_deterministic:
+        return f"attention.kernel = {config.attention.kernel!r}: {why}"
+    if why := config.loss.chosen.not_deterministic:
+        return f"loss.head = {config.loss.head!r}: {why}"
     return None
 
 

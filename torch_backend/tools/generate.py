@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.backend import Arrays
+from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import AttentionConfig, CompileConfig, RecomputeConfig, RunConfig
 from lockstep.torch_backend.device import resolve_device
@@ -57,7 +58,7 @@ class Decoder:
     def __init__(self, config: RunConfig, params: Arrays, device: str = "auto", cached: bool = True) -> None:
         """Put the weights on the device: auto, cpu, cuda. Raises UserError if it is not there."""
         operand = config.precision.operand
-        if operand == "tf32" and (device == "cpu" or not torch.cuda.is_available()):
+        if FORMATS[operand].as_read and (device == "cpu" or not torch.cuda.is_available()):
             operand = "fp32"
         eager = {
             "device": device,

@@ -88,7 +88,7 @@ def _head(model: ModelConfig, loss: LossConfig) -> list[Operation]:
     weight = {"weight": _table(model) if model.tied else own}
     flops, x = (2.0 * model.vocab_size * model.hidden, 0.0), {"x": "final_norm"}
     if loss.of_library:
-        id = f"{loss.head}_head"
+        id = loss.chosen.stage
         return [Operation(id, "library_head", "nll", None, "head", x, weight, (), ("targets",), flops)]
     return [
         Operation("logits", "logits", "logits", None, "head", x, weight, (model.vocab_size,), flops=flops),

@@ -88,7 +88,7 @@ def _all_kept(config: RunConfig) -> RunConfig | str:
 
 
 def _full_loss(config: RunConfig) -> RunConfig | str:
-    if config.loss.head == "full":
+    if config.loss.chosen.whole:
         return "the logits are there at once already"
     return config.model_copy(update={"loss": config.loss.model_copy(update={"head": "full"})})
 
@@ -98,13 +98,13 @@ def _fp32_logits(config: RunConfig) -> RunConfig | str:
 
 
 def _math_attention(config: RunConfig) -> RunConfig | str:
-    if config.attention.kernel == "math":
+    if config.attention.chosen.written_out:
         return "attention is written out already"
     return config.model_copy(update={"attention": config.attention.model_copy(update={"kernel": "math"})})
 
 
 def _flash_attention(config: RunConfig) -> RunConfig | str:
-    if config.attention.kernel != "math":
+    if not config.attention.chosen.written_out:
         return "attention is a fused kernel's already"
     return config.model_copy(update={"attention": config.attention.model_copy(update={"kernel": "flash"})})
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.core.components.optimizers import ADAMW
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.graph import Operation
@@ -302,7 +303,7 @@ def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig
     keys = {"update": ("update", name), **{kind: ("moments", f"{kind}/{name}") for kind in rule.moments}}
     settings = group_settings(config, groups_of(config.model)[name])
     facts: dict[str, Any] = {key: getattr(optim, key) for key in rule.reads}
-    facts |= {"fused": optim.fused is True} if rule.name == "adamw" else {}
+    facts |= {"fused": optim.fused is True} if rule is ADAMW else {}
     facts |= {
         "number": before.step + 1,
         "lr": learning_rate(optim, before.step + 1, config.train.steps) * settings.lr_factor,

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.components.optimizers import all_rules
-from lockstep.core.components.precision import POLICIES
+from lockstep.core.components.precision import POLICIES, PrecisionPolicy
 from lockstep.core.config.schema import ModelConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.families import graph_of
@@ -132,7 +132,7 @@ def least(recipe: str, kind: str) -> tuple[float, float]:
     scope, _, stage = kind.partition("/")
     place, _, role = stage.partition("/")
     rounded = scope in ("end_to_end", "gradients", "bridge") or (rounds_operands(place) and role != "bias")
-    narrow = not recipe.startswith(("fp32/", "fp64/"))
+    narrow = policy_of(recipe).rounds
     if is_rounded_update(kind) or (narrow and rounded):
         return LEAST_EXCESS, LEAST_DISTANCE
     return LEAST_OF_SUMS, LEAST_OF_SUMS
@@ -151,6 +151,14 @@ def margin(kind: str) -> float:
 def recipe_of(config: RunConfig) -> str:
     """The recipe whose clean runs set the bounds; compiled programs round elsewhere than eager ones and stand apart."""
     return f"{config.precision.policy}/{'compiled' if config.compile.enabled else 'eager'}"
+
+
+def policy_of(recipe: str) -> PrecisionPolicy:
+    """The precision policy of a recipe. Raises UserError for one that there is not."""
+    try:
+        return POLICIES[recipe.partition("/")[0]]
+    except KeyError:
+        raise _not_measured(recipe) from None
 
 
 def gradient_kind(model: ModelConfig, parameter: str) -> str:
@@ -210,21 +218,19 @@ def require(config: RunConfig) -> None:
 
     In every kind of comparison that its optimizer and its loss head may need. FP64 needs none: its bound is absolute.
     """
-    if (recipe := recipe_of(config)).startswith("fp64/"):
+    if config.precision.exact:
         return
-    optim = config.optim
-    if (optim.name, optim.eight_bit, config.device) == ("adamw8bit", "bitsandbytes", "cuda"):
-        raise UserError(
-            "the reference rounds as bitsandbytes' CPU kernel does, and CUDA's rounds otherwise: "
-            "leave the checks out, or take optim.eight_bit = 'torchao'"
-        )
+    recipe = recipe_of(config)
+    for rule in update_rules(config).values() if config.device == "cuda" else ():
+        if rule.no_twin_on_cuda:
+            raise UserError(rule.no_twin_on_cuda)
     of_all = ModelConfig(family=config.model.family, tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
     kinds = all_kinds(config.model_copy(update={"model": of_all}))
     if missing := sorted(kind for kind in kinds if kind not in table().get(measured_under(recipe, kind), {})):
         what = f"{recipe} ({', '.join(missing)})" if kinds & table().get(recipe, {}).keys() else recipe
         how = recipe
         if all(map(of_library, missing)):
-            how = f"{measured_under(recipe, missing[0])} --parts {config.loss.head}_head --device cuda"
+            how = f"{measured_under(recipe, missing[0])} --parts {config.loss.chosen.stage} --device cuda"
         raise UserError(
             f"no clean runs of {what} were measured, so a check has no bounds: "
             f"run python -m lockstep.scripts.studies.calibrate {how} in a checkout, or leave the checks out"
@@ -239,8 +245,7 @@ def measured_under(recipe: str, kind: str) -> str:
     """
     if kind.partition("/")[0] in {rule.bounds for rule in all_rules() if rule.bounds}:
         return "fp32/eager"
-    policy = recipe.partition("/")[0]
-    return f"{POLICIES[policy].operand}/eager" if of_library(kind) else recipe
+    return f"{policy_of(recipe).operand}/eager" if of_library(kind) else recipe
 
 
 def of_library(kind: str) -> bool:
@@ -272,7 +277,7 @@ def limits(recipe: str, kind: str, size: int) -> Limits:
 
 def _with_slack(limit: Limits, recipe: str, kind: str, d: Distances) -> Limits:
     """Of what FP32 gives end to end, wide enough for `FP32_LIMIT`."""
-    if recipe.startswith("fp32/") and kind.startswith(("end_to_end/", "gradients/", "bridge/")):
+    if policy_of(recipe).in_fp32 and kind.startswith(("end_to_end/", "gradients/", "bridge/")):
         slack = FP32_LIMIT / d.twin_relative_error if d.twin_relative_error else 0.0
         return Limits(max(limit.excess, slack), max(limit.gain, slack), max(limit.distance, slack))
     return limit
@@ -285,7 +290,7 @@ def too_good(recipe: str, kind: str) -> bool:
     remainder of a cancellation end to end; all gradients together tell as much.
     """
     single = kind.startswith(("end_to_end/backward/", "gradients/")) and kind != "gradients/together"
-    return is_rounded_update(kind) or (not recipe.startswith("fp32/") and not single)
+    return is_rounded_update(kind) or (not policy_of(recipe).in_fp32 and not single)
 
 
 def _widened(log_excess: float, kind: str) -> float:
@@ -298,15 +303,17 @@ def _clean(recipe: str, kind: str) -> Extremes:
     try:
         return table()[measured_under(recipe, kind)][kind]
     except KeyError:
-        raise UserError(
-            f"no clean runs of {recipe} ({kind}) were measured; "
-            "run python -m lockstep.scripts.studies.calibrate in a checkout"
-        ) from None
+        raise _not_measured(f"{recipe} ({kind})") from None
+
+
+def _not_measured(what: str) -> UserError:
+    how = "run python -m lockstep.scripts.studies.calibrate in a checkout"
+    return UserError(f"no clean runs of {what} were measured; {how}")
 
 
 def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, ...]:
     """The measures of a comparison of `size` numbers with their bounds. Raises UserError for an uncalibrated recipe."""
-    if recipe.startswith("fp64/"):
+    if policy_of(recipe).exact:
         basis = f"FP64 has no truth above it: relative error at most {FP64_LIMIT:.0e}"
         return (Measure("relative_error", d.relative_error, None, FP64_LIMIT, basis),)
     clean, calibrated = _clean(recipe, kind), limits(recipe, kind, size)
@@ -337,7 +344,7 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
         Measure("gain_difference", d.gain_difference, -reach, reach, gain_basis),
         Measure("twin_distance", d.twin_distance, None, limit.distance, distance_basis),
     ]
-    if recipe.startswith("fp32/") and kind.startswith("gradients/"):
+    if policy_of(recipe).in_fp32 and kind.startswith("gradients/"):
         most = max(FP32_LIMIT, limit.excess * d.twin_relative_error)
         basis = f"FP32 gradients: {FP32_LIMIT:.0e}, or the bound on excess where the twin's own error makes that more"
         found.append(Measure("relative_error", d.relative_error, None, most, basis))

@@ -55,10 +55,10 @@ class Reference:
         plain = _plain(config)
         rounded = config.parallel.gradient_dtype != "fp32"
         twin = backend.open(plain.model_copy(update={"train": config.train}) if rounded else plain)
-        if config.precision.policy == "fp64":
+        if config.precision.exact:
             return cls(config, twin, twin)
         truth = backend.open(plain.model_copy(update={"precision": PrecisionConfig(policy="fp64")}))
-        if config.precision.policy == "fp32":
+        if config.precision.chosen.in_fp32:
             return cls(config, twin, truth)
         in_stream = plain.model_copy(update={"precision": PrecisionConfig(policy="fp32")})
         return cls(config, twin, truth, open_plain=cache(lambda: backend.open(in_stream)))
@@ -80,7 +80,7 @@ class Reference:
     @property
     def stream(self) -> type[np.floating]:
         """The dtype of everything but matrix operands: its ulp is the floor of every ratio."""
-        return np.float64 if self.config.precision.stream == "fp64" else np.float32
+        return np.float64 if self.config.precision.exact else np.float32
 
     def close(self) -> None:
         """Close both sessions."""

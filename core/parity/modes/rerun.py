@@ -52,7 +52,7 @@ class StoredStates:
 def initial_state(config: RunConfig) -> State:
     """The state before step 1."""
     params = init_parameters(config.model, config.seed)
-    dtype = np.float64 if config.precision.stream == "fp64" else np.float32
+    dtype = np.float64 if config.precision.exact else np.float32
     params = {name: array.astype(dtype) for name, array in params.items()}
     kinds = moment_names(config)
     moments = {kind: {n: np.zeros_like(params[n]) for n in names} for kind, names in kinds.items()}

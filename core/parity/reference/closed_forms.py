@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.core.backend import Arrays, Session
-from lockstep.core.config.schema import RunConfig
+from lockstep.core.config.schema import OptimConfig, RunConfig
 from lockstep.core.model.graph import Operation
 from lockstep.core.model.groups import group_settings, moment_names, update_rules
 from lockstep.core.model.names import groups_of, parameter_shapes, probe_shapes
@@ -189,40 +189,59 @@ def loss_head(subject: Subject) -> Iterator[Form]:
     yield last.id, "one logit above the rest", nll(peaked), due
 
 
+def _adamw_by_hand(optim: OptimConfig, before: Arrays, done: int) -> tuple[Arrays, np.ndarray]:
+    gradient = before["grads"]
+    m = optim.beta1 * before["exp_avg"] + (1 - optim.beta1) * gradient
+    v = optim.beta2 * before["exp_avg_sq"] + (1 - optim.beta2) * gradient**2
+    m_hat, v_hat = m / (1 - optim.beta1 ** (done + 1)), v / (1 - optim.beta2 ** (done + 1))
+    return {"exp_avg": m, "exp_avg_sq": v}, m_hat / (np.sqrt(v_hat) + optim.eps)
+
+
+def _muon_by_hand(optim: OptimConfig, before: Arrays, done: int) -> tuple[Arrays, np.ndarray]:
+    gradient = before["grads"]
+    b = optim.momentum * before["momentum_buffer"] + (1 - optim.momentum) * gradient
+    direction = optim.momentum * b + (1 - optim.momentum) * gradient if optim.nesterov else b
+    return {"momentum_buffer": b}, 0.2 * math.sqrt(max(gradient.shape)) * by_singular_values(direction, optim.ns_steps)
+
+
+# Rule of core/components/optimizers.py → (settings, gradient after clipping, weight and moments before, steps done) →
+# the moments after, and the step before rate and decay. A rule that is not here has no closed form.
+BY_HAND: dict[str, Callable[[OptimConfig, Arrays, int], tuple[Arrays, np.ndarray]]] = {
+    "adamw": _adamw_by_hand,
+    "muon": _muon_by_hand,
+}
+
+
 def optimizer(subject: Subject) -> Iterator[Form]:
     """AdamW by hand (Loshchilov & Hutter 2019, algorithm 2, lr on both terms), at the third step, with clipping.
 
     Decay is decoupled, rate and decay are the group's. Muon of a matrix by its singular values (`by_singular_values`).
     """
-    optim, rng = subject.config.optim, np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     schedule, coefficient, done = 0.01, 0.5, 2
     shapes = parameter_shapes(subject.config.model)
     kinds = {"params": list(shapes), "grads": list(shapes), **moment_names(subject.config)}
     old: dict[str, dict[str, np.ndarray]] = {
         kind: {name: rng.standard_normal(shapes[name]) for name in names} for kind, names in kinds.items()
     }
-    old["exp_avg_sq"] = {name: np.square(value) for name, value in old["exp_avg_sq"].items()}
+    # Second moments are not negative.
+    old |= {kind: {name: np.square(value) for name, value in old[kind].items()} for kind in old if kind == "exp_avg_sq"}
     inputs = {f"{kind}/{name}": value for kind, tree in old.items() for name, value in tree.items()}
     scalars = {"step": np.asarray(done), "coefficient": np.asarray(coefficient), "lr": np.asarray(schedule)}
     new = subject.session.run_stage("update", inputs | scalars)
     groups, rules = groups_of(subject.config.model), update_rules(subject.config)
     for name in shapes:
-        gradient, p = coefficient * old["grads"][name], old["params"][name]
         settings = group_settings(subject.config, groups[name])
-        lr, decay = schedule * settings.lr_factor, settings.weight_decay
-        if rules[name].bounds == "muon":
-            b = optim.momentum * old["momentum_buffer"][name] + (1 - optim.momentum) * gradient
-            direction = optim.momentum * b + (1 - optim.momentum) * gradient if optim.nesterov else b
-            made = 0.2 * math.sqrt(max(p.shape)) * by_singular_values(direction, optim.ns_steps)
-            yield "moments", f"momentum_buffer of {name}", new[f"momentum_buffer/{name}"], b
-            yield "update", name, new[f"params/{name}"], p - lr * (made + decay * p)
+        by_hand = BY_HAND.get(rules[name].name)
+        if by_hand is None:
             continue
-        m = optim.beta1 * old["exp_avg"][name] + (1 - optim.beta1) * gradient
-        v = optim.beta2 * old["exp_avg_sq"][name] + (1 - optim.beta2) * gradient**2
-        yield "moments", f"exp_avg of {name}", new[f"exp_avg/{name}"], m
-        yield "moments", f"exp_avg_sq of {name}", new[f"exp_avg_sq/{name}"], v
-        m_hat, v_hat = m / (1 - optim.beta1 ** (done + 1)), v / (1 - optim.beta2 ** (done + 1))
-        yield "update", name, new[f"params/{name}"], p - lr * (m_hat / (np.sqrt(v_hat) + optim.eps) + decay * p)
+        before = {kind: values[name] for kind, values in old.items() if name in values}
+        before["grads"] = coefficient * before["grads"]
+        moments, step = by_hand(subject.config.optim, before, done)
+        for kind, due in moments.items():
+            yield "moments", f"{kind} of {name}", new[f"{kind}/{name}"], due
+        p, lr = before["params"], schedule * settings.lr_factor
+        yield "update", name, new[f"params/{name}"], p - lr * (step + settings.weight_decay * p)
 
 
 def by_singular_values(x: np.ndarray, steps: int) -> np.ndarray:

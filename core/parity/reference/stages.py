@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lockstep.core.config.schema import LIBRARIES, AttentionConfig, LossConfig, ModelConfig, RunConfig
+from lockstep.core.components.loss_heads import LOSS_HEADS
+from lockstep.core.config.schema import AttentionConfig, LossConfig, ModelConfig, RunConfig
 from lockstep.core.model.families import FAMILIES, Family, graph_of
 from lockstep.core.model.graph import KINDS, Operation
 
@@ -35,18 +36,18 @@ class Chain:
 
 
 def chain() -> Chain:
-    """The links of all families that are registered now."""
-    return _chain(tuple(FAMILIES.items()))
+    """The links of all families and loss heads that are registered now."""
+    return _chain(tuple(FAMILIES.items()), tuple(LOSS_HEADS))
 
 
 @lru_cache(maxsize=4)
-def _chain(families: tuple[tuple[str, Family], ...]) -> Chain:
+def _chain(families: tuple[tuple[str, Family], ...], heads: tuple[str, ...]) -> Chain:
     kinds: dict[str, str] = {}
     before: set[str] = set()
     order: list[str] = []
     for family, _ in families:
         model = ModelConfig(family=family, layers=1)
-        for head in ("full", *LIBRARIES):
+        for head in heads:
             operations = graph_of(model, None, LossConfig.model_validate({"head": head})).operations
             _merge(order, [one.id for one in operations])
             kinds |= {one.id: one.kind for one in operations}

@@ -125,7 +125,7 @@ def run(race: Race, turn: Turn) -> None:
             max_grad_norm=config.optim.clip_norm,
             train_sampling_strategy="sequential",
             remove_unused_columns=False,
-            bf16=config.precision.policy == "bf16",
+            bf16=config.precision.chosen.rounds,
             torch_compile=config.compile.enabled,
             use_cpu=config.device == "cpu",
             logging_strategy="no",

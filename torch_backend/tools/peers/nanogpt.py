@@ -111,7 +111,7 @@ def run(race: Race, turn: Turn) -> None:
     model.load_state_dict(race.weights())
     optimizer = race.fused_adamw(dict(model.named_parameters()))
     program: Any = torch.compile(model) if config.compile.enabled else model
-    narrow = config.precision.policy == "bf16"
+    narrow = config.precision.chosen.rounds
     steps = race.micro_batches()
     turn(None)
     for step in itertools.count():
