@@ -24,6 +24,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_run_that_is_killed_once_goes_on_as_if_nothing_had_been(work: Path) -> None:
+    found = list(chaos.run_chain(chaos.Chain("training-3", "training", ("writing",), 0), work))
+    assert [problem for line in found for problem in line.get("problems", ())] == []
+    assert [line["what"] for line in found] == ["kill", "end", "chain"]
+
+
 def test_what_is_killed_goes_on_as_if_nothing_had_been(work: Path) -> None:
     chains = [
         chaos.Chain("training-0", "training", ("writing", "sealing"), 0),

@@ -26,6 +26,7 @@ from lockstep.parity_tests.cli.fuzz.cases import (
 from lockstep.parity_tests.cli.fuzz.judge import judge
 from lockstep.parity_tests.cli.fuzz.sandbox import Left, Sandbox
 from lockstep.parity_tests.cli.workspace import Done
+from lockstep.parity_tests.slow_tests import amount
 from lockstep.scripts.cli import COMMANDS
 
 
@@ -40,7 +41,7 @@ def outcome(sandbox: Sandbox, *argv: str, through: bool = True, files: tuple[tup
 
 
 @hypothesis.settings(
-    max_examples=200,
+    max_examples=amount(50, with_all=200),
     deadline=None,
     derandomize=True,
     database=None,

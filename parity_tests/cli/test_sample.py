@@ -40,7 +40,7 @@ def test_a_seed_is_a_text_with_the_cache_and_without(lockstep: Lockstep, runs: P
     assert done.code == 0 and done.out.startswith("import ") and len(done.out) > 40
     assert done.out == again.out == plain.out != other.out
     assert len(done.lines) == 1 and "80 tokens" in done.err and "fp64 on cpu, KV cache" in done.err
-    assert "beyond 64 tokens it saw the last 64" in done.err and "no cache" in plain.err
+    assert "beyond 32 tokens it saw the last 32" in done.err and "no cache" in plain.err
 
 
 @pytest.mark.parametrize("name", ["tiny", "documents"])

@@ -88,7 +88,7 @@ def test_agreed(lockstep: Lockstep, run_file: Path, tmp_path: Path) -> None:
 def test_gradients_that_are_no_numbers(poison: str, lockstep: Lockstep, run_file: Path, tmp_path: Path) -> None:
     candidate = tmp_path / "poisoned.py"
     candidate.write_text(POISONED.format(poison=poison))
-    said, found = check(lockstep, run_file, tmp_path, "--candidate", f"{candidate}:Poisoned")
+    said, found = check(lockstep, run_file, tmp_path, "--quick", "--candidate", f"{candidate}:Poisoned")
     assert said.code == 1, said
     assert "Traceback" not in said.out + said.err
     has_promised_shape(found)
@@ -106,7 +106,7 @@ def test_gradients_that_are_no_numbers(poison: str, lockstep: Lockstep, run_file
 def test_a_loss_that_is_no_number(lockstep: Lockstep, run_file: Path, tmp_path: Path) -> None:
     candidate = tmp_path / "poisoned.py"
     candidate.write_text(POISONED.format(poison="float('nan')"))
-    said, found = check(lockstep, run_file, tmp_path, "--candidate", f"{candidate}:PoisonedLoss")
+    said, found = check(lockstep, run_file, tmp_path, "--quick", "--candidate", f"{candidate}:PoisonedLoss")
     assert said.code == 1, said
     has_promised_shape(found)
     assert found["origin"]["stage"] in ("loss", "gradients")

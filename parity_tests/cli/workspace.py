@@ -35,7 +35,7 @@ val_fraction = 0.2
 steps = 12
 batch_size = 4
 micro_batch_size = 2
-sequence_length = 64
+sequence_length = 32
 [optim]
 warmup_steps = 3
 clip_norm = 0.25

@@ -13,6 +13,7 @@ from lockstep.core.config.file import settings as known_settings
 from lockstep.core.config.rules import RULES
 from lockstep.core.config.schema import ModelConfig, RunConfig, TrainConfig
 from lockstep.core.errors import UserError
+from lockstep.parity_tests.slow_tests import amount
 
 
 @pytest.fixture
@@ -323,7 +324,7 @@ def configs(draw) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=amount(50, with_all=200), deadline=None)
 @given(config=configs())
 def test_a_dumped_config_reloads_to_an_equal_one(config, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "dumped.toml"

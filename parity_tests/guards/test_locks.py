@@ -17,7 +17,7 @@ from lockstep.scripts import cli
 
 
 def test_while_a_run_is_written(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert folder.train("run", {"checkpoint.every": 4, "parity.record_every": 4}) == 0
+    assert folder.train("run") == 0
     path = folder.path / "run"
     with RunDir.open(path, write=True):
         capsys.readouterr()
@@ -30,6 +30,13 @@ def test_while_a_run_is_written(folder: Folder, capsys: pytest.CaptureFixture[st
             file.write('{"step": 13, "lo')
         assert cli.run(["report", str(path)]) == 0
         assert (path / "report.html").is_file()
+    assert len(folder.records("run")) == 12
+
+
+def test_a_replay_while_a_run_is_written(folder: Folder) -> None:
+    assert folder.train("run", {"checkpoint.every": 4, "parity.record_every": 4}) == 0
+    path = folder.path / "run"
+    with RunDir.open(path, write=True):
         assert cli.run(["replay", str(path), "--step", "8"]) == 0
     assert len(folder.records("run")) == 12
 

@@ -1,7 +1,7 @@
 """What the reference computes on four devices, beside what it computes on one; run in a process that has four.
 
-`python -m lockstep.parity_tests.jax_backend.sharded` with JAX_NUM_CPU_DEVICES=4 prints one JSON object
-(test_sharding.py).
+`python -m lockstep.parity_tests.jax_backend.sharded PART…` with JAX_NUM_CPU_DEVICES=4 prints one JSON object, a key a
+part (test_sharding.py).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ STEPS = 4
 
 
 def config_of(devices: int, policy: str = "fp64", variant: str = "tied", **optim: Any) -> RunConfig:
-    """A tiny run. Its vocabulary is not divided by the devices, its other sizes are."""
-    config = tiny_config(policy, train=TRAIN, vocab_size=258, **VARIANTS[variant])
+    """A tiny run of one block. Its vocabulary is not divided by the devices, its other sizes are."""
+    config = tiny_config(policy, train=TRAIN, vocab_size=258, **{**VARIANTS[variant], "layers": 1})
     parity = config.parity.model_copy(update={"reference_devices": devices})
     return config.model_copy(update={"parity": parity, "optim": config.optim.model_copy(update=optim)})
 
@@ -210,23 +210,25 @@ def faulty(fault: Callable[[JaxSession], Any]) -> float:
     return apart(dict(found.grads), dict(gradients(config_of(1)).grads))
 
 
-def main() -> None:
-    """Everything, as JSON."""
+PARTS: dict[str, Callable[[], Any]] = {
+    **{f"exact {variant}": partial(exact, variant) for variant in ("tied", "untied-biased")},
+    **{f"trained {name}": partial(trained, name=name) for name in ("adamw", "muon")},
+    **{f"under {policy}": partial(under, policy) for policy in ("fp32", "bf16", "fp8_tensorwise")},
+    "memory": memory,
+    "places": places,
+    "one": one_device_program,
+    "documents": documents,
+    "evaluated": evaluated,
+    "stored": stored,
+    **{f"fault {name}": partial(faulty, fault) for name, fault in FAULTS.items()},
+}
+
+
+def main(parts: list[str]) -> None:
+    """Print the parts as JSON."""
     assert len(jax.devices()) == DEVICES, jax.devices()
-    found = {
-        "exact": {variant: exact(variant) for variant in ("tied", "untied-biased")},
-        "trained": {name: trained(name=name) for name in ("adamw", "muon")},
-        "under": {policy: under(policy) for policy in ("fp32", "bf16", "fp8_tensorwise")},
-        "memory": memory(),
-        "places": places(),
-        "one": one_device_program(),
-        "documents": documents(),
-        "evaluated": evaluated(),
-        "stored": stored(),
-        "faults": {name: faulty(fault) for name, fault in FAULTS.items()},
-    }
-    json.dump(found, sys.stdout)
+    json.dump({part: PARTS[part]() for part in parts}, sys.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

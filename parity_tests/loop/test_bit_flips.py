@@ -11,6 +11,7 @@ from lockstep.core.files import jsonl
 from lockstep.core.run import directory
 from lockstep.core.run.layout import CHECKS, CONFIG, INFO, RECORDS
 from lockstep.parity_tests.loop.runs import one_line
+from lockstep.parity_tests.slow_tests import amount
 from lockstep.scripts import cli
 from lockstep.scripts.studies import bit_flips
 from lockstep.scripts.studies.bit_flips import (
@@ -24,6 +25,9 @@ from lockstep.scripts.studies.bit_flips import (
     Damage,
     Trials,
 )
+
+# Trials take turns over the ten kinds of file.
+TRIALS = amount(10, with_all=30)
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +43,14 @@ def digit_after(trials: Trials, name: str, text: bytes, line: int = 0) -> Damage
     return Damage(RUN / name, at, ord("7") if whole[at] != ord("7") else ord("6"))
 
 
-def test_thirty_trials_of_every_kind(trials: Trials) -> None:
+def test_trials_of_every_kind(trials: Trials) -> None:
     told: list[str] = []
-    lines = list(bit_flips.run_trials(trials, range(30), told.append))
+    lines = list(bit_flips.run_trials(trials, range(TRIALS), told.append))
     assert told == [] and {line["outcome"] for line in lines} <= set(OUTCOMES) - {WRONG}
     assert len({line["kind"] for line in lines}) == 10
     assert {line["outcome"] for line in lines} >= {REFUSED, FELL_BACK, TOLD}
     page = bit_flips.page(lines)
-    assert "| **all** | **30** |" in page and str(trials.folder) not in page
+    assert f"| **all** | **{TRIALS}** |" in page and str(trials.folder) not in page
 
 
 def test_a_trial_is_a_function_of_its_number(trials: Trials) -> None:

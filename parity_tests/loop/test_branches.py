@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -22,10 +24,18 @@ FROM = 8
 LOWER = ("--from-step", str(FROM), "--optim.peak-lr", "1e-4", "--optim.schedule", "linear")
 
 
-@pytest.fixture
-def trained(folder: Folder) -> Folder:
-    """A finished run of 12 steps with checkpoints at 4, 8 and 12."""
+@pytest.fixture(scope="module")
+def finished(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A finished run of 12 steps with checkpoints at 4, 8 and 12, to be copied."""
+    folder = Folder(tmp_path_factory.mktemp("finished"), tokens)
     assert folder.train("run", EVERY_4) == 0
+    return folder
+
+
+@pytest.fixture
+def trained(folder: Folder, finished: Folder) -> Folder:
+    """A copy of the finished run, which the test may go on with."""
+    shutil.copytree(finished.path / "run", folder.path / "run")
     return folder
 
 
@@ -168,15 +178,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("words, said", REFUSED.values(), ids=REFUSED.keys())
 def test_what_no_branch_can_have(
-    folder: Folder, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    trained: Folder, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if not (folder.path / "run").exists():
-        assert folder.train("run", EVERY_4) == 0
-    capsys.readouterr()
-    before = (folder.path / "run" / "run.json").read_bytes()
-    assert folder.resume("run", "--from-step", "8", *words) == 2
+    before = (trained.path / "run" / "run.json").read_bytes()
+    assert trained.resume("run", "--from-step", "8", *words) == 2
     assert said in capsys.readouterr().err.splitlines()[0]
-    assert (folder.path / "run" / "run.json").read_bytes() == before and len(folder.records("run")) == STEPS
+    assert (trained.path / "run" / "run.json").read_bytes() == before and len(trained.records("run")) == STEPS
 
 
 def test_a_finished_run_has_nothing_to_branch_into(trained: Folder, capsys: pytest.CaptureFixture[str]) -> None:

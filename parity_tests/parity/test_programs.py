@@ -31,10 +31,14 @@ def check_of(backend: TorchBackend, reference: Reference) -> Check:
     return judge(evidence, reference)
 
 
-def test_an_honest_trainer_agrees(reference: Reference) -> None:
-    check = check_of(TorchBackend(), reference)
-    assert check.verdict == "agreed", check.origin
-    assert any(finding.stage == "compiler" for finding in check.findings)
+@pytest.fixture(scope="module")
+def honest(reference: Reference) -> Check:
+    return check_of(TorchBackend(), reference)
+
+
+def test_an_honest_trainer_agrees(honest: Check) -> None:
+    assert honest.verdict == "agreed", honest.origin
+    assert any(finding.stage == "compiler" for finding in honest.findings)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -46,11 +50,11 @@ def test_what_only_the_program_without_taps_does_is_the_compilers(
     assert (origin.stage, origin.phase) == ("compiler", "backward")
 
 
-def test_a_wrong_length_is_found_within_the_distance_that_is_allowed(reference: Reference) -> None:
+def test_a_wrong_length_is_found_within_the_distance_that_is_allowed(honest: Check, reference: Reference) -> None:
     """One and a half times what may lie along the truth is three quarters of the distance: only the first finds it."""
     tap = "blocks.1.mlp.up_proj.weight"
-    honest = next(f for f in check_of(TorchBackend(), reference).findings if (f.stage, f.tap) == ("compiler", tap))
-    (reach,) = (measure.high or 0.0 for measure in honest.measures if measure.name == "gain_difference")
+    finding = next(f for f in honest.findings if (f.stage, f.tap) == ("compiler", tap))
+    (reach,) = (measure.high or 0.0 for measure in finding.measures if measure.name == "gain_difference")
     assert reach
 
     class TooLong(TorchSession):

@@ -76,7 +76,7 @@ def _read(shape: Any, command: type[T], name: str, argv: list[str]) -> tuple[Any
                 args=["--", *argv] if argv[:1] and argv[0].replace("_", "-").startswith("--tyro-") else argv,
                 description=inspect.getdoc(command),
                 return_unknown_args=True,
-                config=(tyro.conf.FlagCreatePairsOff,),
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
             )
     except SystemExit as stop:
         if not stop.code:
