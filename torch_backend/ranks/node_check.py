@@ -54,7 +54,7 @@ def look_round(file: Path) -> Place:
 
 def _fingerprint(version: str) -> str:
     found = hashlib.sha256(version.encode())
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             found.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
