@@ -23,6 +23,7 @@ from jax import Array
 
 from lockstep.jax_backend.policy import Policy
 
+Mask = Array  # (B, 1, S, S) bool
 Saved = tuple[Array, Array, Array, Array, Array, Array | None]
 
 

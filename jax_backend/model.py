@@ -1,8 +1,9 @@
 """Llama 3 in JAX (Flax NNX). Twin: torch_backend/model.py, line by line.
 
 Arrays carry their axes: B batch, S sequence, D hidden, H query heads, K key-value heads, E head dim, F feed-forward,
-V vocabulary. Everything is in the policy's stream dtype; roundings stand in jax_backend/precision.py and
-jax_backend/attention.py. Paths of parameters, joined by dots, are the canonical names of core/model/names.py.
+V vocabulary. Everything is in the policy's stream dtype; casts stand in jax_backend/precision.py and in attention.
+Parameters have the canonical names of core/model/names.py. How the model is computed, and not what it is, is applied
+from outside: see jax_backend/kernels/__init__.py.
 """
 
 from __future__ import annotations
@@ -16,32 +17,31 @@ from flax import nnx
 from jax import Array
 
 from lockstep.core.config.schema import ModelConfig, RunConfig
-from lockstep.core.model.names import fp8_modules
-from lockstep.jax_backend.attention import attention, document_mask
-from lockstep.jax_backend.kernels.float8 import Recipe
-from lockstep.jax_backend.kernels.formats import BF16
-from lockstep.jax_backend.kernels.library_heads import library_nll
-from lockstep.jax_backend.loss import negative_log_likelihood
+from lockstep.jax_backend.attention import Mask, attention, document_mask
+from lockstep.jax_backend.kernels.float8 import Float8
+from lockstep.jax_backend.loss import negative_log_likelihood, weighted_mean
 from lockstep.jax_backend.policy import Policy
 from lockstep.jax_backend.precision import head, linear
 
 Tap = Callable[[str, Array], Array]
+# (x (B, S, D), weight (V, D), targets (B, S), weights (B, S), total, policy, tap) → loss, per-token losses (B, S)
+FusedLoss = Callable[[Array, Array, Array, Array, Array, Policy, Tap], tuple[Array, Array]]
 
 
 class Rope(NamedTuple):
     """Where tokens stand, for every block.
 
-    cos, sin: (S, E/2), or (B, S, E/2) where positions count from 0 in each document. mask: (B, 1, S, S) bool, which
-    keys each query sees, or None: all that do not come after it.
+    cos, sin: (S, E/2), or (B, S, E/2) where positions count from 0 in each document. mask: which keys each query sees,
+    as attention takes it, or None: all that do not come after it.
     """
 
     cos: Array
     sin: Array
-    mask: Array | None = None
+    mask: Mask | None = None
 
 
 def no_tap(name: str, value: Array) -> Array:
-    """The tap of the program that trains: nothing."""
+    """Return the value: the tap of the program that trains."""
     return value
 
 
@@ -54,8 +54,9 @@ class RMSNorm(nnx.Module):
     """x / √(mean(x²) + eps) · gain."""
 
     def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
         self.eps = eps
-        self.weight = nnx.Param(jnp.empty(width, jnp.float32))
+        self.weight = nnx.Param(jnp.empty(width))
 
     def __call__(self, x: Array) -> Array:
         """X (…, D) → (…, D)."""
@@ -63,18 +64,18 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x · Wᵀ + b with the policy's casts; W is (out, in)."""
+    """x · Wᵀ + b with the policy's casts; W is (out, in). float8: makes the product in FP8, None: the policy does."""
 
     def __init__(self, into: int, out: int, bias: bool) -> None:
-        self.weight = nnx.Param(jnp.empty((out, into), jnp.float32))
-        self.bias = nnx.Param(jnp.empty(out, jnp.float32)) if bias else None
-        self.float8: Recipe | None = None
+        super().__init__()
+        self.weight = nnx.Param(jnp.empty((out, into)))
+        self.bias = nnx.Param(jnp.empty(out)) if bias else None
+        self.float8: Float8 | None = None
 
     def __call__(self, x: Array, policy: Policy) -> Array:
         """X (…, in) → (…, out)."""
         bias = None if self.bias is None else self.bias[...]
-        # A layer in FP8 is so under the run's own policy; `evaluate` may ask for another one.
-        return linear(x, self.weight[...], bias, policy, self.float8 if policy.operand == BF16 else None)
+        return linear(x, self.weight[...], bias, policy, self.float8)
 
 
 def rope_tables(length: int, head_dim: int, theta: float) -> tuple[Array, Array]:
@@ -85,7 +86,8 @@ def rope_tables(length: int, head_dim: int, theta: float) -> tuple[Array, Array]
 
 
 def positions(documents_BS: Array) -> Array:
-    """Position of each token in its own document, from 0: (B, S), the number of tokens of it that came before."""
+    """Position of each token in its own document, from 0: (B, S)."""
+    # So many tokens of the same document come before it.
     return document_mask(documents_BS)[:, 0].sum(-1) - 1
 
 
@@ -95,27 +97,12 @@ def rope_at(rope_tables: tuple[Array, Array], places: Array | None, policy: Poli
     return Rope(cos.astype(policy.stream), sin.astype(policy.stream))
 
 
-def rotate(x_BSHE: Array, rope: Rope) -> Array:
-    """Rotate each pair (i, i + E/2) of a head by its position's angle, paired as in Hugging Face's Llama."""
-    cos, sin = rope.cos[..., None, :], rope.sin[..., None, :]
-    left, right = jnp.split(x_BSHE, 2, axis=-1)
-    return jnp.concatenate((left * cos - right * sin, right * cos + left * sin), axis=-1)
-
-
-def expand(x_BSKE: Array, heads: int) -> Array:
-    """Give each query head its key-value head: (B, S, K, E) → (B, S, H, E), each KV head repeated in place."""
-    return jnp.repeat(x_BSKE, heads // x_BSKE.shape[2], axis=2)
-
-
-def swiglu(gate_BSF: Array, up_BSF: Array) -> Array:
-    """silu(gate) ⊙ up."""
-    return jax.nn.silu(gate_BSF) * up_BSF
-
-
 class Attention(nnx.Module):
     """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, run: RunConfig) -> None:
+        super().__init__()
+        config = run.model
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         kv = config.kv_heads * config.head_dim
         self.q_proj = Linear(config.hidden, config.hidden, config.qkv_bias)
@@ -123,18 +110,33 @@ class Attention(nnx.Module):
         self.v_proj = Linear(config.hidden, kv, config.qkv_bias)
         self.o_proj = Linear(config.hidden, config.hidden, config.o_bias)
 
+    def rotate(self, x_BSHE: Array, rope: Rope) -> Array:
+        """Rotate each pair (i, i + E/2) of a head by its position's angle, paired as in Hugging Face's Llama."""
+        cos, sin = rope.cos[..., None, :], rope.sin[..., None, :]
+        left, right = jnp.split(x_BSHE, 2, axis=-1)
+        return jnp.concatenate((left * cos - right * sin, right * cos + left * sin), axis=-1)
+
+    def expand(self, x_BSKE: Array) -> Array:
+        """Give each query head its key-value head: (B, S, K, E) → (B, S, H, E), each KV head repeated in place."""
+        return jnp.repeat(x_BSKE, self.heads // self.kv_heads, axis=2)
+
+    def attend(self, q_BSHE: Array, k_BSKE: Array, v_BSKE: Array, policy: Policy, mask: Mask | None = None) -> Array:
+        """softmax(q·kᵀ/√E + mask)·v → (B, S, H, E), operands and output rounded to the operand dtype."""
+        return attention(q_BSHE, self.expand(k_BSKE), self.expand(v_BSKE), policy, mask)
+
     def __call__(self, x_BSD: Array, rope: Rope, policy: Policy, tap: Tap, name: str) -> Array:
         """X (B, S, D), already normed → (B, S, D)."""
-        batch = x_BSD.shape[:2]
         q_BSD = tap(f"{name}.q", self.q_proj(tap(f"{name}.q.x", x_BSD), policy))
         k_BSD = tap(f"{name}.k", self.k_proj(tap(f"{name}.k.x", x_BSD), policy))
         v_BSD = tap(f"{name}.v", self.v_proj(tap(f"{name}.v.x", x_BSD), policy))
-        q_BSHE = q_BSD.reshape(*batch, self.heads, self.head_dim)
-        k_BSKE = k_BSD.reshape(*batch, self.kv_heads, self.head_dim)
-        v_BSKE = v_BSD.reshape(*batch, self.kv_heads, self.head_dim)
-        q_BSHE = tap(f"{name}.q_rope", rotate(q_BSHE, rope))
-        k_BSKE = tap(f"{name}.k_rope", rotate(k_BSKE, rope))
-        out_BSHE = attention(q_BSHE, expand(k_BSKE, self.heads), expand(v_BSKE, self.heads), policy, rope.mask)
+        q_BSHE = q_BSD.reshape(*q_BSD.shape[:2], self.heads, self.head_dim)
+        k_BSKE = k_BSD.reshape(*k_BSD.shape[:2], self.kv_heads, self.head_dim)
+        v_BSKE = v_BSD.reshape(*v_BSD.shape[:2], self.kv_heads, self.head_dim)
+        q_BSHE = tap(f"{name}.q_rope", self.rotate(q_BSHE, rope))
+        k_BSKE = tap(f"{name}.k_rope", self.rotate(k_BSKE, rope))
+        # A candidate's own `attend` (docs/guide/candidates.md) needs no mask where the run has none.
+        mask = () if rope.mask is None else (rope.mask,)
+        out_BSHE = self.attend(q_BSHE, k_BSKE, v_BSKE, policy, *mask)
         out_BSD = tap(f"{name}.out", out_BSHE.reshape(x_BSD.shape))
         return tap(f"{name}.o_proj", self.o_proj(out_BSD, policy))
 
@@ -143,24 +145,31 @@ class SwiGLU(nnx.Module):
     """W_down · (silu(W_gate·x) ⊙ W_up·x) (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
         self.gate_proj = Linear(config.hidden, config.ffn_hidden, config.mlp_bias)
         self.up_proj = Linear(config.hidden, config.ffn_hidden, config.mlp_bias)
         self.down_proj = Linear(config.ffn_hidden, config.hidden, config.mlp_bias)
+
+    def activate(self, gate_BSF: Array, up_BSF: Array) -> Array:
+        """silu(gate) ⊙ up."""
+        return jax.nn.silu(gate_BSF) * up_BSF
 
     def __call__(self, x_BSD: Array, policy: Policy, tap: Tap, name: str) -> Array:
         """X (B, S, D), already normed → (B, S, D)."""
         gate_BSF = tap(f"{name}.gate", self.gate_proj(tap(f"{name}.gate.x", x_BSD), policy))
         up_BSF = tap(f"{name}.up", self.up_proj(tap(f"{name}.up.x", x_BSD), policy))
-        act_BSF = tap(f"{name}.act", swiglu(gate_BSF, up_BSF))
+        act_BSF = tap(f"{name}.act", self.activate(gate_BSF, up_BSF))
         return tap(f"{name}.down_proj", self.down_proj(act_BSF, policy))
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, run: RunConfig) -> None:
+        super().__init__()
+        config = run.model
         self.attn_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.attn = Attention(config)
+        self.attn = Attention(run)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
         self.mlp = SwiGLU(config)
 
@@ -178,7 +187,8 @@ class Embedding(nnx.Module):
     """A table (V, D) and its look-up, in the stream dtype."""
 
     def __init__(self, vocab_size: int, hidden: int) -> None:
-        self.weight = nnx.Param(jnp.empty((vocab_size, hidden), jnp.float32))
+        super().__init__()
+        self.weight = nnx.Param(jnp.empty((vocab_size, hidden)))
 
     def __call__(self, tokens_BS: Array) -> Array:
         """Tokens (B, S) → (B, S, D)."""
@@ -189,37 +199,50 @@ class Head(nnx.Module):
     """The untied head's weight (V, D); a tied one uses the embedding's."""
 
     def __init__(self, vocab_size: int, hidden: int) -> None:
-        self.weight = nnx.Param(jnp.empty((vocab_size, hidden), jnp.float32))
+        super().__init__()
+        self.weight = nnx.Param(jnp.empty((vocab_size, hidden)))
 
 
 class Llama(nnx.Module):
-    """Tokens (B, S) → logits (B, S, V) → negative log-likelihood of the targets (B, S)."""
+    """Tokens (B, S) → logits (B, S, V) → negative log-likelihood of the targets (B, S).
+
+    tap: sees every tensor of the chain on its way. fused_loss: computes the loss from the hidden states, None: it is
+    computed from whole logits.
+    """
 
     def __init__(self, run: RunConfig) -> None:
+        super().__init__()
         config = run.model
-        self.head_dim, self.theta, self.loss = config.head_dim, config.rope_theta, run.loss
+        self.tap: Tap = no_tap
+        self.fused_loss: FusedLoss | None = None
+        self.z_loss = run.loss.z_loss
         self.document_mask, self.reset_positions = run.attention.document_mask, run.attention.reset_positions
+        self.head_dim, self.theta = config.head_dim, config.rope_theta
         self.embed = Embedding(config.vocab_size, config.hidden)
-        self.blocks = nnx.List([Block(config) for _ in range(config.layers)])
+        self.blocks = nnx.List(Block(run) for _ in range(config.layers))
         self.final_norm = RMSNorm(config.hidden, config.norm_eps)
         self.lm_head = None if config.tied else Head(config.vocab_size, config.hidden)
-        in_fp8 = fp8_modules(run)
-        for path, module in nnx.iter_modules(self):
-            if isinstance(module, Linear) and ".".join(map(str, path)) in in_fp8:
-                module.float8 = run.precision.fp8
+
+    def rope_of(self, length: int) -> tuple[Array, Array]:
+        """Cos and sin (S, E/2) of the first positions, in FP64."""
+        return rope_tables(length, self.head_dim, self.theta)
 
     def places(self, length: int, documents_BS: Array | None, policy: Policy) -> Rope:
         """Positions and mask as the configuration asks; a sequence without documents is one document."""
         reset = None if documents_BS is None or not self.reset_positions else positions(documents_BS)
         mask = None if documents_BS is None or not self.document_mask else document_mask(documents_BS)
-        return rope_at(rope_tables(length, self.head_dim, self.theta), reset, policy)._replace(mask=mask)
+        return rope_at(self.rope_of(length), reset, policy)._replace(mask=mask)
 
     def trunk(self, tokens_BS: Array, policy: Policy, tap: Tap = no_tap, documents_BS: Array | None = None) -> Array:
         """Everything before the head: tokens (B, S) → final-norm output (B, S, D)."""
-        rope = self.places(tokens_BS.shape[1], documents_BS, policy)
+        return self.trunk_at(tokens_BS, self.places(tokens_BS.shape[1], documents_BS, policy), policy, tap)
+
+    def trunk_at(self, tokens_BS: Array, rope: Rope, policy: Policy, tap: Tap = no_tap) -> Array:
+        """The same of tokens at given places."""
         x_BSD = tap("embed", self.embed(tokens_BS))
         for i, block in enumerate(self.blocks):
-            x_BSD = block(x_BSD, rope, policy, tap, f"blocks.{i}")
+            # Without a tap no block needs its name: blocks that are compiled one by one are then one program.
+            x_BSD = block(x_BSD, rope, policy, tap, "" if tap is no_tap else f"blocks.{i}")
         return tap("final_norm", self.final_norm(x_BSD))
 
     @property
@@ -228,22 +251,33 @@ class Llama(nnx.Module):
         weight: Array = (self.lm_head or self.embed).weight[...]
         return weight
 
-    def logits(self, x_BSD: Array, policy: Policy, tap: Tap = no_tap) -> Array:
+    def logits(self, x_BSD: Array, policy: Policy) -> Array:
         """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype."""
-        return head(x_BSD, tap("logits.weight", self.head_weight), policy)
+        return head(x_BSD, self.tap("logits.weight", self.head_weight), policy)
 
-    def __call__(
+    def nll(self, logits_BSV: Array, targets_BS: Array) -> Array:
+        """logsumexp(logits) − logit of the target, and the z-loss, (B, S), in the logits' dtype."""
+        return negative_log_likelihood(logits_BSV, targets_BS, self.z_loss)
+
+    def __call__(self, tokens_BS: Array, targets_BS: Array, policy: Policy, documents_BS: Array | None = None) -> Array:
+        """Per-token loss (B, S) in nats through whole logits."""
+        x_BSD = self.trunk(tokens_BS, policy, self.tap, documents_BS)
+        logits_BSV = self.tap("logits", self.logits(x_BSD, policy))
+        return self.tap("nll", self.nll(logits_BSV, targets_BS))
+
+    def loss(
         self,
         tokens_BS: Array,
         targets_BS: Array,
+        weights_BS: Array,
+        total: Array,
         policy: Policy,
-        tap: Tap = no_tap,
-        documents_BS: Array | None = None,
-    ) -> Array:
-        """Per-token loss (B, S) in nats; `tap` sees every tensor of the chain on its way."""
-        x_BSD = self.trunk(tokens_BS, policy, tap, documents_BS)
-        if self.loss.of_library:
-            weight_VD = tap("logits.weight", self.head_weight)
-            return tap("nll", library_nll(x_BSD, weight_VD, targets_BS, policy, self.loss))
-        logits_BSV = tap("logits", self.logits(x_BSD, policy, tap))
-        return tap("nll", negative_log_likelihood(logits_BSV, targets_BS, self.loss.z_loss))
+        *documents_BS: Array,
+    ) -> tuple[Array, Array]:
+        """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), through the head of the run."""
+        if self.fused_loss is None:
+            nll_BS = self(tokens_BS, targets_BS, policy, *documents_BS)
+            return weighted_mean(nll_BS, weights_BS, total), nll_BS
+        x_BSD = self.trunk(tokens_BS, policy, self.tap, *documents_BS)
+        weight_VD = self.tap("logits.weight", self.head_weight)
+        return self.fused_loss(x_BSD, weight_VD, targets_BS, weights_BS, total, policy, self.tap)

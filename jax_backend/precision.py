@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from lockstep.core.components import precision
-from lockstep.jax_backend.kernels.float8 import Recipe, product
+from lockstep.jax_backend.kernels.float8 import Float8, product
 from lockstep.jax_backend.kernels.formats import BF16, FP16, TF32
 from lockstep.jax_backend.policy import Policy
 
@@ -32,12 +32,16 @@ def _twin(policy: precision.PrecisionPolicy) -> Policy:
 POLICIES = {name: _twin(policy) for name, policy in precision.POLICIES.items()}
 
 
-def linear(x: Array, weight: Array, bias: Array | None, policy: Policy, float8: Recipe | None = None) -> Array:
+def linear(x: Array, weight: Array, bias: Array | None, policy: Policy, float8: Float8 | None = None) -> Array:
     """X (…, in), weight (out, in) → (…, out) in the stream dtype; the bias is added in the stream dtype.
 
-    float8: makes the product in FP8 (jax_backend/kernels/float8.py).
+    float8: makes the product in FP8 (jax_backend/kernels/float8.py), under a policy whose operands are bf16: a layer
+    in FP8 is so under the run's own policy, and `evaluate` may ask for another one.
     """
-    y = _product(x, weight, policy, True) if float8 is None else product(x, weight, policy, float8)
+    if float8 is not None and policy.operand == BF16:
+        y = product(x, weight, policy, float8)
+    else:
+        y = _product(x, weight, policy, True)
     return y if bias is None else y + bias
 
 

@@ -30,14 +30,16 @@ from lockstep.core.train.schedule import learning_rate
 from lockstep.core.train.skipped_steps import first_scalars, is_made, leaves_out, own_scalars, scalars_after
 from lockstep.jax_backend import checkpoint
 from lockstep.jax_backend.checkpoint import WritingJax
-from lockstep.jax_backend.loss import negative_log_likelihood, weighted_mean
-from lockstep.jax_backend.model import Llama, no_tap
+from lockstep.jax_backend.kernels.float8 import apply_float8
+from lockstep.jax_backend.kernels.loss_head import apply_loss_head
+from lockstep.jax_backend.model import Llama, Tap, no_tap
 from lockstep.jax_backend.optim import Terms, Tree, clip_coefficient, global_norm, next_state
 from lockstep.jax_backend.policy import Kernel, Policy
 from lockstep.jax_backend.precision import POLICIES
 from lockstep.jax_backend.sharding import Shards
 from lockstep.jax_backend.stages import in_stream, stage_functions, with_gradients
 from lockstep.jax_backend.tools.attention_logits import largest_logits
+from lockstep.jax_backend.tools.scores import scores
 
 Names = frozenset[str]
 KERNELS: dict[Kernel, str] = {
@@ -59,7 +61,8 @@ class JaxSession:
         self.steps_done = 0
         self.scalars = first_scalars(config)
         self._seconds: dict[str, float] = {}
-        self.graph, abstract = nnx.split(nnx.eval_shape(partial(Llama, config)))
+        model = nnx.eval_shape(partial(build_model, config))
+        self.graph, abstract = nnx.split(model)
         self._paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(abstract)}
         self.params = self._arrays(init_parameters(config.model, config.seed))
         kinds = moment_names(config)
@@ -73,7 +76,7 @@ class JaxSession:
         self._leaf_norms = jax.jit(partial(jax.tree.map, lambda x: jnp.linalg.norm(x.ravel())))
         self._move = self.shards.jit(self.move, (None, places_of_moments))
         self._observe = jax.jit(self.observed, static_argnums=6)
-        functions = stage_functions(config, self.policy)
+        functions = stage_functions(config, model, self.policy)
         # Stages that are one function share its compiled programs.
         programs = {f: jax.jit(with_gradients(f)) for f in set(functions.values())}
         self._stages = {name: programs[f] for name, f in functions.items()}
@@ -238,10 +241,11 @@ class JaxSession:
     def close(self) -> None:
         """Nothing is held beyond the object itself."""
 
-    def model(self, params: Tree) -> Llama:
-        """The module with these parameters."""
+    def model(self, params: Tree, tap: Tap = no_tap) -> Llama:
+        """The module with these parameters, its tensors passing `tap` on their way."""
         flat = [(self._paths[name], nnx.Param(p)) for name, p in params.items()]
         model: Llama = nnx.merge(self.graph, nnx.from_flat_state(flat))
+        model.tap = tap
         return model
 
     def accumulate(self, batch: Batch) -> tuple[Array, list[Array], Tree]:
@@ -281,8 +285,8 @@ class JaxSession:
         documents: Array | None = None,
     ) -> tuple[Array, Array]:
         """Σ weight·nll / total of one micro-batch, and its per-token nll (B, S)."""
-        nll = self.model(params)(tokens, targets, self.policy, self.shards.tap(no_tap), documents)
-        return weighted_mean(nll, weights, total), nll
+        model = self.model(params, self.shards.tap(no_tap))
+        return model.loss(tokens, targets, weights, total, self.policy, *_given(documents))
 
     @property
     def scale(self) -> float:
@@ -334,8 +338,8 @@ class JaxSession:
                     seen[name] = value
                 return value
 
-            nll = self.model(params)(tokens, targets, self.policy, self.shards.tap(tap), documents)
-            return weighted_mean(nll, weights, total), seen
+            model = self.model(params, self.shards.tap(tap))
+            return model.loss(tokens, targets, weights, total, self.policy, *_given(documents))[0], seen
 
         if not any(name.startswith(GRADIENT) for name in names):
             return loss(params, probes)[1], {}, {}
@@ -345,29 +349,9 @@ class JaxSession:
     def scores(
         self, params: Tree, tokens: Array, targets: Array, documents: Array | None, policy: Policy
     ) -> tuple[Array, Array]:
-        """Per-token nll (B, S) without z-loss, and whether the likeliest token is the target (B, S).
-
-        Logits are made for at most `loss.chunk` tokens at a time: for a piece of every sequence, so that sequences
-        which are cut over devices stay there. There is at least one token of each.
-        """
-        model = self.model(params)
-        x_BSD = model.trunk(tokens, policy, self.shards.tap(no_tap), documents)
-        rows, length = targets.shape
-        piece = max(1, min(self.config.loss.chunk // rows, length))
-        count = -(-length // piece)
-
-        def pieces(x: Array) -> Array:
-            """(B, S, …) → (count, B, piece, …), zeros after the end."""
-            short = ((0, 0), (0, count * piece - length), *((0, 0),) * (x.ndim - 2))
-            return jnp.moveaxis(jnp.pad(x, short).reshape(rows, count, piece, *x.shape[2:]), 1, 0)
-
-        def scored(part: tuple[Array, Array]) -> tuple[Array, Array]:
-            logits = model.logits(part[0], policy)
-            return negative_log_likelihood(logits, part[1]), logits.argmax(-1) == part[1]
-
-        found = jax.lax.map(scored, (pieces(x_BSD), pieces(targets)))
-        nll, top1 = (jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length] for x in found)
-        return nll, top1
+        """Per-token nll (B, S) without z-loss, and whether the likeliest token is the target (B, S)."""
+        model = self.model(params, self.shards.tap(no_tap))
+        return scores(model, self.config.loss.chunk, tokens, targets, policy, *_given(documents))
 
     def next_logits(self, params: Tree, tokens: Array, last: Array, documents: Array | None) -> Array:
         """Logits (V,) after the token at position `last` of the one sequence in `tokens` (1, S)."""
@@ -408,6 +392,18 @@ class JaxSession:
     def _zeros(self, name: str) -> Array:
         p = self.params[name]
         return jnp.zeros(p.shape, p.dtype, device=self.shards.of(p.shape))
+
+
+def build_model(config: RunConfig) -> Llama:
+    """The model with unset weights."""
+    model = Llama(config)
+    apply_float8(model, config)
+    apply_loss_head(model, config.loss)
+    return model
+
+
+def _given(documents: Array | None) -> tuple[Array, ...]:
+    return () if documents is None else (documents,)
 
 
 def device_of(config: RunConfig) -> Literal["cpu", "cuda"]:

@@ -1,6 +1,6 @@
 """Every stage of the forward chain as a function of its own inputs, so that the reference can judge one stage alone.
 
-Input and output names are those of core/parity/reference/stages.py.
+Input and output names are those of core/parity/reference/stages.py. The functions are the model's own methods.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.families import graph_of
 from lockstep.core.model.graph import KINDS
 from lockstep.core.parity.reference.stages import stages_of
-from lockstep.jax_backend.attention import attention, document_mask
-from lockstep.jax_backend.kernels.float8 import Recipe
+from lockstep.jax_backend.attention import document_mask
+from lockstep.jax_backend.kernels.float8 import Float8
 from lockstep.jax_backend.kernels.library_heads import library_nll
-from lockstep.jax_backend.loss import negative_log_likelihood
-from lockstep.jax_backend.model import expand, positions, rms_norm, rope_at, rope_tables, rotate, swiglu
+from lockstep.jax_backend.model import Llama, positions, rms_norm, rope_at
 from lockstep.jax_backend.policy import Policy
 from lockstep.jax_backend.precision import head, linear
 
@@ -29,39 +28,39 @@ Inputs = Mapping[str, Array]
 StageFunction = Callable[[Inputs], Array]
 
 
-def stage_functions(run: RunConfig, policy: Policy) -> dict[str, StageFunction]:
+def stage_functions(run: RunConfig, model: Llama, policy: Policy) -> dict[str, StageFunction]:
     """Stage id → function of its inputs, under one policy; `ID/fp8` of a linear layer that computes in FP8.
 
     Stages of one kind, where shapes alone tell them apart, are one function.
     """
-    config, recipe = run.model, run.precision.fp8
+    attention, mlp, eps = model.blocks[0].attn, model.blocks[0].mlp, model.final_norm.eps
+    kv_heads, head_dim, recipe = attention.kv_heads, attention.head_dim, run.precision.fp8
 
     def by_heads(x: Array, heads: int) -> Array:
-        return x.reshape(*x.shape[:2], heads, config.head_dim)
+        return x.reshape(*x.shape[:2], heads, head_dim)
 
     def embed(inputs: Inputs) -> Array:
         return inputs["weight"][inputs["tokens"]]
 
     def norm(inputs: Inputs) -> Array:
-        return rms_norm(inputs["x"], inputs["weight"], config.norm_eps)
+        return rms_norm(inputs["x"], inputs["weight"], eps)
 
-    def project(inputs: Inputs, float8: Recipe | None = None) -> Array:
+    def project(inputs: Inputs, float8: Float8 | None = None) -> Array:
         return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy, float8)
 
     def rope(inputs: Inputs, heads: int) -> Array:
-        tables = rope_tables(inputs["x"].shape[1], config.head_dim, config.rope_theta)
+        length = inputs["x"].shape[1]
         places = positions(inputs["documents"]) if "documents" in inputs else None
-        return rotate(by_heads(inputs["x"], heads), rope_at(tables, places, policy))
+        return attention.rotate(by_heads(inputs["x"], heads), rope_at(model.rope_of(length), places, policy))
 
     def attend(inputs: Inputs) -> Array:
-        k = expand(inputs["k"], config.heads)
-        v = expand(by_heads(inputs["v"], config.kv_heads), config.heads)
-        mask = document_mask(inputs["documents"]) if "documents" in inputs else None
-        out = attention(inputs["q"], k, v, policy, mask)
+        v = by_heads(inputs["v"], kv_heads)
+        mask = (document_mask(inputs["documents"]),) if "documents" in inputs else ()
+        out = attention.attend(inputs["q"], inputs["k"], v, policy, *mask)
         return out.reshape(*out.shape[:2], -1)
 
     def gate(inputs: Inputs) -> Array:
-        return swiglu(inputs["gate"], inputs["up"])
+        return mlp.activate(inputs["gate"], inputs["up"])
 
     def add(inputs: Inputs) -> Array:
         return inputs["x"] + inputs["y"]
@@ -70,7 +69,7 @@ def stage_functions(run: RunConfig, policy: Policy) -> dict[str, StageFunction]:
         return head(inputs["x"], inputs["weight"], policy)
 
     def nll(inputs: Inputs) -> Array:
-        return negative_log_likelihood(inputs["logits"], inputs["targets"], run.loss.z_loss)
+        return model.nll(inputs["logits"], inputs["targets"])
 
     def library_head(inputs: Inputs) -> Array:
         return library_nll(inputs["x"], inputs["weight"], inputs["targets"], policy, run.loss)
@@ -89,7 +88,7 @@ def stage_functions(run: RunConfig, policy: Policy) -> dict[str, StageFunction]:
     in_float8 = partial(project, float8=recipe)
     found: dict[str, StageFunction] = {}
     # Lockstep's own head has its stages beside a library's.
-    for operation in (*graph_of(config).operations, *stages_of(run)):
+    for operation in (*graph_of(run.model).operations, *stages_of(run)):
         heads = operation.width[0] if operation.kind == "rope" else 0
         found.setdefault(operation.id, of_kind.get(operation.kind) or partial(rope, heads=heads))
         if recipe and KINDS[operation.kind].in_fp8:

@@ -31,6 +31,7 @@ from lockstep.torch_backend.ranks.sharded_tensors import (
 from lockstep.torch_backend.ranks.sharing import MicroLoss
 from lockstep.torch_backend.stages import run_stage, stage_functions
 from lockstep.torch_backend.tools.attention_logits import largest_logits
+from lockstep.torch_backend.tools.scores import scores
 from lockstep.torch_backend.tools.sketch import (
     sign_table,
     sketch_alone,
@@ -164,7 +165,8 @@ class Observes(Programs):
         tokens, targets, _ = self.to_device(batch)
         chosen = replace(POLICIES[policy], onednn=self.policy.onednn) if policy else self.policy
         with torch.no_grad(), self._declaring(chosen.name):
-            nll, top1 = self._run(self.model.scores, tokens, targets, chosen, *self.documents(batch))
+            scored = partial(scores, self.model, self.config.loss.chunk)
+            nll, top1 = self._run(scored, tokens, targets, chosen, *self.documents(batch))
             return {"nll": to_numpy(nll), "top1": to_numpy(top1)}
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:

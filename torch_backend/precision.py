@@ -77,10 +77,11 @@ def _by_onednn(config: RunConfig, device: torch.device) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float8: Float8 | None = None) -> Tensor:
     """X (…, in), weight (out, in) → (…, out) in the stream dtype; the bias is added in the stream dtype.
 
-    float8: makes the product in FP8 (torch_backend/kernels/float8.py).
+    float8: makes the product in FP8 (torch_backend/kernels/float8.py), under a policy whose operands are bf16: a layer
+    in FP8 is so under the run's own policy, and `evaluate` may ask for another one.
     """
     x = x.to(policy.operand)
-    if float8 is not None:
+    if float8 is not None and policy.operand == torch.bfloat16:
         y = float8.product(x, weight)
     elif slow(x):
         y = F.linear(x.to(policy.stream), weight.to(policy.operand).to(policy.stream)).to(policy.operand)

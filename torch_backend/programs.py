@@ -66,7 +66,8 @@ class Programs:
             return self.compiled(self.micro_loss)
         for block in self.model.blocks:
             block.forward = self.compiled(block.forward)
-        self.model.chunked_loss = self.compiled(self.model.chunked_loss)
+        if self.model.fused_loss is not None and not self.config.loss.of_library:
+            self.model.fused_loss = self.compiled(self.model.fused_loss)
         return self.micro_loss
 
     def compiled(self, program: Any) -> Any:

@@ -20,7 +20,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.families import graph_of
 from lockstep.core.model.groups import check_state
 from lockstep.core.model.init import init_parameter, init_parameters
-from lockstep.core.model.names import fp8_modules, groups_of
+from lockstep.core.model.names import groups_of
 from lockstep.core.train.finite import NotFinite, first_place
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.core.train.metrics import RECOMPILED, norms_by_group
@@ -28,8 +28,10 @@ from lockstep.core.train.schedule import learning_rate
 from lockstep.core.train.skipped_steps import first_scalars, is_made, leaves_out, own_scalars, scalars_after
 from lockstep.torch_backend.checkpoint import Writer, WritingTorch
 from lockstep.torch_backend.device import resolve_device
-from lockstep.torch_backend.kernels.float8 import float8
-from lockstep.torch_backend.model import Linear, Llama
+from lockstep.torch_backend.kernels.float8 import apply_float8, float8
+from lockstep.torch_backend.kernels.loss_head import apply_loss_head, has_own_head
+from lockstep.torch_backend.kernels.recompute import apply_recompute
+from lockstep.torch_backend.model import Llama
 from lockstep.torch_backend.observe import Observes
 from lockstep.torch_backend.optim import (
     build_optimizer,
@@ -83,11 +85,13 @@ class TorchSession(Observes):
         # The outermost module of a model whose weights are cut over ranks.
         self.root: Root | None = None
         self.model = self.build_model()
-        if self.model.has_own_head:
-            self.model.head = config.loss.model_copy(update={"head": "full"})
+        if has_own_head(self.model):
+            self.model.fused_loss = None
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = self.build_optimizer()
         self._micro_loss = self.build_program() if config.compile.enabled else self.micro_loss
+        # A compiled block that was tapped would be another program the second time. Kept, it has the same bits.
+        apply_recompute(self.model, config.recompute, tapped=self.root is None or not config.compile.enabled)
         self._tapped_programs: dict[frozenset[str], Any] = {}
         self._sketching: tuple[Any, Any, Tensor] | None = None
         # Kept only while `gradients` or `step_and_gradients` asks.
@@ -105,15 +109,10 @@ class TorchSession(Observes):
         model.to(self.policy.stream)
         if is_sharded(self.config) and dist.is_initialized():
             self.root = cut(model, self.config, self.device)
-            # A compiled block that was tapped would be another program the second time. Kept, it has the same bits.
-            model.tapped_again = not self.config.compile.enabled
         (self.root or model).to_empty(device=self.device)
         model.place_rope(self.device)
-        modules = dict(model.named_modules())
-        for name in fp8_modules(self.config):
-            linear = modules[name]
-            assert isinstance(linear, Linear)
-            linear.float8 = self.float8
+        apply_float8(model, self.config, self.float8)
+        apply_loss_head(model, self.config.loss)
         return model
 
     def build_optimizer(self) -> torch.optim.Optimizer:

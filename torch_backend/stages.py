@@ -52,8 +52,7 @@ def stage_functions(run: RunConfig, model: Llama, policy: Policy, float8: Float8
     def rope(inputs: Inputs, heads: int) -> Tensor:
         length = inputs["x"].shape[1]
         places = positions(inputs["documents"]) if "documents" in inputs else None
-        tables = rope_at((model.cos[:length], model.sin[:length]), places, policy)
-        return attention.rotate(by_heads(inputs["x"], heads), tables)
+        return attention.rotate(by_heads(inputs["x"], heads), rope_at(model.rope_of(length), places, policy))
 
     def attend(inputs: Inputs) -> Tensor:
         v = by_heads(inputs["v"], kv_heads)
@@ -74,7 +73,7 @@ def stage_functions(run: RunConfig, model: Llama, policy: Policy, float8: Float8
 
     def library_head(inputs: Inputs) -> Tensor:
         largest = inputs["grad"].abs().max().double() if "grad" in inputs else torch.tensor(0.0).double()
-        return library_nll(inputs["x"], inputs["weight"], inputs["targets"], largest, policy, model.head)
+        return library_nll(inputs["x"], inputs["weight"], inputs["targets"], largest, policy, run.loss)
 
     of_kind: dict[str, StageFunction] = {
         "embedding": embed,

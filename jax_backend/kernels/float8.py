@@ -9,21 +9,25 @@ is exact in FP32. Weights are cast from the stream dtype, all else from bf16; ou
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.names import fp8_modules
 from lockstep.jax_backend.kernels.formats import E4M3, E5M2, Format, rounded
 from lockstep.jax_backend.policy import Policy
 
-Recipe = Literal["tensorwise", "rowwise"]
+# The recipe of a layer: which numbers share a scale.
+Float8 = Literal["tensorwise", "rowwise"]
 # torchao's least magnitude of a group (float8_utils.EPS).
 LEAST = 1e-12
 
 
-def cast(x: Array, axis: int, form: Format, recipe: Recipe) -> Array:
+def cast(x: Array, axis: int, form: Format, recipe: Float8) -> Array:
     """X (M, N) as FP8 sees it: scaled, rounded, scaled back; rowwise, the numbers along `axis` share a scale."""
     magnitude = jnp.max(jnp.abs(x), axis=axis if recipe == "rowwise" else None, keepdims=True)
     scale = (form.largest / jnp.maximum(magnitude.astype(jnp.float64), LEAST)).astype(jnp.float32)
@@ -36,18 +40,18 @@ def cast(x: Array, axis: int, form: Format, recipe: Recipe) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def product(x: Array, weight: Array, policy: Policy, recipe: Recipe) -> Array:
+def product(x: Array, weight: Array, policy: Policy, recipe: Float8) -> Array:
     """X (…, in), weight (out, in) → (…, out) in the stream dtype."""
     return _forward(x, weight, policy, recipe)[0]
 
 
-def _forward(x: Array, weight: Array, policy: Policy, recipe: Recipe) -> tuple[Array, tuple[Array, Array]]:
+def _forward(x: Array, weight: Array, policy: Policy, recipe: Float8) -> tuple[Array, tuple[Array, Array]]:
     flat = policy.round(x).reshape(-1, x.shape[-1])
     y = cast(flat, -1, E4M3, recipe) @ cast(weight, -1, E4M3, recipe).T
     return policy.round(y).reshape(*x.shape[:-1], -1), (policy.round(x), weight)
 
 
-def _backward(policy: Policy, recipe: Recipe, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+def _backward(policy: Policy, recipe: Float8, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     x, weight = saved
     form = E5M2 if recipe == "tensorwise" else E4M3
     flat, grad = x.reshape(-1, x.shape[-1]), policy.round(grad).reshape(-1, grad.shape[-1])
@@ -57,3 +61,10 @@ def _backward(policy: Policy, recipe: Recipe, saved: tuple[Array, Array], grad: 
 
 
 product.defvjp(_forward, _backward)
+
+
+def apply_float8(model: nnx.Module, run: RunConfig) -> None:
+    """Make the products of the linear layers that the run chooses (`precision.fp8_layers`) in FP8."""
+    modules: dict[str, Any] = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    for name in fp8_modules(run):
+        modules[name].float8 = run.precision.fp8

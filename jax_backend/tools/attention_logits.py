@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
-from lockstep.jax_backend.model import Llama, expand
+from lockstep.jax_backend.model import Llama
 from lockstep.jax_backend.policy import Policy
 
 # Queries at a time.
@@ -19,18 +19,18 @@ def largest_logits(model: Llama, tokens_BS: Array, policy: Policy, documents_BS:
     apart = documents_BS if documents_BS is not None and model.document_mask else jnp.zeros_like(tokens_BS)
     found: dict[str, Array] = {}
     queries: dict[str, Array] = {}
+    heads = {f"blocks.{i}.attn": block.attn for i, block in enumerate(model.blocks)}
 
     def tap(name: str, value: Array) -> Array:
         block, _, what = name.rpartition(".")
         if what == "q_rope":
             queries[block] = value
         elif what == "k_rope":
-            q_BSHE = queries.pop(block)
-            found[block] = _largest(q_BSHE, expand(value, q_BSHE.shape[2]), apart, policy)
+            found[block] = _largest(queries.pop(block), heads[block].expand(value), apart, policy)
         return value
 
     model.trunk(tokens_BS, policy, tap, documents_BS)
-    return jnp.stack([found[f"blocks.{i}.attn"] for i in range(len(model.blocks))])
+    return jnp.stack([found[block] for block in heads])
 
 
 def _largest(q_BSHE: Array, k_BSHE: Array, documents_BS: Array, policy: Policy) -> Array:

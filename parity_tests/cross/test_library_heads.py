@@ -134,7 +134,7 @@ def test_a_model_with_a_head_of_its_own_keeps_it():
 
     config = with_head(tiny_config("bf16"))
     session = Backend().open(config)
-    assert session.model.head.head == "full"
+    assert session.model.fused_loss is None
     assert "logits" in session.observe(text_batch(config), ["logits"])
 
 

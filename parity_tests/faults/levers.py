@@ -35,14 +35,16 @@ def _chunked(change: Any) -> type[TorchSession]:
     """A session whose chunked head adds to the gradients of its inputs what `change` makes of them."""
 
     def plant(model: Llama) -> None:
-        right: Any = model.chunked_loss
+        right = model.fused_loss
+        if right is None:
+            return
 
         def wrong(*inputs: Any) -> tuple[Tensor, Tensor]:
             x, weight, targets, weights, total, *_ = inputs
             loss, nll = right(*inputs)
             return _WrongChunks.apply(loss, x, weight, targets, lambda *at: change(*at, weights, total)), nll
 
-        model.chunked_loss = wrong  # type: ignore[assignment]
+        model.fused_loss = wrong
 
     return in_model(plant)
 
@@ -94,16 +96,17 @@ class ChunksSendNothingBack(TorchBackend):
 
 
 def _unscaled(model: Llama) -> None:
-    right: Any = model.library_loss
+    right = model.fused_loss
+    assert right is not None
 
     def wrong(*inputs: Any) -> tuple[Tensor, Tensor]:
-        x, weight, targets, weights, total, policy, loss, tap = inputs
+        x, weight, targets, weights, total, policy, tap = inputs
         # With the largest weight one the head gets what it should; with the share itself, what autograd would hand it.
-        _, nll = right(x, weight, targets, weights, weights.max(), policy, loss, lambda _, value: value)
+        _, nll = right(x, weight, targets, weights, weights.max(), policy, lambda _, value: value)
         nll = tap("nll", nll)
         return weighted_mean(nll, weights, total), nll
 
-    model.library_loss = wrong  # type: ignore[assignment]
+    model.fused_loss = wrong
 
 
 class LibraryHeadGetsRoundedShares(TorchBackend):

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from lockstep.jax_backend.attention import attention
-from lockstep.jax_backend.model import expand
+from lockstep.jax_backend.model import Attention
 from lockstep.jax_backend.precision import POLICIES
+from lockstep.parity_tests.tiny import tiny_config
 
 LENGTH, SHAPE = 24, (2, 24, 3, 8)
 COUNT = np.arange(1, LENGTH + 1)[None, :, None, None]
@@ -64,4 +65,5 @@ def test_a_far_larger_score_takes_all(drawn):
 def test_kv_heads_are_repeated_in_place():
     """Query heads 0 and 1 share KV head 0, heads 2 and 3 share KV head 1 (Ainslie et al. 2023)."""
     x = np.arange(2.0).reshape(1, 1, 2, 1)
-    assert np.array(expand(x, 4)).ravel().tolist() == [0.0, 0.0, 1.0, 1.0]
+    attention = Attention(tiny_config(heads=4, kv_heads=2))
+    assert np.array(attention.expand(x)).ravel().tolist() == [0.0, 0.0, 1.0, 1.0]

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from lockstep.jax_backend.model import Rope, rope_tables, rotate
+from lockstep.jax_backend.model import Attention, Rope, rope_tables
+from lockstep.parity_tests.tiny import tiny_config
 
 LENGTH, HEAD_DIM, THETA = 96, 16, 1e4
+rotate = Attention(tiny_config()).rotate
 ROPE = Rope(*rope_tables(LENGTH, HEAD_DIM, THETA))
 
 

@@ -146,8 +146,8 @@ def test_what_is_evaluated_under_another_policy_is_so_in_force():
     session.switches = Switches("tf32", CPU)
     session.switches.set()
     seen = []
-    scores = session.model.scores
-    session.model.scores = lambda *inputs: seen.append(backends.cuda.matmul.allow_tf32) or scores(*inputs)
+    trunk = session.model.trunk
+    session.model.trunk = lambda *inputs: seen.append(backends.cuda.matmul.allow_tf32) or trunk(*inputs)
     batch = text_batch(session.config)
     session.evaluate(batch, "fp32")
     assert seen == [False] and backends.cuda.matmul.allow_tf32

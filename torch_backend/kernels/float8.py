@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.config.schema import PrecisionConfig
+from lockstep.core.config.schema import PrecisionConfig, RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.model.names import fp8_modules
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
 # The first GPU generation with FP8 tensor cores is Ada; Hopper is (9, 0).
@@ -65,3 +66,10 @@ def float8(precision: PrecisionConfig, device: torch.device) -> Float8 | None:
     with torch.device("meta"):
         made: Any = convert_to_float8_training(nn.Linear(ALIGNMENT, ALIGNMENT, bias=False), config=config)
     return Float8(made.config, made.linear_mm_config)
+
+
+def apply_float8(model: nn.Module, run: RunConfig, recipe: Float8 | None) -> None:
+    """Make the products of the linear layers that the run chooses (`precision.fp8_layers`) in FP8."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name in fp8_modules(run):
+        modules[name].float8 = recipe

@@ -7,17 +7,22 @@ arXiv 2205.05198). The same operations give the same bits: no twin knows of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.core.config.schema import PARTS, RecomputeConfig
+from lockstep.core.model.names import layer_of
+from lockstep.torch_backend.model import Attention, Block, Embedding, Llama, RMSNorm, Rope, SwiGLU, Tap, no_tap
+from lockstep.torch_backend.precision import Policy
 
 Run = Callable[..., Any]
+
+PART_OF = {Embedding: "embedding", RMSNorm: "norms", Attention: "attention", SwiGLU: "mlp", Block: "block"}
 
 # What a matrix product is by the time autograd sees it: linear layers, attention kernels, FP8.
 PRODUCTS = frozenset(
@@ -41,25 +46,45 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@dataclass(frozen=True)
-class Recompute:
-    """Which parts of one block, or of the embedding, are computed again."""
+def apply_recompute(model: Llama, config: RecomputeConfig, tapped: bool = True) -> None:
+    """Let the backward pass compute again the parts that the configuration chooses (`recompute.parts`, `.every`).
 
-    parts: frozenset[str]
-    keep_products: bool
-
-    def __call__(self, part: str, function: Run, *arguments: Any) -> Any:
-        """`function(*arguments)`, kept or computed again in the backward pass as is configured for `part`."""
-        if part not in self.parts or not torch.is_grad_enabled():
-            return function(*arguments)
-        # The model draws no random numbers. Stopping early would leave out taps behind the last tensor that is needed.
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        if self.keep_products:
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-        return checkpoint(function, *arguments, **options)
+    The `forward` of each part is wrapped where it stands, compiled or not. tapped: also of whole blocks that a tap
+    sees; if False, these are kept.
+    """
+    modules: Iterable[tuple[str, Any]] = model.named_modules()
+    for name, module in modules:
+        part = next((part for kind, part in PART_OF.items() if isinstance(module, kind)), None)
+        if part not in config.chosen or not _is_chosen(layer_of(name), config):
+            continue
+        again = _again(module.forward, config.keep_products)
+        module.forward = again if tapped or part != "block" else _untapped(again, module.forward)
 
 
-KEPT = Recompute(frozenset(), keep_products=False)
+def _is_chosen(layer: int | None, config: RecomputeConfig) -> bool:
+    """Return whether a block is computed again; what stands outside the blocks (None) always is."""
+    return layer is None or layer % config.every == config.every - 1
+
+
+def _again(forward: Run, keep_products: bool) -> Run:
+    # The model draws no random numbers. Stopping early would leave out taps behind the last tensor that is needed.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if keep_products:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+
+    def again(*arguments: Any) -> Any:
+        return checkpoint(forward, *arguments, **options) if torch.is_grad_enabled() else forward(*arguments)
+
+    return again
+
+
+def _untapped(again: Run, forward: Run) -> Run:
+    """Return a block's `forward`: `again` without a tap, else as it was."""
+
+    def block(x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Any:
+        return (again if tap is no_tap else forward)(x_BSD, rope, policy, tap, name)
+
+    return block
 
 
 def in_force(config: RecomputeConfig) -> str:
@@ -74,9 +99,3 @@ def in_force(config: RecomputeConfig) -> str:
         budget = f"the compiler keeps {config.memory_budget:g} of the activations"
         said = f"{said}; {budget}" if said else budget
     return said or "nothing"
-
-
-def of_layer(config: RecomputeConfig, layer: int | None) -> Recompute:
-    """The plan of a block, or of what stands outside the blocks (None)."""
-    chosen = layer is None or layer % config.every == config.every - 1
-    return Recompute(config.chosen if chosen else frozenset(), config.keep_products)

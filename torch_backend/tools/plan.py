@@ -20,9 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.model.names import fp8_modules
-from lockstep.torch_backend.kernels.float8 import float8
-from lockstep.torch_backend.model import Linear, Llama
+from lockstep.torch_backend.kernels.float8 import apply_float8, float8
+from lockstep.torch_backend.kernels.loss_head import apply_loss_head
+from lockstep.torch_backend.kernels.recompute import apply_recompute
+from lockstep.torch_backend.model import Llama
 from lockstep.torch_backend.precision import POLICIES
 from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools.bench import random_batches
@@ -151,9 +152,9 @@ def fake(config: RunConfig) -> tuple[Llama, tuple[Any, ...]]:
         model = Llama(config)
     finally:
         torch.set_default_dtype(before)
-    for name, module in model.named_modules():
-        if isinstance(module, Linear) and name in fp8_modules(config):
-            module.float8 = float8(config.precision, torch.device("cpu"))
+    apply_float8(model, config, float8(config.precision, torch.device("cpu")))
+    apply_loss_head(model, config.loss)
+    apply_recompute(model, config.recompute)
     shape = config.train.micro_batch_size, config.train.sequence_length
     tokens, targets = (torch.empty(shape, dtype=torch.long) for _ in range(2))
     weights, total = torch.empty(shape, dtype=policy.stream), torch.empty((), dtype=torch.float64)

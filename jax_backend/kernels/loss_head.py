@@ -1,0 +1,26 @@
+"""Which loss head computes a model's loss, applied to it from outside. Twin: torch_backend/kernels/loss_head.py."""
+
+from __future__ import annotations
+
+from jax import Array
+
+from lockstep.core.config.schema import LossConfig
+from lockstep.jax_backend.kernels.library_heads import library_nll
+from lockstep.jax_backend.loss import weighted_mean
+from lockstep.jax_backend.model import FusedLoss, Llama, Tap
+from lockstep.jax_backend.policy import Policy
+
+
+def apply_loss_head(model: Llama, loss: LossConfig) -> None:
+    """Let a library's head compute the model's loss if the run chooses one. The twin of `chunked` is whole logits."""
+    model.fused_loss = _library(loss) if loss.of_library else None
+
+
+def _library(loss: LossConfig) -> FusedLoss:
+    def head(
+        x_BSD: Array, weight_VD: Array, targets_BS: Array, weights_BS: Array, total: Array, policy: Policy, tap: Tap
+    ) -> tuple[Array, Array]:
+        nll_BS = tap("nll", library_nll(x_BSD, weight_VD, targets_BS, policy, loss))
+        return weighted_mean(nll_BS, weights_BS, total), nll_BS
+
+    return head

@@ -1,0 +1,56 @@
+"""Which loss head computes a model's loss, applied to it from outside. Twin: jax_backend/kernels/loss_head.py."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lockstep.core.config.schema import LossConfig
+from lockstep.torch_backend.kernels.chunked_loss import chunked_loss
+from lockstep.torch_backend.kernels.library_heads import library_loss
+from lockstep.torch_backend.model import FusedLoss, Llama, Tap, no_tap
+from lockstep.torch_backend.precision import Policy
+
+
+def apply_loss_head(model: Llama, loss: LossConfig) -> None:
+    """Let the head that the run chooses compute the model's loss: chunked, a library's, or whole logits."""
+    model.fused_loss = None if loss.chosen.whole else _library(loss) if loss.of_library else _chunked(loss)
+
+
+def has_own_head(model: Llama) -> bool:
+    """Return whether the model overrides `logits`, `nll` or `forward`, which a fused loss head never calls."""
+    names = ("logits", "nll", "forward")
+    return any(getattr(type(model), n) is not getattr(Llama, n) or n in model.__dict__ for n in names)
+
+
+def _library(loss: LossConfig) -> FusedLoss:
+    def head(
+        x_BSD: Tensor,
+        weight_VD: Tensor,
+        targets_BS: Tensor,
+        weights_BS: Tensor,
+        total: Tensor,
+        policy: Policy,
+        tap: Tap,
+    ) -> tuple[Tensor, Tensor]:
+        return library_loss(x_BSD, weight_VD, targets_BS, weights_BS, total, policy, loss, tap)
+
+    return head
+
+
+def _chunked(loss: LossConfig) -> FusedLoss:
+    z_loss, chunk = loss.z_loss, loss.chunk
+
+    def head(
+        x_BSD: Tensor,
+        weight_VD: Tensor,
+        targets_BS: Tensor,
+        weights_BS: Tensor,
+        total: Tensor,
+        policy: Policy,
+        tap: Tap,
+    ) -> tuple[Tensor, Tensor]:
+        # Without a tap nothing of the logits is kept.
+        shown = None if tap is no_tap else tap
+        return chunked_loss(x_BSD, weight_VD, targets_BS, weights_BS, total, policy, z_loss, chunk, shown)
+
+    return head
