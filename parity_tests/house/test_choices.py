@@ -32,7 +32,6 @@ HOMES = (
     "core/parity/reference/closed_forms.py",
     "torch_backend/attention.py",
     "torch_backend/kernels/library_heads.py",
-    "torch_backend/model.py",
     "torch_backend/optim.py",
     "torch_backend/precision.py",
     "jax_backend/attention.py",
