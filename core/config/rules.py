@@ -140,7 +140,7 @@ def _eight_bits_are_asked_for(library: str, name: str) -> str | None:
 def _fused_can_be(fused: bool | str, name: str, policy: str) -> str | None:
     # Under fp64 no moments are rounded to 8 bits: it is torch's AdamW.
     if fused != "auto" and not OPTIMIZERS[name].fused and not POLICIES[policy].exact:
-        return "8-bit AdamW has one implementation; leave optim.fused = 'auto'"
+        return f"{name} has one implementation; leave optim.fused = 'auto'"
     return None
 
 

@@ -12,7 +12,7 @@ from lockstep.core.backend import State
 from lockstep.core.checkpoint.format import load_checkpoint, save_checkpoint
 from lockstep.core.components.attention_kernels import ATTENTION_KERNELS, AttentionKernel, taken_on_cuda
 from lockstep.core.components.loss_heads import LOSS_HEADS, LossHead
-from lockstep.core.components.optimizers import ADAMW, OPTIMIZERS, Optimizer, UpdateRule
+from lockstep.core.components.optimizers import ADAMW, OPTIMIZERS, Optimizer, UpdateRule, all_rules
 from lockstep.core.components.precision import POLICIES, PrecisionPolicy
 from lockstep.core.config.schema import (
     AttentionConfig,
@@ -52,6 +52,7 @@ from lockstep.core.plan.memory import memory, optimizer_working
 from lockstep.core.plan.seconds import seconds
 from lockstep.core.plan.sizes import kernel_of, sizes_of
 from lockstep.core.train.skipped_steps import first_scalars
+from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.tiny import tiny_config
 
 WIDTH = 24
@@ -396,3 +397,9 @@ def test_a_chain_must_be_sound() -> None:
     head = next(one for one in operations if one.id == "logits")
     with pytest.raises(ValueError, match="two different parameters"):
         Graph.of([replace(one, parameters={"weight": other}) if one is head else one for one in operations])
+
+
+def test_each_rule_has_a_script_that_repeats_its_update() -> None:
+    """`repro.py` of a capsule is looked for only when an update disagrees."""
+    folder = REPO / "core/parity/diagnose/repro_templates"
+    assert all((folder / f"update_{rule.bounds or 'adamw'}.txt").is_file() for rule in all_rules())
