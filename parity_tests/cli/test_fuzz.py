@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 
 import lockstep.core.config.file
-import lockstep.core.config.schema
+import lockstep.core.config.rules
 import lockstep.scripts.commands.train
 from lockstep.core.config.file import settings
 from lockstep.parity_tests.cli.fuzz.cases import (
@@ -115,7 +115,7 @@ def test_a_run_file_that_cannot_be_read(sandbox: Sandbox, text: bytes) -> None:
 
 
 def test_rules_that_are_gone_are_noticed(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep.core.config.schema, "RULES", ())
+    monkeypatch.setattr(lockstep.core.config.rules, "RULES", ())
     assert outcome(sandbox, *TRAIN, "--model.heads", "3") == "WRONG"
 
 

@@ -44,7 +44,7 @@ def test_a_trace_is_summarized(lockstep: Lockstep, here: Path) -> None:
     (here / "trace.json").write_text(json.dumps(gpu_trace()))
     done = lockstep("profile", "--trace", "trace.json", "--out", "said")
     assert done.code == 0 and "communication that no kernel hides" in done.out
-    assert (here / "said" / "summary.md").read_text() == done.out
+    assert (here / "said" / "summary.md").read_text() == done.out.replace("kernel<float>", "kernel&lt;float>")
     assert lockstep("profile", "--trace", "trace.json", "--top", 1).out.count("nvjet") == 0
 
 
@@ -54,7 +54,7 @@ def test_what_cannot_be(refused, run_file: Path, here: Path) -> None:
     assert "not both" in refused("profile", run_file, "--trace", "file")
     assert "is not JSON" in refused("profile", "--trace", "file")
     assert "none is missing" in refused("profile", "--trace", "none")
-    assert "is not a file" in refused("profile", "--trace", "/dev/zero")
+    assert "it is no file" in refused("profile", "--trace", "/dev/zero")
     assert "have no meaning" in refused("profile", "--trace", "file", "--nvtx")
     assert "top = 0" in refused("profile", run_file, "--top", 0)
     assert "cannot make file" in refused("profile", run_file, "--out", "file")

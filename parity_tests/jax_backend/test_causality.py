@@ -26,7 +26,7 @@ def test_the_gradient_of_a_position_is_zero_at_later_positions(opened):
         def tap(name, value):
             return value + probe if name == "embed" else value
 
-        return session.model(session.params)(batch.tokens, batch.targets, session.policy, tap)[0]
+        return session.model(session.params, tap)(batch.tokens, batch.targets, session.policy)[0]
 
     probe = jnp.zeros((1, LENGTH, session.config.model.hidden), session.policy.stream)
     jacobian = np.abs(np.array(jax.jit(jax.jacrev(nll))(probe))).max((1, 3))
