@@ -10,6 +10,7 @@ import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, State, StepRecord, Writing
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.run.ranks import ONE, Ranks
 
 Capability = TypeVar("Capability")
 
@@ -120,6 +121,21 @@ class OpensRanks(Protocol):
     """A backend that may open sessions of several ranks. ranked: whether it does."""
 
     ranked: bool
+
+
+@runtime_checkable
+class OfRanks(Protocol):
+    """A session that several ranks share. peers: those ranks; each holds its own, and makes the same calls on it."""
+
+    peers: Ranks
+
+
+def ranks_of(session: object) -> Ranks:
+    """Return the ranks that share a session."""
+    try:
+        return ask(session, OfRanks).peers
+    except NotSupported:
+        return ONE
 
 
 @runtime_checkable

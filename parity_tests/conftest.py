@@ -3,8 +3,10 @@
 import logging
 import os
 import sys
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
 
 from lockstep.parity_tests.repository import REPO
 
@@ -37,3 +39,12 @@ logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
 # A slow machine is no failure: speed is measured by benchmarks.
 hypothesis.settings.register_profile("lockstep", deadline=None)
 hypothesis.settings.load_profile("lockstep")
+
+
+@pytest.fixture(scope="module")
+def in_one_process() -> Iterator[None]:
+    """Sessions of several ranks are opened from this process (parity_tests/ranks/harness.py)."""
+    from lockstep.parity_tests.ranks.harness import in_this_process
+
+    with in_this_process():
+        yield

@@ -51,9 +51,9 @@ class TorchBackend:
         check_sharded(config)
         if config.train.ranks == 1:
             return self.open_rank(config)
-        from lockstep.torch_backend.ranks.session import open_ranked
+        from lockstep.torch_backend.ranks import peer_session
 
-        return open_ranked(self, config)
+        return peer_session.open_among_peers(self, config)
 
     def open_rank(self, config: RunConfig) -> TorchSession:
         """The session of one rank, before it joins the others."""

@@ -52,6 +52,10 @@ def restore_random_state(session: Session, states: Arrays) -> None:
         if key.shape != (_WORDS + 1,) or not 0 <= int(key[-1]) <= _WORDS:
             raise UserError(f"the random states hold {NUMPY!r}, which is not the state of a Mersenne Twister")
         np.random.set_state(("MT19937", key[:-1], int(key[-1]), len(kept), float(kept[0]) if len(kept) else 0.0))
-    own = {key.removeprefix(SESSION): value for key, value in states.items() if key.startswith(SESSION)}
     with suppress(NotSupported):
-        ask(session, HasRandomState).set_random_state(own)
+        ask(session, HasRandomState).set_random_state(session_states(states))
+
+
+def session_states(states: Arrays) -> dict[str, np.ndarray]:
+    """Return those of the session's own generators, by the names that it gave them."""
+    return {key.removeprefix(SESSION): state for key, state in states.items() if key.startswith(SESSION)}

@@ -7,14 +7,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 from lockstep.core.backend import NotSupported, Session, StepRecord
-from lockstep.core.checkpoint.format import Pending, PoisonedState, begin_checkpoint, writer_of
+from lockstep.core.checkpoint.format import Pending, PoisonedState, begin_checkpoint
+from lockstep.core.checkpoint.of_ranks import ASKED, begin_on_all, part_of, write_part
 from lockstep.core.checkpoint.random_state import random_state
 from lockstep.core.errors import UserError
 from lockstep.core.run.data import RunData
 from lockstep.core.run.directory import RunDir
+from lockstep.core.run.ranks import ONE, Ranks
 
 Reason = Literal["interval", "best", "end", "interrupted"]
 BEST = "val/loss"
@@ -37,6 +39,86 @@ class Saved:
     bytes: int
 
 
+class Checkpoints(Protocol):
+    """The checkpoints of a run as one rank knows them: `Checkpointer` on rank 0, `CheckpointPart` on the others.
+
+    last: step of the last one that was begun, None if the disk has refused it since.
+    """
+
+    last: int | None
+
+    def improved(self, record: StepRecord) -> bool:
+        """Whether this step's validation loss is the lowest so far. Every rank calls it."""
+        ...
+
+    def save(self, step: int, reason: Reason, good: int | None = None) -> bool:
+        """Begin a checkpoint of the session's state; every rank calls it."""
+        ...
+
+    def collect(self) -> Iterator[Saved | str]:
+        """What rank 0 has to tell of those that were begun."""
+        ...
+
+    def finish(self) -> Iterator[Saved | str]:
+        """Wait for what is being written, then `collect`."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None: ...
+
+
+def checkpoints_of(session: Session, data: RunData, run: RunDir | None, ranks: Ranks) -> Checkpoints:
+    """The checkpoints of a run, on rank 0, which has its directory, or on another."""
+    return CheckpointPart(session, ranks) if run is None else Checkpointer(session, data, run, ranks)
+
+
+class CheckpointPart:
+    """A rank's part in the checkpoints that rank 0 begins, names and commits."""
+
+    def __init__(self, session: Session, ranks: Ranks) -> None:
+        self._session, self._ranks = session, ranks
+        self._thread: threading.Thread | None = None
+        self.last: int | None = None
+
+    def improved(self, record: StepRecord) -> bool:
+        """Whether rank 0 finds that this step's validation loss is the lowest so far."""
+        return BEST in record.metrics and self._ranks.of_first(bool)
+
+    def save(self, step: int, reason: Reason, good: int | None = None) -> bool:
+        """Write this rank's part beside, into the folder that rank 0 has made; False if there is none."""
+        self._ranks.of_first(bool, ASKED)
+        random_state(self._session)
+        writing = part_of(self._session, self._ranks)
+        if writing is None:
+            return False
+        self._join(None)
+        self._thread = threading.Thread(target=write_part, args=(writing,), name="lockstep-checkpoint", daemon=True)
+        self._thread.start()
+        self.last = step
+        return True
+
+    def collect(self) -> Iterator[Saved | str]:
+        """Nothing: rank 0 tells."""
+        yield from ()
+
+    def finish(self) -> Iterator[Saved | str]:
+        """Wait for this rank's part of what is being written."""
+        self._join(None)
+        yield from ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        """As `Checkpointer` does."""
+        self._join(None if kind is None or issubclass(kind, Exception) else AT_ONCE_SECONDS)
+
+    def _join(self, seconds: float | None) -> None:
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+
 class Checkpointer:
     """Writes checkpoints of a session into a run, one at a time, and lets those go that are not to be kept.
 
@@ -44,8 +126,8 @@ class Checkpointer:
     has refused it since.
     """
 
-    def __init__(self, session: Session, data: RunData, run: RunDir) -> None:
-        self._session, self._data, self._run = session, data, run
+    def __init__(self, session: Session, data: RunData, run: RunDir, ranks: Ranks = ONE) -> None:
+        self._session, self._data, self._run, self._ranks = session, data, run, ranks
         self._thread: threading.Thread | None = None
         self._failed: tuple[Reason, BaseException] | None = None
         self._told: list[Saved | str] = []
@@ -56,10 +138,12 @@ class Checkpointer:
     def improved(self, record: StepRecord) -> bool:
         """Whether this step's validation loss is the lowest so far."""
         score = record.metrics.get(BEST)
-        if score is None or (self.best is not None and not score < self.best[0]):
+        if score is None:
             return False
-        self.best = score, record.step
-        return True
+        lowest = self.best is None or score < self.best[0]
+        if lowest:
+            self.best = score, record.step
+        return self._ranks.of_first(lambda: lowest)
 
     def save(self, step: int, reason: Reason, good: int | None = None) -> bool:
         """Begin a checkpoint of the session's state; False if the session cannot give it.
@@ -71,11 +155,13 @@ class Checkpointer:
         than one of their copies, and the next interval tries again.
         """
         started = time.perf_counter()
-        self._join()
+        self._ranks.of_first(self._join, ASKED)
+        final, extra = self._run.checkpoint_of(step), self._extra(step)
         try:
             random = random_state(self._session)
-            final, write = self._run.checkpoint_of(step), writer_of(self._session)
-            pending = begin_checkpoint(final, step, write, self._extra(step), random)
+            pending = begin_on_all(
+                self._session, self._ranks, lambda write: begin_checkpoint(final, step, write, extra, random)
+            )
         except NotSupported:
             return False
         except UserError as error:

@@ -20,6 +20,7 @@ from lockstep.core.checkpoint.random_state import random_state, restore_random_s
 from lockstep.core.config.schema import RunConfig, flatten
 from lockstep.core.errors import UserError
 from lockstep.core.run.directory import RunDir
+from lockstep.core.run.ranks import ONE, Ranks
 
 # A second compilation that would take longer than so many seconds is not made for the sake of a figure.
 AFFORDABLE = 60.0
@@ -73,13 +74,19 @@ def require_same_place(run: RunDir, now: Mapping[str, Any]) -> None:
 
 
 def prove_run(
-    run: RunDir, session: Session, batch: Batch, step: int, about: Mapping[str, Any], versions: Mapping[str, str]
+    run: RunDir,
+    session: Session,
+    batch: Batch,
+    step: int,
+    about: Mapping[str, Any],
+    versions: Mapping[str, str],
+    ranks: Ranks = ONE,
 ) -> Mapping[str, Any]:
     """Prove step `step` of a deterministic run, note it in run.json, and return `about` with a line for the table.
 
-    Raises UserError as `prove` does.
+    Raises UserError as `prove` does, which every other rank calls.
     """
-    proof = prove(run.config, session, batch, step)
+    proof = prove(run.config, session, batch, step, ranks)
     in_force = {**about["in_force"], PROOF: str(proof)}
     where = place(run.config, about, versions)
     run.update_info(in_force=in_force, **{PROOF: {"where": where, **asdict(proof)}})
@@ -92,10 +99,10 @@ def moves(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(f"{k} was {then.get(k)}, is {now.get(k)}" for k in keys if then.get(k) != now.get(k))
 
 
-def prove(config: RunConfig, session: Session, batch: Batch, step: int) -> Proof:
+def prove(config: RunConfig, session: Session, batch: Batch, step: int, ranks: Ranks = ONE) -> Proof:
     """Repeat forward and backward pass of `batch`, and measure what determinism costs; the state is left as it was.
 
-    Raises UserError if a bit differs, naming the parameters, or if the session gives no gradients.
+    Every rank calls it. Raises UserError if a bit differs, naming the parameters, or if the session gives no gradients.
     """
     random = random_state(session)
     try:
@@ -105,7 +112,7 @@ def prove(config: RunConfig, session: Session, batch: Batch, step: int) -> Proof
     one, other = found
     if said := differences(one, other):
         raise UserError(f"deterministic = true: step {step}, repeated from the same state, gave other bits: {said}")
-    costs, why = _costs(config, session, batch, compiling)
+    costs, why = _costs(config, session, batch, ranks.of_first(lambda: compiling))
     restore_random_state(session, random)
     return Proof(step, len(one.grads), costs, why)
 
@@ -114,7 +121,7 @@ def _repeated(config: RunConfig, session: Session, batch: Batch) -> tuple[tuple[
     """The step's gradients twice, and how many seconds the first call took longer than the last."""
     random = random_state(session)
     if config.train.ranks > 1:
-        # Rank 0 computes it alone: what it refuses is said in its own words, and leaves nobody waiting.
+        # Each rank computes it alone: what it refuses leaves nobody waiting.
         session.gradients(batch.cut(config.train)[0])
     # In their first pass CUDA graphs are recorded.
     calls = 3 if config.compile.mode == "reduce-overhead" else 2

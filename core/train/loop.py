@@ -17,9 +17,10 @@ from lockstep.core.config.schema import TrainConfig
 from lockstep.core.data.loader import LoaderError, Prefetcher
 from lockstep.core.model.budget import mfu
 from lockstep.core.parity.measures.verdict import Check
-from lockstep.core.run.checkpoints import Checkpointer, Reason, Saved
+from lockstep.core.run.checkpoints import Reason, Saved, checkpoints_of
 from lockstep.core.run.data import RunData
 from lockstep.core.run.directory import RunDir
+from lockstep.core.run.ranks import ONE, Ranks
 from lockstep.core.sampling.generate import continue_tokens
 from lockstep.core.sinks.sink import Sink
 from lockstep.core.train.finite import NotFinite, is_finite, require_progress
@@ -80,6 +81,7 @@ def step_records(
     watch: Watch | None = None,
     stalls: Stalls | None = None,
     spikes: Spikes | None = None,
+    ranks: Ranks = ONE,
 ) -> Iterator[StepRecord]:
     """Steps `first`… of the run, each as its record with timing and the metrics that are due.
 
@@ -92,7 +94,7 @@ def step_records(
     with Prefetcher(data.batch, first, last + 1, config.data.prefetch) as batches:
         for step in range(first, last + 1):
             with stalls.part("data"):
-                batch = next(batches)
+                batch = next_of(batches, ranks, step)
             norms = due(config.log.norms_every, step, last)
             watched = watch is not None and watch.due(step)
             started = time.perf_counter()
@@ -124,6 +126,22 @@ def step_records(
                 host=stalls.lap() | host,
                 sample=text,
             )
+
+
+def next_of(batches: Iterator[Batch], ranks: Ranks, step: int) -> Batch:
+    """The next batch, once every rank has its own. Raises LoaderError on all of them if one has not."""
+    try:
+        batch, failed = next(batches), None
+    except LoaderError as error:
+        batch, failed = None, error
+    said = ranks.gather(str(failed) if failed else None, f"`load the batch of step {step}`")
+    if failed:
+        raise failed
+    for rank, words in enumerate(said):
+        if words is not None:
+            raise LoaderError(f"rank {rank}: {words}")
+    assert batch is not None
+    return batch
 
 
 def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[str, float]:
@@ -189,13 +207,14 @@ def sample(session: Session, data: RunData, step: int) -> str:
 def train(
     session: Session,
     data: RunData,
-    run: RunDir,
+    run: RunDir | None,
     sinks: Sequence[Sink],
     interrupted: Interrupted,
     first: int,
     device: str,
     watch: Watch | None = None,
     alarm: Callable[[Check], str | None] = lambda check: None,
+    ranks: Ranks = ONE,
 ) -> Ending:
     """Train from step `first` to the end, or until `interrupted` or an alarm; returns how it ended.
 
@@ -203,22 +222,27 @@ def train(
     is written at its interval, at the end, and when interrupted; none of a state that a check has just accused, if the
     run is to stop there (`parity.on_alarm`). docs/guide/guards.md says what becomes of a run that meets with a fault.
 
+    Every rank runs this. Rank 0 alone has the run's directory, and sinks; `run` is None on the others. What it alone
+    knows (which checks have come back, what the disk has refused) the others hear of where they act on it.
+
     Raises NotFinite after all checks that are out have come back, LoaderError after a checkpoint, and what the session,
     a sink or a checkpoint raises.
     """
-    last, kept = run.config.train.steps, run.config.checkpoint
+    config = run.config if run else data.config
+    last, kept = config.train.steps, config.checkpoint
     done = first - 1
-    checks = Checks(sinks, alarm)
-    stops = run.config.parity.on_alarm != "log"
-    stalls, spikes = Stalls(), Spikes(run, data, first)
-    with Checkpointer(session, data, run) as checkpoints:
+    checks = Checks(sinks, alarm, ranks)
+    stops = config.parity.on_alarm != "log"
+    stalls, spikes = Stalls(), Spikes(run, data, first) if run else None
+    with checkpoints_of(session, data, run, ranks) as checkpoints:
         try:
-            for record in step_records(session, data, first, device, watch, stalls, spikes):
+            for record in step_records(session, data, first, device, watch, stalls, spikes, ranks):
                 done = record.step
                 with stalls.part("logging"):
                     for sink in sinks:
                         sink.record(record)
-                    spikes.tell(sinks)
+                    if spikes:
+                        spikes.tell(sinks)
                 if watch is not None:
                     with stalls.part("checks"):
                         checks.deliver(watch.collect())
@@ -230,24 +254,25 @@ def train(
                         reason: Reason = "end" if done == last else "best" if best else "interval"
                         checkpoints.save(done, reason, checks.good)
                     tell(sinks, checkpoints.collect())
-                if interrupted.is_set():
+                if any(ranks.gather(interrupted.is_set(), f"`end step {done}`")):
                     break
         except NotFinite:
             if watch is not None:  # the step may be among what is out, or one before it that says why
-                _wait_for(watch, checks, sinks, run.config.parity.timeout_seconds)
+                _wait_for(watch, checks, sinks, config.parity.timeout_seconds)
             raise
         except LoaderError:
-            if done >= first and checkpoints.last != done:
+            if done >= first and ranks.of_first(lambda: checkpoints.last != done):
                 checkpoints.save(done, "interrupted", checks.good)
             raise
-        if done >= first and checkpoints.last != done and not (stops and checks.bad is not None):
+        accused = stops and checks.bad is not None
+        if done >= first and not accused and ranks.of_first(lambda: checkpoints.last != done):
             checkpoints.save(done, "interrupted", checks.good)
         tell(sinks, checkpoints.finish())
     if watch is not None:
-        _wait_for(watch, checks, sinks, run.config.parity.timeout_seconds)
+        _wait_for(watch, checks, sinks, config.parity.timeout_seconds)
     if stops and checks.bad is not None:
-        return _stop(run, checks, sinks)
-    if done == last:
+        return _stop(run, checks, sinks) if run else "alarmed"
+    if done == last and run:
         run.finish()
     return "finished" if done == last else "interrupted"
 
@@ -291,19 +316,20 @@ def tell(sinks: Sequence[Sink], told: Iterator[Saved | str]) -> None:
 
 
 class Checks:
-    """What has come back from the reference, given on to every sink.
+    """What has come back from the reference, which rank 0 has, given on to every sink.
 
     good: step of the last check that agreed, before any that did not. bad: step of the first that did not.
     """
 
-    def __init__(self, sinks: Sequence[Sink], alarm: Callable[[Check], str | None]) -> None:
-        self._sinks, self._alarm = sinks, alarm
+    def __init__(self, sinks: Sequence[Sink], alarm: Callable[[Check], str | None], ranks: Ranks = ONE) -> None:
+        self._sinks, self._alarm, self._ranks = sinks, alarm, ranks
         self.good: int | None = None
         self.bad: int | None = None
 
     def deliver(self, results: Iterator[Check | tuple[int, str]]) -> None:
-        """Take what came back; a check that disagreed sounds the alarm."""
-        for result in results:
+        """Take what came back to rank 0; a check that disagreed sounds the alarm, on every rank."""
+        # One after the other: another check may still be out while an alarm is followed.
+        while (result := self._ranks.of_first(lambda: next(results, None), "`hear of a check`")) is not None:
             said = None
             if isinstance(result, Check) and result.verdict == "disagreed":
                 self.bad = self.bad or result.step

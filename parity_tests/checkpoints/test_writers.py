@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,9 @@ from lockstep.parity_tests.stored import stored
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.checkpoint import WritingTorch, shares
-from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.session import TorchSession
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _processes() -> Iterator[None]:
-    yield
-    controller.let_go()
+pytestmark = pytest.mark.usefixtures("in_one_process")
 
 
 def opened(backend: Backend, policy: str, ranks: int = 1, optimizer: str = "adamw") -> Session:

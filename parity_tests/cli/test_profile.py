@@ -58,7 +58,6 @@ def test_what_cannot_be(refused, run_file: Path, here: Path) -> None:
     assert "have no meaning" in refused("profile", "--trace", "file", "--nvtx")
     assert "top = 0" in refused("profile", run_file, "--top", 0)
     assert "cannot make file" in refused("profile", run_file, "--out", "file")
-    assert "launch it with torchrun" in refused("profile", run_file, "--train.ranks", 2)
     assert "no prepared data" in refused("profile", run_file, "--data.path", "no", "--attention.document-mask", "true")
 
 

@@ -371,9 +371,12 @@ DOORS: dict[str, dict[str, str]] = {
         "pickle.loads": "a pipe of this process's own",
         "pickle.dumps": "the same",
     },
-    "torch_backend/ranks/process_groups.py": {"pickle.loads": "ranks of this run", "pickle.dumps": "the same"},
-    "torch_backend/ranks/worker.py": {"pickle.loads": "ranks of this run"},
-    "torch_backend/ranks/session.py": {"pickle.dumps": "ranks of this run"},
+    "torch_backend/ranks/peers.py": {
+        "torch.distributed.all_gather_object": "ranks of this run",
+        "torch.distributed.broadcast_object_list": "the same",
+        "torch.distributed.gather_object": "the same",
+    },
+    "scripts/shared/peers.py": {"torch.distributed.launcher.api.elastic_launch": "this Python, with Lockstep"},
     "core/bench/suite.py": {"subprocess.Popen": "this Python, with a module of Lockstep's"},
     "core/bench/turns.py": {"subprocess.Popen": "this Python, with a module of Lockstep's"},
     "scripts/shared/bench_peer.py": {"importlib.import_module": "a contender, out of core/bench/peers.py"},
@@ -384,6 +387,7 @@ DOORS: dict[str, dict[str, str]] = {
     "torch_backend/kernels/library_heads.py": {"importlib.util.find_spec": "whether a library is there"},
     "scripts/commands/bench_peers.py": {"importlib.util.find_spec": "whether a library is there"},
     # Studies: no command opens them.
+    "scripts/studies/false_alarms.py": {"torch.distributed.launcher.api.elastic_launch": "a function of its own"},
     "scripts/studies/incident.py": {
         "importlib.util.spec_from_file_location": "a constant",
         "importlib.util.module_from_spec": "the same",
@@ -401,6 +405,8 @@ BUILT_IN = {"eval", "exec", "compile", "__import__"}
 CALLS = {
     "os.system", "os.popen", "os.execv", "os.execve", "os.execvp", "os.posix_spawn", "torch.load", "torch.jit.load",
     "np.load", "numpy.load", "np.fromregex", "torch.hub.load", "jax.export.deserialize",
+    "torch.distributed.all_gather_object", "torch.distributed.broadcast_object_list", "torch.distributed.gather_object",
+    "torch.distributed.launcher.api.elastic_launch",
 }  # fmt: skip
 HARMLESS = {
     "importlib.metadata", "importlib.resources", "pickle.PickleBuffer", "pickle.PicklingError",
@@ -475,6 +481,7 @@ NEW_DOORS = {
     "import torch\ntorch.load(path)": "torch.load",
     "import os\nos.system(word)": "os.system",
     "import yaml\nyaml.load(text)": "yaml.load",
+    "import torch.distributed as dist\ndist.gather_object(value)": "torch.distributed.gather_object",
 }
 
 

@@ -12,11 +12,11 @@ import pytest
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.guards import candidates
+from lockstep.parity_tests.ranks import harness
+from lockstep.parity_tests.ranks.harness import RankedSession
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.ranks.process_groups import RankError
-from lockstep.torch_backend.ranks.session import RankedSession
 
 SECONDS = 5
 
@@ -32,10 +32,13 @@ def opened(backend: TorchBackend, ranks: int) -> RankedSession:
     return session
 
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
+
+
 @pytest.fixture(autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    controller.let_go()
+    harness.let_go()
 
 
 NOTHING = "it has begun, and sent none of its gradients' parts"
@@ -67,10 +70,10 @@ def test_a_rank_that_is_stopped_between_steps_is_named() -> None:
     session = opened(TorchBackend(), 3)
     batch = text_batch(session.config)
     session.step(batch)
-    process = session._world.processes[2]
+    process = session.world.processes[2]
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(RankError, match=r"^rank 2: no answer within 5 s to `step 2`: it does not take the command$"):
+    with pytest.raises(RankError, match=r"^rank 2: no answer within 5 s to `step 2`: it has not begun$"):
         session.step(batch)
     assert not process.is_alive()
 

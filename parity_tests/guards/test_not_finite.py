@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -20,14 +18,9 @@ from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.scripts import cli
 from lockstep.scripts.shared import backends
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.session import TorchSession
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _processes() -> Iterator[None]:
-    yield
-    controller.let_go()
+pytestmark = pytest.mark.usefixtures("in_one_process")
 
 
 def config_of(ranks: int = 1, dtype: str = "fp32", **optim) -> RunConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,16 +28,12 @@ from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.scripts import cli
 from lockstep.scripts.shared import backends
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.session import TorchSession
 
 SKIP = {"train.on_not_finite": "skip", "device": "cpu"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _processes() -> Iterator[None]:
-    yield
-    controller.let_go()
+pytestmark = pytest.mark.usefixtures("in_one_process")
 
 
 def skipping(ranks: int = 1, policy: str = "fp32", **optim: Any) -> RunConfig:

@@ -16,10 +16,10 @@ from lockstep.core.train.loop import validate
 from lockstep.core.train.metrics import RECOMPILED, SEQUENCE_LENGTH
 from lockstep.parity_tests.loop.runs import COMPILED, STEPS, Folder
 from lockstep.parity_tests.loop.test_elastic import three_steps
+from lockstep.parity_tests.ranks import harness
 from lockstep.scripts import cli
 from lockstep.scripts.shared.startup_banner import sequences_of
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.session import TorchSession
 
 # Of 12 steps, 8 at 32 tokens a sequence and 4 at 64; the first of the longer ones is step 9.
@@ -29,10 +29,13 @@ TRACED = {"enabled": True, "backend": "aot_eager"}
 SHAPES = [(4, 32)] * SWITCH + [(2, 64)] * (STEPS - SWITCH)
 
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
+
+
 @pytest.fixture(autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    controller.let_go()
+    harness.let_go()
 
 
 def told(folder: Folder, name: str) -> list[tuple[object, ...]]:

@@ -12,8 +12,8 @@ import pytest
 import lockstep.scripts.commands.train
 from lockstep.core.data.sampler import BlockSampler
 from lockstep.parity_tests.loop.runs import STEPS, Folder
+from lockstep.parity_tests.ranks import harness
 from lockstep.parity_tests.stored import stored
-from lockstep.torch_backend.ranks import controller
 
 # A gradient is a sum of FP64 numbers in another order: some 1e-16 of its length a step, and Adam divides it by its own.
 WITHIN = {"fp64": 1e-12}
@@ -30,10 +30,13 @@ class After:
         return self.left <= 0
 
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
+
+
 @pytest.fixture(autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    controller.let_go()
+    harness.let_go()
 
 
 def three_steps(monkeypatch: pytest.MonkeyPatch, steps: int = 3) -> None:
@@ -44,7 +47,7 @@ def three_steps(monkeypatch: pytest.MonkeyPatch, steps: int = 3) -> None:
         yield After(steps)
 
     monkeypatch.setattr(lockstep.scripts.commands.train, "_interrupts", interrupts)
-    monkeypatch.setattr(lockstep.scripts.commands.train, "require_ranks", lambda *_: None)
+    monkeypatch.setattr(lockstep.scripts.commands.train, "needs_start", lambda *_: False)
 
 
 def test_one_two_four_one_ranks(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +56,7 @@ def test_one_two_four_one_ranks(folder: Folder, monkeypatch: pytest.MonkeyPatch)
     three_steps(monkeypatch)
     assert folder.train("ranks", settings) == 130
     for ranks, code in ((2, 130), (4, 130), (1, 0)):
-        controller.let_go()
+        harness.let_go()
         assert folder.resume("ranks", "--train.ranks", str(ranks)) == code
     alone, several = folder.records("alone"), folder.records("ranks")
     assert [r["step"] for r in several] == list(range(1, STEPS + 1))

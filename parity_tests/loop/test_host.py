@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,14 +13,9 @@ from lockstep.jax_backend.session import JaxSession
 from lockstep.parity_tests.loop.runs import Folder
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.session import TorchSession
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _processes() -> Iterator[None]:
-    yield
-    controller.let_go()
+pytestmark = pytest.mark.usefixtures("in_one_process")
 
 
 def seconds(record: dict) -> dict[str, float]:

@@ -16,6 +16,7 @@ from lockstep.parity_tests.faults import CATALOG, Fault
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
 CONFIG = tiny_config("bf16")
 
 

@@ -12,17 +12,19 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.train.determinism import differences, prove
 from lockstep.parity_tests.loop.candidates import Puts
+from lockstep.parity_tests.ranks import harness
+from lockstep.parity_tests.ranks.harness import RankedSession
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.ranks import controller
-from lockstep.torch_backend.ranks.session import RankedSession
 from lockstep.torch_backend.tools.deterministic import switch
+
+pytestmark = pytest.mark.usefixtures("in_one_process")
 
 
 @pytest.fixture(autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    controller.let_go()
+    harness.let_go()
     switch(tiny_config(), torch.device("cpu"))
 
 
@@ -52,5 +54,5 @@ def test_what_torch_refuses_rank_0_says() -> None:
     session = Puts().open(config)
     with pytest.raises(UserError, match=r"^deterministic = true: put_ has no deterministic kernel on cpu"):
         prove(config, session, text_batch(config), 1)
-    assert isinstance(session, RankedSession) and session._world.lost is None, "the other rank waits for nothing"
+    assert isinstance(session, RankedSession) and session.world.peers.lost is None, "the other rank waits for nothing"
     session.close()

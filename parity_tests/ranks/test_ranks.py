@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,19 +10,17 @@ import torch
 
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.errors import UserError
 from lockstep.core.load_backend import load_backend
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.core.parity.judge.update import flat
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.ranks import candidates
+from lockstep.parity_tests.ranks.harness import RankedSession
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend import session as session_module
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.ranks.process_groups import RankError
-from lockstep.torch_backend.ranks.session import RankedSession
 from lockstep.torch_backend.upload import Uploaded, uploaded
 
 TRAIN = {"batch_size": 8, "micro_batch_size": 2, "sequence_length": 32}
@@ -43,10 +40,7 @@ def ranked(config: RunConfig, backend: TorchBackend | None = None) -> RankedSess
 BATCH = uneven_weights(text_batch(config_of()), 0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _processes() -> Iterator[None]:
-    yield
-    controller.let_go()
+pytestmark = pytest.mark.usefixtures("in_one_process")
 
 
 @pytest.mark.parametrize(("policy", "within"), [("fp64", 1e-14), ("fp32", 1e-6), ("bf16", 1e-6)])
@@ -197,21 +191,6 @@ def test_a_candidate_of_a_file_is_opened_by_every_rank(tmp_path: Path) -> None:
     assert len({frozenset(report.state.items()) for report in session.rank_reports()}) == 1
 
 
-def test_a_backend_that_cannot_be_sent_is_refused() -> None:
-    class Local(TorchBackend):
-        pass
-
-    with pytest.raises(UserError, match="Local cannot be opened on other ranks"):
-        Local().open(config_of())
-
-
-def test_another_number_of_ranks_waits_until_sessions_are_closed() -> None:
-    session = ranked(config_of())
-    with pytest.raises(UserError, match="a session of 2 ranks is open in this process"):
-        TorchBackend().open(config_of(ranks=4))
-    session.close()
-
-
 # Trouble: each test ends the ranks, and the next one finds new ones.
 
 
@@ -219,7 +198,7 @@ def test_another_number_of_ranks_waits_until_sessions_are_closed() -> None:
     ("backend", "said"),
     [
         (candidates.RaisesOnRankOne, "rank 1: ArithmeticError: out of luck"),
-        (candidates.DiesOnRankOne, r"rank 1: its process has died \(exit code 3\)"),
+        (candidates.DiesOnRankOne, "rank 1: its process has died, or nothing reaches it"),
     ],
 )
 def test_the_trouble_of_a_rank_reaches_rank_0(backend: type[TorchBackend], said: str) -> None:
@@ -236,7 +215,7 @@ def test_the_trouble_of_a_rank_reaches_rank_0(backend: type[TorchBackend], said:
 def test_a_rank_that_dies_at_the_first_checkpoint_is_not_waited_for(tmp_path: Path) -> None:
     session = ranked(config_of(), candidates.DiesOnRankOneAtACheckpoint())
     session.step(text_batch(session.config))
-    with pytest.raises(RankError, match=r"rank 1: its process has died \(exit code 3\)"):
+    with pytest.raises(RankError, match="rank 1: its process has died"):
         session.write(tmp_path)
 
 

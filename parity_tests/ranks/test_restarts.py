@@ -17,12 +17,11 @@ from lockstep.core.errors import UserError
 from lockstep.core.run.directory import RunDir
 from lockstep.core.run.launch import launch_id, restarts
 from lockstep.parity_tests.cli.workspace import REPO, Done, last_weights, trained, write_workspace
-from lockstep.parity_tests.ranks import mortal
+from lockstep.parity_tests.ranks import harness, mortal
 from lockstep.parity_tests.ranks.sharded import sharded
 from lockstep.scripts import cli
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.ranks import controller
-from lockstep.torch_backend.ranks import session as ranked_session
+from lockstep.torch_backend.ranks import peer_session
 
 SETTINGS = ("--train.steps", "8", "--train.batch-size", "8", "--optim.warmup-steps", "1", "--checkpoint.every", "3")
 SHARDED = ("--parallel.strategy", "fsdp")
@@ -173,16 +172,10 @@ def test_fewer_ranks_go_on_if_the_batch_divides(
 # What the nodes have before them
 
 
-@pytest.fixture
-def _let_go() -> Iterator[None]:
-    yield
-    controller.let_go()
-
-
-@pytest.mark.usefixtures("_let_go")
+@pytest.mark.usefixtures("in_one_process")
 def test_ranks_must_see_the_run_and_run_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = TorchBackend().open(sharded())
-    assert isinstance(session, ranked_session.RankedSession)
+    assert isinstance(session, harness.RankedSession)
     session.require_shared(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -191,7 +184,7 @@ def test_ranks_must_see_the_run_and_run_the_same(tmp_path: Path, monkeypatch: py
         yield "what another machine has"
 
     with monkeypatch.context() as other:
-        other.setattr(ranked_session, "token", elsewhere)
+        other.setattr(peer_session, "token", elsewhere)
         with pytest.raises(UserError, match=r"rank 1 on .* does not see .*: it must lie where all nodes have it"):
             session.require_shared(tmp_path)
     monkeypatch.setattr("lockstep.torch_backend.ranks.node_check._fingerprint", lambda version: "changed")

@@ -24,22 +24,18 @@ from lockstep.core.parity.judge.update import flat
 from lockstep.core.train.finite import NotFinite
 from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.ranks import sharded as faulty
+from lockstep.parity_tests.ranks.harness import RankedSession
 from lockstep.parity_tests.ranks.sharded import sharded
 from lockstep.parity_tests.tiny import text_batch
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.ranks import controller
 from lockstep.torch_backend.ranks.process_groups import RankError
-from lockstep.torch_backend.ranks.session import RankedSession
 
 BATCH = uneven_weights(text_batch(sharded()), 0)
 MICRO = BATCH.micro_batches(2)[0]
 WITHIN = 1e-14
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _processes() -> Iterator[None]:
-    yield
-    controller.let_go()
+pytestmark = pytest.mark.usefixtures("in_one_process")
 
 
 _open: list[RankedSession] = []

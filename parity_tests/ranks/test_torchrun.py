@@ -1,7 +1,8 @@
-"""`lockstep train` under torchrun: rank 0 is the run, the others serve it."""
+"""Commands on two ranks: launched by torchrun, or started by the command as torchrun starts them."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -43,8 +44,15 @@ def torchrun(folder: Path, *arguments: str) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def test_two_ranks_train_as_one(run_file: Path, tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "train", str(run_file), *RANKS)
+@pytest.fixture(scope="module")
+def launched_run(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """A folder in which torchrun's two ranks have trained, and what they said."""
+    folder = tmp_path_factory.mktemp("launched")
+    return folder, torchrun(folder, "train", str(run_file), *RANKS)
+
+
+def test_two_ranks_train_as_one(run_file: Path, launched_run: tuple[Path, Done]) -> None:
+    tmp_path, done = launched_run
     assert done.code == 0, done.err
     assert cli.run(["train", str(run_file), *RANKS, "--train.ranks", "1", "--out", str(tmp_path / "one")]) == 0
     two, one = (read_lines(tmp_path / folder / "tiny/records.jsonl") for folder in ("runs", "one"))
@@ -57,8 +65,61 @@ def test_two_ranks_train_as_one(run_file: Path, tmp_path: Path) -> None:
     said = done.out.splitlines()
     assert len([line for line in said if line.startswith("rank 1 of 2: pid ")]) == 1
     assert len([line for line in said if line.startswith("step 3/3")]) == 1
-    written: list[Any] = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    written = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert written == ["tiny"]
+
+
+def lockstep(folder: Path, *arguments: str) -> Done:
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def test_train_starts_its_ranks_itself(run_file: Path, launched_run: tuple[Path, Done], tmp_path: Path) -> None:
+    done = lockstep(tmp_path, "train", str(run_file), *RANKS)
+    assert done.code == 0, done.err
+    assert trained(tmp_path / "runs/tiny") == trained(launched_run[0] / "runs/tiny")
+    done = lockstep(tmp_path, "train", str(run_file), *RANKS)
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "lockstep: runs/tiny holds a run already: --overwrite replaces it, --resume runs/tiny goes on with it"
+    ]
+
+
+def test_a_rank_that_dies_is_told_in_one_line(run_file: Path, tmp_path: Path) -> None:
+    backend = "lockstep.parity_tests.ranks.candidates:DiesOnRankOne"
+    done = lockstep(tmp_path, "train", str(run_file), *RANKS, "--backend", backend)
+    assert done.code == 2
+    said = [line for line in done.err.splitlines() if line.startswith("lockstep: ")]
+    assert said == ["lockstep: rank 1: its process has died, or nothing reaches it"]
+    assert not (tmp_path / "runs/tiny").exists(), "no step was made"
+
+
+CHECKED = ("--train.ranks", "2", "--train.batch-size", "8", "--steps", "1", "--reference", "torch", "--quick")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_every_rank_checks_and_rank_0_tells(strategy: str, run_file: Path, tmp_path: Path) -> None:
+    settings = ("--precision.policy", "fp32", "--compile.enabled", "false", "--parallel.strategy", strategy)
+    done = lockstep(tmp_path, "parity", str(run_file), *CHECKED, *settings, "--json", "verdict.json")
+    assert done.code == 0, done.err
+    assert done.out.count("step 1: parity agreed") == 1
+    found = {line["stage"] for line in json.loads((tmp_path / "verdict.json").read_text())["stages"]}
+    assert "reduction" in found
+
+
+def test_a_fault_between_ranks_gives_the_exit_code_1(run_file: Path, tmp_path: Path) -> None:
+    candidate = "lockstep.parity_tests.faults.ranks:OneParameterNotReduced"
+    settings = ("--precision.policy", "fp32", "--compile.enabled", "false", "--candidate", candidate)
+    done = lockstep(tmp_path, "parity", str(run_file), *CHECKED, *settings)
+    assert done.code == 1, done.err
+    assert "reduction" in done.out and done.err == ""
 
 
 def test_deterministic_ranks_stopped_in_the_midst_of_the_warm_up_end_with_the_same_bits(
@@ -88,9 +149,6 @@ def test_deterministic_ranks_stopped_in_the_midst_of_the_warm_up_end_with_the_sa
 
 
 def test_a_launch_must_fit_the_settings(run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    assert cli.run(["train", str(run_file), "--train.ranks", "2", "--train.micro-batch-size", "1"]) == 2
-    command = f"torchrun --nproc-per-node 2 -m lockstep train {run_file} --train.ranks 2"
-    assert command in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert cli.run(["train", str(run_file)]) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -20,6 +20,13 @@ from lockstep.scripts.commands.replay import (
 )
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.backends import Maker, open_named
+from lockstep.scripts.shared.peers import needs_start, on_every_rank, ranks_of_launch, reference_of, start_ranks
+
+if TYPE_CHECKING:
+    from lockstep.core.backend import Backend
+    from lockstep.core.run.data import RunData
+    from lockstep.core.run.directory import RunDir
+    from lockstep.core.run.ranks import Ranks
 
 
 @dataclass
@@ -55,20 +62,28 @@ class Bisect:
     """stop at the origin: do not vary the configuration to find what makes it vanish"""
 
 
+@on_every_rank
 def main(argv: list[str]) -> int:
     """Bisect, print, write the JSON; the exit code is the verdict."""
+    options, _ = parse(Bisect, "bisect", argv, with_settings=False)
+    check_file("json", options.json)
+    run, data = open_run(options.run, options.branch, options.reference_devices)
+    require_bands(run)
+    name = Maker.of_run(run).named("--candidate", options.candidate, ["bisect", *argv])
+    candidate = open_named(name)
+    if needs_start(run.config, candidate):
+        return start_ranks(run.config.train.ranks, ["bisect", *argv])
+    with ranks_of_launch(run.config) as ranks:
+        return _bisect(options, run, data, name, candidate, ranks)
+
+
+def _bisect(options: Bisect, run: RunDir, data: RunData, name: str, candidate: Backend, ranks: Ranks) -> int:
     from lockstep.core.parity.measures import calibrated_bounds
     from lockstep.core.parity.measures.verdict import verdict_json
     from lockstep.core.parity.modes.bisect import bisect_run
     from lockstep.scripts.shared.parity_table import print_verdict
 
-    options, _ = parse(Bisect, "bisect", argv, with_settings=False)
-    check_file("json", options.json)
-    run, data = open_run(options.run, options.branch, options.reference_devices)
-    recipe = calibrated_bounds.recipe_of(run.config)
-    require_bands(run)
-    name = Maker.of_run(run).named("--candidate", options.candidate, ["bisect", *argv])
-    candidate, reference = open_named(name), open_named(options.reference)
+    recipe, reference = calibrated_bounds.recipe_of(run.config), reference_of(options.reference, ranks)
     config = attempt(lambda: on_device(run.asked, options.device, candidate))
     console = console_of_the_terminal()
 
@@ -95,7 +110,7 @@ def main(argv: list[str]) -> int:
         layer = "" if origin.layer is None else f", layer {origin.layer}"
         first += f"; origin: {origin.stage} ({origin.phase}{layer}) at {origin.tap}"
     tell(first + (f"; cause: {found.cause.words}" if found.cause else ""))
-    if options.json:
+    if options.json and ranks.rank == 0:
         write_json(options.json, _json(found, verdict_json, recipe, name, options.reference))
     return EXIT[found.verdict]
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,11 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import tyro
 
 from lockstep.core.errors import UserError
+from lockstep.core.run.launch import launched
+from lockstep.core.run.ranks import ONE, Ranks
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.backends import REFERENCE, TRAINER, on_its_device, open_named
 from lockstep.scripts.shared.failures import in_one_line
 from lockstep.scripts.shared.installation import shipped_config
 from lockstep.scripts.shared.open_data import open_data
+from lockstep.scripts.shared.peers import on_every_rank, ranks_of_launch, start_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -256,6 +260,7 @@ class Bench:
         self, backend: Backend, session: Session, evidence: Evidence, check: Check, row: Row, causes: str
     ) -> str:
         """The decoder's words; where more is asked for, whether the step repeats and which change makes it vanish."""
+        from lockstep.core.capabilities import ranks_of
         from lockstep.core.parity.diagnose.cause import find_cause
         from lockstep.core.parity.diagnose.disagreement import repeated
 
@@ -264,7 +269,8 @@ class Bench:
         if not wanted:
             return note
         try:
-            repeat = repeated(session, evidence, check, self.config)
+            found = repeated(session, evidence, check, self.config)
+            repeat = ranks_of(session).of_first(lambda: found)
             words = [repeat.why]
             if repeat.happened is not False:
                 words.append(find_cause(backend, self.backend, self.config, evidence, check).words)
@@ -349,11 +355,17 @@ def run(
     names: Sequence[str] = (),
     causes: str = "promised",
     kept: Sequence[Row] = (),
+    on_ranks: Callable[[str, Sequence[str], int], Sequence[Row]] | None = None,
+    ranks: Ranks = ONE,
 ) -> Iterator[Row]:
     """Rows of every fault under every recipe in turn, the honest trainer first; those in `kept` are not run again.
 
     Faults that need settings of their own come after the others, each set of settings with its honest trainer.
+    on_ranks: gives the rows of a recipe's faults, by name, that need so many ranks. Without it these are ranks, and
+    there are rows of such faults alone.
     """
+    from lockstep.core.parity.measures.compare import JudgeOfRanks
+
     faults = chosen(names)
     done = {(row.name, row.recipe): row for row in kept if not row.error}
     for recipe in recipes:
@@ -364,7 +376,23 @@ def run(
                 of_settings.setdefault(honest_name(fault), []).append(fault)
         for name, alike in of_settings.items():
             config = configured(alike[0], plain) if alike else plain
-            bench = Bench(config, data(config), Kept(open_named(REFERENCE)), open_named(TRAINER), causes, name)
+            if config.train.ranks != ranks.count:
+                missing = [fault.name for fault in alike if (fault.name, recipe) not in done]
+                found = on_ranks(recipe, missing, config.train.ranks) if on_ranks and missing else ()
+                done |= {(row.name, row.recipe): row for row in found}
+                if on_ranks:
+                    rows = [done.get((row, recipe)) for row in (name, *(fault.name for fault in alike))]
+                    yield from (row for row in rows if row is not None)
+                continue
+            reference = Kept(open_named(REFERENCE)) if ranks.rank == 0 else None
+            bench = Bench(
+                config,
+                data(config),
+                reference if reference and ranks.count == 1 else JudgeOfRanks(reference, ranks),
+                open_named(TRAINER),
+                causes,
+                name,
+            )
             yield done.get((name, recipe)) or bench.honest_row()
             for fault in alike:
                 yield done.get((fault.name, recipe)) or bench.row(fault)
@@ -464,6 +492,7 @@ def print_row(console: Console, row: Row) -> None:
         console.print(f"    cause: {row.cause}", markup=False, soft_wrap=True)
 
 
+@on_every_rank
 def main(argv: list[str]) -> int:
     """Plant, judge, print; 0 if all is as promised."""
     from lockstep.core.config.file import load_config
@@ -504,13 +533,28 @@ def main(argv: list[str]) -> int:
     def data(config: RunConfig) -> RunData:
         return open_data(config, options.config, given)
 
-    for row in run(config_of, data, options.recipe, options.names, options.causes, kept):
-        if row.name == HONEST:
-            console.print(row.recipe, style="bold")
-        rows.append(row)
-        print_row(console, row)
-        if options.json:
-            write(options.json, rows, mark)
+    def on_ranks(recipe: str, names: Sequence[str], ranks: int) -> Sequence[Row]:
+        """Rows of faults that need several ranks: this command, on so many of them."""
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+            file = Path(folder) / "rows.json"
+            words = ["faults", *names, "--config", str(options.config), "--recipe", recipe, "--json", str(file)]
+            words += ["--causes", options.causes]
+            words += [word for key, text in given.items() for word in (f"--{key.replace('_', '-')}", text)]
+            start_ranks(ranks, words, quiet=True)
+            found = read(file, mark)
+        if lost := set(names) - {row.name for row in found}:
+            raise UserError(f"no row of {', '.join(sorted(lost))}: the {ranks} ranks that plant them have ended before")
+        return found
+
+    with ranks_of_launch(configs[0]) as ranks:
+        starts = on_ranks if launched() is None else None
+        for row in run(config_of, data, options.recipe, options.names, options.causes, kept, starts, ranks):
+            if row.name == HONEST:
+                console.print(row.recipe, style="bold")
+            rows.append(row)
+            print_row(console, row)
+            if options.json and ranks.rank == 0:
+                write(options.json, rows, mark)
     for recipe in options.recipe:
         console.print(
             f"{recipe}: {in_words(totals([r for r in rows if r.recipe == recipe]))}", style="bold", soft_wrap=True

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lockstep.core.errors import UserError
-from lockstep.core.run.launch import launched, require_ranks
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.backends import description, on_its_device, open_named
 from lockstep.scripts.shared.failures import in_one_line
 from lockstep.scripts.shared.open_data import open_data
+from lockstep.scripts.shared.peers import needs_start, on_every_rank, ranks_of_launch, reference_of, start_ranks
 
 if TYPE_CHECKING:
     from lockstep.core.backend import Backend, Session
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lockstep.core.parity.evidence.gather import Evidence
     from lockstep.core.parity.measures.verdict import Check
     from lockstep.core.parity.modes.side_by_side import Alarmed
+    from lockstep.core.run.data import RunData
+    from lockstep.core.run.ranks import Ranks
 
 
 @dataclass
@@ -53,9 +55,25 @@ class Parity:
     """do not check: let both train on by themselves and show how far they drift apart"""
 
 
+@on_every_rank
 def main(argv: list[str]) -> int:
     """Check, print the table, write the JSON; the exit code is the verdict."""
     from lockstep.core.config.file import load_config
+
+    options, given = parse(Parity, "parity", argv, with_settings=True)
+    if options.steps < 1:
+        raise UserError(f"command line: steps = {options.steps}: at least one step is needed")
+    check_file("json", options.json)
+    config = load_config(options.config, given)
+    data = open_data(config, options.config, given)
+    candidate = open_named(options.candidate)
+    if needs_start(config, candidate):
+        return start_ranks(config.train.ranks, ["parity", *argv])
+    with ranks_of_launch(config) as ranks:
+        return _check(options, config, data, candidate, ranks)
+
+
+def _check(options: Parity, config: RunConfig, data: RunData, candidate: Backend, ranks: Ranks) -> int:
     from lockstep.core.parity.measures import calibrated_bounds
     from lockstep.core.parity.measures.verdict import overall, verdict_json
     from lockstep.core.parity.modes.free_running import drift
@@ -64,20 +82,7 @@ def main(argv: list[str]) -> int:
     from lockstep.core.sinks.terminal import open_console
     from lockstep.scripts.shared.parity_table import print_drift, print_verdict
 
-    place = launched()
-    if place is not None and place[0] > 0:
-        from lockstep.torch_backend.ranks.worker import follow
-
-        return follow()
-    options, given = parse(Parity, "parity", argv, with_settings=True)
-    if options.steps < 1:
-        raise UserError(f"command line: steps = {options.steps}: at least one step is needed")
-    check_file("json", options.json)
-    config = load_config(options.config, given)
-    if place is not None:  # not launched by torchrun, a session of several ranks starts them itself
-        require_ranks(config.train.ranks)
-    data = open_data(config, options.config, given)
-    candidate, reference = open_named(options.candidate), open_named(options.reference)
+    reference = reference_of(options.reference, ranks)
     calibrated_bounds.require(on_its_device(config, candidate))
     console = open_console()
     if not console.is_terminal:
@@ -106,7 +111,7 @@ def main(argv: list[str]) -> int:
     if stopped and not any(check.verdict == "disagreed" for check in checks):
         raise stopped
     print_verdict(console, checks, calibrated_bounds.recipe_of(config))
-    if options.json:
+    if options.json and ranks.rank == 0:
         context = {
             "recipe": calibrated_bounds.recipe_of(config),
             "candidate": options.candidate,

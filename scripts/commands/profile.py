@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from lockstep.core.errors import UserError
-from lockstep.core.run.launch import launched, require_ranks
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.backends import TRAINER, on_its_device, open_named
+from lockstep.scripts.shared.peers import needs_start, on_every_rank, ranks_of_launch, start_ranks
 
 if TYPE_CHECKING:
     from lockstep.core.backend import Batch
     from lockstep.core.config.schema import RunConfig
+    from lockstep.core.run.ranks import Ranks
 
 TRACE, SUMMARY, PAGE = "trace.json.gz", "summary.json", "summary.md"
 # Only the steps that are meant, with the kernels inside CUDA graphs one by one.
@@ -58,6 +59,7 @@ class Profile:
     """write nothing: make the steps with NVTX ranges for Nsight Systems, which starts this command (see the summary)"""
 
 
+@on_every_rank
 def main(argv: list[str]) -> int:
     """Record, or read a trace; summarize."""
     from lockstep.core.config.file import load_config
@@ -66,10 +68,6 @@ def main(argv: list[str]) -> int:
 
     # Before torch is loaded: its profiler notes every start on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    if (rank := launched()) is not None and rank[0] > 0:
-        from lockstep.torch_backend.ranks.worker import follow
-
-        return follow()
     options, given = parse(Profile, "profile", argv, with_settings=True)
     if (options.config is None) == (options.trace is None):
         raise UserError("name a run file to profile, or --trace FILE to summarize, and not both")
@@ -84,15 +82,20 @@ def main(argv: list[str]) -> int:
             write(options.out, options.trace.name, found)
         return say(options.trace.name, found)
     config = load_config(options.config, given)
-    require_ranks(config.train.ranks, " ".join(["profile", *argv]))
-    return profile(options, config, given, argv)
+    if needs_start(config):
+        return start_ranks(config.train.ranks, ["profile", *argv])
+    with ranks_of_launch(config) as ranks:
+        return profile(options, config, given, argv, ranks)
 
 
-def profile(options: Profile, config: RunConfig, given: Mapping[str, str], argv: list[str]) -> int:
-    """Record steps of a run, summarize them, and say how to see them in Nsight Systems."""
+def profile(options: Profile, config: RunConfig, given: Mapping[str, str], argv: list[str], ranks: Ranks) -> int:
+    """Record steps of a run, summarize them, and say how to see them in Nsight Systems.
+
+    Every rank makes the steps, and rank 0 records them.
+    """
     from lockstep.core.profile.summary import summarize
     from lockstep.core.profile.trace import read_trace
-    from lockstep.torch_backend.tools.profile import STEPS, record, under_nsight
+    from lockstep.torch_backend.tools.profile import STEPS, record, under_nsight, unrecorded
 
     # No step of these may be beyond the schedule's end.
     train = config.train.model_copy(update={"steps": max(config.train.steps, STEPS)})
@@ -103,13 +106,16 @@ def profile(options: Profile, config: RunConfig, given: Mapping[str, str], argv:
     out = options.out or Path("profiles") / config.name
     with ExitStack() as stack:
         batches, tokens = batches_of(stack, options, config, given)
-        if not options.nvtx:
+        if not options.nvtx and ranks.rank == 0:
             make(out)
         session = backend.open(config)
         stack.callback(session.close)
         own = session.own if config.train.ranks > 1 else session
         if options.nvtx:
             print(f"{under_nsight(session, own, batches):.4g} s a step, with NVTX ranges")
+            return 0
+        if ranks.rank:
+            unrecorded(session, batches)
             return 0
         measured = record(session, own, batches, out / TRACE)
     found = summarize(read_trace(out / TRACE), options.top) | measured

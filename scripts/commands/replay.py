@@ -15,6 +15,7 @@ from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.backends import Maker, on_its_device, open_named
 from lockstep.scripts.shared.failures import in_one_line
 from lockstep.scripts.shared.open_data import open_data
+from lockstep.scripts.shared.peers import needs_start, on_every_rank, ranks_of_launch, reference_of, start_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.core.parity.modes.replay import Replayed
     from lockstep.core.run.data import RunData
     from lockstep.core.run.directory import RunDir
+    from lockstep.core.run.ranks import Ranks
 
 EXIT = {"agreed": 0, "disagreed": 1, "could_not": 2}
 
@@ -63,6 +65,7 @@ class Replay:
     """devices of the reference (docs/guide/reference_sharding.md)"""
 
 
+@on_every_rank
 def main(argv: list[str]) -> int:
     """Replay, print, write the JSON; the exit code is the verdict."""
     from lockstep.core.parity.evidence.capsule import is_capsule
@@ -92,18 +95,23 @@ def _capsule(console: Console, options: Replay, words: Sequence[str]) -> int:
     name = Maker.of_capsule(capsule).named("--candidate", options.candidate, words)
     calibrated_bounds.require(capsule.config)
     made = on_reference_devices(capsule.config, options.reference_devices)
+    candidate = open_named(name)
+    config = attempt(lambda: on_device(made, options.device, candidate))
+    if needs_start(config, candidate):
+        return start_ranks(config.train.ranks, words)
     packed = capsule.verdict
     console.print(f"step {capsule.step}, packed as: {_said(packed)}", markup=False, soft_wrap=True)
     for line in other_versions(capsule, versions()):
         console.print(f"other versions: {line}", style="yellow", markup=False, soft_wrap=True)
-    candidate, reference = open_named(name), open_named(options.reference)
-    config = attempt(lambda: on_device(made, options.device, candidate))
-    found = attempt(lambda: replay_capsule(capsule, candidate, reference, config))
+    with ranks_of_launch(config) as ranks:
+        reference = reference_of(options.reference, ranks)
+        found = attempt(lambda: replay_capsule(capsule, candidate, reference, config))
     context = {"candidate": name, "reference": options.reference, "packed": packed.get("origin")}
-    code = _report(console, [found], calibrated_bounds.recipe_of(config), options.json, context)
+    file = options.json if ranks.rank == 0 else None
+    code = _report(console, [found], calibrated_bounds.recipe_of(config), file, context)
     same = found.check is not None and _said(found.check.to_json()) == _said(packed)
-    words = "the verdict is the one that was packed" if same else f"the packed verdict was another: {_said(packed)}"
-    console.print(words, markup=False, soft_wrap=True)
+    said = "the verdict is the one that was packed" if same else f"the packed verdict was another: {_said(packed)}"
+    console.print(said, markup=False, soft_wrap=True)
     return code
 
 
@@ -123,7 +131,10 @@ def _spike(console: Console, options: Replay, words: Sequence[str]) -> int:
         raise UserError(f"{options.path}: its batch is none of this run: {error}") from error
     candidate = Maker.of_run(run).open("--candidate", options.candidate, words)
     config = attempt(lambda: on_device(run.asked, options.device, candidate))
-    found = attempt(lambda: replay_spike(run, about, kept, batches_of(run, data), candidate, config))
+    if needs_start(config, candidate):
+        return start_ranks(config.train.ranks, words)
+    with ranks_of_launch(config) as ranks:
+        found = attempt(lambda: replay_spike(run, about, kept, batches_of(run, data), candidate, config))
     same = not found.differ
     way = f"after steps {found.loaded + 1} to {step - 1}" if found.loaded + 1 < step else "at once"
     said = f"step {step}, from the state of step {found.loaded}, {way}: loss {found.record.loss!r}"
@@ -133,7 +144,7 @@ def _spike(console: Console, options: Replay, words: Sequence[str]) -> int:
         console.print(f"  step {found.on_the_way} did not come out as recorded", markup=False, soft_wrap=True)
     if not found.in_order:
         console.print("  the data order gives another batch at this step", markup=False, soft_wrap=True)
-    if options.json:
+    if options.json and ranks.rank == 0:
         verdict = "agreed" if same else "disagreed"
         write_json(options.json, {"verdict": verdict, "step": step, "loss": found.record.loss, "recorded": loss})
     return EXIT["agreed" if same else "disagreed"]
@@ -148,13 +159,23 @@ def _run_of_spike(path: Path, branch: int | None) -> tuple[Path, int | None]:
 
 
 def _run(console: Console, options: Replay, words: Sequence[str]) -> int:
+    run, data = open_run(options.path, options.branch, options.reference_devices)
+    require_bands(run)
+    named = open_named(options.candidate) if options.candidate and run.config.train.ranks > 1 else None
+    if needs_start(run.config, named):
+        return start_ranks(run.config.train.ranks, words)
+    with ranks_of_launch(run.config) as ranks:
+        return _judge_run(console, options, words, run, data, ranks)
+
+
+def _judge_run(
+    console: Console, options: Replay, words: Sequence[str], run: RunDir, data: RunData, ranks: Ranks
+) -> int:
     from lockstep.core.parity.measures import calibrated_bounds
     from lockstep.core.parity.modes.replay import replay_run
 
-    run, data = open_run(options.path, options.branch, options.reference_devices)
-    require_bands(run)
     maker = Maker.of_run(run)
-    reference = open_named(options.reference)
+    reference = reference_of(options.reference, ranks)
     found: list[Replayed] = []
 
     def candidate() -> Backend:
@@ -176,7 +197,8 @@ def _run(console: Console, options: Replay, words: Sequence[str]) -> int:
     if stopped and not any(one.check and one.check.verdict == "disagreed" for one in found):
         raise stopped
     context = {"candidate": options.candidate or str(maker), "reference": options.reference}
-    code = _report(console, found, calibrated_bounds.recipe_of(run.config), options.json, context, told=True)
+    file = options.json if ranks.rank == 0 else None
+    code = _report(console, found, calibrated_bounds.recipe_of(run.config), file, context, told=True)
     if stopped:
         print(f"lockstep: {stopped}", file=sys.stderr)
     return code

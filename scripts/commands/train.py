@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ from lockstep.core.run.launch import launched, require_ranks
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.backends import REFERENCE, Maker, on_its_device, open_named, trainer_of
 from lockstep.scripts.shared.open_data import open_data
+from lockstep.scripts.shared.peers import needs_start, opens_ranks, ranks_of_launch, start_ranks
 from lockstep.scripts.shared.restart import (
     is_of_this_launch,
     note_launch,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from lockstep.core.parity.modes.shadow import Shadow
     from lockstep.core.run.data import RunData
     from lockstep.core.run.directory import RunDir
+    from lockstep.core.run.ranks import Ranks
     from lockstep.core.run.resume import Changes
 
 
@@ -80,10 +82,8 @@ def main(argv: list[str]) -> int:
     from lockstep.scripts.shared.startup_banner import versions
 
     if (rank := launched()) is not None and rank[0] > 0:
-        from lockstep.torch_backend.ranks.worker import follow
-
-        # Rank 0 checks the command line, and says what to open.
-        return follow()
+        # Rank 0 checks the command line, and says what it came to.
+        return _peer()
     options, given = parse(Train, "train", argv, with_settings=True)
     if options.resume and options.overwrite:
         raise UserError("--overwrite and --resume exclude each other")
@@ -105,15 +105,18 @@ def main(argv: list[str]) -> int:
     name = trainer_of(resumed, named, ["train", *argv]) if resumed else named or "torch"
     going_on = _going_on(resumed, options, given, name) if resumed else None
     config = going_on.config if going_on else load_config(options.config, given)
-    require_ranks(config.train.ranks, " ".join(["train", *argv]))
+    if launched() is not None:
+        require_ranks(config.train.ranks)
     path = resumed.path if resumed else options.out / config.name
     if not resumed:
         options.overwrite |= again is not None
         RunDir.check_free(path, options.overwrite)
     data = open_data(config, options.config or path / CONFIG, given)
     backend = open_named(name)
-    if config.train.ranks > 1 and not _opens_ranks(backend):
+    if config.train.ranks > 1 and not opens_ranks(backend):
         raise UserError(f"train.ranks = {config.train.ranks}: {name} trains in one process; set train.ranks = 1")
+    if needs_start(config):
+        return start_ranks(config.train.ranks, ["train", *argv])
     asked = on_its_device(config, backend)
     config = resumed.settled(asked) if resumed else settled(asked, asked.device)
     about = backend.describe(config)
@@ -122,7 +125,9 @@ def main(argv: list[str]) -> int:
     if config.parity.every:
         calibrated_bounds.require(config)
     with ExitStack() as stack:
+        ranks = stack.enter_context(ranks_of_launch(config))
         stack.enter_context(_terminated_as_interrupted())
+        ranks.of_first(lambda: (name, data.config.model_dump(), config.model_dump()))
         if going_on:
             run = stack.enter_context(_reopen(path, data, going_on))
         session = backend.open(config)
@@ -133,17 +138,58 @@ def main(argv: list[str]) -> int:
             note_launch(run, again, 0)
         with suppress(NotSupported):
             ask(session, ManyPlaces).require_shared(run.path)
-        return _train(stack, run, data, session, about, going_on)
+        return _train(stack, run, data, session, about, going_on, ranks)
 
 
-def _opens_ranks(backend: object) -> bool:
-    from lockstep.core.backend import NotSupported
-    from lockstep.core.capabilities import OpensRanks, ask
+def _peer() -> int:
+    """Train on a rank other than 0: the same run on the same data, without its directory, console and checks."""
+    from lockstep.core.capabilities import HasRandomState, ManyPlaces, Restores, ask
+    from lockstep.core.config.schema import RunConfig
+    from lockstep.core.parity.diagnose.disagreement import sound
+    from lockstep.core.parity.evidence.recorder import Recorder
+    from lockstep.core.parity.modes.shadow import ShadowPart
+    from lockstep.core.run.data import RunData
+    from lockstep.core.train.determinism import prove
+    from lockstep.core.train.loop import train
 
-    try:
-        return ask(backend, OpensRanks).ranked
-    except NotSupported:
-        return False
+    with ExitStack() as stack:
+        ranks = stack.enter_context(ranks_of_launch(None))
+        stack.enter_context(_terminated_as_interrupted())
+        told: Any = ranks.of_first(tuple)
+        name, of_data, of_session = told
+        data = RunData.open(RunConfig(**of_data))
+        session = open_named(name).open(RunConfig(**of_session))
+        stack.callback(session.close)
+        ask(session, ManyPlaces).require_shared(Path())
+        if (told := ranks.of_first(tuple)) is not None:
+            folder, step, scalars = told
+            ask(session, Restores).restore(Path(folder), step, scalars)
+            ask(session, HasRandomState).set_random_state(ranks.of_first(dict))
+        told = ranks.of_first(tuple)
+        done, settings = told
+        config = RunConfig(**settings)
+        data = replace(data, config=config)
+        if done >= config.train.steps:
+            return 0
+        if config.deterministic:
+            prove(config, session, data.batch(done + 1), done + 1, ranks)
+        part = ShadowPart(config, ranks) if _checked(config, done) else None
+        watch = Recorder(config, None, part) if config.parity.record_every else part
+
+        def alarm(check: Check) -> None:
+            if (evidence := ranks.of_first(lambda: None)) is not None:
+                # Rank 0 says who made it, and packs it.
+                sound(session, evidence, check, config, Path(), candidate="", reference="", versions={})
+
+        with _interrupts(told=False) as interrupted:
+            ranks.of_first(bool, "begin")
+            train(session, data, None, [], interrupted, done + 1, "", watch, alarm, ranks)
+        return 0
+
+
+def _checked(config: RunConfig, done: int) -> bool:
+    """Whether any step after `done` is to be checked."""
+    return any(map(config.parity.due, range(done + 1, config.train.steps + 1)))
 
 
 def _train(
@@ -153,6 +199,7 @@ def _train(
     session: Session,
     about: Mapping[str, Any],
     going_on: _GoingOn | None,
+    ranks: Ranks,
 ) -> int:
     from lockstep.core.parity.evidence.recorder import Recorder
     from lockstep.core.parity.modes.shadow import Shadow
@@ -167,27 +214,28 @@ def _train(
 
     config = run.config
     console = open_console()
-    done = _load(run, data, session, console, going_on) if going_on else 0
+    done = _load(run, data, session, console, going_on, ranks) if going_on else ranks.of_first(lambda: None) or 0
+    ranks.of_first(lambda: (done, config.model_dump()))
     if done >= config.train.steps:
         run.finish()
         console.print("all steps are done", markup=False)
         return _exit_code(run, done, console)
     if config.deterministic:
-        about = prove_run(run, session, data.batch(done + 1), done + 1, about, versions())
+        about = prove_run(run, session, data.batch(done + 1), done + 1, about, versions(), ranks)
     print_start(console, run, data, about)
     sinks: list[Any] = [JsonlSink(run)]
     if config.log.wandb != "disabled":
         sinks.append(WandbSink(run, lambda text: console.print(text, style="yellow", markup=False)))
     kept = run.path / OBSERVATIONS
-    checked = any(map(config.parity.due, range(done + 1, config.train.steps + 1)))
-    shadow = stack.enter_context(Shadow(config, REFERENCE, kept)) if checked else None
+    shadow = stack.enter_context(Shadow(config, REFERENCE, kept, ranks)) if _checked(config, done) else None
     watch = Recorder(config, kept, shadow) if config.parity.record_every else shadow
     sinks.append(ConsoleSink(config.train.steps, done, console))
     for sink in sinks:
         stack.callback(sink.close)
-    alarm = _alarm(run, session, shadow, about)
+    alarm = _alarm(run, session, shadow, about, ranks)
     with _interrupts() as interrupted, _told_how_to_go_on(run):
-        ending = train(session, data, run, sinks, interrupted, done + 1, str(about["device"]), watch, alarm)
+        ranks.of_first(bool, "begin")
+        ending = train(session, data, run, sinks, interrupted, done + 1, str(about["device"]), watch, alarm, ranks)
     stack.close()
     if ending == "interrupted":
         console.print(f"stopped; go on with: lockstep train --resume {run.path}", markup=False, soft_wrap=True)
@@ -198,14 +246,14 @@ def _train(
 
 
 def _alarm(
-    run: RunDir, session: Session, shadow: Shadow | None, about: Mapping[str, Any]
+    run: RunDir, session: Session, shadow: Shadow | None, about: Mapping[str, Any], ranks: Ranks
 ) -> Callable[[Check], str | None]:
     """What follows a check that disagreed: the step is run again, and packed for `lockstep replay`."""
     from lockstep.core.parity.diagnose.disagreement import sound
     from lockstep.core.run.layout import CAPSULES
 
     def alarm(check: Check) -> str | None:
-        evidence = shadow.evidence_of(check.step) if shadow else None
+        evidence = ranks.of_first(lambda: shadow.evidence_of(check.step) if shadow else None)
         if evidence is None:
             return None
         return sound(
@@ -223,7 +271,7 @@ def _alarm(
     return alarm
 
 
-def _load(run: RunDir, data: RunData, session: Session, console: Console, going_on: _GoingOn) -> int:
+def _load(run: RunDir, data: RunData, session: Session, console: Console, going_on: _GoingOn, ranks: Ranks) -> int:
     """Bring session and run directory back to the checkpoint; returns its step."""
     from lockstep.core.backend import NotSupported
     from lockstep.core.capabilities import Restores, ask
@@ -234,7 +282,7 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
         reader_of,
         restore_checkpoint,
     )
-    from lockstep.core.checkpoint.random_state import restore_random_state
+    from lockstep.core.checkpoint.random_state import restore_random_state, session_states
     from lockstep.core.run.history import BRANCH, in_words
     from lockstep.core.train.skipped_steps import as_its_own
 
@@ -245,7 +293,13 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
     going_on.require(run, checkpoint_step(path) or 0)
     try:
         try:
-            step, extra = restore_checkpoint(path, ask(session, Restores).restore)
+            own = ask(session, Restores).restore
+
+            def restore(folder: Path, step: int, scalars: Mapping[str, float]) -> None:
+                ranks.of_first(lambda: (str(folder.resolve()), step, dict(scalars)))
+                own(folder, step, scalars)
+
+            step, extra = restore_checkpoint(path, restore)
         except NotSupported:
             state, extra = load_checkpoint(path, reader_of(session))
             step = state.step
@@ -258,7 +312,9 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
         raise UserError(
             f"{run.path}: its checkpoint was made with another data set than {data.config.data.path} holds now"
         )
-    restore_random_state(session, read_random(path))
+    random = read_random(path)
+    ranks.of_first(lambda: session_states(random))
+    restore_random_state(session, random)
     run.resume_from(step, warn)
     if (made_by := str(Maker.of_run(run))) != going_on.backend:
         run.update_info(backend=going_on.backend)
@@ -404,14 +460,16 @@ def _asked_to_stop() -> list[signal.Signals]:
 
 
 @contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """While steps are made: Ctrl-C, SIGTERM and SIGHUP set a flag; the second Ctrl-C stops at once."""
+def _interrupts(told: bool = True) -> Iterator[threading.Event]:
+    """While steps are made: Ctrl-C, SIGTERM and SIGHUP set a flag; the second Ctrl-C stops at once. told: on stderr."""
     flag, over = threading.Event(), threading.Event()
 
     def stop(signum: int, frame: object) -> None:
         if flag.is_set() and signum == signal.SIGINT:
             raise KeyboardInterrupt
         flag.set()
+        if not told:
+            return
         # Not through `print`: the signal may have come in the midst of one.
         with contextlib.suppress(OSError, ValueError):
             os.write(sys.stderr.fileno(), SAID_ON_INTERRUPT)

@@ -36,7 +36,8 @@ from lockstep.core.data.batches import documents_of
 from lockstep.core.model.groups import moment_names
 from lockstep.core.model.init import init_parameters
 from lockstep.core.parity.evidence.gather import Evidence, gather, probe_of, uneven_weights
-from lockstep.core.parity.measures.compare import Reference
+from lockstep.core.parity.measures.compare import JudgeOfRanks, Reference
+from lockstep.core.run.ranks import ONE, Ranks
 from lockstep.core.train.loss_scale import first_scale
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.torch_backend.backend import TorchBackend
@@ -177,6 +178,8 @@ def clean_evidence(
                     session.step(draw_batch(config, rng))
 
 
-def open_reference(config: RunConfig) -> Reference:
-    """The JAX reference of a draw."""
-    return Reference.open(JaxBackend(), config)
+def open_reference(config: RunConfig, ranks: Ranks = ONE) -> Reference:
+    """The JAX reference of a draw, which rank 0 opens."""
+    if ranks.count == 1:
+        return Reference.open(JaxBackend(), config)
+    return Reference.open(JudgeOfRanks(JaxBackend() if ranks.rank == 0 else None, ranks), config)

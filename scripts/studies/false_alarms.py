@@ -31,12 +31,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import jax
 import torch
 import tyro
+from torch.distributed.launcher.api import elastic_launch
 
 from lockstep.core.config.schema import AttentionConfig, ModelConfig, RecomputeConfig, RunConfig, Section
 from lockstep.core.files.jsonl import JsonLines, read_lines
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.run.launch import launched
+from lockstep.core.run.ranks import Ranks
 from lockstep.core.sinks.phrases import check_line
+from lockstep.scripts.shared.peers import launch_here, ranks_of_launch
 from lockstep.scripts.studies.clean_runs import Optimizer, clean_evidence, draw_config, open_reference
 
 RESULTS, PAGE = ROOT / "docs/results/false_alarms.jsonl", ROOT / "docs/results/false_alarms.md"
@@ -151,16 +155,24 @@ def digest(label: str) -> str:
 
 def run_draw(job: tuple[str, int, int]) -> dict[str, Any]:
     """(label, draw, checks a run) → the line of one shape: checks made, and what was said of each one accused."""
+    config = RECIPES[job[0]].config(job[1])
+    if config.train.ranks > 1 and launched() is None:
+        # Ranks are processes, and a worker of a pool may not start any.
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+        found: dict[str, Any] = elastic_launch(launch_here(config.train.ranks), run_draw)(job)[0]
+        return found
+    with ranks_of_launch(config) as ranks:
+        return _run_draw(job, config, ranks)
+
+
+def _run_draw(job: tuple[str, int, int], config: RunConfig, ranks: Ranks) -> dict[str, Any]:
     label, draw, checks = job
-    # A session of several ranks starts the others itself, which a worker of a pool may not.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     started = time.perf_counter()
-    config = RECIPES[label].config(draw)
     seeds = [draw * SEEDS + i for i in range(SEEDS)]
     made, comparisons, accused = 0, 0, []
     nearest: dict[str, float] = {}
     runs: dict[int, Reference] = {}
-    for seed, evidence, reference in clean_evidence(config, open_reference(config), seeds, checks, BETWEEN):
+    for seed, evidence, reference in clean_evidence(config, open_reference(config, ranks), seeds, checks, BETWEEN):
         check = judge(evidence, runs.setdefault(seed, reference.over_a_run()))
         made += 1
         comparisons += len(check.findings)

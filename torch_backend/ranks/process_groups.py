@@ -1,15 +1,14 @@
-"""What joins the ranks of a run: their process groups, commands and answers, marks and last words.
+"""What joins the ranks of a run: their process groups, and a place for marks and last words.
 
-The default process group carries gradients (nccl on CUDA, gloo on the CPU), two gloo groups beside it commands and
-answers. A rank that fails says why in the store and ends: sockets close, and whoever waits for it gets an error at
-once. One that hangs says nothing: every rank marks in the store how far it is, and when the wait is over the one
-farthest behind is named.
+The default process group carries gradients (nccl on CUDA, gloo on the CPU), gloo groups beside it what ranks tell each
+other (torch_backend/ranks/peers.py). A rank that fails says why in the store and ends: sockets close, and whoever waits
+for it gets an error at once. One that hangs says nothing: every rank marks in the store how far it is, and when the
+wait is over the one farthest behind is named.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 import socket
 import time
@@ -25,7 +24,7 @@ from lockstep.core.errors import UserError
 
 # Until a run says how long a rank may keep the others waiting (`parallel.timeout_seconds`).
 PATIENCE = timedelta(minutes=10)
-# How long a follower waits for its next command: rank 0 may judge a check or write a checkpoint meanwhile.
+# How long ranks wait while rank 0 works alone: it may judge a check, or write a checkpoint.
 IDLE = timedelta(days=7)
 # How long a rank waits at a place where rank 0 may no longer be.
 KNOCK = timedelta(seconds=2)
@@ -35,7 +34,7 @@ TIMED_OUT = ("timed out", "timeout")
 
 
 class RankError(UserError):
-    """A rank failed, hangs, or is gone: which one, and what it said."""
+    """A rank failed, hangs, or is gone: which one, and its last words."""
 
 
 def take_device(local: int, cuda: bool) -> torch.device:
@@ -88,63 +87,31 @@ def join_group(rank: int, ranks: int, store: Store, device: torch.device) -> Non
     dist.init_process_group(group_backend(device), store=store, rank=rank, world_size=ranks, timeout=PATIENCE)
 
 
+# The mark of a command that is done: more than any number of buckets.
+DONE = 1 << 30
+
+
 class Mark(NamedTuple):
-    """How far a rank is (`Links.mark`)."""
+    """How far a rank is (`Marks.mark`)."""
 
     command: int
     phase: int
     what: str
 
 
-class Links:
-    """Commands from rank 0, answers to it, and places for marks and last words."""
+class Marks:
+    """Places in the store for how far each rank is, and for the last words of those that fail."""
 
     def __init__(self) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        self._commands = dist.new_group(backend="gloo", timeout=IDLE)
-        self._answers = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._patience = PATIENCE
-        self._store = dist.distributed_c10d._get_default_store()
-
-    def be_patient_for(self, seconds: float) -> None:
-        """How long this rank waits for another one, but for its next command."""
-        self._patience = timedelta(seconds=seconds)
-        dist.distributed_c10d._set_pg_timeout(self._patience)
-
-    def command(self, rank: int, *said: Any) -> None:
-        """Send a command; rank 0 does."""
-        _send(said, rank, self._commands, self._patience)
-
-    def commanded(self) -> tuple[Any, ...]:
-        """The next command of rank 0."""
-        heard: tuple[Any, ...] = _receive(0, self._commands, IDLE)
-        return heard
-
-    def answer(self, kind: str, value: Any) -> None:
-        """Say to rank 0 what became of a command."""
-        _send((kind, value), 0, self._answers, self._patience)
-
-    def answered(self, rank: int) -> tuple[str, Any]:
-        """What a rank says became of it."""
-        heard: tuple[str, Any] = _receive(rank, self._answers, self._patience)
-        return heard
-
-    def silence(self, rank: int) -> str:
-        """Why nothing can be sent to a rank; nothing if it is there, though it may be busy."""
-        try:
-            work = dist.isend(torch.zeros(1), rank, group=self._commands)
-            if work is not None:
-                work.wait(timedelta(seconds=1))
-        except RuntimeError as error:
-            return "" if timed_out(error) else str(error).splitlines()[0]
-        return ""
+        self.store = dist.distributed_c10d._get_default_store()
 
     def mark(self, command: int, phase: int, what: str = "") -> None:
         """Note how far this rank is: in which command, and in it 0 begun, n when it sends its n-th part, or DONE.
 
         what: the name of that part, where it has one.
         """
-        self._store.set(f"lockstep/mark/{self.rank}", f"{command} {phase} {what}")
+        self.store.set(f"lockstep/mark/{self.rank}", f"{command} {phase} {what}")
 
     def marks(self) -> dict[int, Mark]:
         """Of each rank; zeros of one that has marked nothing."""
@@ -157,7 +124,7 @@ class Links:
 
     def leave_words(self, kind: str, words: str) -> None:
         """kind: `own` trouble, or that of a `link` to another rank."""
-        self._store.set(f"lockstep/last words/{self.rank}", f"{kind} {words}")
+        self.store.set(f"lockstep/last words/{self.rank}", f"{kind} {words}")
 
     def last_words(self, rank: int) -> tuple[str, str] | None:
         """(kind, words)."""
@@ -165,27 +132,18 @@ class Links:
         return None if said is None else (said.partition(" ")[0], said.partition(" ")[2])
 
     def _said(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
 
-def _send(value: Any, rank: int, group: Any, patience: timedelta) -> None:
-    """`dist.send_object_list` waits as long as its group was once made to; this as long as it is told."""
-    raw = bytearray(pickle.dumps(value))
-    for tensor in (torch.tensor([len(raw)]), torch.frombuffer(raw, dtype=torch.uint8)):
-        _wait(dist.isend(tensor, rank, group=group), patience)
-
-
-def _receive(rank: int, group: Any, patience: timedelta) -> Any:
-    size = torch.zeros(1, dtype=torch.int64)
-    _wait(dist.irecv(size, rank, group=group), patience)
-    raw = torch.empty(int(size), dtype=torch.uint8)
-    _wait(dist.irecv(raw, rank, group=group), patience)
-    return pickle.loads(raw.numpy().data)
-
-
-def _wait(work: dist.Work | None, patience: timedelta) -> None:
-    assert work is not None
-    work.wait(patience)
+def silence(rank: int, group: Any) -> str:
+    """Why nothing can be sent to a rank; nothing if it is there, though it may be busy."""
+    try:
+        work = dist.isend(torch.zeros(1), rank, group=group)
+        if work is not None:
+            work.wait(timedelta(seconds=1))
+    except RuntimeError as error:
+        return "" if timed_out(error) else str(error).splitlines()[0]
+    return ""
 
 
 def of_link(error: BaseException) -> bool:

@@ -59,6 +59,12 @@ def record(session: Any, own: TorchSession, batches: Iterator[Batch], trace: Pat
     return {"step_seconds": seconds, "memory": memory(own, cuda)}
 
 
+def unrecorded(session: Any, batches: Iterator[Batch]) -> None:
+    """Make the steps of `record` on a rank that nobody looks at."""
+    for _ in range(STEPS):
+        session.step(next(batches))
+
+
 def under_nsight(session: Any, own: TorchSession, batches: Iterator[Batch]) -> float:
     """Make the same steps with NVTX ranges, and let Nsight Systems see KEPT of them; returns their mean seconds.
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.backend import NotSupported, Session, State
-from lockstep.core.capabilities import Loads, ask
+from lockstep.core.capabilities import Loads, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.cause import decoded
@@ -75,21 +75,28 @@ def sound(
     where it is not bit-equal: a candidate whose sums vary from run to run may still be wrong every time.
     find_cause: words for the cause (core/parity/diagnose/cause.py), asked only if the fault repeats or nobody knows.
 
-    Never raises for a capsule that cannot be written: the alarm says so. Raises RuntimeError if the session does not
-    take its state back, since training on would not be training on.
+    Every rank of a session calls it, and rank 0 packs. Never raises for a capsule that cannot be written: the alarm
+    says so. Raises RuntimeError if the session does not take its state back, since training on would not be training
+    on.
     """
-    repeat = repeated(session, evidence, check, config, judge_again)
+    ranks = ranks_of(session)
+    found = repeated(session, evidence, check, config, judge_again)
+    # What follows depends on it, on every rank.
+    repeat = ranks.of_first(lambda: found)
     cause = [repeat.why]
     if repeat.happened is not False and find_cause is not None:
         words = find_cause(evidence, check)
         cause += [words] if words else []
     if (note := decoded(check)) and not any(note in words for words in cause):
         cause.append(note)
-    capsule, problem = None, ""
-    try:
-        capsule = write_capsule(folder, evidence, check, config, candidate, reference, versions, machine)
-    except UserError as error:
-        problem = str(error)
+
+    def packed() -> tuple[Path | None, str]:
+        try:
+            return write_capsule(folder, evidence, check, config, candidate, reference, versions, machine), ""
+        except UserError as error:
+            return None, str(error)
+
+    capsule, problem = ranks.of_first(packed)
     kept = f"packed in {capsule}" if capsule else f"no capsule: {problem}"
     summary = f"step {check.step}: {_place(check.origin)}; {'; '.join(cause)}; {kept}"
     return Alarm(summary, repeat.happened, capsule, tuple(cause), repeat.differed, problem)

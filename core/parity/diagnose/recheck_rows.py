@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def look_closer(
         load(evidence.before)
         for tapped in _others(evidence, config):
             seen = replace(evidence, tapped=tapped, taps=look(session, config, tapped, []), closer=True)
-            broken = [found for found in local.stages(seen, quiet, []) if not found.ok]
+            broken = quiet.ranks.of_first(partial(_broken, seen, quiet))
             if broken:
                 rows = ", ".join(map(str, weighted_rows(tapped)))
                 seen = replace(seen, micro=session.gradients(tapped))
@@ -56,6 +57,10 @@ def look_closer(
     finally:
         load(evidence.after)
     return evidence, check
+
+
+def _broken(seen: Evidence, quiet: Reference) -> list[Finding]:
+    return [found for found in local.stages(seen, quiet, []) if not found.ok]
 
 
 def _of_rows(broken: list[Finding], rows: str) -> list[Finding]:

@@ -16,8 +16,16 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, Session, State, StepRecord
-from lockstep.core.capabilities import Loads, ReportsRanks, ShowsRankGradients, ShowsStepGradients, ask
-from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, reader_of, writer_of
+from lockstep.core.capabilities import (
+    Loads,
+    ReportsRanks,
+    ShowsRankGradients,
+    ShowsStepGradients,
+    ask,
+    ranks_of,
+)
+from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, reader_of
+from lockstep.core.checkpoint.of_ranks import begin_on_all, part_of, write_part
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
 from lockstep.core.train.finite import NotFinite
@@ -357,14 +365,26 @@ def _round_trip(session: Session, before: State, after: State, missing: list[str
         return None
     try:
         with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-            pending = begin_checkpoint(Path(folder) / "state", after.step, writer_of(session), {})
-            load(before)
-            loaded, _ = load_checkpoint(pending.commit(), reader_of(session))
+            loaded = _read_back(session, load, before, after.step, Path(folder) / "state")
         load(loaded)
     except (NotSupported, ValueError, KeyError) as reason:  # what is wrong with its names, the check says itself
         missing.append(f"the checkpoint's round trip: the session does not take its state back: {reason}")
         return None
     return session.state()
+
+
+def _read_back(session: Session, load: Callable[[State], None], before: State, step: int, final: Path) -> State:
+    """The session's state as a checkpoint gives it back; rank 0 reads it, where there are several."""
+    ranks = ranks_of(session)
+    if ranks.rank == 0:
+        pending = begin_on_all(session, ranks, lambda write: begin_checkpoint(final, step, write, {}))
+        load(before)
+        return ranks.of_first(lambda: load_checkpoint(pending.commit(), reader_of(session))[0])
+    writing = part_of(session, ranks)
+    if writing is not None:
+        load(before)
+        write_part(writing)
+    return ranks.of_first(lambda: before)
 
 
 def _gradients(session: Session, batch: Batch) -> Gradients:

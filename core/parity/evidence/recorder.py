@@ -12,7 +12,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.parity.evidence.recorded import observe, probe_of, save_observations
-from lockstep.core.parity.modes.shadow import Result, Shadow
+from lockstep.core.parity.modes.shadow import Result, Shadow, ShadowPart
 
 
 class Recorder:
@@ -21,7 +21,8 @@ class Recorder:
     A step that is checked has its observations kept by the check.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, shadow: Shadow | None) -> None:
+    def __init__(self, config: RunConfig, folder: Path | None, shadow: Shadow | ShadowPart | None) -> None:
+        """`folder`: where they are kept; None on ranks that only take part in observing."""
         self._config, self._folder, self._shadow = config, folder, shadow
         self._lost: list[tuple[int, str]] = []
         self._asked = 0
@@ -51,7 +52,7 @@ class Recorder:
         started = time.perf_counter()
         record = session.step(batch, norms=norms)
         record = replace(record, seconds=time.perf_counter() - started)
-        if found:
+        if found and self._folder:
             try:
                 save_observations(self._folder, record.step, batch, probe, found)
             except UserError as error:

@@ -23,10 +23,17 @@ from lockstep.core.train.loss_scale import SCALE
 __all__ = ["Reference", "judge", "judge_observations"]
 
 
+def judge(evidence: Evidence, reference: Reference) -> Check:
+    """Compare every link of the chain that the evidence covers; findings stand in the chain's order.
+
+    Among several ranks rank 0 judges what it gathered, and all of them get its check.
+    """
+    return reference.ranks.of_first(lambda: _judge(evidence, reference), "`hear the verdict`")
+
+
 # What is not finite in a candidate is a finding, not a warning.
 @np.errstate(invalid="ignore", over="ignore")
-def judge(evidence: Evidence, reference: Reference) -> Check:
-    """Compare every link of the chain that the evidence covers; findings stand in the chain's order."""
+def _judge(evidence: Evidence, reference: Reference) -> Check:
     started = time.perf_counter()
     missing = [*evidence.not_covered, *reference.not_asked]
     known = known_scalars(reference.config, evidence.batch, evidence.record, evidence.before.step + 1)
@@ -64,7 +71,6 @@ def judge(evidence: Evidence, reference: Reference) -> Check:
     return Check(evidence.record.step, in_order(findings), tuple(missing), seconds)
 
 
-@np.errstate(invalid="ignore", over="ignore")
 def judge_observations(
     found: Mapping[str, Observation],
     about: Mapping[str, Any],
@@ -77,6 +83,18 @@ def judge_observations(
 
     about: what was recorded beside them; `step` is read. Raises NotSupported if the reference gives no gradients.
     """
+    return reference.ranks.of_first(lambda: _judge_observations(found, about, state, probe, tapped, reference))
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def _judge_observations(
+    found: Mapping[str, Observation],
+    about: Mapping[str, Any],
+    state: State,
+    probe: Batch,
+    tapped: Batch,
+    reference: Reference,
+) -> Check:
     started = time.perf_counter()
     missing = ["local checks: they need tensors, and only sketches were recorded", *reference.not_asked]
     repeated = end_to_end.repeat(found, state, probe, tapped, reference, missing)

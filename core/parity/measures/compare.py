@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import EllipsisType
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from lockstep.core.parity.measures.decode import explain
 from lockstep.core.parity.measures.distances import Distances, distances
 from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
 from lockstep.core.parity.reference.stages import chain
+from lockstep.core.run.ranks import ONE, Ranks
 
 # Two orders of a few FP32 additions, or one of a value that was added to a zero, differ by no more.
 FEW_ULPS = 16.0
@@ -35,6 +37,7 @@ class Reference:
     over_steps: sums of local comparisons over the checks of a run, or None where there are no bounds to hold them to.
     known: numbers that the judged step knows, for the decoder (core/parity/measures/decode.py).
     not_asked: what could not be asked of the reference itself (core/parity/reference/self_check.py).
+    ranks: who hears its verdicts. Rank 0 has the sessions; on the others twin and truth are `NoSession`.
     """
 
     config: RunConfig
@@ -45,13 +48,28 @@ class Reference:
     over_steps: OverSteps | None = None
     known: Mapping[str, float] = field(default_factory=dict)
     not_asked: tuple[str, ...] = ()
+    ranks: Ranks = ONE
 
     @classmethod
     def open(cls, backend: Backend, config: RunConfig) -> Reference:
         """Open both sessions of `backend`, uncompiled and of one rank; under fp64 the truth is the twin.
 
-        Where ranks sum their gradients in a narrow format, the twin knows of them, to round as they do.
+        Where ranks sum their gradients in a narrow format, the twin knows of them, to round as they do. Among several
+        ranks (`JudgeOfRanks`) rank 0 opens them.
         """
+        if not isinstance(backend, JudgeOfRanks):
+            return cls._opened(backend, config)
+        hollow: Any = NoSession()
+        opened = [cls(config, hollow, hollow)]
+
+        def open_both() -> None:
+            opened[0] = cls._opened(backend, config)
+
+        backend.ranks.of_first(open_both)
+        return replace(opened[0], ranks=backend.ranks)
+
+    @classmethod
+    def _opened(cls, backend: Backend, config: RunConfig) -> Reference:
         plain = _plain(config)
         rounded = config.parallel.gradient_dtype != "fp32"
         twin = backend.open(plain.model_copy(update={"train": config.train}) if rounded else plain)
@@ -86,6 +104,31 @@ class Reference:
         """Close both sessions."""
         for session in self.sessions:
             session.close()
+
+
+class NoSession:
+    """In the place of a reference's session on ranks that only hear what it came to."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class JudgeOfRanks:
+    """A reference that judges on rank 0 for all ranks; `backend` is None on the others, which need not have it."""
+
+    def __init__(self, backend: Backend | None, ranks: Ranks) -> None:
+        self.ranks, self._backend = ranks, backend
+        self.name = backend.name if backend else ""
+
+    def open(self, config: RunConfig) -> Session:
+        """As the backend itself; rank 0 calls it."""
+        assert self._backend is not None
+        return self._backend.open(config)
+
+    def describe(self, config: RunConfig) -> Mapping[str, Any]:
+        """As the backend itself; rank 0 calls it."""
+        assert self._backend is not None
+        return self._backend.describe(config)
 
 
 def _plain(config: RunConfig) -> RunConfig:

@@ -10,12 +10,14 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from lockstep.core.backend import Arrays, Backend, Batch
+from lockstep.core.backend import Arrays, Backend, Batch, State, StepRecord
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.reference.self_check import sound_reference
 
 
@@ -54,24 +56,33 @@ def drift(candidate: Backend, reference: Backend, config: RunConfig, batches: It
         references = sound_reference(reference, config)
         stack.callback(references.close)
         initial = session.state()
-        for other in references.sessions:
-            other.load(initial)
+        references.ranks.of_first(partial(_begin, initial, references))
         for number, batch in enumerate(batches):
             weighted = uneven_weights(batch, config.seed + number)
             record = session.step(weighted)
-            others = [other.step(weighted) for other in references.sessions]
             c = session.state().params
-            states = [other.state().params for other in references.sessions]
-            w, t = states[0], states[-1]
-            yield Drift(
-                record.step,
-                record.loss,
-                others[0].loss,
-                others[-1].loss,
-                _apart(c, t),
-                _apart(w, t),
-                _apart(c, w),
-            )
+            yield references.ranks.of_first(partial(_drifted, record, c, weighted, references))
+
+
+def _begin(initial: State, references: Reference) -> None:
+    for other in references.sessions:
+        other.load(initial)
+
+
+def _drifted(record: StepRecord, c: Arrays, weighted: Batch, references: Reference) -> Drift:
+    """Let the reference take the candidate's step, and see how far all are apart. c: the candidate's weights."""
+    others = [other.step(weighted) for other in references.sessions]
+    states = [other.state().params for other in references.sessions]
+    w, t = states[0], states[-1]
+    return Drift(
+        record.step,
+        record.loss,
+        others[0].loss,
+        others[-1].loss,
+        _apart(c, t),
+        _apart(w, t),
+        _apart(c, w),
+    )
 
 
 def _apart(one: Arrays, other: Arrays) -> float:

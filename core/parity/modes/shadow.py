@@ -39,6 +39,7 @@ from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.modes.coverage import BUSY
 from lockstep.core.parity.reference.self_check import sound_reference
+from lockstep.core.run.ranks import ONE, Ranks
 from lockstep.core.train.finite import NotFinite
 
 POLL_SECONDS = 0.2
@@ -59,9 +60,9 @@ class Shadow:
     As a context manager it ends the worker, at once if it is left by an exception.
     """
 
-    def __init__(self, config: RunConfig, reference: str, observations: Path | None = None) -> None:
+    def __init__(self, config: RunConfig, reference: str, observations: Path | None = None, ranks: Ranks = ONE) -> None:
         """`observations`: the folder that keeps the sketches of each checked step, or None to keep none."""
-        self._config = config
+        self._config, self._ranks = config, ranks
         self._waiting: set[int] = set()
         # Of checks that are out, and of the last that came back: an alarm runs the step again.
         self._gathered: dict[int, Evidence] = {}
@@ -117,10 +118,8 @@ class Shadow:
 
         Raises NotFinite after its evidence was handed over.
         """
-        if not self._ready():
-            started = time.perf_counter()
-            record = session.step(batch, norms=norms)
-            record = replace(record, seconds=time.perf_counter() - started)
+        if not self._ranks.of_first(self._ready):
+            record = _unchecked(session, batch, norms)
             self._lost.append((record.step, self._reason()))
             return record
         probe = probe_of(batch, self._config)
@@ -224,6 +223,42 @@ class Shadow:
     def evidence_of(self, step: int) -> Evidence | None:
         """What was gathered at a step whose check is out, or was the last to come back."""
         return self._gathered.get(step)
+
+
+class ShadowPart:
+    """A rank's part in the checks of rank 0's `Shadow`: it gathers with the others, and hears what came of it."""
+
+    pending = 0
+
+    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+        self._config, self._ranks = config, ranks
+
+    def due(self, step: int) -> bool:
+        """As rank 0's."""
+        return self._config.parity.due(step)
+
+    def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
+        """Run the step, and gather its evidence if rank 0 can have it judged. Raises NotFinite as rank 0's."""
+        if not self._ranks.of_first(bool):
+            return _unchecked(session, batch, norms)
+        evidence = gather(session, self._config, batch, probe_of(batch, self._config), norms, due)
+        if evidence.not_finite:
+            raise NotFinite(evidence.record, evidence.not_finite)
+        return evidence.record
+
+    def collect(self) -> Iterator[Result]:
+        """Nothing: what comes back comes to rank 0."""
+        yield from ()
+
+    def drain(self) -> Iterator[Result]:
+        """Nothing, as `collect`."""
+        yield from ()
+
+
+def _unchecked(session: Session, batch: Batch, norms: bool) -> StepRecord:
+    started = time.perf_counter()
+    record = session.step(batch, norms=norms)
+    return replace(record, seconds=time.perf_counter() - started)
 
 
 def send_evidence(evidence: Evidence, pipe: Connection) -> None:

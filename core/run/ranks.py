@@ -1,0 +1,48 @@
+"""Ranks as the loop knows them: every rank runs the same program, and rank 0 alone knows the directory and the console.
+
+What rank 0 alone decides, all ranks hear by `of_first`; what any rank may notice, all hear by `gather`. Every rank
+makes the same calls in the same order. torch_backend/ranks/peers.py has them for several processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The processes of one run. rank: this one's number. count: of all of them."""
+
+    rank: int
+    count: int
+
+    def of_first(self, compute: Callable[[], T], asked: str = ...) -> T:
+        """Return on every rank what `compute` gives on rank 0, where alone it is called; plain data.
+
+        The others wait as long as it takes. asked: what they wait for, in words. What it raises all of them raise: on
+        the others NotSupported is NotSupported, and anything else a UserError.
+        """
+        ...
+
+    def gather(self, value: T, asked: str = ...) -> list[T]:
+        """Return every rank's value, rank 0's first; plain data. asked: what it is for, in words."""
+        ...
+
+
+class _One:
+    """One process."""
+
+    rank, count = 0, 1
+
+    def of_first(self, compute: Callable[[], T], asked: str = "") -> T:
+        """Return what `compute` gives."""
+        return compute()
+
+    def gather(self, value: T, asked: str = "") -> list[T]:
+        """Return the value alone."""
+        return [value]
+
+
+ONE: Ranks = _One()
