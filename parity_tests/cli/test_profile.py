@@ -44,7 +44,7 @@ def test_a_trace_is_summarized(lockstep: Lockstep, here: Path) -> None:
     (here / "trace.json").write_text(json.dumps(gpu_trace()))
     done = lockstep("profile", "--trace", "trace.json", "--out", "said")
     assert done.code == 0 and "communication that no kernel hides" in done.out
-    assert (here / "said" / "summary.md").read_text() == done.out.replace("kernel<float>", "kernel&lt;float>")
+    assert (here / "said" / "summary.md").read_text().replace("&lt;", "<") == done.out
     assert lockstep("profile", "--trace", "trace.json", "--top", 1).out.count("nvjet") == 0
 
 
