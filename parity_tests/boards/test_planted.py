@@ -27,6 +27,7 @@ from lockstep.parity_tests.reference import test_reference_check
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
 EAGER = [fault for fault in FAULTS if not fault.only_compiled]
 COMPILED = [fault for fault in FAULTS if fault.only_compiled]
 Seen = dict[str, np.ndarray]

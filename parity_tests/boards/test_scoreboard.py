@@ -20,6 +20,7 @@ from lockstep.scripts.commands.faults import HONEST, Bench, Kept, Row
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
 BY_NAME = {fault.name: fault for fault in FAULTS}
 FOUND = Row("F", "bf16/eager", "", None, ("q", "forward", 1), 2, 1, 1e-3, None, step=2, rank=1, loss_moved=1e-4)
 
