@@ -303,7 +303,8 @@ def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig
     keys = {"update": ("update", name), **{kind: ("moments", f"{kind}/{name}") for kind in rule.moments}}
     settings = group_settings(config, groups_of(config.model)[name])
     facts: dict[str, Any] = {key: getattr(optim, key) for key in rule.reads}
-    facts |= {"fused": optim.fused is True} if rule is ADAMW else {}
+    if not rule.bounds:  # the script of AdamW, for what a library of 8-bit moments keeps in FP32 as well
+        facts["fused"] = rule is ADAMW and optim.fused is True
     facts |= {
         "number": before.step + 1,
         "lr": learning_rate(optim, before.step + 1, config.train.steps) * settings.lr_factor,
