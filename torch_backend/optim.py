@@ -66,7 +66,8 @@ def build_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -
 
     Each torch group carries its name under `group`, and under `lr_factor` what the schedule's rate is multiplied by.
     """
-    groups, group_of = [], groups_of(config.model)
+    groups, known = [], groups_of(config.model)
+    group_of = {name: known.get(name) or _group_by_shape(name, p) for name, p in parameters.items()}
     for group in GROUPS:
         members = [p for name, p in parameters.items() if group_of[name] == group]
         settings = group_settings(config, group)
@@ -80,6 +81,13 @@ def build_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -
                 }
             )
     return BUILDERS[config.optim.name].build(config, groups)
+
+
+def _group_by_shape(name: str, p: nn.Parameter) -> str:
+    """Return the group of a parameter that the graph does not have: a candidate's own, or one inside its wrapper."""
+    if p.ndim > 1:
+        return "matrices"
+    return "biases" if name.endswith("bias") else "gains"
 
 
 def _muon(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
