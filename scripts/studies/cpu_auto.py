@@ -121,7 +121,7 @@ def page(found: Mapping[str, Any]) -> str:
         "process; × is the median",
         f"of {found['rounds']} rounds' ratios: how many times as fast the step is with `math`. Memory: the peak of "
         "three steps above what",
-        "the process held before.",
+        "the process held before. Milliseconds depend on what else the machine does, ratios hardly.",
         "",
         "The rule (core/config/auto.py): `math` where operands have two bytes, sequences are shorter than "
         f"{SHORT} tokens",
