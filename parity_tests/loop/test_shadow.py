@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import pytest
 
 from lockstep.core.backend import StepRecord
 from lockstep.core.config.schema import ParityConfig, RunConfig
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.measures.verdict import Check
-from lockstep.core.parity.modes.shadow import Result, Shadow
+from lockstep.core.parity.modes.shadow import Result, Shadow, judge_all, receive_evidence, send_evidence
 from lockstep.parity_tests.faults import forward, loss, optimizer, state
 from lockstep.parity_tests.loop.runs import alive, equal, wait_until_gone
 from lockstep.parity_tests.tiny import text_batch, tiny_config
@@ -180,6 +184,36 @@ def test_evidence_that_cannot_be_sent_is_lost_and_not_waited_for() -> None:
         began = time.perf_counter()
         assert "could not be sent" in skipped(list(shadow.drain()))[1]
         assert time.perf_counter() - began < 5
+
+
+@pytest.mark.parametrize("kept", [1, 3, 5, 2000])
+def test_evidence_that_breaks_off_is_none_and_no_traceback(kept: int) -> None:
+    session = TorchSession(checked())
+    evidence = gather(session, session.config, text_batch(session.config, 0))
+    read_whole, write_whole = os.pipe()
+    out = Connection(write_whole)
+    sender = threading.Thread(target=lambda: (send_evidence(evidence, out), out.close()))
+    sender.start()
+    with open(read_whole, "rb") as pipe:
+        sent = pipe.read()
+    sender.join()
+    read_part, write_part = os.pipe()
+    os.write(write_part, sent[:kept])
+    os.close(write_part)
+    with Connection(read_part) as pipe:
+        assert receive_evidence(pipe) is None
+
+
+def test_a_worker_whose_trainer_was_killed_ends_without_a_traceback() -> None:
+    session = TorchSession(checked())
+    evidence = gather(session, session.config, text_batch(session.config, 0))
+    evidence_in, evidence_out = Pipe(duplex=False)
+    results_in, results_out = Pipe(duplex=False)
+    results_in.close()
+    sender = threading.Thread(target=send_evidence, args=(evidence, evidence_out))
+    sender.start()
+    judge_all(checked(), f"{REFERENCES}:Failing", None, evidence_in, results_out)
+    sender.join()
 
 
 def test_an_exception_ends_the_worker_at_once() -> None:

@@ -272,7 +272,7 @@ def send_evidence(evidence: Evidence, pipe: Connection) -> None:
 
 
 def receive_evidence(pipe: Connection) -> Evidence | None:
-    """Read what `send_evidence` wrote; None when the sender is done, or gone."""
+    """Return what `send_evidence` wrote; None when the sender is done, or ended in the middle of it."""
     try:
         message = pipe.recv()
         if message is None:
@@ -281,7 +281,7 @@ def receive_evidence(pipe: Connection) -> Evidence | None:
         buffers = [bytearray(size) for size in sizes]
         for buffer in buffers:
             pipe.recv_bytes_into(buffer)
-    except EOFError:
+    except (EOFError, OSError):  # OSError: the pipe ended inside a message
         return None
     evidence: Evidence = pickle.loads(frame, buffers=buffers)
     return evidence
@@ -304,9 +304,16 @@ def _send_all(
 def _work(
     config: RunConfig, reference: str, observations: Path | None, evidence_in: Connection, results_out: Connection
 ) -> None:
-    """The worker: judge what comes until the trainer is done, or gone."""
+    """Run the worker process."""
     os.nice(WORKER_NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    judge_all(config, reference, observations, evidence_in, results_out)
+
+
+def judge_all(
+    config: RunConfig, reference: str, observations: Path | None, evidence_in: Connection, results_out: Connection
+) -> None:
+    """Judge the evidence that comes and send each result, until the trainer is done or has ended."""
     opened: Reference | None = None
     judged = 0
     while (evidence := receive_evidence(evidence_in)) is not None:
@@ -323,7 +330,10 @@ def _work(
             said = next(iter(str(error).splitlines()), "")
             reason = f"the reference failed: {type(error).__name__}: {said} ({where.filename}:{where.lineno})"
             result = (evidence.record.step, reason)
-        results_out.send(result)
+        try:
+            results_out.send(result)
+        except OSError:  # the trainer was killed, and `_end_with_parent` has not seen it yet
+            return
         del evidence
         judged += 1
         if judged % SUMS_EVERY == 0:
