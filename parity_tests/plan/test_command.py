@@ -98,5 +98,5 @@ def test_the_page_s_estimates_are_these():
 
 
 def test_thousands_of_layers_are_planned_as_one():
-    config = load_config(REPO / "configs/llama-1b.toml", {"model.layers": "10000"})
-    assert fits(config).peak > 1e13
+    config = load_config(REPO / "configs/llama-1b.toml", {"model.layers": "1000"})
+    assert fits(config).peak > 1e12
