@@ -1,6 +1,6 @@
 """Memory of a training step by component, and its peak: the operations of the graph in the step's order.
 
-core/plan/parts.py has what they keep and make, core/plan/head.py the same of the head.
+core/plan/parts.py plans the operations, core/plan/head.py the loss head.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from lockstep.core.model.budget import parameter_count, state_bytes
 from lockstep.core.model.families import graph_of
 from lockstep.core.model.graph import Graph, Operation
 from lockstep.core.model.groups import update_rules
+from lockstep.core.plan.formulas import Part
 from lockstep.core.plan.gpus import Gpu
 from lockstep.core.plan.head import head
-from lockstep.core.plan.parts import Link, Part, parts_of
+from lockstep.core.plan.parts import Link, parts_of
 from lockstep.core.plan.phase import Phase, held
 from lockstep.core.plan.sizes import Sizes, sizes_of
 
@@ -26,7 +27,7 @@ from lockstep.core.plan.sizes import Sizes, sizes_of
 CONTEXT, NCCL = 0.6e9, 0.4e9
 # What the caching allocator holds beyond the peak of what is allocated, as blocks do not fit together: an assumption.
 RESERVE = 0.04
-# What sums into the residual stream write, under this name among activations.
+# The name of the residual sums among the saved activations.
 INPUTS = "block inputs"
 
 
@@ -151,7 +152,7 @@ def _one_block(config: RunConfig) -> Graph:
 
 
 def _numbers(operations: Sequence[Operation]) -> int:
-    """Of the operations' parameters together."""
+    """Return the number of parameters of the operations together."""
     return sum({p.name: p.size for one in operations for p in one.parameters.values()}.values())
 
 
@@ -279,12 +280,12 @@ def optimizer_working(config: RunConfig, z: Sizes) -> float:
 
 
 def is_sharded(config: RunConfig) -> bool:
-    """Whether the run cuts weights over ranks (`parallel.strategy` = fsdp)."""
+    """Return whether the run cuts weights over ranks (`parallel.strategy` = fsdp)."""
     return getattr(config.parallel, "strategy", "ddp") == "fsdp"
 
 
 def _whole_gradients(config: RunConfig) -> bool:
-    """Whether a sharded rank keeps whole gradients until its last micro-batch, which alone is reduced."""
+    """Return whether a sharded rank keeps whole gradients until its last micro-batch, which alone is reduced."""
     return config.train.accumulation > 1 and not getattr(config.parallel, "reduce_every_micro_batch", False)
 
 

@@ -22,7 +22,7 @@ import torch
 
 from lockstep.parity_tests.faults import FAULTS, REFERENCE
 from lockstep.scripts.commands import faults
-from lockstep.scripts.commands.faults import Row, in_words, place, totals
+from lockstep.scripts.shared.scoreboard import Row, from_json, in_words, place, totals
 
 ROWS, PAGE = REPO / ".cache/faults.json", REPO / "docs/results/faults.md"
 # FP16 and FP8 for the faults that only they can have.
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         os.chdir(REPO)
         options = ["--json", str(ROWS), "--resume", "--device", "cpu", "--recipe", *RECIPES]
         code = faults.main([*argv, *options])
-    rows = [faults.from_json(row) for row in json.loads(ROWS.read_text())["rows"]]
+    rows = [from_json(row) for row in json.loads(ROWS.read_text())["rows"]]
     PAGE.write_text(page(rows), encoding="utf-8")
     return code
 

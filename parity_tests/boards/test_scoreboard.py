@@ -15,8 +15,10 @@ from lockstep.parity_tests.faults import FAULTS, Fault
 from lockstep.parity_tests.faults.data import LoaderStartsOver
 from lockstep.parity_tests.faults.fault import Batches
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.scripts.commands import faults
-from lockstep.scripts.commands.faults import HONEST, Bench, Kept, Row
+from lockstep.scripts.commands.faults import with_recipe
+from lockstep.scripts.shared import scoreboard
+from lockstep.scripts.shared.planting import HONEST_STEPS, Bench, Kept, chosen
+from lockstep.scripts.shared.scoreboard import HONEST, Row
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
@@ -63,7 +65,7 @@ def bench() -> Bench:
 
 def test_the_honest_trainer_is_not_accused(bench: Bench) -> None:
     row = bench.honest_row()
-    assert (row.name, row.step, row.checks, row.broken_promises) == (HONEST, None, faults.HONEST_STEPS, [])
+    assert (row.name, row.step, row.checks, row.broken_promises) == (HONEST, None, HONEST_STEPS, [])
 
 
 @pytest.mark.parametrize("name", ["BranchDamped", "SkipGradientShort", "LoaderStartsOver", "GradientsNotZeroed"])
@@ -118,31 +120,31 @@ def test_each_promise_is_held_to(otherwise: dict, said: list[str]) -> None:
 
 def test_totals_count_what_was_promised() -> None:
     rows = [FOUND, replace(FOUND, rank=2), replace(FOUND, step=None, rank=None), replace(FOUND, step=1)]
-    counts = faults.totals(rows)
+    counts = scoreboard.totals(rows)
     assert (counts["faults"], counts["found_in_time"], counts["named_exactly"]) == (4, 2, 1)
     assert (counts["within_top_three"], counts["accused_before_they_act"], counts["as_promised"]) == (2, 1, 1)
 
 
 def test_a_scoreboard_on_disk_is_gone_on_with_only_if_its_expectations_are_the_same(tmp_path: Path) -> None:
     file = tmp_path / "board.json"
-    faults.write(file, [FOUND], "mark")
-    assert faults.read(file, "mark") == [FOUND]
-    assert faults.read(file, "another") == []
-    assert faults.read(tmp_path / "none.json", "mark") == []
+    scoreboard.write(file, [FOUND], "mark")
+    assert scoreboard.read(file, "mark") == [FOUND]
+    assert scoreboard.read(file, "another") == []
+    assert scoreboard.read(tmp_path / "none.json", "mark") == []
     file.write_text("[]")
     with pytest.raises(UserError, match="not a scoreboard"):
-        faults.read(file, "mark")
+        scoreboard.read(file, "mark")
 
 
 def test_names_are_those_of_the_collection() -> None:
-    assert [fault.name for fault in faults.chosen(["KvHeadsTiled"])] == ["KvHeadsTiled"]
-    assert len(faults.chosen(())) == len(FAULTS)
+    assert [fault.name for fault in chosen(["KvHeadsTiled"])] == ["KvHeadsTiled"]
+    assert len(chosen(())) == len(FAULTS)
     with pytest.raises(UserError, match="did you mean KvHeadsTiled"):
-        faults.chosen(["KvHeadTiled"])
+        chosen(["KvHeadTiled"])
 
 
 def test_a_recipe_is_a_policy_and_a_program() -> None:
-    given = faults.with_recipe({"seed": "1"}, "fp32/compiled")
+    given = with_recipe({"seed": "1"}, "fp32/compiled")
     assert given == {"seed": "1", "precision.policy": "fp32", "compile.enabled": "true"}
     with pytest.raises(UserError, match="recipe = bf16"):
-        faults.with_recipe({}, "bf16")
+        with_recipe({}, "bf16")

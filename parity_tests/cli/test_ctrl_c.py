@@ -13,12 +13,12 @@ import pytest
 
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.cli.workspace import REPO, Started, alive, last_weights, trained
-from lockstep.scripts.commands.train import _interrupts
+from lockstep.scripts.shared.interrupts import interrupts
 
 
 def test_the_first_sets_a_flag_and_the_second_raises(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), _interrupts() as interrupted:
+    with pytest.raises(KeyboardInterrupt), interrupts() as interrupted:
         assert not interrupted.is_set()
         os.kill(os.getpid(), signal.SIGINT)
         for _ in range(500):  # the signal goes to another thread, which tells this one at its next instruction
@@ -39,8 +39,8 @@ def test_a_compiler_that_was_started_in_a_step_survives() -> None:
     """torch.compile starts a C++ compiler in the same group; if that dies of Ctrl-C, the first step fails with it."""
     program = (
         "import os, signal, subprocess, sys\n"
-        "from lockstep.scripts.commands.train import _interrupts\n"
-        "with _interrupts() as interrupted:\n"
+        "from lockstep.scripts.shared.interrupts import interrupts\n"
+        "with interrupts() as interrupted:\n"
         "    compiler = subprocess.Popen(['sleep', '1'])\n"
         "    os.killpg(os.getpgid(0), signal.SIGINT)\n"
         "    sys.exit(0 if compiler.wait() == 0 and interrupted.is_set() else 3)\n"
@@ -65,7 +65,7 @@ def started(run_file: Path, here: Path):
 
 
 def gone(pid: int, seconds: float) -> bool:
-    """Whether the process ends within `seconds`."""
+    """Return whether the process ends within `seconds`."""
     end = time.monotonic() + seconds
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.02)

@@ -60,7 +60,7 @@ def test_the_contracts_allow_two_edges() -> None:
     contracts = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert {one["id"]: one["ignore_imports"] for one in contracts if "ignore_imports" in one} == {
         "scripts": [
-            "lockstep.scripts.commands.faults -> lockstep.parity_tests.faults",
+            "lockstep.scripts.shared.planting -> lockstep.parity_tests.faults",
             "lockstep.scripts.studies.fuzz -> lockstep.parity_tests.cli.fuzz.*",
         ]
     }

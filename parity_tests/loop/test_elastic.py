@@ -46,7 +46,7 @@ def three_steps(monkeypatch: pytest.MonkeyPatch, steps: int = 3) -> None:
     def interrupts() -> Iterator[After]:
         yield After(steps)
 
-    monkeypatch.setattr(lockstep.scripts.commands.train, "_interrupts", interrupts)
+    monkeypatch.setattr(lockstep.scripts.commands.train, "interrupts", interrupts)
     monkeypatch.setattr(lockstep.scripts.commands.train, "needs_start", lambda *_: False)
 
 

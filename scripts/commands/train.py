@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,6 +16,7 @@ from lockstep.core.files.jsonl import in_ranges
 from lockstep.core.run.launch import launched, require_ranks
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.backends import REFERENCE, Maker, on_its_device, open_named, trainer_of
+from lockstep.scripts.shared.interrupts import interrupts, terminated_as_interrupted
 from lockstep.scripts.shared.open_data import open_data
 from lockstep.scripts.shared.peers import needs_start, opens_ranks, ranks_of_launch, start_ranks
 from lockstep.scripts.shared.restart import (
@@ -126,7 +123,7 @@ def main(argv: list[str]) -> int:
         calibrated_bounds.require(config)
     with ExitStack() as stack:
         ranks = stack.enter_context(ranks_of_launch(config))
-        stack.enter_context(_terminated_as_interrupted())
+        stack.enter_context(terminated_as_interrupted())
         ranks.of_first(lambda: (name, data.config.model_dump(), config.model_dump()))
         if going_on:
             run = stack.enter_context(_reopen(path, data, going_on))
@@ -154,7 +151,7 @@ def _peer() -> int:
 
     with ExitStack() as stack:
         ranks = stack.enter_context(ranks_of_launch(None))
-        stack.enter_context(_terminated_as_interrupted())
+        stack.enter_context(terminated_as_interrupted())
         told: Any = ranks.of_first(tuple)
         name, of_data, of_session = told
         data = RunData.open(RunConfig(**of_data))
@@ -181,14 +178,14 @@ def _peer() -> int:
                 # Rank 0 says who made it, and packs it.
                 sound(session, evidence, check, config, Path(), candidate="", reference="", versions={})
 
-        with _interrupts(told=False) as interrupted:
+        with interrupts(told=False) as interrupted:
             ranks.of_first(bool, "begin")
             train(session, data, None, [], interrupted, done + 1, "", watch, alarm, ranks)
         return 0
 
 
 def _checked(config: RunConfig, done: int) -> bool:
-    """Whether any step after `done` is to be checked."""
+    """Return whether any step after `done` is to be checked."""
     return any(map(config.parity.due, range(done + 1, config.train.steps + 1)))
 
 
@@ -233,7 +230,7 @@ def _train(
     for sink in sinks:
         stack.callback(sink.close)
     alarm = _alarm(run, session, shadow, about, ranks)
-    with _interrupts() as interrupted, _told_how_to_go_on(run):
+    with interrupts() as interrupted, _told_how_to_go_on(run):
         ranks.of_first(bool, "begin")
         ending = train(session, data, run, sinks, interrupted, done + 1, str(about["device"]), watch, alarm, ranks)
     stack.close()
@@ -440,53 +437,3 @@ def _told_how_to_go_on(run: RunDir) -> Iterator[None]:
         if run.latest_checkpoint() is None:
             raise
         raise UserError(f"{error}; go on with: lockstep train --resume {run.path}") from error
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM, and SIGHUP when the terminal is closed, unwind as Ctrl-C does."""
-    before = {s: signal.signal(s, signal.default_int_handler) for s in _asked_to_stop() if s != signal.SIGINT}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _asked_to_stop() -> list[signal.Signals]:
-    """The signals that end a run after its step. Under nohup SIGHUP is ignored, and stays so."""
-    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-    return [signal.SIGINT, signal.SIGTERM, *hang_up]
-
-
-@contextmanager
-def _interrupts(told: bool = True) -> Iterator[threading.Event]:
-    """While steps are made: Ctrl-C, SIGTERM and SIGHUP set a flag; the second Ctrl-C stops at once. told: on stderr."""
-    flag, over = threading.Event(), threading.Event()
-
-    def stop(signum: int, frame: object) -> None:
-        if flag.is_set() and signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        flag.set()
-        if not told:
-            return
-        # Not through `print`: the signal may have come in the midst of one.
-        with contextlib.suppress(OSError, ValueError):
-            os.write(sys.stderr.fileno(), SAID_ON_INTERRUPT)
-
-    before = {s: signal.signal(s, stop) for s in _asked_to_stop()}
-    # Ctrl-C, and the end of a terminal, reach every process of the group. A C++ compiler that torch.compile has started
-    # would die of it and take the first step along, so this thread, whose children inherit what it blocks, leaves both
-    # to another one.
-    threading.Thread(target=over.wait, name="lockstep-signals", daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP])
-    try:
-        yield flag
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGHUP])
-        over.set()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-SAID_ON_INTERRUPT = b"\nfinishing this step, then writing a checkpoint (Ctrl-C again stops at once)\n"

@@ -95,7 +95,7 @@ class Sandbox:
 
     @property
     def is_bound(self) -> bool:
-        """Whether file permissions hold for this process; they do not for root."""
+        """Return whether file permissions hold for this process; they do not for root."""
         return not os.access(self.here / "unreadable", os.R_OK)
 
     def _fill(self, here: Path) -> None:
@@ -370,9 +370,7 @@ def _cuts(case: Case) -> list[Any]:
         return list_source(source, **options) if source is not None else _reached()
 
     cuts = [
-        mock.patch.object(
-            lockstep.scripts.commands.train, "_interrupts", lambda: contextlib.nullcontext(_After(STEPS))
-        ),
+        mock.patch.object(lockstep.scripts.commands.train, "interrupts", lambda: contextlib.nullcontext(_After(STEPS))),
         mock.patch.object(TorchSession, "compiled", lambda self, program: program),
         _without_wandb(),
         mock.patch("inspect.getsource", _source),

@@ -1,0 +1,188 @@
+"""The scoreboard of `lockstep faults`: a row for each planted fault, its totals, its file and its lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.core.errors import UserError
+from lockstep.scripts.shared.failures import in_one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lockstep.core.parity.measures.verdict import Check, Finding
+
+SCHEMA = 1
+HONEST = "the honest trainer"
+TOP = 3
+Origin = tuple[str, str, int | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was promised of one fault and what was said. Layers of `expected` are those of the model.
+
+    step: the first check that disagreed. named: its origin. others: all origins in the chain's order.
+    rank: place of the expected origin among them, from 1. measure: the origin's worst, with its bound.
+    loss_moved: relative change of the loss in the first step in which the fault acts. error: why there is no verdict.
+    """
+
+    name: str
+    recipe: str
+    mechanism: str
+    number: int | None
+    expected: Origin | None
+    first_step: int
+    within: int
+    loss_moves_less_than: float | None
+    promised_cause: str | None
+    note: str = ""
+    step: int | None = None
+    named: Origin | None = None
+    others: tuple[Origin, ...] = ()
+    rank: int | None = None
+    measure: str = ""
+    loss_moved: float | None = None
+    cause: str = ""
+    checks: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def in_time(self) -> bool:
+        """Found in one of the checks in which it must be, and no honest step before it accused."""
+        return self.step is not None and 0 <= self.step - self.first_step < self.within
+
+    @property
+    def exact(self) -> bool:
+        """Stage, phase and layer of the origin are those of the fault."""
+        return self.rank == 1
+
+    @property
+    def broken_promises(self) -> list[str]:
+        """What is otherwise than promised, in words."""
+        if self.error:
+            return [f"no verdict: {self.error}"]
+        if self.expected is None:
+            return ["accused"] if self.step else []
+        said = []
+        if not self.in_time:
+            said.append("missed" if self.step is None else f"found in step {self.step}, acts in {self.first_step}")
+        elif not self.exact:
+            said.append("misnamed" if self.rank is None else f"its origin is number {self.rank} of those named")
+        limit, moved = self.loss_moves_less_than, self.loss_moved
+        if limit is not None and moved is not None and not moved < limit:
+            said.append(f"the loss moved by {moved:.1e}")
+        if self.promised_cause and self.step is not None and self.promised_cause not in self.cause:
+            said.append(f"the cause does not say {self.promised_cause!r}")
+        return said
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping."""
+        return asdict(self) | {"in_time": self.in_time, "exact": self.exact, "broken_promises": self.broken_promises}
+
+
+def from_json(row: dict[str, Any]) -> Row:
+    """The row of a mapping that `to_json` made."""
+    kept = {key: row[key] for key in Row.__dataclass_fields__}
+    for key in ("expected", "named"):
+        kept[key] = tuple(kept[key]) if kept[key] else None
+    return Row(**kept | {"others": tuple(tuple(o) for o in kept["others"])})
+
+
+def said_of(check: Check, row: Row) -> Row:
+    """The row with the origins that a check which disagreed names."""
+    from lockstep.core.sinks.phrases import bounds
+
+    origins = tuple(_link(finding) for finding in check.origins)
+    found = check.origins[0]
+    measure = ""
+    if found.measures:
+        m = found.worst
+        measure = f"{m.name.replace('_', ' ')} {m.value:.3g} ({bounds(m.low, m.high)})"
+    rank = origins.index(row.expected) + 1 if row.expected in origins else None
+    return replace(row, named=origins[0], others=origins[:8], rank=rank, measure=measure)
+
+
+def _link(finding: Finding) -> Origin:
+    return finding.stage, finding.phase, finding.layer
+
+
+def totals(rows: Sequence[Row]) -> dict[str, Any]:
+    """Counts over the faults of some rows; the honest trainer's row apart."""
+    faults = [row for row in rows if row.expected is not None]
+    return {
+        "faults": len(faults),
+        "found_in_time": sum(row.in_time for row in faults),
+        "found_in_the_first_step": sum(row.step == row.first_step for row in faults),
+        "named_exactly": sum(row.in_time and row.exact for row in faults),
+        "within_top_three": sum(row.in_time and row.rank is not None and row.rank <= TOP for row in faults),
+        "accused_before_they_act": sum(row.step is not None and row.step < row.first_step for row in faults),
+        "without_a_verdict": sum(bool(row.error) for row in faults),
+        "as_promised": sum(not row.broken_promises for row in faults),
+        "honest_trainer_accused": any(row.broken_promises for row in rows if row.expected is None),
+        "seconds": sum(row.seconds for row in rows),
+    }
+
+
+def in_words(counts: dict[str, Any]) -> str:
+    """The totals as a sentence."""
+    n = counts["faults"]
+    honest = "accused" if counts["honest_trainer_accused"] else "not accused"
+    return (
+        f"{counts['found_in_time']} of {n} found in time ({counts['found_in_the_first_step']} in the first step in "
+        f"which they act), {counts['named_exactly']} named exactly, {counts['within_top_three']} within the top "
+        f"three; {counts['accused_before_they_act']} accused before they act, {counts['without_a_verdict']} without a "
+        f"verdict; the honest trainer is {honest}"
+    )
+
+
+def place(origin: Origin | None) -> str:
+    """`attn backward 3`."""
+    return "nothing" if origin is None else " ".join(str(part) for part in origin if part is not None)
+
+
+def write(file: Path, rows: Sequence[Row], mark: str) -> None:
+    """The scoreboard as JSON: rows, and totals by recipe."""
+    from lockstep.core.files.atomic import write_atomically
+
+    by_recipe: dict[str, list[Row]] = {}
+    for row in rows:
+        by_recipe.setdefault(row.recipe, []).append(row)
+    tree = {
+        "schema": SCHEMA,
+        "stamp": mark,
+        "totals": {recipe: totals(of_recipe) for recipe, of_recipe in by_recipe.items()},
+        "rows": [row.to_json() for row in rows],
+    }
+    write_atomically(file, [(json.dumps(tree, indent=1, ensure_ascii=False) + "\n").encode()])
+
+
+def read(file: Path, mark: str) -> list[Row]:
+    """Rows of an earlier run on the same bounds, configuration and expectations; none if there are none."""
+    try:
+        tree = json.loads(file.read_text())
+        return [from_json(row) for row in tree["rows"]] if tree["stamp"] == mark else []
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is not a scoreboard: {in_one_line(error)}") from error
+
+
+def print_row(console: Console, row: Row) -> None:
+    """One line as soon as a fault is judged, and what is otherwise than promised."""
+    broken = row.broken_promises
+    step = "–" if row.step is None else str(row.step)
+    rank = "–" if row.rank is None else str(row.rank)
+    moved = "" if row.loss_moved is None else f"{row.loss_moved:.1e}"
+    line = f"{row.name:<29} {place(row.expected):<25} step {step:>3}  {place(row.named):<25} top {rank}  {moved:>7}"
+    line += f"  {row.seconds:4.0f} s"
+    console.print(line, style="red" if broken else "green", markup=False, soft_wrap=True)
+    for said in broken:
+        console.print(f"    {said}", style="red", markup=False, soft_wrap=True)
+    if row.cause:
+        console.print(f"    cause: {row.cause}", markup=False, soft_wrap=True)
