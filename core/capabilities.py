@@ -1,4 +1,4 @@
-"""What sessions and backends may offer besides the seam of core/backend.py, and the one way to ask for it."""
+"""Optional capabilities of sessions and backends, beside core/backend.py, and the one way to ask for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ask(of: object, capability: type[Capability]) -> Capability:
 
 @runtime_checkable
 class Candidate(Protocol):
-    """What a check needs at least of a candidate's session; each as in `Session`."""
+    """The methods that a check needs of a candidate's session; each as in `Session`."""
 
     def state(self) -> State:
         """A copy of the canonical state."""

@@ -1,4 +1,4 @@
-"""What a precision policy is to the reference: the dtype of its arrays, and what operands are rounded to."""
+"""Translate a precision policy for the reference: the dtype of its arrays, and the format operands are rounded to."""
 
 from __future__ import annotations
 

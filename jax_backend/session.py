@@ -412,7 +412,7 @@ def device_of(config: RunConfig) -> Literal["cpu", "cuda"]:
 
 
 def kernel_followed(config: RunConfig) -> Kernel:
-    """Whose roundings attention follows."""
+    """Return the attention kernel whose roundings the twin follows."""
     kernel = settled(config, device_of(config)).attention.chosen
     return "math" if kernel.written_out else device_of(config)
 

@@ -27,7 +27,7 @@ _INDUCTOR = os.path.join(tempfile.gettempdir(), f"lockstep_inductor_{_USER}")
 
 
 def owned(folder: str) -> bool:
-    """Whether `folder` is there, or could be made, as a folder of this user's that nobody else may write to."""
+    """Return whether `folder` is there, or could be made, as a folder of this user's that nobody else may write to."""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         found = os.lstat(folder)

@@ -31,7 +31,7 @@ ended() { # name, seconds, exit code
     parts+=("$(printf '%-14s %4d s   %s' "$1" "$2" "$([ "$3" -eq 0 ] && echo clean || echo "exit code $3")")")
 }
 
-# What a part in the background prints stays together, and comes when the part has ended.
+# The output of a part in the background is printed in one piece when the part has ended.
 aside=$(mktemp -d) || exit 2
 background=()
 beside() { # name, command…

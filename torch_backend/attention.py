@@ -71,7 +71,7 @@ class Kernel:
 
     @property
     def chosen(self) -> AttentionKernel:
-        """What is known of it."""
+        """Return the core object of this kernel."""
         return ATTENTION_KERNELS[self.name]
 
     def mask(self, documents_BS: Tensor) -> Mask:
@@ -170,7 +170,7 @@ def check_kernel(config: RunConfig, device: torch.device) -> None:
 
 
 def dtypes(kernel: AttentionKernel) -> list[torch.dtype]:
-    """What a kernel takes on CUDA."""
+    """The inputs that a kernel takes on CUDA."""
     return list(dict.fromkeys(DTYPES[operand] for operand in kernel.operands))
 
 

@@ -69,7 +69,7 @@ def _gradient_into(
 
 
 def _is_whole(logits: Tensor) -> bool:
-    """Whether all logits are taken at once: a compiler fuses what it is given, and a GPU likes few kernels."""
+    """Return whether all logits are taken at once: a compiler fuses what it is given, and a GPU likes few kernels."""
     return torch.compiler.is_compiling() or logits.device.type != "cpu"
 
 

@@ -1,4 +1,4 @@
-"""What a session shows to a check: taps, gradients, sketches, single stages and scores."""
+"""Observe a session for a check: taps, gradients, sketches, single stages and scores."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Observes(Programs):
         return {n: to_numpy(v / self.scale if n.startswith(GRADIENT) else v) for n, v in found.items()}
 
     def sketch(self, batch: Batch) -> dict[str, Observation]:
-        """What is kept of one micro-batch (core/parity/judge/end_to_end.py), without a tensor leaving the device.
+        """Return the sketches of one micro-batch (core/parity/judge/end_to_end.py); no tensor leaves the device.
 
         Taps and their gradients come from a tapped program of its own, parameter gradients from the one that trains.
         Only the sequences that hold the batch's loss weight are observed. Of a tap's gradient nothing

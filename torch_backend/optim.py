@@ -153,7 +153,7 @@ def adamw(optim: OptimConfig, groups: list[Group]) -> torch.optim.AdamW:
 
 
 def is_fused(optim: OptimConfig) -> bool:
-    """Whether AdamW is one kernel. `auto` is, on every device that a run can have."""
+    """Return whether AdamW is one kernel. `auto` is, on every device that a run can have."""
     return optim.fused is not False
 
 
@@ -178,7 +178,7 @@ def eight_bit_adamw(config: RunConfig, groups: list[Group]) -> torch.optim.Optim
 
 
 def step_is_compiled(config: RunConfig) -> bool:
-    """Whether torchao's step goes through torch.compile, for which it knows no other backend than Inductor."""
+    """Return whether torchao's step goes through torch.compile, for which it knows no other backend than Inductor."""
     return config.compile.enabled and config.compile.backend == "inductor"
 
 

@@ -134,7 +134,7 @@ class _Head(torch.autograd.Function):
 
 
 def slow(x: Tensor) -> bool:
-    """Whether products of this operand are made in FP32 and rounded: the CPU's own FP16 takes fifty times as long."""
+    """Return whether this operand's products are FP32 and then rounded: FP16 on the CPU is fifty times as slow."""
     return x.dtype == torch.float16 and not x.is_cuda
 
 

@@ -1,4 +1,4 @@
-"""What a session of torch holds, and the programs that are made from its model."""
+"""Hold a torch session's model and optimizer, and build the programs that run the model."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Programs:
         def tap(name: str, value: Tensor) -> Tensor:
             if name in probes:
                 value = value + probes[name].to(value.dtype)
-            # What is recomputed passes here twice. The first time is the forward pass.
+            # A recomputed tensor passes here twice. The first time is the forward pass.
             if name in wanted and name not in seen:
                 seen[name] = value.detach()
             return value
@@ -159,7 +159,7 @@ class Programs:
 
     @property
     def replays(self) -> bool:
-        """Whether the program is a CUDA graph."""
+        """Return whether the program is a CUDA graph."""
         return self.device.type == "cuda" and self.config.compile.enabled and self.config.compile.mode != "default"
 
     @property
@@ -222,7 +222,7 @@ class Programs:
 
     @property
     def _compiles_whole(self) -> bool:
-        """Whether a program of the whole model can be compiled: not around what gathers its weights."""
+        """Return whether a program of the whole model can be compiled: not around what gathers its weights."""
         return self.config.compile.enabled and self.root is None
 
     def _programs_made(self) -> int:

@@ -45,7 +45,7 @@ ONEDNN = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
 # NVIDIA's libraries never use TF32 with 0, whatever they are asked for; no other value is documented.
 NVIDIA = "NVIDIA_TF32_OVERRIDE"
 
-# What a session of this process set last.
+# The switches that a session of this process set last.
 _last: Values = {}
 
 
@@ -72,7 +72,7 @@ class Switches:
         }
 
     def read(self) -> Values:
-        """What is in force now."""
+        """Return the switches in force."""
         cuda, cudnn = BACKENDS.cuda, BACKENDS.cudnn
         found = (
             cuda.matmul.fp32_precision,
@@ -125,7 +125,7 @@ class Switches:
 
 
 def _flushes() -> bool:
-    """Whether this thread's arithmetic takes subnormal numbers for 0, as after `torch.set_flush_denormal(True)`."""
+    """Return whether this thread flushes subnormal numbers to 0, as after `torch.set_flush_denormal(True)`."""
     return float.fromhex("0x1p-1074") * 1.0 == 0.0
 
 

@@ -31,7 +31,7 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def compare(by_seed: Mapping[int, Sequence[float]], other: Sequence[float], seed: int) -> dict[str, Any]:
-    """Whether `other`, begun with `seed`, agrees with the curves of `by_seed`; distances in nats.
+    """Return whether `other`, begun with `seed`, agrees with the curves of `by_seed`; distances in nats.
 
     Raises UserError where there are fewer than three seeds, no curve of the same one, or curves of another length.
     """

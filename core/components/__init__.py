@@ -1,4 +1,4 @@
-"""What a run chooses by name, each one object with everything that core must know of it.
+"""Components that a run chooses by name: each is one object with everything that core must know of it.
 
 A new precision policy, optimizer, loss head or attention kernel is an entry here, and its mathematics in each backend.
 """

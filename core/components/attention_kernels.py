@@ -67,7 +67,7 @@ class AttentionKernel:
     words: str = ""
 
 
-# What stands for a kernel that is chosen later: on the CPU by core/config/auto.py, on CUDA by torch's call.
+# A kernel that is chosen later: on the CPU by core/config/auto.py, on CUDA by torch's own call.
 AUTO = AttentionKernel("auto", "torch's own choice", operands=EVERY, on_cpu="")
 
 # `reaches`: FlashAttention-2 reaches 35 % of an H100, FlashAttention-3 up to 75 % forward at long sequences (Shah et

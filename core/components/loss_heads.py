@@ -72,7 +72,7 @@ class LossHead:
 
     @property
     def whole(self) -> bool:
-        """Whether the logits of all tokens are there at once."""
+        """Return whether the logits of all tokens are there at once."""
         return self.rows is _all_tokens
 
     def refusal(self, policy: PrecisionPolicy) -> str | None:

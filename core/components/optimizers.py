@@ -17,11 +17,11 @@ BLOCK, LEAST_IN_EIGHT_BITS = 256, 4096
 
 
 class Settings(Protocol):
-    """What rules read of `OptimConfig`."""
+    """The settings of `OptimConfig` that rules read."""
 
     @property
     def eight_bit(self) -> str:
-        """Whose 8-bit optimizer: `torchao` or `bitsandbytes`."""
+        """Return the library of the 8-bit optimizer: `torchao` or `bitsandbytes`."""
         ...
 
     @property

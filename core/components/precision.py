@@ -59,22 +59,22 @@ class PrecisionPolicy:
 
     @property
     def rounds(self) -> bool:
-        """Whether operands are rounded to a narrower format than the stream's."""
+        """Return whether operands are rounded to a narrower format than the stream's."""
         return self.operand != self.stream
 
     @property
     def exact(self) -> bool:
-        """Whether everything is in FP64: nothing is rounded to a narrower format, by an optimizer neither."""
+        """Return whether everything is in FP64: nothing is rounded to a narrower format, by an optimizer neither."""
         return FORMATS[self.stream].bytes == FORMATS["fp64"].bytes
 
     @property
     def in_fp32(self) -> bool:
-        """Whether everything is in FP32."""
+        """Return whether everything is in FP32."""
         return not self.rounds and not self.exact
 
     @property
     def on_tensor_cores(self) -> bool:
-        """Whether CUDA's tensor cores alone know its operands' format."""
+        """Return whether CUDA's tensor cores alone know its operands' format."""
         return FORMATS[self.operand].as_read
 
 

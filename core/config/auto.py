@@ -1,4 +1,4 @@
-"""What `auto` stands for on the CPU: the attention kernel and the AdamW of a run, from its configuration alone.
+"""Resolve `auto` on the CPU: the attention kernel and the AdamW of a run, from its configuration alone.
 
 Both backends, the plan and run.json resolve `auto` here, so that twin, estimate and record follow the kernel that runs.
 
@@ -30,12 +30,12 @@ SHORT, WIDTHS = 192, 4
 NARROW = tuple(name for name, found in FORMATS.items() if found.bytes == 2)
 # Key of run.json under which a run keeps what `auto` stands for on the CPU.
 ON_CPU = "auto_on_cpu"
-# What `auto` stood for before runs kept it.
+# The meaning of `auto` in runs that did not record it yet.
 BEFORE: Mapping[str, Any] = {"attention.kernel": "flash", "optim.fused": False}
 
 
 def on_cpu(config: RunConfig) -> dict[str, Any]:
-    """What `auto` stands for on the CPU, by dotted key: "flash" or "math", and whether AdamW is fused."""
+    """Return the values of `auto` on the CPU, by dotted key: "flash" or "math", and whether AdamW is fused."""
     length = config.train.longest
     small = length <= WIDTHS * config.model.head_dim
     written_out = config.precision.operand in NARROW and length < SHORT and small

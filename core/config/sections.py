@@ -213,16 +213,16 @@ class PrecisionConfig(Section):
 
     @property
     def exact(self) -> bool:
-        """Whether everything is in FP64."""
+        """Return whether everything is in FP64."""
         return self.chosen.exact
 
     @property
     def couples_sequences(self) -> bool:
-        """Whether what becomes of a sequence depends on the others of its micro-batch: FP8's scales are theirs too."""
+        """Return whether a sequence's result depends on the others of its micro-batch, as under FP8's shared scales."""
         return self.fp8 is not None
 
     def is_fp8(self, linear: str) -> bool:
-        """Whether a linear layer of a block, by its module's canonical name, computes in FP8."""
+        """Return whether a linear layer of a block, by its module's canonical name, computes in FP8."""
         return self.fp8 is not None and any(fnmatchcase(linear, pattern) for pattern in listed(self.fp8_layers))
 
 
@@ -248,7 +248,7 @@ class LossConfig(Section):
 
     @property
     def of_library(self) -> bool:
-        """Whether the head is a library's, which shows no logits."""
+        """Return whether the head is a library's, which shows no logits."""
         return self.chosen.library
 
 
@@ -268,7 +268,7 @@ class AttentionConfig(Section):
 
     @property
     def needs_documents(self) -> bool:
-        """Whether a batch must say which document each token belongs to."""
+        """Return whether a batch must say which document each token belongs to."""
         return self.document_mask or self.reset_positions
 
 
@@ -361,7 +361,7 @@ class ParityConfig(Section):
     )
 
     def due(self, step: int) -> bool:
-        """Whether step `step` is checked: every `every` steps, and step 1."""
+        """Return whether step `step` is checked: every `every` steps, and step 1."""
         return self.every > 0 and (step % self.every == 0 or step == 1)
 
 

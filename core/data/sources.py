@@ -37,7 +37,7 @@ class SourceFile:
     mtime_ns: int
 
     def unchanged(self) -> bool:
-        """Whether the file on the disk still has the size and time that were listed."""
+        """Return whether the file on the disk still has the size and time that were listed."""
         try:
             status = os.stat(self.path)
         except OSError:

@@ -50,12 +50,12 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name from a file is that of something below a folder, and leads nowhere else."""
+    """Return whether a name from a file is that of something below a folder, and leads nowhere else."""
     return bool(name) and not name.startswith("/") and not {"", ".", ".."} & set(name.split("/"))
 
 
 def leads_out(path: Path, folder: Path) -> bool:
-    """Whether `path` is a symbolic link that leads out of `folder`."""
+    """Return whether `path` is a symbolic link that leads out of `folder`."""
     return path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 

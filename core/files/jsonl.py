@@ -46,7 +46,7 @@ class Line:
 
     @property
     def damaged(self) -> bool:
-        """Whether it was changed after it was written."""
+        """Return whether it was changed after it was written."""
         return self.value is None and not self.torn
 
 

@@ -26,7 +26,7 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK_NAME
         try:
-            # Of a link, what it leads to would be emptied.
+            # Opening a link for writing would empty its target.
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         except OSError as error:
             raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error

@@ -57,7 +57,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Kind:
-    """What all operations of one kind have in common.
+    """The properties that all operations of one kind share.
 
     rounds_operands: its products round their operands to the policy's operand format. in_fp8: it is a linear layer
     whose product may be computed in FP8. stands_for: the tap after which its edges are named, instead of its own.

@@ -1,4 +1,4 @@
-"""What the optimizer does with each parameter: learning rate and decay by group, its rule, the state that it keeps."""
+"""Map each parameter to its optimizer settings: learning rate and decay by group, rule, and optimizer state."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def probe_shapes(model: ModelConfig, batch: int, length: int) -> dict[str, Shape
 
 
 def in_fp8(config: RunConfig, operation: Operation) -> bool:
-    """Whether an operation is a linear layer whose product the run computes in FP8."""
+    """Return whether an operation is a linear layer whose product the run computes in FP8."""
     return KINDS[operation.kind].in_fp8 and config.precision.is_fp8(operation.module or "")
 
 

@@ -31,7 +31,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether that is there; a device whose memory is not known has enough."""
+        """Return whether that is there; a device whose memory is not known has enough."""
         return not self.gpu.memory or self.peak <= self.gpu.memory
 
     @property

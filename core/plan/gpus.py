@@ -40,7 +40,7 @@ class Gpu:
 
     @property
     def cuda(self) -> bool:
-        """Whether it is a GPU, and not this machine's processor."""
+        """Return whether it is a GPU, and not this machine's processor."""
         return self.name != "cpu"
 
     def rate(self, operand: str) -> float | None:

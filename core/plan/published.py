@@ -85,7 +85,7 @@ def _config(config: RunConfig, row: Row) -> RunConfig:
 
 
 def comparable(row: Row) -> bool:
-    """Whether the row can be estimated: it has a figure, runs here, and is compiled or without casts."""
+    """Return whether the row can be estimated: it has a figure, runs here, and is compiled or without casts."""
     settings = {**LEVERS, **row.settings}
     eager_autocast = settings["compile.enabled"] == "false" and POLICIES[settings["precision.policy"]].rounds
     figures = row.published.reserved is not None or row.published.seconds is not None

@@ -47,7 +47,7 @@ class Sizes:
 
     @property
     def copies(self) -> bool:
-        """Whether products with wide outputs are made of copies of their operands, as the CPU's are."""
+        """Return whether products with wide outputs are made of copies of their operands, as the CPU's are."""
         return self.on_cpu and self.casts
 
     @property
@@ -57,7 +57,7 @@ class Sizes:
 
     @property
     def casts(self) -> bool:
-        """Whether operands are another dtype than the stream."""
+        """Return whether operands are another dtype than the stream."""
         return self.operand != self.stream
 
 

@@ -113,7 +113,7 @@ def _cell(choice: Choice, micro: int, config: RunConfig) -> str:
 
 
 def is_published_model(config: RunConfig) -> bool:
-    """Whether the run has the shapes of the published figures."""
+    """Return whether the run has the shapes of the published figures."""
     return parameter_count(config.model) == PARAMETERS and config.train.sequence_length == 2048
 
 

@@ -52,7 +52,7 @@ class Worst:
     note: str = ""
 
     def beats(self, other: Worst | None) -> bool:
-        """Whether this is worse: broken before held, then by strain."""
+        """Return whether this is worse: broken before held, then by strain."""
         return other is None or (not self.ok, self.strain) > (not other.ok, other.strain)
 
 

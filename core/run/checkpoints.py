@@ -48,7 +48,7 @@ class Checkpoints(Protocol):
     last: int | None
 
     def improved(self, record: StepRecord) -> bool:
-        """Whether this step's validation loss is the lowest so far. Every rank calls it."""
+        """Return whether this step's validation loss is the lowest so far. Every rank calls it."""
         ...
 
     def save(self, step: int, reason: Reason, good: int | None = None) -> bool:
@@ -56,7 +56,7 @@ class Checkpoints(Protocol):
         ...
 
     def collect(self) -> Iterator[Saved | str]:
-        """What rank 0 has to tell of those that were begun."""
+        """Return rank 0's messages about checkpoints that were begun."""
         ...
 
     def finish(self) -> Iterator[Saved | str]:
@@ -82,7 +82,7 @@ class CheckpointPart:
         self.last: int | None = None
 
     def improved(self, record: StepRecord) -> bool:
-        """Whether rank 0 finds that this step's validation loss is the lowest so far."""
+        """Return whether rank 0 finds that this step's validation loss is the lowest so far."""
         return BEST in record.metrics and self._ranks.of_first(bool)
 
     def save(self, step: int, reason: Reason, good: int | None = None) -> bool:
@@ -136,7 +136,7 @@ class Checkpointer:
         self.best: tuple[float, int] | None = min(scores, default=None)
 
     def improved(self, record: StepRecord) -> bool:
-        """Whether this step's validation loss is the lowest so far."""
+        """Return whether this step's validation loss is the lowest so far."""
         score = record.metrics.get(BEST)
         if score is None:
             return False

@@ -93,7 +93,7 @@ class RunDir:
 
     @staticmethod
     def check_free(path: Path, overwrite: bool) -> bool:
-        """Whether an earlier run lies at `path`. Raises UserError if a new one cannot take its place."""
+        """Return whether an earlier run lies at `path`. Raises UserError if a new one cannot take its place."""
         occupied = path.is_dir() and any(path.iterdir())
         if (path.exists() or path.is_symlink()) and not path.is_dir():
             raise UserError(f"{path} is a file, not a folder for a run")
@@ -472,7 +472,7 @@ class RunDir:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder calls itself a run."""
+    """Return whether a folder calls itself a run."""
     return (path / CONFIG).is_file() and (path / INFO).is_file()
 
 

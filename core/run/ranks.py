@@ -1,6 +1,6 @@
 """Ranks as the loop knows them: every rank runs the same program, and rank 0 alone knows the directory and the console.
 
-What rank 0 alone decides, all ranks hear by `of_first`; what any rank may notice, all hear by `gather`. Every rank
+`of_first` broadcasts a decision of rank 0; `gather` collects what any rank noticed. Every rank
 makes the same calls in the same order. torch_backend/ranks/peers.py has them for several processes.
 """
 

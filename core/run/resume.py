@@ -38,12 +38,12 @@ NEVER = frozenset({"optim.name", "optim.eight_bit"})
 
 
 def is_elastic(key: str) -> bool:
-    """Whether a resume may change this setting, and the run stays the same."""
+    """Return whether a resume may change this setting, and the run stays the same."""
     return key in ELASTIC or key.startswith(SECTIONS)
 
 
 def is_branching(key: str) -> bool:
-    """Whether a resume that changes this setting begins a branch."""
+    """Return whether a resume that changes this setting begins a branch."""
     return key not in NEVER and (key in BRANCHING or key.startswith(BRANCHING_SECTIONS))
 
 

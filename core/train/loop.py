@@ -36,7 +36,7 @@ class Watch(Protocol):
     """Something that checks steps while they are made (core/parity/modes/shadow.py)."""
 
     def due(self, step: int) -> bool:
-        """Whether step `step` is to be checked."""
+        """Return whether step `step` is to be checked."""
         ...
 
     def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
@@ -64,12 +64,12 @@ class Interrupted(Protocol):
     """A flag that something outside sets, such as `threading.Event`."""
 
     def is_set(self) -> bool:
-        """Whether to stop after the step that is being made."""
+        """Return whether to stop after the step that is being made."""
         ...
 
 
 def due(every: int, step: int, last: int) -> bool:
-    """Whether something with this interval happens at this step; the last step is always due, 0 is never."""
+    """Return whether something with this interval happens at this step; the last step is always due, 0 is never."""
     return every > 0 and (step % every == 0 or step == last)
 
 
@@ -316,7 +316,7 @@ def tell(sinks: Sequence[Sink], told: Iterator[Saved | str]) -> None:
 
 
 class Checks:
-    """What has come back from the reference, which rank 0 has, given on to every sink.
+    """Pass the reference's results, which rank 0 has, to every sink.
 
     good: step of the last check that agreed, before any that did not. bad: step of the first that did not.
     """

@@ -20,12 +20,12 @@ IN_A_ROW = "skipped_in_a_row"
 
 
 def leaves_out(config: RunConfig) -> bool:
-    """Whether a step that is not finite is left out and counted; else it raises NotFinite."""
+    """Return whether a step that is not finite is left out and counted; else it raises NotFinite."""
     return config.precision.chosen.scaled or config.train.on_not_finite == "skip"
 
 
 def is_made(config: RunConfig, loss: float, grad_norm: float) -> bool:
-    """Whether a step with this loss and gradient norm may change anything. FP16 asks only for its gradients."""
+    """Return whether a step with this loss and gradient norm may change anything. FP16 asks only for its gradients."""
     return math.isfinite(grad_norm) and (config.precision.chosen.scaled or math.isfinite(loss))
 
 

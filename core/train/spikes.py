@@ -177,7 +177,7 @@ def _write(folder: Path, batch: Batch, ids: np.ndarray | None, about: dict[str, 
 
 
 def is_spike(path: Path) -> bool:
-    """Whether a folder is one of a run's spikes."""
+    """Return whether a folder is one of a run's spikes."""
     return path.parent.name == SPIKES and (path / ABOUT).is_file()
 
 

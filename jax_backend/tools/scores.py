@@ -1,4 +1,4 @@
-"""What evaluation scores of each token. Twin: torch_backend/tools/scores.py."""
+"""Score each token for evaluation. Twin: torch_backend/tools/scores.py."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def plain(logits: list[float], sampling: Sampling) -> list[float]:
 
 
 def differs(logits: list[float], sampling: Sampling) -> bool:
-    """Whether what is drawn from is not what the plain version says.
+    """Return whether what is drawn from is not what the plain version says.
 
     Where a sum is within rounding of top_p, either side of it is right.
     """

@@ -44,7 +44,7 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def same_bits(a: State, b: State) -> bool:
-    """Whether step, names, dtypes, shapes and every bit of two states are equal."""
+    """Return whether step, names, dtypes, shapes and every bit of two states are equal."""
     trees = [(a.params, b.params)]
     if a.step != b.step or set(a.optimizer) != set(b.optimizer):
         return False

@@ -74,7 +74,7 @@ def trained(config: RunConfig) -> tuple[list[Any], State]:
 
 
 def same(one: State, other: State) -> bool:
-    """Whether weights and moments are the same bits."""
+    """Return whether weights and moments are the same bits."""
     trees = [(one.params, other.params), *((one.optimizer[k], other.optimizer[k]) for k in one.optimizer)]
     return all(a[name].tobytes() == b[name].tobytes() for a, b in trees for name in a)
 

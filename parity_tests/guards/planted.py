@@ -48,7 +48,7 @@ def plant(folder: Path, name: str = "mine.py") -> str:
 
 
 def ran(folder: Path) -> bool:
-    """Whether a program was run that was planted anywhere below `folder`; forgets it."""
+    """Return whether a program was run that was planted anywhere below `folder`; forgets it."""
     found = list(folder.rglob(RAN))
     for path in found:
         path.unlink()

@@ -37,7 +37,7 @@ def imports_of(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def is_third_party(module: str) -> bool:
-    """Whether a module is neither ours nor Python's."""
+    """Return whether a module is neither ours nor Python's."""
     return module.partition(".")[0] not in {OWN, *sys.stdlib_module_names}
 
 

@@ -48,7 +48,7 @@ def texts(node: ast.AST) -> set[str]:
 
 
 def held(node: ast.AST) -> bool:
-    """Whether an expression reads what holds a name of a choice."""
+    """Return whether an expression reads what holds a name of a choice."""
     read = {
         one.attr if isinstance(one, ast.Attribute) else one.id
         for one in ast.walk(node)
@@ -58,7 +58,7 @@ def held(node: ast.AST) -> bool:
 
 
 def begins(node: ast.Call) -> bool:
-    """Whether a call is `x.startswith("fp8…")` of what holds a name, or `endswith`."""
+    """Return whether a call is `x.startswith("fp8…")` of what holds a name, or `endswith`."""
     called = node.func
     if not isinstance(called, ast.Attribute) or called.attr not in ("startswith", "endswith") or not held(called.value):
         return False

@@ -117,7 +117,7 @@ def places() -> dict[str, Any]:
 
 
 def one_device_program() -> bool:
-    """Whether a reference of one device runs the program that it would run if there were no others."""
+    """Return whether a reference of one device runs the program that it would run if there were no others."""
     session = session_of(config_of(1))
     return all(len(p.sharding.device_set) == 1 for p in session.params.values())
 
@@ -142,7 +142,7 @@ def evaluated() -> float:
 
 
 def stored() -> bool:
-    """Whether a checkpoint of four devices is read bit for bit on one."""
+    """Return whether a checkpoint of four devices is read bit for bit on one."""
     session = session_of(config_of(DEVICES))
     session.step(text_batch(session.config))
     state = session.state()

@@ -127,7 +127,7 @@ def one_line(text: str) -> str:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is not reaped does not."""
+    """Return whether a process runs; one that has ended and is not reaped does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -142,7 +142,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until_gone(pid: int, seconds: float = 10.0) -> bool:
-    """Whether the process ends within `seconds`."""
+    """Return whether the process ends within `seconds`."""
     deadline = time.monotonic() + seconds
     while alive(pid):
         if time.monotonic() > deadline:
@@ -152,5 +152,5 @@ def wait_until_gone(pid: int, seconds: float = 10.0) -> bool:
 
 
 def equal(a: Arrays, b: Arrays) -> bool:
-    """Whether two sets of arrays hold the same bits."""
+    """Return whether two sets of arrays hold the same bits."""
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)

@@ -22,7 +22,7 @@ def under(config: RunConfig, program: CompileConfig) -> RunConfig:
 
 
 def same_gradients(a: Gradients, b: Gradients) -> bool:
-    """Whether loss, per-token NLL and every gradient are equal in every bit."""
+    """Return whether loss, per-token NLL and every gradient are equal in every bit."""
     return (
         a.loss == b.loss
         and a.nll.tobytes() == b.nll.tobytes()

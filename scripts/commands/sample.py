@@ -184,5 +184,5 @@ def write_one(
 
 
 def _shown(text: str) -> str:
-    """What a model writes, which may be anybody's, as a terminal shows it; as it is for everything else."""
+    """Escape sampled text for a terminal: anybody may have trained the model. Pipes and files get it unchanged."""
     return visible(text) if sys.stdout.isatty() else text

@@ -149,7 +149,7 @@ def _shape(command: type[T], shown: Callable[[str], bool] | None) -> Any:
 
 
 def _is_text(field: dataclasses.Field[Any]) -> bool:
-    """Whether an option has one value; the others are switches and lists of words."""
+    """Return whether an option has one value; the others are switches and lists of words."""
     return not isinstance(field.default, bool | tuple)
 
 

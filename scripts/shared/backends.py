@@ -48,13 +48,13 @@ def spec(name: str) -> str:
 
 
 def is_built_in(name: object) -> bool:
-    """Whether a name is that of a backend of Lockstep's own, short or in full."""
+    """Return whether a name is that of a backend of Lockstep's own, short or in full."""
     return isinstance(name, str) and (name in BY_NAME or name in BY_NAME.values())
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Who made a run or a capsule, by the name in one of its files. file: that file."""
+    """Open the backend that a run's or capsule's file names. file: that file."""
 
     name: object
     file: Path

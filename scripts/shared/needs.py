@@ -36,7 +36,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 _BENCH = ("numpy", "pydantic", "rich", "torch", "torchao", "tyro")
 _CHECKS = (*_BENCH, "flax", "jax", "optax", "safetensors", "tokenizers", "tomli_w")
-# Of scripts/gpu_check.sh.
+# The packages of scripts/gpu_check.sh.
 PARTS: dict[str, tuple[str, ...]] = {
     "tests": (*_CHECKS, "pytest"),
     "parity": _CHECKS,

@@ -37,14 +37,14 @@ TELL_SECONDS = 4.0
 
 
 class Untold(UserError):
-    """What ends a rank of which another one tells: nothing is printed."""
+    """End this rank without a message: another rank prints it."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
 class Told(UserError):
-    """What a rank other than 0 has to tell, because rank 0 is gone or hangs."""
+    """A message that a rank other than 0 prints, because rank 0 has ended or hangs."""
 
 
 def start_ranks(ranks: int, words: Sequence[str], quiet: bool = False) -> int:
@@ -108,7 +108,7 @@ def launch_here(ranks: int) -> LaunchConfig:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """What processes that are started meanwhile print on stdout goes nowhere."""
+    """Discard the stdout of processes that are started meanwhile."""
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     try:
@@ -120,7 +120,7 @@ def _silenced() -> Iterator[None]:
 
 
 def needs_start(config: RunConfig, candidate: Backend | None = None) -> bool:
-    """Whether a command must start the ranks of a run: it has several, and torchrun has launched none.
+    """Return whether a command must start the ranks of a run: it has several, and torchrun has launched none.
 
     candidate: who computes; None for one that trained over several ranks before. Raises UserError if torchrun launched
     another number of processes.
@@ -132,7 +132,7 @@ def needs_start(config: RunConfig, candidate: Backend | None = None) -> bool:
 
 
 def opens_ranks(backend: object) -> bool:
-    """Whether a backend opens sessions of several ranks."""
+    """Return whether a backend opens sessions of several ranks."""
     try:
         return ask(backend, OpensRanks).ranked
     except NotSupported:

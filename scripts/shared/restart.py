@@ -21,7 +21,7 @@ LAUNCH, RESTARTS = "launch", "restarts"
 
 
 def is_of_this_launch(run: RunDir) -> bool:
-    """Whether this launch has made the run, or gone on with it, before its ranks were started anew."""
+    """Return whether this launch has made the run, or gone on with it, before its ranks were started anew."""
     return launch_id() is not None and run.info.get(LAUNCH) == launch_id()
 
 

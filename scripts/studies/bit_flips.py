@@ -313,7 +313,7 @@ def _refuse(text: str) -> None:
 
 
 def same_state(one: State, other: State) -> bool:
-    """Whether two states hold the same bits."""
+    """Return whether two states hold the same bits."""
 
     def same(left: Arrays, right: Arrays) -> bool:
         return left.keys() == right.keys() and all(

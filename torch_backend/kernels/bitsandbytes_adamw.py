@@ -27,7 +27,7 @@ MAPS = {"exp_avg": "dynamic", "exp_avg_sq": "udynamic"}
 
 
 def by_bitsandbytes(optim: OptimConfig) -> bool:
-    """Whether bitsandbytes makes the update, where the policy rounds anything at all."""
+    """Return whether bitsandbytes makes the update, where the policy rounds anything at all."""
     return optim.chosen.eight_bit and optim.eight_bit == "bitsandbytes"
 
 

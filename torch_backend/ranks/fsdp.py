@@ -137,7 +137,7 @@ class ShardedRanks(Sharing):
         return sum_of_squares(norms)
 
     def everywhere(self, flags: Sequence[bool]) -> Sequence[bool]:
-        """Whether something is so on any rank."""
+        """Return whether something is so on any rank."""
         found = torch.tensor(flags, dtype=torch.int64, device=self._parameters[0].device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return [bool(flag) for flag in found]

@@ -158,7 +158,7 @@ class PeerSession:
         return [one for of_rank in self.peers.to_first(found) for one in of_rank]
 
     def rank_reports(self) -> list[RankReport]:
-        """What each rank says of the last step, rank 0 first."""
+        """Return each rank's report on the last step, rank 0 first."""
         assert self._record is not None
         state = flat(self.state())
         digests = {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in state.items()}
@@ -212,7 +212,7 @@ class PeerSession:
 
     @property
     def _wanted(self) -> bool:
-        """Whether this rank computes what only rank 0 tells: norms of whole weights are the same everywhere."""
+        """Return whether this rank computes what only rank 0 tells: norms of whole weights are the same everywhere."""
         return self.peers.rank == 0 or self.own.root is not None
 
     def _look(self, what: str, own: Callable[[], T]) -> T:

@@ -171,7 +171,7 @@ class Peers(Marks):
                 time.sleep(0.1)
 
     def _first_is_there(self) -> bool:
-        """Whether rank 0, whose process has the store, has not ended. Torch itself would say much of one that has."""
+        """Return whether rank 0, whose process has the store, still runs. Asking torch would print a long warning."""
         with contextlib.suppress(OSError):
             socket.create_connection(self._where, 1.0).close()
             return True
@@ -207,7 +207,7 @@ class Peers(Marks):
         self.mark(call, next(numbers), what)
 
     def _left_out_by_all(self, mine: Any, said: Sequence[str | None]) -> Any:
-        """What a step gave, with every rank's words if it was left out. Raises RankError if only some left it out."""
+        """Return a step's result, with every rank's reason if it was skipped. Raises RankError if some ran it."""
         places = {rank: words for rank, words in enumerate(said) if words is not None}
         if not places:
             return mine
@@ -248,7 +248,7 @@ class Peers(Marks):
             raise RankError(self.lost) from error
 
     def _found(self, error: RuntimeError, linked: bool, call: int, asked: str) -> dict[tuple[int, ...], str]:
-        """What is wrong with other ranks, by rank or ranks; by none where no rank is at fault."""
+        """Return the faults of other ranks, by rank or ranks; by none where no rank is at fault."""
         own, of_links = self._words()
         if own:
             return {(rank,): words for rank, words in own.items()}
@@ -260,7 +260,7 @@ class Peers(Marks):
         return {(rank,): GONE for rank in others if silence(rank, self._of_first)}
 
     def _words(self) -> tuple[dict[int, str], list[RuntimeError]]:
-        """What others say of trouble of their own, by rank, and what they met with in their links; waits a while."""
+        """Return the errors that other ranks reported, by rank, and their connection errors; wait a while for them."""
         until = time.monotonic() + WORDS_SECONDS
         while True:
             words = {rank: self.last_words(rank) for rank in range(self.count) if rank != self.rank}

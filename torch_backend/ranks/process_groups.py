@@ -1,4 +1,4 @@
-"""What joins the ranks of a run: their process groups, and a place for marks and last words.
+"""Connect the ranks of a run: their process groups, and a store for progress marks and last messages.
 
 The default process group carries gradients (nccl on CUDA, gloo on the CPU), gloo groups beside it what ranks tell each
 other (torch_backend/ranks/peers.py). A rank that fails says why in the store and ends: sockets close, and whoever waits
@@ -147,7 +147,7 @@ def silence(rank: int, group: Any) -> str:
 
 
 def of_link(error: BaseException) -> bool:
-    """Whether it is a link to another rank that failed. Of most of gloo's failures only the words tell."""
+    """Return whether it is a link to another rank that failed. Of most of gloo's failures only the words tell."""
     said = str(error).lower()
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(words in said for words in ("gloo/", "pair closure", *TIMED_OUT))
@@ -155,5 +155,5 @@ def of_link(error: BaseException) -> bool:
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether a collective gave up waiting: gloo and nccl have words for it, and no class."""
+    """Return whether a collective gave up waiting: gloo and nccl have words for it, and no class."""
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in TIMED_OUT)

@@ -48,7 +48,7 @@ class Root(nn.Module):
 
 
 def is_sharded(config: RunConfig) -> bool:
-    """Whether a run's weights are cut over ranks: one rank has nothing to share."""
+    """Return whether a run's weights are cut over ranks: one rank has nothing to share."""
     return config.parallel.strategy == "fsdp" and config.train.ranks > 1
 
 

@@ -1,4 +1,4 @@
-"""What every strategy of data parallelism has in common: which rank computes which micro-batches."""
+"""Divide micro-batches among ranks, for every strategy of data parallelism."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Sharing:
         self._narrow = NARROW.get(parallel.gradient_dtype)
 
     def shares(self, micros: Sequence[Batch]) -> bool:
-        """Whether these micro-batches are computed by all ranks; else rank 0 computes them alone."""
+        """Return whether these micro-batches are computed by all ranks; else rank 0 computes them alone."""
         return len(micros) % self.count == 0
 
     def share(self, micros: Sequence[Batch]) -> Sequence[Batch]:
@@ -48,7 +48,7 @@ class Sharing:
         return micros[self.rank * part : (self.rank + 1) * part]
 
     def own(self, micros: Sequence[Batch]) -> Sequence[Batch]:
-        """What this rank computes of these micro-batches: its share, or all where they are not shared."""
+        """Return this rank's micro-batches: its share, or all where they are not shared."""
         return self.share(micros) if self.shares(micros) else micros
 
     def arrange(self, micros: Sequence[Batch], backward: Callable[[MicroLoss], object]) -> None:
@@ -67,7 +67,7 @@ class Sharing:
         return program(*inputs)
 
     def total(self, total: Tensor) -> Tensor:
-        """What this rank divides the loss of a micro-batch by that rank 0 computes alone."""
+        """Return the divisor of the loss of a micro-batch that rank 0 computes alone."""
         return total
 
     def grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -79,11 +79,11 @@ class Sharing:
         return norms
 
     def everywhere(self, flags: Sequence[bool]) -> Sequence[bool]:
-        """Whether something is so of what any rank holds."""
+        """Return the element-wise OR of flags over ranks."""
         return flags
 
     def not_finite(self) -> tuple[float, set[int]]:
-        """Of the last step, this rank's own loss, and the ids of parameters in parts of its that were not finite."""
+        """Return this rank's own loss of the last step, and the ids of parameters whose parts here were not finite."""
         assert self._own_loss is not None
         odd = [params for params, *ends in self._extremes if not all(bool(end.isfinite()) for end in ends)]
         return self._own_loss.item(), {id(p) for params in odd for p in params}

@@ -39,7 +39,7 @@ def _block(model: ModelConfig, attention: AttentionConfig, layer: int, stream: s
     hidden, kv, ffn = model.hidden, model.kv_heads * model.head_dim, model.ffn_hidden
     places = ("documents",) if attention.reset_positions else ()
     seen = ("documents",) if attention.document_mask else ()
-    # What writes the residual stream starts smaller, by the number of writers (Radford et al. 2019, section 2.3).
+    # Projections that write the residual stream start smaller, by their number (Radford et al. 2019, section 2.3).
     into_stream = hidden**-0.5 / math.sqrt(2 * model.layers)
 
     def project(id: str, part: str, tap: str, module: str, x: str, into: int, out: int, bias: bool) -> Operation:

@@ -81,7 +81,7 @@ def sound(
     """
     ranks = ranks_of(session)
     found = repeated(session, evidence, check, config, judge_again)
-    # What follows depends on it, on every rank.
+    # The next steps depend on it, on every rank.
     repeat = ranks.of_first(lambda: found)
     cause = [repeat.why]
     if repeat.happened is not False and find_cause is not None:
@@ -144,7 +144,7 @@ def different(one: Evidence, other: Evidence) -> Iterator[str]:
 
 
 def bit_equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two arrays hold the same bits: NaN equals NaN, and −0 is not 0."""
+    """Return whether two arrays hold the same bits: NaN equals NaN, and −0 is not 0."""
     same = one.dtype == other.dtype and one.shape == other.shape
     return same and np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
 

@@ -139,7 +139,7 @@ def write_capsule(
 
 
 def is_capsule(path: Path) -> bool:
-    """Whether a folder calls itself a capsule."""
+    """Return whether a folder calls itself a capsule."""
     return (path / ABOUT).is_file() and not (path / "run.json").exists()
 
 

@@ -33,7 +33,7 @@ class Recorder:
         return self._shadow.pending if self._shadow else 0
 
     def due(self, step: int) -> bool:
-        """Whether the step is checked or recorded; `step` is called for the step that was asked about last."""
+        """Return whether the step is checked or recorded; `step` is called for the step that was asked about last."""
         self._asked = step
         checked = self._shadow is not None and self._shadow.due(step)
         return checked or step % self._config.parity.record_every == 0 or step == 1

@@ -127,7 +127,7 @@ def _finite_or_blamed(
 
 
 def _overflows(found: Mapping[str, Observation]) -> bool:
-    """Whether the gradient of any parameter is not finite."""
+    """Return whether the gradient of any parameter is not finite."""
     return any(one.nonfinite for name, one in found.items() if name.startswith(PARAMETER))
 
 

@@ -150,7 +150,7 @@ class _NoiseOfUpdate:
 
 
 def _is_made(evidence: Evidence, reference: Reference, grads: Arrays) -> bool:
-    """Whether the step may change weights and moments; what it says of its loss and norm is checked elsewhere."""
+    """Return whether the step may change weights and moments. Its loss and norm are checked elsewhere."""
     config, record = reference.config, evidence.record
     if not (leaves_out(config) or evidence.before.scalars):
         return True

@@ -139,7 +139,7 @@ def least(recipe: str, kind: str) -> tuple[float, float]:
 
 
 def is_rounded_update(kind: str) -> bool:
-    """Whether the optimizer rounds such a moment or update to a narrower format than the stream's, in any policy."""
+    """Return whether the optimizer rounds such a moment or update to less than the stream's format, in any policy."""
     return any(kind == f"{rule.bounds}/{what}" for rule in all_rules() for what in rule.rounded)
 
 
@@ -249,7 +249,7 @@ def measured_under(recipe: str, kind: str) -> str:
 
 
 def of_library(kind: str) -> bool:
-    """Whether a kind of comparison is that of a library's loss head."""
+    """Return whether a kind of comparison is that of a library's loss head."""
     return is_library_head(kind.partition("/")[2].partition("/")[0])
 
 
@@ -284,7 +284,7 @@ def _with_slack(limit: Limits, recipe: str, kind: str, d: Distances) -> Limits:
 
 
 def too_good(recipe: str, kind: str) -> bool:
-    """Whether less error than the twin's is news in this comparison: a narrower format that is not in force.
+    """Return whether less error than the twin's is news in this comparison: a narrower format that is not in force.
 
     Nobody is accused of summing FP32 better than the twin, nor of a gradient that comes out exact where it is the
     remainder of a cancellation end to end; all gradients together tell as much.

@@ -51,7 +51,7 @@ class Direction:
     uncertainty: float
 
     def right(self, twin_relative_error: float, excess_bound: float = 3.0) -> bool:
-        """Whether only the length differs: the rest is rounding, ρ ≤ excess_bound · ε · |r|; so it is if c is zero."""
+        """Return whether only the length differs: the rest is rounding, ρ ≤ excess_bound · ε · |r|. True at c = 0."""
         if not math.isfinite(self.ratio) or not math.isfinite(self.residual):
             return False
         honest = excess_bound * max(twin_relative_error, FLOOR_ULPS * float(np.finfo(np.float32).eps))

@@ -30,7 +30,7 @@ FEW_ULPS = 4.0
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values of a record are equal: a NaN is what another NaN is, as in a step that was left out."""
+    """Return whether two values of a record are equal: a NaN is what another NaN is, as in a step that was left out."""
     numbers = isinstance(one, float) and isinstance(other, float)
     return one == other or (numbers and math.isnan(one) and math.isnan(other))
 

@@ -30,7 +30,7 @@ class Measure:
 
     @property
     def ok(self) -> bool:
-        """Whether the value lies in its interval; NaN never does."""
+        """Return whether the value lies in its interval; NaN never does."""
         if math.isnan(self.value):
             return False
         return (self.low is None or self.value >= self.low) and (self.high is None or self.value <= self.high)
@@ -82,7 +82,7 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether every measure holds; a finding without measures compared nothing and does not."""
+        """Return whether every measure holds; a finding without measures compared nothing and does not."""
         return bool(self.measures) and self.size > 0 and all(m.ok for m in self.measures)
 
     @property

@@ -193,7 +193,7 @@ class _Search:
                 return
 
     def _examined(self, line: dict[str, Any]) -> bool:
-        """Whether a recorded check looked at the link that is broken now."""
+        """Return whether a recorded check looked at the link that is broken now."""
         origin = self.checks[self.bad].origin if self.bad is not None else None
         return origin is not None and any(
             (found.get("stage"), found.get("phase"), found.get("layer"), found.get("scope"))
@@ -208,7 +208,7 @@ def _verdicts(run: RunDir) -> dict[int, dict[str, Any]]:
 
 
 def _only_over_steps(line: dict[str, Any]) -> bool:
-    """Whether what is broken in a recorded check shows over several checks alone."""
+    """Return whether what is broken in a recorded check shows over several checks alone."""
     scopes = {found.get("scope") for found in line.get("stages", []) if not found.get("ok")}
     return scopes == {"over_steps"}
 

@@ -20,7 +20,7 @@ class Coverage:
 
     @property
     def is_enough(self) -> bool:
-        """Whether at least half of the checks that were due were made."""
+        """Return whether at least half of the checks that were due were made."""
         return 2 * self.made >= self.due
 
     @property

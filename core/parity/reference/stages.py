@@ -77,17 +77,17 @@ def _merge(order: list[str], ids: Iterable[str]) -> None:
 
 
 def is_forward(stage: str) -> bool:
-    """Whether a stage is a link of the forward chain, the loss included."""
+    """Return whether a stage is a link of the forward chain, the loss included."""
     return stage == "loss" or stage in chain().kinds
 
 
 def is_library_head(stage: str) -> bool:
-    """Whether a stage is a library's loss head: logits and NLL in one."""
+    """Return whether a stage is a library's loss head: logits and NLL in one."""
     return chain().kinds.get(stage) == "library_head"
 
 
 def rounds_operands(stage: str) -> bool:
-    """Whether a stage rounds operands to the policy's format, so that the twin's error is that rounding's."""
+    """Return whether a stage rounds operands to the policy's format, so that the twin's error is that rounding's."""
     kind = chain().kinds.get(stage)
     return kind is not None and KINDS[kind].rounds_operands
 

@@ -339,7 +339,7 @@ class Watcher:
         return sides[0], sides[-1]
 
     def _between(self, params: Mapping[str, Any]) -> Iterator[Finding]:
-        """Whether the moments are still those that the step before left; only where that step was checked as well."""
+        """Return whether the moments are those that the last step left; True if that step was not checked."""
         if self._last is not None and self._last[0] == self.steps - 1:
             now = _digest([snapshot(params, [optimizer]) for optimizer in self._optimizers])
             basis = "equal bits of optimizer state after one step and before the next"

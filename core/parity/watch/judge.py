@@ -318,7 +318,7 @@ def _check_shapes(step: Step, truth: Answer, twin: Answer) -> None:
 
 
 def _clipped_before(step: Step, t: Arrays, clip_norm: float) -> bool:
-    """Whether the gradients, as read, already have the norm to which larger ones are clipped."""
+    """Return whether the gradients, as read, already have the norm to which larger ones are clipped."""
     slack = _norm_slack(step) + 1e-6 / clip_norm
     return _norm(t) > clip_norm * (1 + slack) and abs(_norm(step.grads) / clip_norm - 1) <= slack
 

@@ -47,7 +47,7 @@ class Limits:
         kinds = [
             k for k in calibrated_bounds.table()[recipe] if k.startswith("gradients/") and k != "gradients/together"
         ]
-        # Of tensors so large that their own scatter is nothing.
+        # Large tensors only: their own scatter is negligible.
         found = [calibrated_bounds.limits(recipe, kind, 2**60) for kind in kinds]
         basis = f"widest over the gradients of clean {recipe} runs of Lockstep's model, the nearest calibrated recipe"
         widest = {key: max(getattr(one, key) for one in found) for key in ("excess", "distance", "gain")}

@@ -332,7 +332,7 @@ def run_file_case(draw: st.DrawFn) -> Case:
 
 
 def _through(command: str) -> st.SearchStrategy[bool]:
-    """Whether a valid call runs to its end: some of the quick commands, few of those that start the reference."""
+    """Return whether a valid call runs to its end: some quick commands, few that start the reference."""
     odds = {"train": 4, "parity": 60, "replay": 60, "bisect": 60, "data prepare": 4, "report": 1}.get(command)
     return st.just(False) if odds is None else st.integers(1, odds).map(lambda n: n == 1)
 
