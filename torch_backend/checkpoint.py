@@ -28,6 +28,7 @@ from lockstep.core.checkpoint.format import PARAMS, SAFETENSORS
 from lockstep.core.model.groups import moment_names
 from lockstep.torch_backend.optim import moment_of
 from lockstep.torch_backend.programs import Programs
+from lockstep.torch_backend.ranks.process_groups import set_timeout
 from lockstep.torch_backend.ranks.sharded_tensors import local
 
 # One process is what was meant.
@@ -53,7 +54,7 @@ class Writer:
         Every rank calls it. Not left to the first checkpoint: whoever makes a group waits for a rank that has died.
         """
         self._group = dist.new_group(backend="gloo", timeout=MEETING)
-        dist.distributed_c10d._set_pg_timeout(PATIENCE, self._group)
+        set_timeout(PATIENCE, self._group)
         if self._session.root is not None:
             self._mesh = DeviceMesh.from_group(self._group, "cpu")
 

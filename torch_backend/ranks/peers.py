@@ -35,6 +35,7 @@ from lockstep.torch_backend.ranks.process_groups import (
     join_group,
     meet,
     of_link,
+    set_timeout,
     silence,
     take_device,
     timed_out,
@@ -81,8 +82,8 @@ class Peers(Marks):
     def be_patient_for(self, seconds: float) -> None:
         """Set how long this rank waits for another one, but for rank 0 where it works alone."""
         self._patience = timedelta(seconds=seconds)
-        dist.distributed_c10d._set_pg_timeout(self._patience)
-        dist.distributed_c10d._set_pg_timeout(self._patience, self._of_all)
+        set_timeout(self._patience)
+        set_timeout(self._patience, self._of_all)
         self.store.set_timeout(self._patience)
 
     def of_first(self, compute: Callable[[], T], asked: str = "hear what rank 0 decides") -> T:

@@ -91,6 +91,13 @@ def join_group(rank: int, ranks: int, store: Store, device: torch.device) -> Non
 DONE = 1 << 30
 
 
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Set how long operations of a group may take; without one, of the default group."""
+    # torch 2.14 made it public, under this name, and warns of the other.
+    theirs = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    theirs(timeout, group)
+
+
 class Mark(NamedTuple):
     """How far a rank is (`Marks.mark`)."""
 
