@@ -191,7 +191,7 @@ class JaxSession:
             raise NotSupported(f"no such tap: {', '.join(unknown)}")
         grads = [name.removeprefix(GRADIENT) for name in taps if name.startswith(GRADIENT)]
         shapes = probe_shapes(self.config.model, *batch.tokens.shape)
-        probes = {n: jnp.zeros(shapes[n], self.policy.stream) for n in sorted(grads) if n not in self.params}
+        probes = {n: np.zeros(shapes[n], self.policy.stream) for n in sorted(grads) if n not in self.params}
         seen, by_probe, by_parameter = self._observe(
             self.params,
             probes,

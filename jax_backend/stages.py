@@ -111,7 +111,8 @@ def with_gradients(function: StageFunction) -> Callable[[Inputs], dict[str, Arra
     return run
 
 
-def in_stream(inputs: Mapping[str, np.ndarray], policy: Policy) -> dict[str, Array]:
+def in_stream(inputs: Mapping[str, np.ndarray], policy: Policy) -> dict[str, np.ndarray]:
     """Floating inputs in the policy's stream dtype, integers as they are."""
-    arrays = {name: jnp.asarray(value) for name, value in inputs.items()}
+    # By NumPy: in JAX each shape's cast would be a program of its own, compiled before the stage's.
+    arrays = {name: np.asarray(value) for name, value in inputs.items()}
     return {n: a.astype(policy.stream) if jnp.issubdtype(a.dtype, jnp.floating) else a for n, a in arrays.items()}
