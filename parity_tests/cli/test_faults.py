@@ -38,16 +38,15 @@ def test_an_alarm_runs_the_step_again_finds_the_cause_and_packs_the_step(
     lockstep: Lockstep, run_file: Path, tmp_path: Path
 ) -> None:
     verdict, capsules = tmp_path / "verdict.json", tmp_path / "capsules"
-    said = lockstep(
-        "parity", run_file, "--steps", 1, "--candidate", f"{FAULTS / 'loss.py'}:OneGradientScaled",
-        "--json", verdict, "--capsules", capsules,
-    )  # fmt: skip
+    candidate = ("--candidate", f"{FAULTS / 'loss.py'}:OneGradientScaled")
+    said = lockstep("parity", run_file, "--steps", 1, *candidate, "--json", verdict, "--capsules", capsules)
     assert said.code == 1, said
     found = json.loads(verdict.read_text())
     assert "gives the same bits" in found["cause"] and "present in every variation tried" in found["cause"]
     packed = capsules / "step_000001"
     assert {"about.json", "repro.py", "stage.npz", "verdict.json", "state"} <= {path.name for path in packed.iterdir()}
-    again = lockstep("replay", packed)
+    assert lockstep("replay", packed).code == 2, "a capsule's word opens no file"
+    again = lockstep("replay", packed, *candidate)
     assert again.code == 1 and "the verdict is the one that was packed" in again.out
 
 

@@ -34,7 +34,7 @@ def test_a_run_is_checked_by_four_and_replayed_by_one(
     lockstep: Lockstep, run_file: Path, here: Path, four_devices: None
 ) -> None:
     short = ("--train.steps", "4", "--train.micro-batch-size", "4", "--parity.every", "4")
-    done = Started(here, "train", str(run_file), *short, *FOUR).end()
+    done = Started(here, "train", str(run_file), *short, *FOUR).end(300)
     assert done.code == 0, done
     assert [check["verdict"] for check in checks(here / "runs" / "tiny")] == ["agreed", "agreed"]
     os.environ.pop("JAX_NUM_CPU_DEVICES")
