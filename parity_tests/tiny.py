@@ -20,8 +20,8 @@ from lockstep.core.config.schema import (
 )
 from lockstep.core.data.batches import documents_of
 
-MODEL = {"vocab_size": 256, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_hidden": 128}
-TRAIN = {"steps": 20, "batch_size": 4, "micro_batch_size": 2, "sequence_length": 64}
+MODEL = {"vocab_size": 300, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_hidden": 128}
+TRAIN = {"steps": 20, "batch_size": 4, "micro_batch_size": 2, "sequence_length": 32}
 
 
 def tiny_config(

@@ -8,7 +8,7 @@ from lockstep.core.config.schema import ParityConfig, RunConfig
 from lockstep.core.parity.modes.coverage import BUSY, coverage
 from lockstep.core.run.directory import RunDir
 from lockstep.core.run.resume import Changes
-from lockstep.parity_tests.core.test_run import record
+from lockstep.parity_tests.core.run_files import record
 
 
 def agreed(*steps):

@@ -242,7 +242,7 @@ def test_tokens_of_a_capsule_are_within_the_vocabulary(token: int, tmp_path: Pat
         ids[1, 2] = token
         arrays = batch_arrays(replace(batch, **{name: ids}))
         np.savez(tmp_path / f"{name}.npz", **arrays)
-        with pytest.raises(UserError, match=f"{name} lie in .*outside the vocabulary of 256"):
+        with pytest.raises(UserError, match=f"{name} lie in .*outside the vocabulary of 300"):
             raw = (tmp_path / f"{name}.npz").read_bytes()
             read_capsule(planted_capsule(tmp_path / name, batch=raw))
 

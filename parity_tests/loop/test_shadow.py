@@ -192,7 +192,12 @@ def test_evidence_that_breaks_off_is_none_and_no_traceback(kept: int) -> None:
     evidence = gather(session, session.config, text_batch(session.config, 0))
     read_whole, write_whole = os.pipe()
     out = Connection(write_whole)
-    sender = threading.Thread(target=lambda: (send_evidence(evidence, out), out.close()))
+
+    def send() -> None:
+        send_evidence(evidence, out)
+        out.close()
+
+    sender = threading.Thread(target=send)
     sender.start()
     with open(read_whole, "rb") as pipe:
         sent = pipe.read()
@@ -200,8 +205,8 @@ def test_evidence_that_breaks_off_is_none_and_no_traceback(kept: int) -> None:
     read_part, write_part = os.pipe()
     os.write(write_part, sent[:kept])
     os.close(write_part)
-    with Connection(read_part) as pipe:
-        assert receive_evidence(pipe) is None
+    with Connection(read_part) as part:
+        assert receive_evidence(part) is None
 
 
 def test_a_worker_whose_trainer_was_killed_ends_without_a_traceback() -> None:

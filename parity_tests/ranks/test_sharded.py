@@ -197,7 +197,7 @@ def test_eight_bit_moments_are_cut_between_their_blocks() -> None:
 
 
 def test_eight_bit_moments_that_would_be_cut_within_a_block_are_refused() -> None:
-    with pytest.raises(UserError, match=r"^optim.name = 'adamw8bit' over 2 ranks .* part of blocks\.0\.attn"):
+    with pytest.raises(UserError, match=r"^optim.name = 'adamw8bit' over 2 ranks .* part of embed\.weight"):
         TorchBackend().open(sharded("fp32", sections=EIGHT))
     assert furthest(opened(sharded(sections=EIGHT)).state(), alone(sharded()).state()) == 0.0
 
@@ -249,7 +249,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     parts = opened(sharded())
     path = saved(parts, tmp_path)
     other = opened(sharded(hidden=32))
-    with pytest.raises(ValueError, match=r"embed\.weight has shape \(256, 64\), the model's is \(256, 32\)"):
+    with pytest.raises(ValueError, match=r"embed\.weight has shape \(300, 64\), the model's is \(300, 32\)"):
         restore_checkpoint(path, other.restore)
     next(iter(path.glob("shard-*.safetensors"))).unlink()
     with pytest.raises(UserError, match="is missing"):

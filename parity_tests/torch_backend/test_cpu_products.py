@@ -44,7 +44,7 @@ def test_every_fp32_product_is_by_onednn(policy, linears, monkeypatch):
     seen, real = [], precision.by_onednn
     monkeypatch.setattr(precision, "by_onednn", lambda left, right: seen.append(left.shape) or real(left, right))
     gradients("onednn", policy)
-    chunks = -(-2 * 64 // 50)
+    chunks = -(-2 * 32 // 50)
     assert len(seen) == 2 * (3 * linears + chunks * (3 if policy == "fp32" else 2))
     seen.clear()
     gradients("blas", policy)
