@@ -8,28 +8,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.core.parity.judge.judge import Reference
 from lockstep.parity_tests.cli.conftest import Lockstep
 
 CANDIDATES = Path(__file__).with_name("candidates.py")
 # FP64 has the plainest bounds, and one reference session instead of two.
 FP64 = ("--precision.policy", "fp64", "--steps", "1")
-
-REFERENCES: dict[str, Reference] = {}
-
-
-@pytest.fixture(autouse=True)
-def one_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference takes the candidate's state at every step, so one that is compiled serves every test."""
-    fresh = Reference.open
-
-    def opened(backend: Any, config: Any) -> Reference:
-        key = f"{backend.name} {config.model_dump()}"
-        if key not in REFERENCES:
-            REFERENCES[key] = fresh(backend, config)
-        return REFERENCES[key]
-
-    monkeypatch.setattr(Reference, "open", opened)
 
 
 def verdict(file: Path) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+"""One reference a configuration for all tests of a process: tracing and compiling its programs is most of a check.
+
+A pytest plugin, loaded by pyproject.toml. A check gives the reference the candidate's state first, so that sessions
+can be shared, as scripts/shared/planting.py's `Kept` shares them. Only `JaxBackend` itself is kept: what a test plants
+in a class of its own, in another process, or asks of `check_reference`, meets a reference of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+# Of many configurations the last ones: a session holds weights, moments and programs.
+MOST = 8
+
+
+def kept(make: Callable[[Any, Any], T], key: Callable[[Any], str]) -> Callable[[Any, Any], T]:
+    """Return `make`, which remembers what it made of the JAX reference for the last configurations."""
+    found: dict[str, T] = {}
+
+    def remembered(backend: Any, config: Any) -> T:
+        jax_backend = sys.modules.get("lockstep.jax_backend.backend")
+        if jax_backend is None or type(backend) is not jax_backend.JaxBackend:
+            return make(backend, config)
+        name = key(config)
+        if name not in found:
+            found[name] = make(backend, config)
+            if len(found) > MOST:
+                del found[next(iter(found))]
+        return found[name]
+
+    return remembered
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_reference_a_configuration() -> Iterator[None]:
+    from lockstep.core.parity.measures.compare import Reference
+    from lockstep.core.parity.reference import self_check
+
+    with pytest.MonkeyPatch.context() as patch:
+        opened = kept(Reference._opened, lambda config: config.model_dump_json())
+        patch.setattr(Reference, "_opened", staticmethod(opened))
+        sound = kept(self_check.require_sound, lambda config: self_check.small(config).model_dump_json())
+        patch.setattr(self_check, "require_sound", sound)
+        yield
