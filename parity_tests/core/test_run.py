@@ -18,6 +18,7 @@ from lockstep.core.files.jsonl import read_lines
 from lockstep.core.files.lock import FolderLock
 from lockstep.core.run.directory import RunDir
 from lockstep.parity_tests.core.run_files import CONFIG, assert_same_state, everything_under, record, state
+from lockstep.parity_tests.slow_tests import amount
 
 
 @pytest.fixture
@@ -308,7 +309,7 @@ def test_a_resume_that_nobody_listens_to_warns(tmp_path):
 def test_every_changed_byte_of_run_json_is_noticed(tmp_path):
     path = checked_run(tmp_path / "r").path / "run.json"
     whole = path.read_bytes()
-    for at in range(len(whole)):
+    for at in range(0, len(whole), amount(7, with_all=1)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
         with pytest.raises(UserError, match=r"run.json is damaged or was edited .*; put it back as it was written"):
             RunDir.open(path.parent)
@@ -320,7 +321,8 @@ def test_every_changed_byte_of_run_json_is_noticed(tmp_path):
 def test_every_changed_byte_of_config_toml_is_noticed_or_without_effect(tmp_path):
     path = checked_run(tmp_path / "r").path / "config.toml"
     whole, refused = path.read_bytes(), 0
-    for at in range(len(whole)):
+    tried = range(0, len(whole), amount(7, with_all=1))
+    for at in tried:
         for byte in (whole[at] ^ (1 << at % 8), ord("7")):
             path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
             try:
@@ -328,7 +330,7 @@ def test_every_changed_byte_of_config_toml_is_noticed_or_without_effect(tmp_path
             except UserError as error:
                 assert "config.toml was changed after the run was made: " in str(error) and "\n" not in str(error)
                 refused += 1
-    assert refused > len(whole)
+    assert refused > len(tried)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def in_four(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 # What the tests that run by default read (slow_tests.toml); the process of the others is started if they run.
-BY_DEFAULT = frozenset({"exact tied", "trained adamw", "under bf16", "memory", "places", "one", "fault not summed"})
+BY_DEFAULT = frozenset({"exact tied", "places", "one", "fault not summed"})
 
 
 class Found:

@@ -11,7 +11,6 @@ from lockstep.core.files import jsonl
 from lockstep.core.run import directory
 from lockstep.core.run.layout import CHECKS, CONFIG, INFO, RECORDS
 from lockstep.parity_tests.loop.runs import one_line
-from lockstep.parity_tests.slow_tests import amount
 from lockstep.scripts import cli
 from lockstep.scripts.studies import bit_flips
 from lockstep.scripts.studies.bit_flips import (
@@ -27,7 +26,7 @@ from lockstep.scripts.studies.bit_flips import (
 )
 
 # Trials take turns over the ten kinds of file.
-TRIALS = amount(10, with_all=30)
+TRIALS = 30
 
 
 @pytest.fixture(scope="module")

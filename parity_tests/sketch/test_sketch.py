@@ -21,7 +21,7 @@ FLOATS = {"float16": 2e-2, "float32": 2e-6, "float64": 1e-13}
 SIX_DEVIATIONS = 6 * (1 / (2 * K)) ** 0.5
 
 
-@settings(max_examples=amount(20, with_all=80))
+@settings(max_examples=amount(8, with_all=80))
 @given(
     start=st.integers(0, 5000) | st.integers(2**31 - 3000, 2**31 + 10) | st.integers(2**32 - 50, 2**34),
     count=st.integers(1, 3000),
@@ -43,7 +43,7 @@ def test_signs_are_balanced_along_strides():
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@settings(max_examples=amount(8, with_all=30))
+@settings(max_examples=amount(4, with_all=30))
 @given(shape=st.tuples(st.integers(1, 40), st.integers(1, 90)), step=st.integers(1, 3), seed=st.integers(0, 2**31))
 def test_all_three_agree_on_any_shape_stride_and_dtype(dtype, shape, step, seed):
     x = np.random.default_rng(seed).standard_normal((shape[0] * step, shape[1])).astype(dtype)[::step].T
@@ -61,7 +61,7 @@ def test_bf16_is_sketched_in_fp32():
     assert np.array_equal(in_torch.sketch(x).numpy(), in_torch.sketch(x.float()).numpy())
 
 
-@settings(max_examples=amount(10, with_all=40))
+@settings(max_examples=amount(6, with_all=40))
 @given(size=st.integers(1, 9000), cut=st.floats(0, 1), seed=st.integers(0, 2**31))
 def test_linear_and_whole_from_parts(size, cut, seed):
     x, y = np.random.default_rng(seed).standard_normal((2, size))
@@ -83,7 +83,7 @@ def test_an_offset_beyond_2_to_the_33():
     assert np.allclose(np.asarray(in_jax.sketch(jnp.asarray(x), at)), expected, atol=1e-10)
 
 
-@settings(max_examples=amount(8, with_all=30))
+@settings(max_examples=amount(4, with_all=30))
 @given(shape=st.tuples(st.integers(1, 30), st.integers(1, 100)), seed=st.integers(0, 2**31))
 def test_lift_is_the_adjoint(shape, seed):
     rng = np.random.default_rng(seed)
