@@ -70,6 +70,6 @@ def test_without_the_option_the_rounding_is_lost(measure, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", without_options)
     found = measure(GENERATED)
-    assert seen == [{"emulate_precision_casts": True}]
+    assert [options["emulate_precision_casts"] for options in seen] == [True]
     assert found.excess < 0.1
     assert found.twin_distance > 0.9
