@@ -1,8 +1,9 @@
-"""One reference a configuration for all tests of a process: tracing and compiling its programs is most of a check.
+"""Share one JAX reference per configuration among the tests of a process.
 
-A pytest plugin, loaded by pyproject.toml. A check gives the reference the candidate's state first, so that sessions
-can be shared, as scripts/shared/planting.py's `Kept` shares them. Only `JaxBackend` itself is kept: what a test plants
-in a class of its own, in another process, or asks of `check_reference`, meets a reference of its own.
+Tracing and compiling its programs is most of a check. A check loads the candidate's state into the reference first, so
+sessions can be shared, as `Kept` of scripts/shared/planting.py shares them. Only `JaxBackend` itself is shared: a test
+that plants a fault in a reference uses a class of its own, another process, or `check_reference`, which opens new
+sessions. This is a pytest plugin, loaded by pyproject.toml.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar("T")
-# Of many configurations the last ones: a session holds weights, moments and programs.
+# The number of configurations that are kept: a session holds weights, moments and programs.
 MOST = 8
 
 
 def kept(make: Callable[[Any, Any], T], key: Callable[[Any], str]) -> Callable[[Any, Any], T]:
-    """Return `make`, which remembers what it made of the JAX reference for the last configurations."""
+    """Wrap `make(backend, config)`: cache its results for the JAX reference, for the last MOST configurations."""
     found: dict[str, T] = {}
 
     def remembered(backend: Any, config: Any) -> T:

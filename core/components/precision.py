@@ -64,7 +64,7 @@ class PrecisionPolicy:
 
     @property
     def exact(self) -> bool:
-        """Return whether everything is in FP64: nothing is rounded to a narrower format, by an optimizer neither."""
+        """Return whether everything is in FP64: neither the step nor the optimizer rounds to a narrower format."""
         return FORMATS[self.stream].bytes == FORMATS["fp64"].bytes
 
     @property

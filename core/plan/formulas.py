@@ -350,7 +350,7 @@ def _fused_mlp(z: Sizes, products: float, normed: float) -> Part:
     back.free("act")
     back.make(d_act=F)
     back.make(wide_g=float((z.stream - z.operand) * one))
-    # That of up takes up's place.
+    # The gradient of up takes the memory of up.
     back.make(d_gate=F, d_up=0.0)
     back.free("d_act", "gate")
     back.make(d_x=2 * operand)
@@ -374,7 +374,7 @@ def _fused_mlp_again(z: Sizes, kept: Part) -> Part:
     back = Tape(anew.there)
     back.make(d_down=operand if z.casts else 0.0)
     back.make(d_act=F)
-    # That of up takes up's place.
+    # The gradient of up takes the memory of up.
     back.make(d_gate=F)
     back.make(d_x=2 * operand)
     back.free("d_x", "w")

@@ -1,7 +1,7 @@
 """Ranks as the loop knows them: every rank runs the same program, and rank 0 alone knows the directory and the console.
 
-`of_first` broadcasts a decision of rank 0; `gather` collects what any rank noticed. Every rank
-makes the same calls in the same order. torch_backend/ranks/peers.py has them for several processes.
+`of_first` broadcasts a decision of rank 0; `gather` collects what any rank noticed. Every rank makes the same calls in
+the same order. torch_backend/ranks/peers.py implements both for several processes.
 """
 
 from __future__ import annotations

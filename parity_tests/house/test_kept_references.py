@@ -1,4 +1,4 @@
-"""What is kept from test to test is the JAX reference itself, and of the last configurations alone."""
+"""Tests of one process share the JAX reference, for the last configurations, and no other backend."""
 
 from __future__ import annotations
 

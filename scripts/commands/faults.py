@@ -50,7 +50,7 @@ class Faults:
 
 
 def with_recipe(given: dict[str, str], recipe: str) -> dict[str, str]:
-    """Settings under a recipe. Raises UserError for one that is not `policy/eager` or `policy/compiled`."""
+    """Add a recipe to settings. Raises UserError for one that is not `policy/eager` or `policy/compiled`."""
     policy, _, program = recipe.partition("/")
     if program not in ("eager", "compiled"):
         raise UserError(f"command line: recipe = {recipe}: write one as bf16/eager or fp32/compiled")
@@ -58,7 +58,7 @@ def with_recipe(given: dict[str, str], recipe: str) -> dict[str, str]:
 
 
 def stamp(config: RunConfig) -> str:
-    """Of everything that a row depends on and that is not code: bounds, configuration, expectations."""
+    """Return the digest of a row's inputs apart from code: bounds, configuration, expectations."""
     from importlib import resources
 
     bounds = resources.files("lockstep.core.parity.measures").joinpath("calibrated_bounds.json").read_bytes()
@@ -70,7 +70,7 @@ def stamp(config: RunConfig) -> str:
 
 @on_every_rank
 def main(argv: list[str]) -> int:
-    """Plant, judge, print; 0 if all is as promised."""
+    """Plant the faults, judge and print them; return 0 if all is as promised."""
     from lockstep.core.config.file import load_config
     from lockstep.core.sinks.terminal import open_console
 
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
         return open_data(config, options.config, given)
 
     def on_ranks(recipe: str, names: Sequence[str], ranks: int) -> Sequence[Row]:
-        """Rows of faults that need several ranks: this command, on so many of them."""
+        """Run this command on several ranks, and return the rows of the faults that need them."""
         with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
             file = Path(folder) / "rows.json"
             words = ["faults", *names, "--config", str(options.config), "--recipe", recipe, "--json", str(file)]

@@ -28,9 +28,9 @@ HONEST_STEPS = 3
 
 
 class Kept:
-    """A backend that opens each configuration once: compiled programs of a reference are most of its cost.
+    """Open each configuration of a backend once: compiling a reference's programs is most of its cost.
 
-    Sessions are shared, so that whoever asks for one gives it its state first, as every check does.
+    Sessions are shared: a caller loads its state into the session first, as every check does.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -38,28 +38,28 @@ class Kept:
         self.name = backend.name
 
     def open(self, config: RunConfig) -> Session:
-        """A session on this configuration, opened before or now."""
+        """Return the session of this configuration; open it the first time."""
         key = config.model_dump_json()
         if key not in self._sessions:
             self._sessions[key] = self._backend.open(config)
         return self._sessions[key]
 
     def describe(self, config: RunConfig) -> Any:
-        """As the backend itself."""
+        """Return the backend's own description."""
         return self._backend.describe(config)
 
 
 class Data(Protocol):
-    """What hands out a run's batches: core/run/data.py's RunData."""
+    """The batches of a run, as `RunData` of core/run/data.py has them."""
 
     def batch(self, step: int) -> Batch:
-        """The batch of optimizer step `step`, from 1."""
+        """Return the batch of optimizer step `step`, from 1."""
         ...
 
 
 @dataclass
 class Bench:
-    """One recipe: a configuration, its data, the reference that judges, and what the honest trainer's loss is."""
+    """Judge faults under one recipe: a configuration, its data, the reference, and the honest trainer's losses."""
 
     config: RunConfig
     data: Data
@@ -72,7 +72,7 @@ class Bench:
 
     @property
     def reference(self) -> Reference:
-        """Twin and truth, opened when they are first needed."""
+        """Return twin and truth; open them the first time."""
         from lockstep.core.parity.measures.compare import Reference
 
         if self._reference is None:
@@ -80,12 +80,12 @@ class Bench:
         return self._reference
 
     def honest_row(self) -> Row:
-        """The honest trainer, judged as the faults are: it must not be accused."""
+        """Judge the honest trainer as the faults are judged: every check must agree."""
         row = Row(self.honest_name, self._recipe, "", None, None, 1, HONEST_STEPS, None, None)
         return self._judged(row, self.honest, lambda batches: batches, HONEST_STEPS, "none")
 
     def row(self, fault: Any) -> Row:
-        """Plant one fault and judge it; whatever it raises stands in its row."""
+        """Plant one fault and judge it; an exception becomes the row's error."""
         origin = fault.origin(self.config.model.layers)
         row = Row(
             fault.name,
@@ -148,7 +148,7 @@ class Bench:
     def _cause(
         self, backend: Backend, session: Session, evidence: Evidence, check: Check, row: Row, causes: str
     ) -> str:
-        """The decoder's words; where more is asked for, whether the step repeats and which change makes it vanish."""
+        """Return the decoder's note or, if `causes` asks for it, whether the step repeats and which change mends it."""
         from lockstep.core.capabilities import ranks_of
         from lockstep.core.parity.diagnose.cause import find_cause
         from lockstep.core.parity.diagnose.disagreement import repeated
@@ -168,7 +168,7 @@ class Bench:
         return "; ".join(words)
 
     def _moved(self, loss: float, step: int) -> float | None:
-        """|loss − honest| / honest in this step, both trained from the initial weights; None if it is not finite."""
+        """Return |loss − honest| / honest of a step, both trained from initial weights; None if it is not finite."""
         if not self._losses:
             from lockstep.core.parity.evidence.gather import uneven_weights
 
@@ -191,7 +191,7 @@ def run(
     on_ranks: Callable[[str, Sequence[str], int], Sequence[Row]] | None = None,
     ranks: Ranks = ONE,
 ) -> Iterator[Row]:
-    """Rows of every fault under every recipe in turn, the honest trainer first; those in `kept` are not run again.
+    """Yield the row of each fault under each recipe, the honest trainer first; rows in `kept` are not run again.
 
     Faults that need settings of their own come after the others, each set of settings with its honest trainer.
     on_ranks: gives the rows of a recipe's faults, by name, that need so many ranks. Without it these are ranks, and
@@ -232,7 +232,7 @@ def run(
 
 
 def configured(fault: Any, config: RunConfig) -> RunConfig:
-    """The run with the settings that a fault needs. Raises UserError if the run's own do not go with them."""
+    """Return the run with the settings that a fault needs. Raises UserError if the run's own contradict them."""
     from pydantic import ValidationError
 
     try:
@@ -244,7 +244,7 @@ def configured(fault: Any, config: RunConfig) -> RunConfig:
 
 
 def honest_name(fault: Any) -> str:
-    """The row of the honest trainer that this fault stands beside: one for all that need the same settings."""
+    """Return the name of the honest trainer's row for a fault: faults with the same settings share one."""
     said = ", ".join(f"{key} = {text}" for key, text in fault.settings.items())
     return f"{HONEST}: {said}" if said else HONEST
 
@@ -254,7 +254,7 @@ def _settings_in_words(settings: Mapping[str, str]) -> list[str]:
 
 
 def chosen(names: Sequence[str]) -> list[Any]:
-    """The faults of these names, all of them without one. Raises UserError for a name that is not there."""
+    """Return the faults of these names, or all without names. Raises UserError for an unknown name."""
     # pyproject.toml allows this import of a script: the collection is all of the tests that is installed.
     from lockstep.parity_tests.faults import FAULTS
 

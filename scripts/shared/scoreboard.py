@@ -24,10 +24,10 @@ Origin = tuple[str, str, int | None]
 
 @dataclass(frozen=True)
 class Row:
-    """What was promised of one fault and what was said. Layers of `expected` are those of the model.
+    """One planted fault: the expected finding and the actual one. Layers of `expected` are those of the model.
 
     step: the first check that disagreed. named: its origin. others: all origins in the chain's order.
-    rank: place of the expected origin among them, from 1. measure: the origin's worst, with its bound.
+    rank: place of the expected origin among them, from 1. measure: the origin's worst measure, with its bound.
     loss_moved: relative change of the loss in the first step in which the fault acts. error: why there is no verdict.
     """
 
@@ -54,17 +54,17 @@ class Row:
 
     @property
     def in_time(self) -> bool:
-        """Found in one of the checks in which it must be, and no honest step before it accused."""
+        """Return whether a check within the promised steps found the fault, and no earlier one disagreed."""
         return self.step is not None and 0 <= self.step - self.first_step < self.within
 
     @property
     def exact(self) -> bool:
-        """Stage, phase and layer of the origin are those of the fault."""
+        """Return whether the origin has the stage, phase and layer of the fault."""
         return self.rank == 1
 
     @property
     def broken_promises(self) -> list[str]:
-        """What is otherwise than promised, in words."""
+        """Describe each difference from the promise; empty if there is none."""
         if self.error:
             return [f"no verdict: {self.error}"]
         if self.expected is None:
@@ -82,12 +82,12 @@ class Row:
         return said
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping."""
+        """Return a mapping for JSON."""
         return asdict(self) | {"in_time": self.in_time, "exact": self.exact, "broken_promises": self.broken_promises}
 
 
 def from_json(row: dict[str, Any]) -> Row:
-    """The row of a mapping that `to_json` made."""
+    """Return the row of a mapping that `to_json` made."""
     kept = {key: row[key] for key in Row.__dataclass_fields__}
     for key in ("expected", "named"):
         kept[key] = tuple(kept[key]) if kept[key] else None
@@ -95,7 +95,7 @@ def from_json(row: dict[str, Any]) -> Row:
 
 
 def said_of(check: Check, row: Row) -> Row:
-    """The row with the origins that a check which disagreed names."""
+    """Return the row with the origins of a check that disagreed."""
     from lockstep.core.sinks.phrases import bounds
 
     origins = tuple(_link(finding) for finding in check.origins)
@@ -113,7 +113,7 @@ def _link(finding: Finding) -> Origin:
 
 
 def totals(rows: Sequence[Row]) -> dict[str, Any]:
-    """Counts over the faults of some rows; the honest trainer's row apart."""
+    """Count the results of rows of faults; the honest trainer's row is counted apart."""
     faults = [row for row in rows if row.expected is not None]
     return {
         "faults": len(faults),
@@ -130,7 +130,7 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def in_words(counts: dict[str, Any]) -> str:
-    """The totals as a sentence."""
+    """Return the totals as a sentence."""
     n = counts["faults"]
     honest = "accused" if counts["honest_trainer_accused"] else "not accused"
     return (
@@ -142,12 +142,12 @@ def in_words(counts: dict[str, Any]) -> str:
 
 
 def place(origin: Origin | None) -> str:
-    """`attn backward 3`."""
+    """Return an origin in words, such as `attn backward 3`."""
     return "nothing" if origin is None else " ".join(str(part) for part in origin if part is not None)
 
 
 def write(file: Path, rows: Sequence[Row], mark: str) -> None:
-    """The scoreboard as JSON: rows, and totals by recipe."""
+    """Write the scoreboard as JSON: rows, and totals by recipe."""
     from lockstep.core.files.atomic import write_atomically
 
     by_recipe: dict[str, list[Row]] = {}
@@ -163,7 +163,7 @@ def write(file: Path, rows: Sequence[Row], mark: str) -> None:
 
 
 def read(file: Path, mark: str) -> list[Row]:
-    """Rows of an earlier run on the same bounds, configuration and expectations; none if there are none."""
+    """Return the rows of an earlier run if its stamp is `mark`, else none. Raises UserError for a damaged file."""
     try:
         tree = json.loads(file.read_text())
         return [from_json(row) for row in tree["rows"]] if tree["stamp"] == mark else []
@@ -174,7 +174,7 @@ def read(file: Path, mark: str) -> list[Row]:
 
 
 def print_row(console: Console, row: Row) -> None:
-    """One line as soon as a fault is judged, and what is otherwise than promised."""
+    """Print the line of a judged fault, and each difference from the promise."""
     broken = row.broken_promises
     step = "–" if row.step is None else str(row.step)
     rank = "–" if row.rank is None else str(row.rank)

@@ -212,7 +212,7 @@ class PeerSession:
 
     @property
     def _wanted(self) -> bool:
-        """Return whether this rank computes what only rank 0 tells: norms of whole weights are the same everywhere."""
+        """Return whether this rank computes what rank 0 reports: norms of whole weights are equal on all ranks."""
         return self.peers.rank == 0 or self.own.root is not None
 
     def _look(self, what: str, own: Callable[[], T]) -> T:

@@ -208,7 +208,7 @@ class Peers(Marks):
         self.mark(call, next(numbers), what)
 
     def _left_out_by_all(self, mine: Any, said: Sequence[str | None]) -> Any:
-        """Return a step's result, with every rank's reason if it was skipped. Raises RankError if some ran it."""
+        """Return a step's result, with each rank's reason if all skipped it. Raises RankError if only some did."""
         places = {rank: words for rank, words in enumerate(said) if words is not None}
         if not places:
             return mine

@@ -92,8 +92,8 @@ DONE = 1 << 30
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    """Set how long operations of a group may take; without one, of the default group."""
-    # torch 2.14 made it public, under this name, and warns of the other.
+    """Set the timeout of a group's operations, by default of the default group's."""
+    # Public since torch 2.14, which warns of the private name.
     theirs = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     theirs(timeout, group)
 
@@ -154,7 +154,7 @@ def silence(rank: int, group: Any) -> str:
 
 
 def of_link(error: BaseException) -> bool:
-    """Return whether it is a link to another rank that failed. Of most of gloo's failures only the words tell."""
+    """Return whether an error is a failed connection to another rank; gloo mostly says so in the message alone."""
     said = str(error).lower()
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(words in said for words in ("gloo/", "pair closure", *TIMED_OUT))
@@ -162,5 +162,5 @@ def of_link(error: BaseException) -> bool:
 
 
 def timed_out(error: BaseException) -> bool:
-    """Return whether a collective gave up waiting: gloo and nccl have words for it, and no class."""
+    """Return whether an error is the timeout of a collective; gloo and nccl have a message for it, and no class."""
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in TIMED_OUT)
