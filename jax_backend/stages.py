@@ -113,6 +113,7 @@ def with_gradients(function: StageFunction) -> Callable[[Inputs], dict[str, Arra
 
 def in_stream(inputs: Mapping[str, np.ndarray], policy: Policy) -> dict[str, np.ndarray]:
     """Floating inputs in the policy's stream dtype, integers as they are."""
-    # By NumPy: in JAX each shape's cast would be a program of its own, compiled before the stage's.
+    # By NumPy: in JAX each shape's cast is a program of its own, and XLA on the CPU takes subnormal FP32 numbers for 0.
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
-    return {n: a.astype(policy.stream) if jnp.issubdtype(a.dtype, jnp.floating) else a for n, a in arrays.items()}
+    with np.errstate(over="ignore", invalid="ignore"):  # beyond the format is infinity, as in every step
+        return {n: a.astype(policy.stream) if jnp.issubdtype(a.dtype, jnp.floating) else a for n, a in arrays.items()}
