@@ -13,6 +13,8 @@ repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bash "$repo/scripts/setup/setup_env.sh" || exit $?
 cd "$repo" || exit 2
 . scripts/setup/environment.sh
+# Without bytecode, each of the many processes that tests start would compile Lockstep's sources anew, for a second.
+unset PYTHONDONTWRITEBYTECODE
 bin=.venv/bin
 unclean=()
 parts=()
