@@ -9,12 +9,11 @@ untouched, and a second test takes it as it comes, within what FP32 explains.
 
 import types
 
+# Transformers takes three seconds to import: inside the tests that need it, since every process collects this file.
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama import modeling_llama
 
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.jax_backend.backend import JaxBackend
@@ -41,11 +40,15 @@ class _WideTorch(types.ModuleType):
 
 @pytest.fixture
 def widened(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
     monkeypatch.setattr(modeling_llama, "torch", _WideTorch("torch"))
 
 
 def build_theirs(model, params, length, **other):
     """LlamaForCausalLM in FP64 with our weights under its names."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     settings = {**their_config(model, length), "attn_implementation": "eager"}
     theirs = LlamaForCausalLM(LlamaConfig(**(settings | other))).double()
     weights = {their_name(name): torch.from_numpy(p) for name, p in params.items()}

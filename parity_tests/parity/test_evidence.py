@@ -13,7 +13,7 @@ from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
-CONFIG = tiny_config("fp32")
+CONFIG = tiny_config("bf16")
 
 
 @pytest.fixture(scope="module")

@@ -41,10 +41,15 @@ def test_an_honest_trainer_agrees(honest: Check) -> None:
     assert any(finding.stage == "compiler" for finding in honest.findings)
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["run eagerly", "traced"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_only_the_program_without_taps_does_is_the_compilers(
-    fault: type[TorchBackend], reference: Reference
+    fault: type[TorchBackend], traced: bool, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The judge knows by the configuration that programs are compiled: tracing them takes all of the time."""
+    if not traced:
+        monkeypatch.setattr(torch, "compile", lambda program, **_: program)
+        monkeypatch.setattr(compiled, "is_compiling", lambda: True)
     origin = check_of(fault(), reference).origin
     assert origin is not None
     assert (origin.stage, origin.phase) == ("compiler", "backward")

@@ -18,7 +18,7 @@ def killed(rank: int, step: int) -> type[TorchSession]:
     class Session(TorchSession):
         def total_weight(self, batch: Batch) -> object:  # type: ignore[override]
             first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-            mine = self.ranks is not None and self.ranks.rank == rank
+            mine = rank == (self.ranks.rank if self.ranks else 0)
             if first and mine and self.steps_done + 1 == step:
                 while step > 3 and not Path("runs/tiny/checkpoints/step_000003").exists():  # it is being written
                     time.sleep(0.05)

@@ -55,9 +55,10 @@ def ended(process: subprocess.Popen[str]) -> Done:
     return Done(process.returncode, out, err)
 
 
-def train(folder: Path, run_file: Path, *more: str, restarted: int = 3) -> Done:
+def train(folder: Path, run_file: Path, *more: str, restarted: int = 3, ranks: int = 2) -> Done:
     options = ("--standalone", "--max-restarts", str(restarted))
-    return ended(agent(folder, "train", str(run_file), "--train.ranks", "2", *SETTINGS, *more, options=options))
+    command = ("train", str(run_file), "--train.ranks", str(ranks), *SETTINGS, *more)
+    return ended(agent(folder, *command, ranks=ranks, options=options))
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,14 @@ def undisturbed(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("undisturbed")
     done = train(folder, run_file)
     assert done.code == 0, done.err
+    return folder / "runs/tiny"
+
+
+@pytest.fixture(scope="module")
+def alone(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run by this process."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert cli.run(["train", str(run_file), *SETTINGS, "--out", str(folder / "runs")]) == 0
     return folder / "runs/tiny"
 
 
@@ -92,6 +101,19 @@ def test_the_run_ends_as_if_nobody_had_been_killed(
         ours, theirs = ([step[:4] for step in steps] for steps in (ours, theirs))
     assert ours == theirs and run.info["finished"]
     assert last_weights(run.path) == last_weights(undisturbed)
+
+
+def test_one_rank_that_is_killed_is_started_anew(run_file: Path, alone: Path, tmp_path: Path) -> None:
+    """The same with one process a start."""
+    backend = mortal.KilledRankZero
+    done = train(tmp_path, run_file, "--backend", f"{backend.__module__}:{backend.__name__}", ranks=1)
+    assert done.code == 0, done.err
+    run = RunDir.open(tmp_path / "runs/tiny")
+    (noted,) = run.info["restarts"]
+    assert (noted["restart"], noted["step"]) == (1, 3)
+    assert "going on from step 3 after restart 1 of this launch" in done.out
+    assert trained(run.path) == trained(alone) and run.info["finished"]
+    assert last_weights(run.path) == last_weights(alone)
 
 
 def test_a_run_of_another_launch_is_not_touched(run_file: Path, undisturbed: Path) -> None:
@@ -132,9 +154,9 @@ def test_two_nodes_are_two_ranks(run_file: Path, undisturbed: Path, tmp_path: Pa
 
 
 def test_a_launch_without_a_name_is_refused_after_a_restart(
-    run_file: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_file: Path, alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(undisturbed.parents[1])
+    monkeypatch.chdir(alone.parents[1])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert (launch_id(), restarts()) == (None, 1)

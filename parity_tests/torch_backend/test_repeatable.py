@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 import torch.nn.functional as F
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import lockstep.torch_backend.model
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.parity_tests.torch_backend.programs import GENERATED, PROGRAMS, fresh_compiler, same_gradients, under
 from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.kernels.embedding import embedding
 
 CONFIG = tiny_config("bf16", layers=1)
 BATCH = uneven_weights(text_batch(CONFIG), 0)
@@ -51,6 +55,24 @@ def test_one_token_is_seen():
     other = type(BATCH)(BATCH.tokens.copy(), BATCH.targets, BATCH.weights)
     other.tokens[0, -1] ^= 1
     assert not same_gradients(session.gradients(BATCH), session.gradients(other))
+
+
+def inductors_operations(operator):
+    """What Inductor is given of a look-up and its gradient, decomposed as it decomposes them."""
+
+    def program(tokens, weight):
+        return torch.autograd.grad(operator(tokens, weight).square().sum(), weight)
+
+    weight = torch.randn(CONFIG.model.vocab_size, 8, requires_grad=True)
+    traced = make_fx(program, select_decomp_table())(torch.from_numpy(BATCH.tokens), weight)
+    return " ".join(str(node.target) for node in traced.graph.nodes)
+
+
+def test_inductor_is_given_the_gradient_as_one_operation():
+    """It writes an accumulating index_put as atomic additions; the two tests below read them in its code."""
+    ours, plain = inductors_operations(embedding), inductors_operations(F.embedding)
+    assert "lockstep.embedding_gradient" in ours and "index_put" not in ours
+    assert "index_put_accumulate" in plain
 
 
 def generated_code() -> str:
