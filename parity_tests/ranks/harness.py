@@ -1,7 +1,8 @@
 """Ranks for tests in one process: pytest is rank 0, and what it calls on a session the other processes call as well.
 
 Commands run SPMD under torchrun; a test that looks into a session, or plants a fault, has rank 0 at hand. The others
-are told by name over pipes what to call. After trouble all of them are ended, and the next session finds new ones.
+are told by name over pipes what to call. They stay for the next test, in whatever module: to start one takes seconds.
+After trouble all of them are ended, and the next session finds new ones.
 """
 
 from __future__ import annotations
@@ -193,4 +194,3 @@ def in_this_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peer_session, "open_among_peers", RankedSession)
         yield
-    let_go()
