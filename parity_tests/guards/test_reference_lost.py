@@ -39,6 +39,7 @@ def test_training_goes_on_and_what_is_lost_says_why(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    others = set(multiprocessing.active_children())  # ranks of other modules' sessions
     with monkeypatch.context() as patch:
         before_steps(patch, {4: lambda: signalled(number)})
         settings = {"parity.every": 4, "parity.queue": 10, "parity.timeout_seconds": 3}
@@ -53,4 +54,4 @@ def test_training_goes_on_and_what_is_lost_says_why(
     assert len(folder.records("run")) == STEPS
     assert folder.run("run").info["finished"]
     assert folder.weights("run") == straight("eager").weights("straight")
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others

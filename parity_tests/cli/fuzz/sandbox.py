@@ -81,6 +81,8 @@ class Sandbox:
         started = time.monotonic()
         left = self._process(case) if case.own_process else self._call(case)
         seconds = time.monotonic() - started
+        # Python's own, of a candidate's file; the next case's file of that name must not be taken for this one.
+        shutil.rmtree(self.here / "__pycache__", ignore_errors=True)
         after = _listing(self.here)
         changed = tuple(sorted(name for name in before | after if before.get(name) != after.get(name)))
         aside = tuple(sorted(path.name for path in self.aside.glob("lockstep-*")))
