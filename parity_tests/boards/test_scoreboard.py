@@ -66,6 +66,7 @@ def bench() -> Bench:
 def test_the_honest_trainer_is_not_accused(bench: Bench) -> None:
     row = bench.honest_row()
     assert (row.name, row.step, row.checks, row.broken_promises) == (HONEST, None, HONEST_STEPS, [])
+    assert row.seconds > 0
 
 
 @pytest.mark.parametrize("name", ["BranchDamped", "SkipGradientShort", "LoaderStartsOver", "GradientsNotZeroed"])

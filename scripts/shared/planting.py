@@ -82,7 +82,9 @@ class Bench:
     def honest_row(self) -> Row:
         """Judge the honest trainer as the faults are judged: every check must agree."""
         row = Row(self.honest_name, self._recipe, "", None, None, 1, HONEST_STEPS, None, None)
-        return self._judged(row, self.honest, lambda batches: batches, HONEST_STEPS, "none")
+        started = time.perf_counter()
+        row = self._judged(row, self.honest, lambda batches: batches, HONEST_STEPS, "none")
+        return replace(row, seconds=time.perf_counter() - started)
 
     def row(self, fault: Any) -> Row:
         """Plant one fault and judge it; an exception becomes the row's error."""
