@@ -13,6 +13,7 @@ import lockstep.jax_backend.attention
 import lockstep.jax_backend.model
 import lockstep.jax_backend.precision
 import lockstep.jax_backend.stages
+import lockstep.torch_backend.attention
 import lockstep.torch_backend.model
 import lockstep.torch_backend.optim
 import lockstep.torch_backend.precision
@@ -295,6 +296,28 @@ def test_a_reference_that_is_wrong_about_documents_is_named(name, monkeypatch):
     everywhere(monkeypatch, function, wrong, JAX_MODEL, JAX_STAGES)
     check = check_reference(JaxBackend(), of_documents(settings))
     assert {f.stage for f in check.wrong} == ({"attn"} if stage == "attn" else {"q_rope", "k_rope"})
+
+
+def torch_running_on(documents):
+    return torch.arange(documents.shape[1]).expand_as(documents)
+
+
+TORCH_ATTENTION = lockstep.torch_backend.attention
+torch_mask = TORCH_ATTENTION.document_mask
+PLANTED_IN_DOCUMENTS_OF_TORCH = {
+    "documents see each other": (
+        "mask", {"attn"}, "document_mask", lambda documents: torch_mask(torch.zeros_like(documents)), [TORCH_ATTENTION]
+    ),
+    "positions run on": ("positions", {"q_rope", "k_rope"}, "positions", torch_running_on, [MODEL, STAGES]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED_IN_DOCUMENTS_OF_TORCH)
+def test_torch_that_is_wrong_about_documents_is_named(name, monkeypatch):
+    settings, stages, function, wrong, modules = PLANTED_IN_DOCUMENTS_OF_TORCH[name]
+    everywhere(monkeypatch, function, wrong, *modules)
+    check = check_reference(TorchBackend(), of_documents(settings))
+    assert {f.stage for f in check.wrong} == stages
 
 
 def test_a_gradient_from_another_document_is_seen_in_the_model_alone(monkeypatch):
