@@ -9,7 +9,6 @@ untouched, and a second test takes it as it comes, within what FP32 explains.
 
 import types
 
-# Transformers takes three seconds to import: inside the tests that need it, since every process collects this file.
 import numpy as np
 import pytest
 import torch
@@ -47,6 +46,7 @@ def widened(monkeypatch):
 
 def build_theirs(model, params, length, **other):
     """LlamaForCausalLM in FP64 with our weights under its names."""
+    # Not at the top: every test process collects this file, and the import takes three seconds.
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = {**their_config(model, length), "attn_implementation": "eager"}
