@@ -65,9 +65,13 @@ def test_a_layer_is_torchaos_bit_for_bit(recipe, scale):
     x.requires_grad_(), weight.requires_grad_()
     out = layer.product(x.bfloat16(), weight).float()
     ours = (out, *torch.autograd.grad(out, [x, weight], grad))
-    arrays = (jnp.asarray(t.detach().numpy()) for t in (x, weight))
-    out, back = jax.vjp(lambda a, b: in_jax.product(a, b, POLICIES[f"fp8_{recipe}"], recipe), *arrays)
-    for one, other in zip(ours, (out, *back(jnp.asarray(grad.numpy()))), strict=True):
+
+    @jax.jit
+    def theirs(x, weight, grad):
+        out, back = jax.vjp(lambda a, b: in_jax.product(a, b, POLICIES[f"fp8_{recipe}"], recipe), x, weight)
+        return out, *back(grad)
+
+    for one, other in zip(ours, theirs(*(t.detach().numpy() for t in (x, weight, grad))), strict=True):
         # Products of FP8 numbers add up exactly or nearly so in FP32: a last bit of bf16 may fall otherwise.
         found, due = one.detach().numpy(), np.asarray(other)
         assert np.all(np.abs(found - due) <= np.abs(due) * 2.0**-7 + np.abs(due).max() * 1e-6)

@@ -57,9 +57,13 @@ def of_twin(policy, chunk):
     def nll(x, weight):
         return library_nll(x, weight, jnp.asarray(targets), TWIN[policy], settings)
 
-    found, back = jax.vjp(nll, jnp.asarray(x, stream), jnp.asarray(weight, stream))
-    shares = jnp.asarray(weights.astype(np.float64) / weights.sum(dtype=np.float64), stream)
-    return np.asarray(found), *map(np.asarray, back(shares))
+    @jax.jit
+    def with_gradients(x, weight, shares):
+        found, back = jax.vjp(nll, x, weight)
+        return found, *back(shares)
+
+    shares = weights.astype(np.float64) / weights.sum(dtype=np.float64)
+    return tuple(map(np.asarray, with_gradients(*(jnp.asarray(a, stream) for a in (x, weight, shares)))))
 
 
 def apart(one, other):

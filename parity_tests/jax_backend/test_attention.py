@@ -13,10 +13,15 @@ LENGTH, SHAPE = 24, (2, 24, 3, 8)
 COUNT = np.arange(1, LENGTH + 1)[None, :, None, None]
 
 
+@jax.jit
+def compiled(q, k, v, grad):
+    out, back = jax.vjp(lambda *qkv: attention(*qkv, POLICIES["fp64"]), q, k, v)
+    return out, *back(grad)
+
+
 def run(q, k, v, grad):
     """Output and gradients of q, k, v under fp64."""
-    out, back = jax.vjp(lambda *qkv: attention(*qkv, POLICIES["fp64"]), q, k, v)
-    return [np.array(x) for x in (out, *back(grad))]
+    return [np.array(x) for x in compiled(q, k, v, grad)]
 
 
 @pytest.fixture(scope="module")

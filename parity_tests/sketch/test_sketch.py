@@ -19,6 +19,10 @@ from lockstep.torch_backend.tools import sketch as in_torch
 FLOATS = {"float16": 2e-2, "float32": 2e-6, "float64": 1e-13}
 # ‖S(x)‖ has a relative deviation of √(1/2K) = 2.2 %; six of them.
 SIX_DEVIATIONS = 6 * (1 / (2 * K)) ** 0.5
+# Compiled whole: JAX would compile each of their operations for each shape.
+jax_signs = jax.jit(in_jax.signs, static_argnums=(0, 1))
+jax_sketch = jax.jit(in_jax.sketch, static_argnums=1)
+jax_lift = jax.jit(in_jax.lift, static_argnums=1)
 
 
 @settings(max_examples=amount(8, with_all=80))
@@ -30,7 +34,7 @@ def test_signs_are_bit_equal_beyond_every_word_s_end(start, count):
     signs = in_numpy.signs(start, count)
     assert set(np.unique(signs)) <= {-1, 1}
     assert np.array_equal(signs, in_torch.signs(start, count).numpy())
-    assert np.array_equal(signs, np.asarray(in_jax.signs(start, count)))
+    assert np.array_equal(signs, np.asarray(jax_signs(start, count)))
 
 
 def test_signs_are_balanced_along_strides():
@@ -52,7 +56,7 @@ def test_all_three_agree_on_any_shape_stride_and_dtype(dtype, shape, step, seed)
     torch_x = torch.from_numpy(np.ascontiguousarray(x.T)).T  # a view that is not contiguous
     scale = FLOATS[dtype] * max(1.0, float(np.abs(expected).max()))
     assert np.abs(in_torch.sketch(torch_x).numpy() - expected).max() <= scale
-    assert np.abs(np.asarray(in_jax.sketch(jnp.asarray(x))) - expected).max() <= scale
+    assert np.abs(np.asarray(jax_sketch(jnp.asarray(x))) - expected).max() <= scale
 
 
 def test_bf16_is_sketched_in_fp32():
@@ -80,7 +84,7 @@ def test_an_offset_beyond_2_to_the_33():
     np.add.at(expected, (at + np.arange(5000)) % K, x * in_numpy.signs(at, 5000))
     assert np.allclose(in_numpy.sketch(x, at), expected, atol=1e-10)
     assert np.allclose(in_torch.sketch(torch.from_numpy(x), at).numpy(), expected, atol=1e-10)
-    assert np.allclose(np.asarray(in_jax.sketch(jnp.asarray(x), at)), expected, atol=1e-10)
+    assert np.allclose(np.asarray(jax_sketch(jnp.asarray(x), at)), expected, atol=1e-10)
 
 
 @settings(max_examples=amount(4, with_all=30))
@@ -92,7 +96,7 @@ def test_lift_is_the_adjoint(shape, seed):
     for lifted in (
         in_numpy.lift(probe, shape),
         in_torch.lift(torch.from_numpy(probe), shape).numpy(),
-        np.asarray(in_jax.lift(jnp.asarray(probe), shape)),
+        np.asarray(jax_lift(jnp.asarray(probe), shape)),
     ):
         assert float((x * lifted).sum()) == pytest.approx(product, rel=1e-9, abs=1e-9)
 
@@ -103,7 +107,7 @@ def test_the_gradient_of_a_probe_is_the_sketch_of_the_gradient():
     x = torch.ones(30, 50, dtype=torch.float64) + in_torch.lift(probe, (30, 50))
     (x * torch.from_numpy(weights)).sum().backward()
     assert np.allclose(probe.grad.numpy(), in_numpy.sketch(weights), atol=1e-12)
-    grad = jax.grad(lambda p: ((1.0 + in_jax.lift(p, (30, 50))) * weights).sum())(jnp.zeros(K))
+    grad = jax.jit(jax.grad(lambda p: ((1.0 + in_jax.lift(p, (30, 50))) * weights).sum()))(jnp.zeros(K))
     assert np.allclose(np.asarray(grad), in_numpy.sketch(weights), atol=1e-12)
 
 
