@@ -16,6 +16,7 @@ from lockstep.parity_tests.tiny import text_batch, tiny_config
 
 STEP = 3
 CONFIG = tiny_config(train={"ranks": 2, "batch_size": 12, "micro_batch_size": 2, "sequence_length": 60})
+CONFIG = CONFIG.model_copy(update={"optim": CONFIG.optim.model_copy(update={"warmup_steps": 5})})
 BATCH = uneven_weights(text_batch(CONFIG), 7)
 TOTAL = float(BATCH.weights.sum(dtype=np.float64))
 RECORD = StepRecord(STEP, 5.5, TOTAL, 1e-3, 1.7312, 0.25 / 1.7312, BATCH.digest(), BATCH.tokens.size)

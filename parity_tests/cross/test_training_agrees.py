@@ -12,7 +12,7 @@ STEPS = 20
 
 def losses(backend, micro, rate=1.0):
     config = tiny_config("bf16", train={"steps": STEPS, "micro_batch_size": micro})
-    optim = config.optim.model_copy(update={"peak_lr": rate * config.optim.peak_lr})
+    optim = config.optim.model_copy(update={"peak_lr": rate * config.optim.peak_lr, "warmup_steps": 5})
     config = config.model_copy(update={"optim": optim})
     session = backend.open(config)
     return np.array([session.step(text_batch(config, step)).loss for step in range(STEPS)])

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("in_one_process")
 
 
 def config_of(ranks: int = 1, dtype: str = "fp32", **optim) -> RunConfig:
-    config = tiny_config("fp32", train={"batch_size": 4, "micro_batch_size": 1, "sequence_length": 32, "ranks": ranks})
+    """Two micro-batches a rank; on one rank the shape that other tests compile for the reference."""
+    config = tiny_config("fp32", train={"micro_batch_size": 2 // ranks, "ranks": ranks})
     changed = {
         "parallel": config.parallel.model_copy(update={"gradient_dtype": dtype}),
         "optim": config.optim.model_copy(update=optim),

@@ -1,14 +1,18 @@
-"""Tests of one process share the JAX reference, for the last configurations, and no other backend."""
+"""Tests of one process share sessions of the JAX reference, those of the last configurations; of no other backend."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.core.config.file import load_config
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.jax_backend.backend import JaxBackend
-from lockstep.parity_tests.kept_references import MOST, kept
+from lockstep.parity_tests import kept_references
+from lockstep.parity_tests.cli.workspace import write_workspace
+from lockstep.parity_tests.kept_references import MOST, kept, what_is_read
 from lockstep.parity_tests.tiny import tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 
@@ -36,8 +40,44 @@ def test_any_other_reference_is_made_anew(backend: Any) -> None:
     assert made(backend, 0) is not made(backend, 0)
 
 
-def test_checks_of_one_configuration_share_their_sessions() -> None:
-    config = tiny_config("fp64", layers=1)
-    one, other = (Reference.open(JaxBackend(), config) for _ in range(2))
+CONFIG = tiny_config("fp64", layers=1)
+APART: dict[str, dict[str, Any]] = {
+    "weights": {"seed": 1},
+    "batch": {"train": CONFIG.train.model_copy(update={"micro_batch_size": 1})},
+    "devices": {"parity": CONFIG.parity.model_copy(update={"reference_devices": 2})},
+}
+
+
+def test_runs_that_differ_in_folders_and_reports_share_their_sessions() -> None:
+    config = CONFIG.model_copy(update={"name": "other", "log": CONFIG.log.model_copy(update={"norms_every": 7})})
+    one, other = (Reference.open(JaxBackend(), c) for c in (CONFIG, config))
     assert one.truth is other.truth
-    assert Reference.open(Planted(), config).truth is not one.truth
+    assert (one.config, other.config) == (CONFIG, config)
+    assert Reference.open(Planted(), CONFIG).truth is not one.truth
+
+
+def test_runs_of_the_command_line_share_those_of_the_tiny_configuration(tmp_path: Path) -> None:
+    file = write_workspace(tmp_path)
+    of_file = load_config(file, {"precision.policy": "fp64"})
+    assert Reference.open(JaxBackend(), of_file).truth is Reference.open(JaxBackend(), tiny_config("fp64")).truth
+
+
+def test_the_truth_of_a_narrow_run_is_the_session_in_fp64() -> None:
+    narrow = CONFIG.model_copy(update={"precision": CONFIG.precision.model_copy(update={"policy": "bf16"})})
+    assert Reference.open(JaxBackend(), narrow).truth is Reference.open(JaxBackend(), CONFIG).truth
+
+
+@pytest.mark.parametrize("apart", APART)
+def test_what_a_session_computes_from_sets_it_apart(apart: str) -> None:
+    assert what_is_read(CONFIG.model_copy(update=APART[apart])) != what_is_read(CONFIG)
+
+
+class ReadsItsLog(JaxBackend):
+    def open(self, config: Any) -> Any:
+        assert config.parity.reference_devices == 1
+        return config.log.norms_every
+
+
+def test_a_session_that_reads_more_is_no_session() -> None:
+    with pytest.raises(AttributeError, match=r"^a session of the reference reads log\.norms_every: "):
+        kept_references._opened(ReadsItsLog(), CONFIG)

@@ -44,7 +44,7 @@ def test_the_parts_are_the_time_between_records(folder: Folder, backend: str) ->
 
 
 def test_a_session_tells_of_each_step_once() -> None:
-    config = tiny_config("fp32", train={"sequence_length": 32})
+    config = tiny_config("fp64")
     for session in (TorchBackend().open(config), JaxSession(config)):
         assert isinstance(session, Timed) and isinstance(session, UsesMemory)
         assert session.seconds_of_step() == {}

@@ -21,7 +21,7 @@ from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
-BASE = tiny_config("fp32", train={"sequence_length": 16}, hidden=32, ffn_hidden=32, layers=1)
+BASE = tiny_config("fp32", train={"sequence_length": 16, "steps": 20}, hidden=32, ffn_hidden=32, layers=1)
 SCHEDULES: dict[str, dict[str, Any]] = {
     "cosine": {"schedule": "cosine"},
     "linear": {"schedule": "linear"},
@@ -33,7 +33,7 @@ STEPS = (3, 9, 17, 20)
 
 
 def with_schedule(name):
-    return BASE.model_copy(update={"optim": BASE.optim.model_copy(update=SCHEDULES[name])})
+    return BASE.model_copy(update={"optim": BASE.optim.model_copy(update={"warmup_steps": 5, **SCHEDULES[name]})})
 
 
 def wrongly(**changes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from lockstep.core.run.directory import RunDir
 from lockstep.core.run.layout import CHECKPOINTS, OBSERVATIONS
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.session import JaxSession
+from lockstep.parity_tests.kept_references import Shared
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
@@ -36,20 +36,16 @@ def backend(session: type[TorchSession]) -> TorchBackend:
     return made
 
 
-class Judge(JaxBackend):
-    """The reference, compiled once a configuration: a session is loaded with a state before it is asked anything."""
+class SharedJax(JaxBackend):
+    """For references of a test's own: its sessions are those that tests with `JaxBackend` itself share."""
 
     def open(self, config: RunConfig) -> JaxSession:
-        return _opened(config)
-
-
-@cache
-def _opened(config: RunConfig) -> JaxSession:
-    return JaxSession(config)
+        session: JaxSession = Shared(JaxBackend()).open(config)
+        return session
 
 
 def reference(config: RunConfig = CONFIG) -> Reference:
-    return Reference.open(Judge(), config)
+    return Reference.open(JaxBackend(), config)
 
 
 def evidence_of(session: TorchSession, number: int = 0) -> Evidence:

@@ -10,13 +10,14 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import sealed_line
 from lockstep.core.parity.modes.bisect import bisect_run
 from lockstep.core.run.directory import RunDir
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.replay.made import (
     CONFIG,
     STEPS,
     BadAt7,
     Gelu,
     GeluFrom7,
-    Judge,
+    SharedJax,
     backend,
     fake_check,
     make_run,
@@ -42,7 +43,7 @@ def made(tmp_path_factory):
 
 def bisected(run, session, said=None, **more):
     lines = [] if said is None else said
-    return bisect_run(run, lambda step: run_batch(CONFIG, step), backend(session), Judge(), lines.append, **more)
+    return bisect_run(run, lambda step: run_batch(CONFIG, step), backend(session), JaxBackend(), lines.append, **more)
 
 
 def test_a_fault_that_begins_at_step_7(made):
@@ -164,7 +165,7 @@ def test_nothing_recorded_is_one_line(tmp_path):
 
 
 def test_a_reference_with_other_names_is_one_line(made):
-    class Other(Judge):
+    class Other(SharedJax):
         def open(self, config):
             return super().open(config.model_copy(update={"model": config.model.model_copy(update={"tied": False})}))
 

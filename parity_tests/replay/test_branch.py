@@ -10,7 +10,8 @@ from lockstep.core.parity.modes.bisect import bisect_run
 from lockstep.core.run.branches import Branch
 from lockstep.core.run.directory import RunDir
 from lockstep.core.run.layout import CHECKPOINTS
-from lockstep.parity_tests.replay.made import CONFIG, GeluFrom7, Judge, backend, make_run, run_batch
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.replay.made import CONFIG, GeluFrom7, backend, make_run, run_batch
 
 
 def set_back(path, step):
@@ -47,7 +48,7 @@ def test_the_fault_that_was_rolled_back_is_found(run):
         Branch(after, 1),
         lambda step: run_batch(CONFIG, step),
         backend(GeluFrom7),
-        Judge(),
+        JaxBackend(),
         lambda line: None,
         with_cause=False,
     )

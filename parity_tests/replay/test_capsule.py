@@ -20,7 +20,7 @@ from lockstep.core.parity.modes.replay import replay_capsule
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults import FAULTS
 from lockstep.parity_tests.faults.attention import PackedDocumentsSeeEachOther
-from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, Judge, backend, checked
+from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, backend, checked
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +67,13 @@ def test_documents_are_packed_and_judged_again(tmp_path):
     found = read_capsule(packed)
     for one, other in ((found.batch, evidence.batch), (found.probe, evidence.probe), (found.tapped, evidence.tapped)):
         assert one.documents is not None and one.digest() == other.digest()
-    again = replay_capsule(found, fault.make(), Judge())
+    again = replay_capsule(found, fault.make(), JaxBackend())
     assert again.check.origin is not None and again.check.origin.stage == "attn"
 
 
 def test_its_step_is_judged_as_it_was(capsule, made):
     _, check = made
-    again = replay_capsule(read_capsule(capsule), backend(Gelu), Judge())
+    again = replay_capsule(read_capsule(capsule), backend(Gelu), JaxBackend())
     assert again.notes == ()
     assert again.check is not None and again.check.to_json()["origin"] == check.to_json()["origin"]
 
@@ -81,7 +81,7 @@ def test_its_step_is_judged_as_it_was(capsule, made):
 def test_a_mended_candidate_agrees_and_is_said_to_do_otherwise(capsule):
     from lockstep.torch_backend.backend import TorchBackend
 
-    again = replay_capsule(read_capsule(capsule), TorchBackend(), Judge())
+    again = replay_capsule(read_capsule(capsule), TorchBackend(), JaxBackend())
     assert again.check is not None and again.check.verdict == "agreed"
     assert "came out otherwise than when it was packed: loss" in again.notes[0]
 
@@ -209,4 +209,4 @@ def test_a_candidate_with_other_names_is_one_line(capsule):
     found = read_capsule(capsule)
     params = {name: array for name, array in found.state.params.items() if name != "final_norm.weight"}
     with pytest.raises(UserError, match=r"the candidate does not take the capsule's state: .*final_norm"):
-        replay_capsule(replace(found, state=replace(found.state, params=params)), backend(Gelu), Judge())
+        replay_capsule(replace(found, state=replace(found.state, params=params)), backend(Gelu), JaxBackend())

@@ -7,7 +7,8 @@ import torch
 from lockstep.core.config.schema import CompileConfig, RecomputeConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.cause import VARIATIONS, Variation, find_cause
-from lockstep.parity_tests.replay.made import CONFIG, Gelu, Judge, SumsInBf16, backend, checked
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.replay.made import CONFIG, Gelu, SumsInBf16, backend, checked
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
@@ -30,7 +31,7 @@ def cause_of(session, config, *words):
     evidence, check = checked(backend(session), config)
     assert check.origin is not None
     tried = tuple(LEVERS[w] for w in words) if words else VARIATIONS
-    return find_cause(backend(session), Judge(), config, evidence, check, tried)
+    return find_cause(backend(session), JaxBackend(), config, evidence, check, tried)
 
 
 def test_what_only_the_compiler_does():
@@ -116,11 +117,11 @@ def test_a_variation_that_cannot_be_opened_says_nothing():
 
     evidence, check = checked(backend(Gelu), CONFIG)
     lever = Variation("elsewhere", lambda config: config)
-    cause = find_cause(Refuses(), Judge(), CONFIG, evidence, check, (lever,))
+    cause = find_cause(Refuses(), JaxBackend(), CONFIG, evidence, check, (lever,))
     assert cause.tried == [("elsewhere", "could not be tried: no such device")]
     assert cause.words == "no variation could be tried"
 
 
 def test_an_honest_step_has_no_cause():
     evidence, check = checked(TorchBackend(), CONFIG)
-    assert "nothing to explain" in find_cause(TorchBackend(), Judge(), CONFIG, evidence, check).words
+    assert "nothing to explain" in find_cause(TorchBackend(), JaxBackend(), CONFIG, evidence, check).words

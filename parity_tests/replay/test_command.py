@@ -10,16 +10,17 @@ import pytest
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.capsule import write_capsule
 from lockstep.core.run.info import read_info, write_info
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.cli.workspace import write_workspace
 from lockstep.parity_tests.loop.conftest import prepare
 from lockstep.parity_tests.loop.runs import Folder
-from lockstep.parity_tests.replay.made import VERSIONS, Judge, evidence_of
+from lockstep.parity_tests.replay.made import VERSIONS, evidence_of
 from lockstep.parity_tests.repository import REPO
 from lockstep.scripts.commands import bisect, replay
 
 CANDIDATE = f"{REPO / 'parity_tests/replay/candidates.py'}:Faulty"
 OWN = ("--candidate", CANDIDATE)  # code that is not Lockstep's runs only if it is named
-JUDGE = ("--reference", "lockstep.parity_tests.replay.made:Judge")  # the reference, compiled once
+JUDGE = ("--reference", "jax")
 SETTINGS = {"train.steps": 6, "checkpoint.every": 4, "checkpoint.keep": 5, "parity.record_every": 5}
 
 
@@ -70,7 +71,7 @@ def test_a_capsule_is_replayed_by_whoever_made_it(folder, run, tmp_path, capsys)
     for number in range(4):
         evidence_of(session, number)
     evidence = evidence_of(session, 4)
-    reference = Reference.open(Judge(), config)
+    reference = Reference.open(JaxBackend(), config)
     capsule = write_capsule(tmp_path, evidence, judge(evidence, reference), config, CANDIDATE, "jax", VERSIONS)
     assert replay.main([str(capsule), *OWN, *JUDGE, "--device", "auto"]) == 1
     out = capsys.readouterr().out

@@ -10,7 +10,8 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.observations import load, save
 from lockstep.core.parity.modes.replay import replay_run
 from lockstep.core.run.directory import RunDir
-from lockstep.parity_tests.replay.made import CONFIG, Gelu, GeluFrom7, Judge, backend, make_run, run_batch
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.replay.made import CONFIG, Gelu, GeluFrom7, SharedJax, backend, make_run, run_batch
 from lockstep.torch_backend.session import TorchSession
 
 # Sketches and state at step 4; sketches alone at 6; a state alone before step 8.
@@ -29,7 +30,7 @@ def faulty(tmp_path_factory):
 
 def replayed(run, candidate=TorchSession, step=None, **more):
     found = replay_run(
-        run, lambda n: run_batch(CONFIG, n), lambda: backend(candidate), more.get("reference", Judge()), step
+        run, lambda n: run_batch(CONFIG, n), lambda: backend(candidate), more.get("reference", JaxBackend()), step
     )
     return {one.step: one for one in found}
 
@@ -60,7 +61,7 @@ def test_sketches_show_what_the_run_did_whoever_replays_it(faulty):
 def test_on_another_device_the_twin_goes_along(honest):
     asked = []
 
-    class Asked(Judge):
+    class Asked(SharedJax):
         def open(self, config):
             if config.model == CONFIG.model:
                 asked.append(config.device)
@@ -78,7 +79,7 @@ def test_no_candidate_is_opened_for_sketches(honest):
     def never():
         raise AssertionError("opened")
 
-    found = list(replay_run(honest, lambda n: run_batch(CONFIG, n), never, Judge(), 4))
+    found = list(replay_run(honest, lambda n: run_batch(CONFIG, n), never, JaxBackend(), 4))
     assert [one.how for one in found] == ["sketches"]
 
 
@@ -123,7 +124,9 @@ def test_damage_names_the_file(honest, tmp_path):
 
 def test_another_batch_than_the_data_order_prescribes(honest, tmp_path):
     run = copy_of(honest, tmp_path)
-    found = list(replay_run(run, lambda n: run_batch(CONFIG, n + 1), lambda: backend(TorchSession), Judge(), step=4))
+    found = list(
+        replay_run(run, lambda n: run_batch(CONFIG, n + 1), lambda: backend(TorchSession), JaxBackend(), step=4)
+    )
     assert (found[0].check.verdict, found[0].check.origin.stage) == ("disagreed", "tokens")
 
 
@@ -137,7 +140,7 @@ def test_sketches_of_another_branch_are_left_alone(honest, tmp_path):
 
 
 def test_a_reference_with_other_names_is_one_line(honest):
-    class Other(Judge):
+    class Other(SharedJax):
         def open(self, config):
             return super().open(config.model_copy(update={"model": config.model.model_copy(update={"tied": False})}))
 
