@@ -25,7 +25,7 @@ from lockstep.parity_tests.house.installed import (
 from lockstep.parity_tests.repository import REPO
 from lockstep.scripts.shared import startup_banner
 
-RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +124,14 @@ def test_the_command_checks_a_candidate_of_the_project(environment: Environment,
     assert (data.parent / "opened-alone.txt").read_text().startswith("the user")
 
 
-def test_torchrun_trains_with_a_backend_of_the_project(environment: Environment, data: Path) -> None:
-    run(environment.python, *RANKS, "-m", "lockstep", "train", data, "--train.ranks", "2", "--backend",
-        "my_candidate.py:Mine", cwd=data.parent)  # fmt: skip
-    folder = data.parent
-    assert [(folder / f"opened-{rank}.txt").read_text()[:8] for rank in (0, 1)] == ["the user"] * 2
-    assert len((folder / "runs/mine/records.jsonl").read_text().splitlines()) == 2
-    about = json.loads((folder / "runs/mine/run.json").read_text())
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torchrun_trains_with_a_backend_of_the_project(ranks: int, environment: Environment, data: Path) -> None:
+    folder, name = data.parent, f"of-{ranks}"
+    run(environment.python, *TORCHRUN, ranks, "-m", "lockstep", "train", data, "--train.ranks", ranks, "--name", name,
+        "--backend", "my_candidate.py:Mine", cwd=folder)  # fmt: skip
+    assert [(folder / f"opened-{rank}.txt").read_text()[:8] for rank in range(ranks)] == ["the user"] * ranks
+    assert len((folder / "runs" / name / "records.jsonl").read_text().splitlines()) == 2
+    about = json.loads((folder / "runs" / name / "run.json").read_text())
     assert about["versions"]["lockstep"] == "0.1.0"
     # The commit is the project's, whose repository the environment lies in.
     assert about["git_commit"] is None
