@@ -50,17 +50,16 @@ def is_jax(backend: Any) -> bool:
 
 
 def kept(make: Callable[[Any, Any], T], key: Callable[[Any], str]) -> Callable[[Any, Any], T]:
-    """Wrap `make(backend, config)`: cache its results for the JAX reference, for the last MOST configurations."""
+    """Wrap `make(backend, config)`: cache its results for the JAX reference, those of the MOST last used."""
     found: dict[str, T] = {}
 
     def remembered(backend: Any, config: Any) -> T:
         if not is_jax(backend):
             return make(backend, config)
         name = key(config)
-        if name not in found:
-            found[name] = make(backend, config)
-            if len(found) > MOST:
-                del found[next(iter(found))]
+        found[name] = found.pop(name) if name in found else make(backend, config)
+        if len(found) > MOST:
+            del found[next(iter(found))]
         return found[name]
 
     return remembered
