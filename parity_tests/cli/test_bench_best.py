@@ -58,7 +58,7 @@ def test_gpu_check_finds_both_and_compares_their_curves(tmp_path: Path) -> None:
     """On the CPU at tiny size: a search for bf16, a search for FP8, real steps of both winners."""
     for kind in ("best_bf16", "best_fp8", "curves"):
         done = subprocess.run(
-            ["bash", str(REPO / "scripts/gpu_check.sh"), "--tiny", "--minutes", "1", "--only", kind, str(tmp_path)],
+            ["bash", str(REPO / "scripts/gpu_check.sh"), "--tiny", "--minutes", "2", "--only", kind, str(tmp_path)],
             env=os.environ | {"PYTHON": sys.executable, "COLUMNS": "120"},
             capture_output=True,
             text=True,
