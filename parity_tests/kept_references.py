@@ -1,10 +1,10 @@
 """Share the JAX reference's sessions among the tests of a process.
 
 Tracing and compiling their programs is most of a check. A check loads the candidate's state into the reference first,
-so sessions can be shared, as `Kept` of scripts/shared/planting.py shares them; here also by runs that differ in no more
-than their name, their folders and what they log. Only `JaxBackend` itself is shared: a test that plants a fault in a
-reference uses a class of its own, another process, or `check_reference`, which opens new sessions. This is a pytest
-plugin, loaded by pyproject.toml.
+so sessions can be shared, as `Kept` of scripts/shared/planting.py shares them. Here two runs share a session even if
+their names, folders and logs differ. Only `JaxBackend` itself is shared: a test that plants a fault in a reference uses
+a class of its own, another process, or `check_reference`, which opens new sessions. This is a pytest plugin, loaded by
+pyproject.toml.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOT_READ = ("name", "data", "eval", "checkpoint", "log")
 
 
 class NotRead:
-    """Stands for a section of which a shared session must read no more than is given: it would be another run's."""
+    """Raise where a shared session reads this section, which may be another run's. `read`: what it may read."""
 
     def __init__(self, section: str, **read: Any) -> None:
         self._section = section
@@ -39,7 +39,7 @@ class NotRead:
 
 
 def what_is_read(config: RunConfig) -> str:
-    """The part of a configuration that decides what a session of the reference computes, as JSON."""
+    """Return the part of a configuration that decides what a session of the reference computes, as JSON."""
     return f"{config.parity.reference_devices} {config.model_dump_json(exclude={*NOT_READ, 'parity'})}"
 
 

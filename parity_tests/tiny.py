@@ -29,7 +29,7 @@ def tiny_config(
 ) -> RunConfig:
     """A two-block Llama over bytes; clips at a norm that is always exceeded, so that clipping is always checked.
 
-    What a reference reads of it is what the run file of cli/workspace.py says: they share sessions and programs.
+    The run file of cli/workspace.py asks for the same computation: tests of both share the reference's sessions.
     """
     return RunConfig(
         model=ModelConfig(**(MODEL | model)),

@@ -16,6 +16,7 @@ from lockstep.parity_tests.tiny import text_batch, tiny_config
 
 STEP = 3
 CONFIG = tiny_config(train={"ranks": 2, "batch_size": 12, "micro_batch_size": 2, "sequence_length": 60})
+# Step 3 lies in the warm-up, where every learning rate is another number.
 CONFIG = CONFIG.model_copy(update={"optim": CONFIG.optim.model_copy(update={"warmup_steps": 5})})
 BATCH = uneven_weights(text_batch(CONFIG), 7)
 TOTAL = float(BATCH.weights.sum(dtype=np.float64))

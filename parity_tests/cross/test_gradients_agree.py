@@ -17,13 +17,14 @@ LIMIT = {"fp64": 1e-12, "fp32": 1e-5}
 CASES = [
     *(("fp64", name, 1) for name in VARIANTS),
     ("fp64", "tied", 2),
+    ("fp64", "tied", 4),
     ("fp32", "untied-biased", 1),
 ]
 
 
 @pytest.mark.parametrize("policy, variant, micro", CASES)
 def test_nll_loss_and_gradients_agree(policy, variant, micro):
-    """Four sequences with uneven loss weights, as four micro-batches of one or as two of two."""
+    """Four sequences with uneven loss weights, as four micro-batches of one, two of two or one of four."""
     config = tiny_config(policy, train={"micro_batch_size": micro, "sequence_length": 32}, **VARIANTS[variant])
     batch = uneven_weights(text_batch(config), 0)
     state = shaken_state(config.model)

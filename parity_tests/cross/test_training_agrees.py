@@ -12,6 +12,7 @@ STEPS = 20
 
 def losses(backend, micro, rate=1.0):
     config = tiny_config("bf16", train={"steps": STEPS, "micro_batch_size": micro})
+    # Bounds were measured with five steps of warm-up; with fewer, one trajectory parts further from the other.
     optim = config.optim.model_copy(update={"peak_lr": rate * config.optim.peak_lr, "warmup_steps": 5})
     config = config.model_copy(update={"optim": optim})
     session = backend.open(config)

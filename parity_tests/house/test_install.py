@@ -127,9 +127,12 @@ def test_the_command_checks_a_candidate_of_the_project(environment: Environment,
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_torchrun_trains_with_a_backend_of_the_project(ranks: int, environment: Environment, data: Path) -> None:
     folder, name = data.parent, f"of-{ranks}"
+    opened = [folder / f"opened-{rank}.txt" for rank in range(ranks)]
+    for file in opened:
+        file.unlink(missing_ok=True)
     run(environment.python, *TORCHRUN, ranks, "-m", "lockstep", "train", data, "--train.ranks", ranks, "--name", name,
         "--backend", "my_candidate.py:Mine", cwd=folder)  # fmt: skip
-    assert [(folder / f"opened-{rank}.txt").read_text()[:8] for rank in range(ranks)] == ["the user"] * ranks
+    assert [file.read_text()[:8] for file in opened] == ["the user"] * ranks
     assert len((folder / "runs" / name / "records.jsonl").read_text().splitlines()) == 2
     about = json.loads((folder / "runs" / name / "run.json").read_text())
     assert about["versions"]["lockstep"] == "0.1.0"

@@ -1,4 +1,4 @@
-"""Tests of one process share sessions of the JAX reference, those of the last configurations; of no other backend."""
+"""Tests of one process share the sessions of `JaxBackend` that were used last, and those of no other backend."""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ class World:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         store = TCPStore("127.0.0.1", 0, ranks, True, wait_for_workers=False)
         # Forked from a process that has imported torch and does nothing else: an import takes four seconds a rank.
+        # All ranks have the environment that the first of them was started with.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch._dynamo", "lockstep.torch_backend.ranks.peer_session"])
         threads = max(1, torch.get_num_threads() // ranks)

@@ -37,7 +37,7 @@ def backend(session: type[TorchSession]) -> TorchBackend:
 
 
 class SharedJax(JaxBackend):
-    """For references of a test's own: its sessions are those that tests with `JaxBackend` itself share."""
+    """The base of a test's own reference: it opens the sessions that tests of `JaxBackend` itself share."""
 
     def open(self, config: RunConfig) -> JaxSession:
         session: JaxSession = Shared(JaxBackend()).open(config)
