@@ -6,7 +6,6 @@ Everything in it can be read without Lockstep (TOML, JSON, safetensors). One pro
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -35,13 +34,14 @@ from lockstep.core.checkpoint.format import (
     verify_checkpoint,
 )
 from lockstep.core.config.auto import BEFORE, ON_CPU, on_cpu, settled
-from lockstep.core.config.file import dump_config, load_config
+from lockstep.core.config.file import load_config
 from lockstep.core.config.schema import ParityConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import links_out, remove_temporaries
 from lockstep.core.files.jsonl import Cut, DamagedLine, JsonLines, damage, in_ranges, read_lines
 from lockstep.core.files.lock import FolderLock
-from lockstep.core.files.parents import make_parents, remove_parents
+from lockstep.core.files.parents import remove_parents
+from lockstep.core.run.create import create_folder
 from lockstep.core.run.history import BRANCH, LEFT, VALUES, VERSION, branch_of, settings_at, values_of
 from lockstep.core.run.info import CHANGED, SETTINGS, read_info, require_unchanged, settings_of, write_info
 from lockstep.core.run.layout import (
@@ -53,6 +53,7 @@ from lockstep.core.run.layout import (
     OBSERVATIONS,
     RECORDS,
     SAVED,
+    is_run,
     observation_files,
     step_of,
 )
@@ -91,65 +92,18 @@ class RunDir:
         # What `create` made above the directory, outermost first.
         self._parents: list[Path] = []
 
-    @staticmethod
-    def check_free(path: Path, overwrite: bool) -> bool:
-        """Return whether an earlier run lies at `path`. Raises UserError if a new one cannot take its place."""
-        occupied = path.is_dir() and any(path.iterdir())
-        if (path.exists() or path.is_symlink()) and not path.is_dir():
-            raise UserError(f"{path} is a file, not a folder for a run")
-        if occupied and not is_run(path):
-            raise UserError(f"{path} is not empty and not a run: choose another name")
-        if occupied and not overwrite:
-            raise UserError(f"{path} holds a run already: --overwrite replaces it, --resume {path} goes on with it")
-        return occupied
-
     @classmethod
     def create(cls, path: Path, config: RunConfig, info: Mapping[str, Any], overwrite: bool = False) -> Self:
-        """Make a new run directory with config.toml and run.json, and hold its lock.
-
-        It is put together beside `path` and renamed, so a start that fails leaves nothing, not even new parents.
-        `overwrite` replaces an earlier run, and never a folder that is not a run. What a killed process left beside
-        `path` is cleared away.
+        """Make a new run directory with config.toml and run.json, and hold its lock (core/run/create.py).
 
         Raises:
             UserError: `path` is in use, or cannot be written.
         """
-        _clear_beside(path)
-        occupied = cls.check_free(path, overwrite)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.new")
-        replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
         described = {"name": config.name, "created": _now(), "finished": False, "resumes": [], "branches": []}
         described |= {SETTINGS: settings_of(config), ON_CPU: on_cpu(config), **info}
-        old_lock = lock = None
-        new_parents: list[Path] = []
-        done = False
-        try:
-            old_lock = FolderLock(path) if occupied else None
-            new_parents = make_parents(path.parent)
-            beside.mkdir()
-            lock = FolderLock(beside)
-            (beside / CONFIG).write_text(dump_config(config), encoding="utf-8")
-            write_info(beside / INFO, described)
-            (beside / CHECKPOINTS).mkdir()
-            if occupied:
-                os.rename(path, replaced)
-            os.rename(beside, path)
-            done = True
-        except OSError as error:
-            raise UserError(f"cannot make {path}: {error.strerror or error}") from error
-        finally:
-            if old_lock:
-                old_lock.release()
-            if not done:
-                if lock:
-                    lock.release()
-                if replaced.exists() and not path.exists():
-                    os.rename(replaced, path)
-                shutil.rmtree(beside, ignore_errors=True)
-                remove_parents(new_parents)
-            shutil.rmtree(replaced, ignore_errors=True)
+        lock, parents = create_folder(path, config, described, overwrite)
         run = cls(path, config, described, lock)
-        run._parents = new_parents
+        run._parents = parents
         return run
 
     @classmethod
@@ -471,11 +425,6 @@ class RunDir:
             )
 
 
-def is_run(path: Path) -> bool:
-    """Return whether a folder calls itself a run."""
-    return (path / CONFIG).is_file() and (path / INFO).is_file()
-
-
 def _contents(branch: Path, run: Path) -> dict[str, Any]:
     """What run.json says of a branch."""
     return {
@@ -484,25 +433,6 @@ def _contents(branch: Path, run: Path) -> dict[str, Any]:
         "checks": len(read_lines(branch / CHECKS)),
         "checkpoints": [step_of(path) for path in list_checkpoints(branch)],
     }
-
-
-def _clear_beside(path: Path) -> None:
-    """Delete what a killed `create` left beside `path`; a run whose place was to be taken and was not is put back."""
-    left_over = re.compile(rf"\.{re.escape(path.name)}\.\d+\.(new|old)")
-    try:
-        found = [entry for entry in path.parent.iterdir() if left_over.fullmatch(entry.name)]
-    except OSError:
-        return  # nothing can be made there, which `create` will say
-    for folder in found:
-        try:
-            lock = FolderLock(folder)
-        except UserError:
-            continue  # its process is at work
-        if folder.suffix == ".old" and is_run(folder) and not path.exists():
-            os.rename(folder, path)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
 
 
 def _steps(numbers: list[int]) -> str:

@@ -24,3 +24,8 @@ def step_of(path: Path) -> int:
     step = checkpoint_step(path)
     assert step is not None
     return step
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is a run directory: it has the configuration and run.json."""
+    return (path / CONFIG).is_file() and (path / INFO).is_file()

@@ -38,7 +38,7 @@ class Convert:
 def main(argv: list[str]) -> int:
     """Convert, read what was written, and compare every bit."""
     from lockstep.core.checkpoint.format import MANIFEST
-    from lockstep.core.run.directory import is_run
+    from lockstep.core.run.layout import is_run
 
     options, _ = parse(Convert, "convert", argv, with_settings=False)
     source, target = options.source, options.target

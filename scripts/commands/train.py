@@ -73,6 +73,7 @@ def main(argv: list[str]) -> int:
     from lockstep.core.config.auto import settled
     from lockstep.core.config.file import load_config
     from lockstep.core.parity.measures import calibrated_bounds
+    from lockstep.core.run.create import check_free
     from lockstep.core.run.directory import RunDir
     from lockstep.core.run.layout import CONFIG
     from lockstep.core.train.determinism import place, require_same_place
@@ -107,7 +108,7 @@ def main(argv: list[str]) -> int:
     path = resumed.path if resumed else options.out / config.name
     if not resumed:
         options.overwrite |= again is not None
-        RunDir.check_free(path, options.overwrite)
+        check_free(path, options.overwrite)
     data = open_data(config, options.config or path / CONFIG, given)
     backend = open_named(name)
     if config.train.ranks > 1 and not opens_ranks(backend):

@@ -30,7 +30,8 @@ def run_of_this_launch(path: Path, overwrite: bool) -> RunDir | None:
 
     Raises UserError if the ranks were started anew, and the launch has no name by which its run could be known.
     """
-    from lockstep.core.run.directory import RunDir, is_run
+    from lockstep.core.run.directory import RunDir
+    from lockstep.core.run.layout import is_run
 
     if not is_run(path):
         return None
