@@ -1,1 +1,1 @@
-"""What both backends share: words, shapes, numbers, data and the parity engine. Imports neither torch nor jax."""
+"""Shared by both backends: schema, shapes, numbers, data and the parity engine. Imports neither torch nor jax."""

@@ -136,7 +136,7 @@ class State:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step says of itself. One line of `records.jsonl`.
+    """Record one optimizer step. One line of `records.jsonl`.
 
     step:             number of this step, from 1.
     loss:             Σ weight·nll / Σ weight over the step's batch, in nats, before the update.
@@ -192,7 +192,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one data-parallel rank says of its last step.
+    """Report one data-parallel rank's last step.
 
     record: its own record of the step. state: SHA-256 of each array of its state after the step, by
     `params/NAME` and `KIND/NAME`.

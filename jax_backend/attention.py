@@ -61,7 +61,7 @@ def _scores(q_BSHE: Array, k_BSHE: Array, mask_B1ST: Array | None) -> Array:
 
 
 def _inner(policy: Policy, x: Array) -> Array:
-    """What a fused kernel rounds between its two products, and `math` does not."""
+    """Round an intermediate as a fused kernel does between its two products; the kernel `math` rounds nothing there."""
     return x if policy.kernel == "math" else policy.round(x)
 
 

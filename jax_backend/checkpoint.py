@@ -58,7 +58,7 @@ def writing(state: State, folder: Path) -> WritingJax:
 
 
 def read_state(folder: Path, config: RunConfig) -> State:
-    """What `read` gives, for a run of this configuration."""
+    """Read a state as `read` does, for a run of this configuration."""
     shapes = parameter_shapes(config.model)
     dtype = np.float64 if config.precision.exact else np.float32
     kinds = {PARAMS: list(shapes), **moment_names(config)}

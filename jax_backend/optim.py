@@ -210,7 +210,7 @@ def orthogonal(x: Array, steps: int, dtype: str | None) -> Array:
 
 
 def in_words(config: RunConfig) -> str:
-    """What `next_state` computes, for the table at start."""
+    """Describe `next_state`, for the table at start."""
     return WORDS[config.optim.name](config)
 
 

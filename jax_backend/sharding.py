@@ -25,7 +25,7 @@ AXIS = "shards"
 
 
 class Shards:
-    """Where arrays lie. With one device, all methods leave everything as it is."""
+    """Place arrays on devices. With one device, all methods leave everything as it is."""
 
     def __init__(self, count: int) -> None:
         """Take the first `count` devices. Raises UserError if JAX does not see as many."""
@@ -38,7 +38,7 @@ class Shards:
         self._mesh = Mesh(np.array(there[:count]), (AXIS,), axis_types=(AxisType.Auto,)) if count > 1 else None
 
     def of(self, shape: tuple[int, ...]) -> NamedSharding | None:
-        """Of a parameter, moment or gradient: cut along its largest dimension that the devices divide; else whole.
+        """Shard a parameter, moment or gradient along its largest dimension that the devices divide; else replicate.
 
         Of several as large, the first. A whole one lies on every device.
         """

@@ -75,7 +75,7 @@ class Kernel:
         return ATTENTION_KERNELS[self.name]
 
     def mask(self, documents_BS: Tensor) -> Mask:
-        """What keeps documents apart, in the form that the kernel takes."""
+        """Return the mask that separates documents, in the form that the kernel takes."""
         return document_blocks(documents_BS) if self.chosen.mask == "blocks" else document_mask(documents_BS)
 
     def __call__(self, q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: Mask | None = None) -> Tensor:
@@ -140,7 +140,7 @@ def _fa3(q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides which kernels can run. capability: of a CUDA device; (0, 0) on the CPU."""
+    """Hold the facts that decide which kernels can run. capability: of a CUDA device; (0, 0) on the CPU."""
 
     device: str
     capability: tuple[int, int] = (0, 0)

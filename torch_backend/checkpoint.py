@@ -82,7 +82,7 @@ class Writer:
         return WritingTorch(session.steps_done, dict(session.scalars), staged, folder, self._group)
 
     def _as_part(self, staged: Tensor, whole: Tensor) -> Tensor:
-        """What was copied to host memory, as the part of a tensor that it is; ranks meet over this writer's group."""
+        """Return a copy in host memory as the part of a tensor that it is; ranks use this writer's group."""
         if not isinstance(whole, DTensor):
             return staged
         assert self._mesh is not None
@@ -151,7 +151,7 @@ def writing(state: State, folder: Path) -> WritingTorch:
 
 
 def named_tensors(session: Programs) -> dict[str, Callable[[], Tensor]]:
-    """What gives each tensor of the state, by KIND/PARAMETER, the same on every rank; 8-bit moments as float32."""
+    """Return a reader of each tensor of the state, by KIND/PARAMETER, alike on all ranks; 8-bit moments as float32."""
     found: dict[str, Callable[[], Tensor]] = {f"{PARAMS}/{name}": p.detach for name, p in session.parameters.items()}
     for kind, names in moment_names(session.config).items():
         for name in names:

@@ -201,7 +201,7 @@ class Muon(torch.optim.Optimizer):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 grad, buffer = local(p.grad), local(self.state[p]["momentum_buffer"])
                 buffer.lerp_(grad, 1 - momentum)
-                # Of a matrix that is cut over ranks each makes all of the update, and keeps its own rows.
+                # Each rank computes the whole update of a sharded matrix, and keeps its own rows.
                 update = whole(as_part(grad.lerp(buffer, momentum) if group["nesterov"] else buffer, like=p))
                 # Under the fp64 policy nothing is rounded to a narrower format.
                 dtype = torch.float64 if p.dtype == torch.float64 else NS_DTYPES[group["ns_dtype"]]
@@ -211,7 +211,7 @@ class Muon(torch.optim.Optimizer):
                 part.add_(made[rows_of(p)].to(p.dtype), alpha=-lr * self.length(*p.shape))
 
     def length(self, rows: int, columns: int) -> float:
-        """What lr is multiplied by, for an update with AdamW's root mean square."""
+        """Return the factor on lr that gives an update AdamW's root mean square."""
         return 0.2 * math.sqrt(max(rows, columns))
 
 
@@ -266,7 +266,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def in_words(config: RunConfig) -> str:
-    """What `build_optimizer` builds, for the table at start."""
+    """Describe the optimizer of `build_optimizer`, for the table at start."""
     return BUILDERS[config.optim.name].words(config)
 
 

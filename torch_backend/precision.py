@@ -59,7 +59,7 @@ def policy_of(config: RunConfig, device: torch.device) -> Policy:
 
 
 def products_in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
-    """Whose FP32 products on the CPU are, for the table at start: said only where it is not torch's BLAS."""
+    """Name the library of FP32 products on the CPU, for the table at start, if it is not torch's BLAS."""
     return {"FP32 products": "oneDNN"} if _by_onednn(config, device) else {}
 
 

@@ -242,7 +242,7 @@ class TorchSession(Observes):
         return replace(record, metrics=metrics)
 
     def _made_anew(self, programs: int, length: int) -> int:
-        """Of the programs that a step had made, those that are news: one for each of the run's lengths is none."""
+        """Count unexpected recompilations; one per sequence length is expected."""
         due = not self._stepped or length in set(self.config.train.lengths) - self._stepped
         self._stepped.add(length)
         return 0 if due else programs
@@ -272,7 +272,7 @@ class TorchSession(Observes):
         return memory(self.device)
 
     def _first_not_finite(self, loss: float) -> str:
-        """Where this rank, by itself, first had what is not finite; nothing if it had not."""
+        """Name the first non-finite value of this rank alone; nothing if all are finite."""
         odd = [p.grad is not None and not bool(local(p.grad).isfinite().all()) for p in self.parameters.values()]
         odd = odd if self.ranks is None else list(self.ranks.everywhere(odd))
         found = [name for name, is_odd in zip(self.parameters, odd, strict=True) if is_odd]
@@ -282,7 +282,7 @@ class TorchSession(Observes):
         return first_place(loss, found, len(self.parameters))
 
     def clip_coefficient(self, norm: Tensor) -> Tensor:
-        """What the gradients are multiplied by, from their global norm; float64 scalars."""
+        """Return the factor on the gradients that follows from their global norm; float64 scalars."""
         return clip_coefficient(self.config.optim, norm)
 
     def scalars_after(self, finite: bool) -> dict[str, float]:

@@ -32,7 +32,7 @@ FACTS = ("median", "seconds", "first_step_seconds", "memory", "loss", "in_force"
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one configuration on a device: bytes that it needs, seconds of a step (None: not known)."""
+    """Predict one configuration on a device: bytes that it needs, seconds of a step (None: not known)."""
 
     peak: float
     seconds: float | None
@@ -45,7 +45,7 @@ class Predicts(Protocol):
     """bytes of the device; 0: not known"""
 
     def __call__(self, config: RunConfig) -> Prediction:
-        """What `config` needs and takes."""
+        """Return the memory and the time that `config` needs."""
         ...
 
 
@@ -65,7 +65,7 @@ class Candidate:
 
 @dataclass
 class Search:
-    """What was found: candidates, why others were left out, results by candidate's choices, the winner.
+    """Hold a search: candidates, reasons for those left out, results by candidate's choices, the winner.
 
     results: status, reason and, if measured, FACTS and `steps`. A status is one of core/bench/results.py's, or
     `not_finite`.
@@ -206,7 +206,7 @@ def distance(one: Choices, other: Choices) -> int:
 
 
 def differences(found: Search) -> list[dict[str, Any]]:
-    """What each other choice of one lever makes of the winner: step time and memory against it, or why not known."""
+    """Compare each other choice of one lever with the winner: step time and memory, or the reason why not known."""
     if found.winner is None:
         return []
     base = found.results[found.winner]

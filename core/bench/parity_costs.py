@@ -21,7 +21,7 @@ OFF, SKETCHES, CHECK, SHADOW = "taps off", "sketches every step", "full check ev
 
 
 def observation_names(config: RunConfig) -> list[str]:
-    """What a step's observations hold: each tap, its gradient, each parameter's gradient, the probe's NLL."""
+    """Return the names in a step's observations: taps, their gradients, parameter gradients, the probe's NLL."""
     model = config.model
     names = [n for tap in tap_names(model) for n in (tap, f"grad/{tap}")]
     return [*names, *(f"gradient/{name}" for name in parameter_shapes(model)), "nll/probe"]

@@ -32,7 +32,7 @@ COMPARED = 8
 
 @dataclass(frozen=True)
 class Contender:
-    """Who takes part. program: module:function. settings: over the row's. only: the row it is for, on the CPU."""
+    """Describe a contender. program: module:function. settings: over the row's. only: the row it is for, on the CPU."""
 
     name: str
     about: str
@@ -71,7 +71,7 @@ ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-9}
 
 
 def taking_part(row: str, device: str, contenders: Sequence[Contender] = CONTENDERS) -> list[Contender]:
-    """Who takes part in a row: whose products FP32 has is a choice in eager on the CPU alone."""
+    """Return the contenders of a row: the library of FP32 products is a choice in eager mode on the CPU alone."""
     return [one for one in contenders if not one.only or (one.only == row and device == "cpu")]
 
 
@@ -165,7 +165,7 @@ def result(
 
 
 def answers(found: Mapping[str, Any], contenders: Sequence[Contender] = CONTENDERS) -> list[str]:
-    """What a measured row says of Lockstep: against the fastest peer, each peer, and the leanest one."""
+    """Compare Lockstep in a measured row with the fastest peer, with each peer, and with the leanest one."""
     if found["status"] != "measured":
         return []
     of = found["contenders"]

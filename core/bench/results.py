@@ -83,7 +83,7 @@ def result_of(series: Series, name: str) -> dict[str, Any] | None:
 def figures(
     config: RunConfig, seconds: Sequence[float], device: Mapping[str, Any], floor: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What follows from the repetitions of a row."""
+    """Derive a row's figures from its repetitions."""
     median = statistics.median(seconds)
     length = config.train.sequence_length
     rate = config.train.batch_size * length / median

@@ -310,7 +310,7 @@ def chosen(names: Sequence[str]) -> list[Row]:
 
 
 def bench_config(config: RunConfig) -> dict[str, object]:
-    """What of a run file bears on a row besides its own settings: the model, the sequence length, the optimizer's."""
+    """Return the settings of a run file that a row uses besides its own."""
     dumped = config.model_dump(mode="json")
     return {
         "model": dumped["model"],

@@ -148,7 +148,7 @@ def begin_checkpoint(
 
 
 def writer_of(session: Session) -> Callable[[Path], Writing]:
-    """What begins to write a session's state into a folder: the session itself where it can."""
+    """Return a function that begins to write a session's state into a folder, by the session itself where it can."""
     try:
         return ask(session, Writes).write
     except NotSupported:
@@ -330,7 +330,7 @@ def _load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, list[int]] | Non
 
 
 def offsets_of(file: Any) -> dict[str, list[int]] | None:
-    """Where each tensor of an open file of safetensors begins in its whole; None if the file holds no parts.
+    """Return the offset of each tensor of an open safetensors file in the whole tensor; None if it holds no parts.
 
     Raises ValueError if its metadata does not say it.
     """

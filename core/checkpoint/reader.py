@@ -20,7 +20,7 @@ from lockstep.core.checkpoint.format import PARAMS, RANDOM, offsets_of, require_
 
 @dataclass(frozen=True)
 class _Part:
-    """Where a part of a tensor lies: key in an open file, where it begins in the whole, and its shape."""
+    """Locate a part of a tensor: its key in an open file, its offset in the whole, and its shape."""
 
     file: Any
     key: str
@@ -56,7 +56,7 @@ class Stored:
         self._open.close()
 
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
-        """Of the whole tensor. kind: `params`, or that of a moment."""
+        """Return the shape of the whole tensor. kind: `params`, or a kind of moment."""
         ends = [np.add(part.begin, part.shape) for part in self._parts[kind, name]]
         return tuple(int(end) for end in np.max(ends, axis=0))
 

@@ -44,7 +44,7 @@ def last_steps(text: str, steps: int) -> tuple[int, ...]:
 
 
 def problem(text: str, length: int, micro: int, steps: int) -> str | None:
-    """What keeps a curriculum from a run whose `micro` sequences at a time are of `length` tokens; None if nothing."""
+    """Explain why a run of `micro` sequences of `length` tokens at a time cannot have a curriculum; None if it can."""
     lengths = [piece.length for piece in pieces(text)]
     if not lengths:
         return None

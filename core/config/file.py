@@ -97,7 +97,7 @@ def config_differences(ours: RunConfig, theirs: RunConfig, ignore: tuple[str, ..
 
 
 def unknown_key(key: str, value: Any, known: Mapping[str, Any]) -> str:
-    """What to say of a key that is not a setting: the nearest right name, by the whole key or by its last part.
+    """Describe a key that is not a setting, with the nearest right name, by the whole key or by its last part.
 
     value: what was given to it, None if that is not known.
     """
@@ -126,7 +126,7 @@ def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
 
 def complaint(origin: str, key: str, value: Any, error: ValidationError) -> str:
-    """What is wrong with one value, in the words of pydantic."""
+    """Describe the error of one value, in the words of pydantic."""
     reasons = "; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())
     return f"{origin}: {key} = {shortened(value)}: {reasons[:1].lower()}{reasons[1:]}"
 

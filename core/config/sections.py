@@ -69,7 +69,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """Where the token shards are and how they are held."""
+    """Locate the token shards, and how they are held in memory."""
 
     path: PathText = Field("data/stdlib", description="folder that `lockstep data prepare` wrote")
     source: PathText = Field("", description="text to prepare: file, folder or glob; empty = Python's standard library")

@@ -133,7 +133,7 @@ def _choose_val(hashes: NDArray[np.uint64], val_fraction: float) -> NDArray[np.b
 
 
 def _cut_single(file: SourceFile, column: str, val_fraction: float) -> int | None:
-    """Where to cut the only document in two, in bytes; None if it is no plain text or has no second line."""
+    """Return the byte at which to cut the only document in two; None if it is no plain text or has no second line."""
     if file.kind != "text":
         return None
     (document,) = read_documents(file, column)

@@ -29,7 +29,7 @@ _BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class ShardTask:
-    """What a worker must know: where to write, what to read, and how many documents to find."""
+    """Hold a worker's task: the file to write, the documents to read, and how many to expect."""
 
     folder: str
     file: str

@@ -1,4 +1,4 @@
-"""What a model must beat: the entropy of tokens alone, and of tokens given the one before."""
+"""Compute the entropies that a model must beat: of tokens alone, and of tokens given the one before."""
 
 from __future__ import annotations
 

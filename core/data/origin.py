@@ -1,4 +1,4 @@
-"""Where tokens of a batch come from: which documents of the data."""
+"""Trace the tokens of a batch back to the documents of the data."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _DISK_MARGIN = 1.2
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What to prepare.
+    """Describe the data set to prepare.
 
     Attributes:
         out: the folder to write; made if it is not there.
@@ -85,7 +85,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class PrepareResult:
-    """What was done. `up_to_date` means: nothing, all was there; shards are then all among `shards_kept`."""
+    """Report a preparation. `up_to_date`: nothing was left to do; shards are then all among `shards_kept`."""
 
     folder: Path
     index: DatasetIndex

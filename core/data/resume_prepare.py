@@ -1,4 +1,4 @@
-"""What an earlier preparation left in a folder: can it be continued, and what of it is sound?"""
+"""Read what an earlier preparation left in a folder: decide whether it can be continued, and which parts are sound."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.core.data.shards import read_header
 from lockstep.core.data.sources import SourceListing
 from lockstep.core.errors import UserError
 
-# Of a name like train_00000.bin; other people's files are not ours to remove.
+# Match only names like train_00000.bin: other people's files are not ours to remove.
 _FIVE_DIGITS = "[0-9]" * 5
 
 
@@ -81,7 +81,7 @@ def _checksum_in_header(path: Path) -> str | None:
 
 
 def _ours(folder: Path) -> list[Path]:
-    """What a preparation writes, in the order in which it may be removed: a folder with a plan can be continued."""
+    """List the files of a preparation, in the order in which they may be removed: one with a plan can be continued."""
     shards = itertools.chain.from_iterable(folder.glob(f"{split}_{_FIVE_DIGITS}*.bin") for split in ("train", "val"))
     named = [folder / name for name in (INDEX_NAME, TOKENIZER_NAME, PLAN_NAME)]
     return [path for path in [named[0], *sorted(shards), *named[1:]] if path.exists()]

@@ -55,7 +55,7 @@ class BlockSampler:
         return self.num_blocks * self.block_length
 
     def window_starts(self, first_token: int, count: int, sequence_length: int) -> NDArray[np.int64]:
-        """Where the run's next `count` sequences begin in the split.
+        """Return the starts of the run's next `count` sequences in the split.
 
         The run's position p = first_token + i * sequence_length lies in the run's block p // block_length, which is
         block number (p // block_length) % n of epoch (p // block_length) // n. A shorter sequence length therefore

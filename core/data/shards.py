@@ -46,7 +46,7 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What a shard says about itself. `token_bytes` is 2 or 4; `sha256` is in hexadecimal."""
+    """Hold the header of a shard. `token_bytes` is 2 or 4; `sha256` is in hexadecimal."""
 
     token_bytes: int
     tokens: int
@@ -60,7 +60,7 @@ class ShardHeader:
 
     @property
     def tokens_offset(self) -> int:
-        """Where the tokens begin, in bytes."""
+        """Return the offset of the tokens in the file, in bytes."""
         return _HEADER_BYTES + 8 * self.documents
 
     @property
@@ -189,7 +189,7 @@ def map_tokens(path: Path, header: ShardHeader) -> Tokens:
 
 
 def read_document_starts(path: Path, header: ShardHeader) -> NDArray[np.int64]:
-    """Where each document of a shard begins, in tokens: int64 (documents,)."""
+    """Return the start of each document of a shard, in tokens: int64 (documents,)."""
     return np.fromfile(path, dtype="<u8", count=header.documents, offset=_HEADER_BYTES).astype(np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Where documents come from: the files behind a folder, a glob, a file, or nothing at all."""
+"""Find the documents: the files behind a folder, a glob, a file, or nothing at all."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class TextStream:
         self._given = 0
 
     def add(self, token: int) -> str:
-        """What can be said once `token` has come."""
+        """Return the text that is certain after `token`."""
         self._pending.append(token)
         text = self._text()
         # Bytes before the last, where they are no character, will not become one.
@@ -34,7 +34,7 @@ class TextStream:
         return new
 
     def end(self) -> str:
-        """What was held back: half a character, as the replacement character."""
+        """Return the text that was held back: half a character, as the replacement character."""
         return self._text()[self._given :]
 
     def _text(self) -> str:

@@ -160,7 +160,7 @@ def in_ranges(numbers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Cut:
-    """What `cut_after` did. steps: of the lines that stay. moved: lines of later steps. damaged: numbers of lines."""
+    """Report `cut_after`. steps: of the lines that stay. moved: lines of later steps. damaged: numbers of lines."""
 
     steps: frozenset[int]
     moved: int

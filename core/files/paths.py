@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Of Linux and macOS: bytes of a name between slashes, and of a path with its end.
+# Limits of Linux and macOS, in bytes: a name between slashes, and a path with its end.
 LONGEST_NAME, LONGEST_PATH = 255, 4096
 
 

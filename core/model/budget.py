@@ -194,7 +194,7 @@ def update_flops(config: RunConfig) -> float:
 
 
 def floor_seconds(config: RunConfig, rates: dict[str, float], bandwidth: float) -> float | None:
-    """What no step of this configuration can beat: FLOPs / measured rate of products + bytes / measured bandwidth.
+    """Return a lower bound of a step's time: FLOPs / measured rate of products + bytes / measured bandwidth.
 
     The FLOPs are those of the products alone, causal, forward and backward, nothing computed again: block linears at
     FP8's rate where they are in FP8, all else at the operand's; Muon's at its own. The bytes are `optimizer_bytes`.

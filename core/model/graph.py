@@ -146,7 +146,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Edge:
-    """Where a tensor with several readers enters one of them; its gradient is what this reader alone sends back.
+    """Name the entry of a tensor with several readers into one of them; its gradient is that reader's share.
 
     reader: the operation. role: its input. tap, parameter: what is read, the other is None.
     """

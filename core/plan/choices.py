@@ -1,4 +1,4 @@
-"""What else could be run: memory of every checkpointing policy at every micro-batch, and the largest that fits."""
+"""List the alternatives: memory of every checkpointing policy at every micro-batch, and the largest that fits."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 def smallest_change(config: RunConfig, found: list[Choice]) -> list[str]:
-    """What would make a configuration fit that does not: settings in words, each enough by itself; empty: nothing."""
+    """List settings, each of which makes a configuration fit that does not; empty if none does."""
     own = next(choice for choice in found if choice.own)
     words = []
     if own.largest_dividing:

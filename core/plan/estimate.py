@@ -79,7 +79,7 @@ class Estimate:
 
     @property
     def days(self) -> float | None:
-        """Of all steps, each at its sequence length."""
+        """Return the days of all steps, each at its sequence length."""
         if self.seconds is None:
             return None
         return sum(count * (estimate.step_seconds or 0.0) for count, estimate in self.pieces) / 86400
@@ -102,7 +102,7 @@ def at_length(config: RunConfig, length: int) -> RunConfig:
 
 
 def fits(config: RunConfig, gpu: Gpu | str = "h100", *, sharded: bool | None = None) -> Estimate:
-    """What `config` needs and takes on a device. Framework-free, a few milliseconds at most.
+    """Estimate the memory and the time of `config` on a device. Framework-free, a few milliseconds at most.
 
     sharded: see core/plan/memory.py; None: as configured. Raises UserError for the name of a device that is not known,
     and for FP8 on one without.

@@ -134,7 +134,7 @@ def _copied(tape: Tape, z: Sizes, rows: int) -> None:
 
 
 def _at_a_time(z: Sizes, rows: int) -> int:
-    """Of so many rows of logits, those that are widened to FP64 at a time."""
+    """Return how many of `rows` rows of logits are widened to FP64 at a time."""
     return min(rows, max(1, AT_A_TIME // z.vocab)) if z.on_cpu else rows
 
 
@@ -182,7 +182,7 @@ def _in_chunks(z: Sizes, rows: int, chunks: int) -> Head:
     else:
         forward.make(g_weight=weight, g_x=D)
         if chunks > 1:
-            # Of the chunk before: Python keeps them until they are assigned anew.
+            # Python keeps the tensors of the chunk before until the names are assigned anew.
             # On the CPU the gradient is the logits' own tensor.
             forward.make(grad_before=logits, narrow_before=narrow)
         _copied(forward, z, rows)

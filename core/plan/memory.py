@@ -65,7 +65,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """What the device must have."""
+        """Return the memory that the device must have."""
         return self.peak + sum(self.outside.values())
 
 
@@ -305,7 +305,7 @@ def _final_spared(config: RunConfig, z: Sizes) -> float:
 
 
 def memory(config: RunConfig, gpu: Gpu, *, sharded: bool | None = None, autocast: bool = False) -> Memory:
-    """What a step of this run needs of each device.
+    """Return the memory that a step of this run needs on each device.
 
     sharded: weights, gradients and moments are divided over `train.ranks` (FSDP: Zhao et al. 2023, arXiv 2304.11277),
     each block's weights gathered when it is computed, the next one's beside it; None: as configured. autocast: see

@@ -63,7 +63,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Saving:
-    """What checkpointing a part saves of memory, as a share: theirs of what was reserved, ours of what is allocated."""
+    """Compare the memory saved by checkpointing a part, as a share: theirs of reserved, ours of allocated memory."""
 
     name: str
     about: str

@@ -34,7 +34,7 @@ _NARROW = {"bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one step on each device."""
+    """Split the seconds of one step on each device."""
 
     products: float
     attention: float

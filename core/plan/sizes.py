@@ -1,4 +1,4 @@
-"""What of a configuration decides how large tensors are."""
+"""Collect the parts of a configuration that decide how large tensors are."""
 
 from __future__ import annotations
 

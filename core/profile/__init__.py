@@ -1,1 +1,1 @@
-"""What a profiler's trace says of a training step."""
+"""Summarize a profiler's trace of a training step."""

@@ -1,4 +1,4 @@
-"""What a trace says of a step: where its time goes, and what of it the device stood still or waited for others.
+"""Summarize a trace of a step: the time of each part, and the time in which the device stood still or waited.
 
 All seconds are of one step: the mean over those that were recorded.
 """
@@ -15,7 +15,7 @@ from lockstep.core.profile.trace import CALLS, COPIES, KERNEL, OPERATOR, PART, R
 
 SCHEMA = 1
 MICROSECOND = 1e-6
-# Of names of kernels and operators, in lower case; the first that fits. cuBLAS's on Hopper are nvjet_….
+# The first pattern that matches the lower-case name of a kernel or operator. cuBLAS's on Hopper are nvjet_….
 KINDS = (
     ("communication", r"nccl|gloo|c10d::|all_?reduce|all_?gather|reduce_?scatter"),
     ("attention", r"fmha|flash|attention|sdpa"),
@@ -35,7 +35,7 @@ SIZES = (1e-5, 1e-4, 1e-3)
 
 
 def kind_of(name: str) -> str:
-    """What a kernel or an operator does, as far as its name tells."""
+    """Return the kind of a kernel or an operator, by its name."""
     return next((kind for kind, pattern in KINDS if re.search(pattern, name.lower())), OTHER)
 
 
@@ -162,7 +162,7 @@ def _part_at(times: Sequence[float], parts: Mapping[str, list[Span]]) -> list[st
 def _gpu(
     events: Sequence[Event], work: _Work, parts: Mapping[str, list[Span]], window: Span, per_step: float
 ) -> dict[str, Any]:
-    """What only a GPU has: time without a kernel, kernels out of graphs, communication that nothing hides."""
+    """Return a GPU's own figures: time without a kernel, kernels outside graphs, exposed communication."""
     graphs = {
         e.arguments.get("correlation") for e in events if e.category in CALLS and e.name.startswith("cudaGraphLaunch")
     }

@@ -274,7 +274,7 @@ def _worst(key: RowKey, step: int, ok: bool, measures: Sequence[Measure], note: 
 
 
 def _roles(check: Json, findings: Sequence[Json]) -> tuple[list[int], int | None]:
-    """What each finding is, and which one the line names as its origin; lines of schema 1 do not say their roles."""
+    """Return each finding's role, and the index of the origin; lines of schema 1 do not have roles."""
     origin = check.get("origin") or {}
     by_itself = any(not f["ok"] and f["scope"] != "end_to_end" for f in findings)
     roles: list[int] = []

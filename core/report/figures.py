@@ -1,4 +1,4 @@
-"""What a run comes to in a few figures, and where two runs part."""
+"""Reduce a run to a few figures, and find where two runs diverge."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def surroundings(run: Run) -> dict[str, Any]:
-    """What a run ran on: versions, device, backend, commit, data."""
+    """Return a run's environment: versions, device, backend, commit, data."""
     found = {f"version of {k}": v for k, v in section(run.about, "versions").items()}
     found |= {k: v for k, v in section(run.about, "hardware").items() if isinstance(v, str | int | float)}
     data = section(run.about, "data")
@@ -101,7 +101,7 @@ def differences(each: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True)
 class Parting:
-    """Where one run leaves another.
+    """Locate the divergence of two runs.
 
     common: steps that both have. batch, bits: first step with another batch, with another loss; None if there is none.
     apart: the first step from which on the smoothed difference stays beyond APART standard errors; None if at the last
@@ -132,7 +132,7 @@ def difference(one: Run, other: Run) -> tuple[Pairs, Pairs, float]:
 
 
 def parting(one: Run, other: Run) -> Parting:
-    """Where `other` leaves `one`."""
+    """Return the point at which `other` diverges from `one`."""
     first, second = ({r["step"]: r for r in run.records} for run in (one, other))
     common = sorted(first.keys() & second.keys())
 

@@ -31,7 +31,7 @@ def entropies(run: Run) -> dict[str, float]:
 
 
 def head(run: Run) -> str:
-    """What this page is, and of which run."""
+    """Return the title of the page and the name of its run."""
     return f'<header class="head"><p class="eyebrow">Lockstep training report</p><h1>{esc(name(run))}</h1></header>'
 
 
@@ -111,7 +111,7 @@ def _duration(seconds: float) -> str:
 
 
 def notes(items: Sequence[str]) -> str:
-    """What a reader should know about the files, if anything."""
+    """Return notes on the files as HTML; nothing if there are none."""
     if not items:
         return ""
     return '<aside class="notes" aria-label="Notes on the files"><ul>' + _list(items) + "</ul></aside>"

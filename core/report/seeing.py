@@ -65,7 +65,7 @@ def more_charts(records: Records) -> list[Json]:
 
 
 def events(records: Records) -> list[str]:
-    """What a reader should know of: loss spikes, and steps that were left out."""
+    """List the events that a reader should know: loss spikes, and steps that were left out."""
     spikes, skips = ([step for step, _ in pairs] for pairs in (at_spikes(records), left_out(records)))
     said = [f"{plural(len(spikes), 'loss spike')}, at {_named(spikes)}."] if spikes else []
     return said + ([f"{plural(len(skips), 'step')} left out, not finite: {_named(skips)}."] if skips else [])

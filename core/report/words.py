@@ -142,7 +142,7 @@ def _tally(checks: Checks) -> str:
 
 
 def _not_covered(checks: Checks) -> str:
-    """What the verdict does not speak of: things not compared, and checks that were skipped."""
+    """List what the verdict does not cover: comparisons that were not made, and checks that were skipped."""
     if not checks.lines:
         return ""
     items = [f"{what} ({plural(n, 'check')})" for what, n in checks.not_covered.items()]

@@ -200,7 +200,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """What is being written when training fails is of an earlier step, and good; who stops at once waits little."""
+        """Wait for a write under way: it is of an earlier step, and good. After an interrupt, wait a short time."""
         if self._thread is not None and kind is not None:
             self._thread.join(None if issubclass(kind, Exception) else AT_ONCE_SECONDS)
 

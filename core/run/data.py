@@ -41,7 +41,7 @@ class RunData:
                 f"{data.path} has {split.num_tokens} training tokens, "
                 f"fewer than one sequence of {train.longest} and its target"
             )
-        # Of one length throughout, so that a curriculum does not move the losses that are compared.
+        # Keep one length throughout, so that a curriculum does not move the losses that are compared.
         validation = eval_batches(
             dataset.split("val"),
             train.micro_batch_size,

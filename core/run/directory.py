@@ -309,7 +309,7 @@ class RunDir:
         return self.path / kind / f"{len(self._info.get(kind, [])) + 1:03d}"
 
     def _losses(self, step: int, cuts: Mapping[str, Cut], aside: Path) -> Iterator[str]:
-        """What a resume from `step` goes on without, in words."""
+        """Describe the lines that a resume from `step` has lost."""
         for name, cut in cuts.items():
             if cut.damaged:
                 yield f"{damage(self.path / name, list(cut.damaged))}; set aside in {aside / name} and not used"
@@ -325,7 +325,7 @@ class RunDir:
     # Checkpoints
 
     def checkpoint_of(self, step: int) -> Path:
-        """Where the checkpoint of a step lies, or would."""
+        """Return the path of the checkpoint of a step, which need not exist."""
         return self.path / CHECKPOINTS / folder_name(step)
 
     def commit_checkpoint(self, pending: Pending, spare: int | None = None, best: int | None = None) -> Path:
@@ -426,7 +426,7 @@ class RunDir:
 
 
 def _contents(branch: Path, run: Path) -> dict[str, Any]:
-    """What run.json says of a branch."""
+    """Return the entry of a branch in run.json."""
     return {
         "path": str(branch.relative_to(run)),
         "records": len(read_lines(branch / RECORDS)),

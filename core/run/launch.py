@@ -1,4 +1,4 @@
-"""What torchrun says of this process, in the environment."""
+"""Read torchrun's environment variables of this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def launched() -> tuple[int, int] | None:
 
 
 def launch_id() -> str | None:
-    """What names this launch through all of torchrun's restarts and Slurm's requeues: its --rdzv-id; None without one.
+    """Return the id of this launch through torchrun's restarts and Slurm's requeues: its --rdzv-id; None without one.
 
     `--standalone` draws one. Without either torchrun says "none", which names nothing.
     """

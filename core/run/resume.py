@@ -1,4 +1,4 @@
-"""What a resumed run may change, what begins a branch of it, and how the rest is held to what it was."""
+"""Decide which settings a resumed run may change, which of them begin a branch, and compare the rest."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def differing(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def changes(run: str, own: RunConfig, asked: RunConfig, given: Mapping[str, str], done: int) -> Changes:
-    """What is to change in a run that goes on after `done` steps.
+    """Return the changes of a run that goes on after `done` steps.
 
     own: the settings in force there. given: keys of the settings that were given as flags: a run file that says
     something else begins no branch. Raises UserError that lists what the run keeps, with both values, or what such a
@@ -91,7 +91,7 @@ def changes(run: str, own: RunConfig, asked: RunConfig, given: Mapping[str, str]
 
 
 def _cannot_branch(branch: Mapping[str, tuple[Any, Any]], own: RunConfig, asked: RunConfig, done: int) -> list[str]:
-    """What keeps a branch from beginning after `done` steps, a line each."""
+    """List the reasons why a branch cannot begin after `done` steps, a line each."""
     wrong = []
     if branch and asked.train.steps <= done:
         wrong.append(
@@ -117,7 +117,7 @@ def _cannot_branch(branch: Mapping[str, tuple[Any, Any]], own: RunConfig, asked:
 
 
 def other_data(made_with: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between the data that a run was made with and what is there now, each in a few words."""
+    """List the differences between the data that a run was made with and the present data, each in a few words."""
     keys = [key for key in now if key in made_with and key != "path" and made_with[key] != now[key]]
     return [f"{key.replace('_', ' ')} {_short(made_with[key])}, now {_short(now[key])}" for key in keys]
 

@@ -44,7 +44,7 @@ class Sampling:
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """What is drawn from: float64 (V,), 0 for what the filters leave out. Equal logits rank by their ids.
+    """Return the probabilities to draw from: float64 (V,), 0 for tokens filtered out. Equal logits rank by their ids.
 
     softmax(logits / temperature), of it the top_k largest, normalised, of these the smallest set that reaches top_p,
     normalised. The temperature is not 0.

@@ -1,1 +1,1 @@
-"""Where records, checks and notes go: the terminal, JSON lines, Weights & Biases. Each sink decides what it keeps."""
+"""Send records, checks and notes to the terminal, JSON lines and Weights & Biases. Each sink decides what it keeps."""

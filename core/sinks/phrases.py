@@ -33,7 +33,7 @@ def duration(seconds: float) -> str:
 
 
 def measures(record: StepRecord, val_loss: float | None, mfu: Mapping[str, float]) -> list[str]:
-    """What a step says of itself, in the order of the progress line. `val_loss` is the last one known."""
+    """Format a step's measures, in the order of the progress line. `val_loss` is the last one known."""
     parts = [f"loss {record.loss:.4f}"]
     if val_loss is not None:
         parts.append(f"val {val_loss:.4f}")
@@ -67,7 +67,7 @@ def check_line(check: Check) -> str:
 
 
 def place_of(finding: Finding) -> str:
-    """Where a finding is: `attn backward, layer 3, at blocks.3.attn.q_rope (own input)`."""
+    """Format the place of a finding: `attn backward, layer 3, at blocks.3.attn.q_rope (own input)`."""
     layer = "" if finding.layer is None else f", layer {finding.layer}"
     tap = "" if finding.tap == finding.stage else f", at {finding.tap}"
     scope = {"local": "from its own input", "end_to_end": "end to end", "over_steps": "over steps"}[finding.scope]
@@ -114,7 +114,7 @@ def metric_lines(step: int, metrics: Mapping[str, float], before: Mapping[str, f
 
 
 def left_out_line(record: StepRecord) -> str:
-    """What is said of a step that was left out because it is not finite."""
+    """Format the line of a step that was left out because it is not finite."""
     so_far = int(record.metrics.get(SKIPPED, 1))
     return f"step {record.step}: left out, not finite: {record.left_out}; {so_far} so far"
 
@@ -138,7 +138,7 @@ def _largest_of(metrics: Mapping[str, float], prefix: str) -> str:
 
 
 def time_left(seconds: Sequence[float], steps: int) -> str:
-    """What `steps` more will take at the median pace of `seconds`, the wall times of the last steps."""
+    """Format the time of `steps` more steps at the median of `seconds`, the wall times of the last steps."""
     if not seconds or not steps:
         return ""
     return f"{duration(sorted(seconds)[len(seconds) // 2] * steps)} left"

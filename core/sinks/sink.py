@@ -1,4 +1,4 @@
-"""What a destination of records must offer."""
+"""Define the interface of a destination of records."""
 
 from __future__ import annotations
 

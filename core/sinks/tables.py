@@ -58,7 +58,7 @@ def parameter_groups(rows: Sequence[GroupRow]) -> Table:
 
 
 def losses_to_know(vocab_size: int, entropies: Mapping[str, float]) -> Table:
-    """What a loss means on this data: the uniform guess, then each entropy (`unigram`, `bigram`), all in nats."""
+    """Show reference losses of this data: the uniform guess, then each entropy (`unigram`, `bigram`), all in nats."""
     nats = {"uniform guess": math.log(vocab_size), **entropies}
     return table(
         "Losses to compare with",

@@ -36,7 +36,7 @@ NO_MATTER = ("lockstep", "python", "tokenizers")
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found at the start of a deterministic run.
+    """Report the checks at the start of a deterministic run.
 
     step: which one was repeated. gradients: how many were the same bits, the loss and the losses of tokens besides.
     costs: time of the forward and backward pass of a micro-batch a rank / the same without the setting, one after the
@@ -60,7 +60,7 @@ class Proof:
 
 
 def place(config: RunConfig, about: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
-    """What bits depend on besides a run's lasting settings. about: of the backend; versions: of libraries, by name."""
+    """Return what bits depend on besides a run's lasting settings. about: of the backend; versions: by library."""
     settings = flatten(config.model_dump())
     found = {"device": about.get("device"), "threads": about.get("threads")}
     found |= {key: settings[key] for key in SETTINGS}
@@ -94,7 +94,7 @@ def prove_run(
 
 
 def moves(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What is not as it was where the run began, in words; empty if all is."""
+    """List the differences from the place where the run began, in words; empty if there are none."""
     keys = {**then, **now}
     return "; ".join(f"{k} was {then.get(k)}, is {now.get(k)}" for k in keys if then.get(k) != now.get(k))
 
@@ -136,9 +136,9 @@ def _repeated(config: RunConfig, session: Session, batch: Batch) -> tuple[tuple[
 
 
 def differences(one: Gradients, other: Gradients) -> str:
-    """What of a step is not the same bits, in words; empty if all is."""
+    """List the parts of a step whose bits differ, in words; empty if there are none."""
     said = []
-    # Of floats, == would take NaN for another number than itself, and −0 for 0.
+    # Compare bits: == takes NaN for another number than itself, and −0 for 0.
     if one.loss.hex() != other.loss.hex() or one.nll.tobytes() != other.nll.tobytes():
         said.append("the loss")
     names = [n for n in {**one.grads, **other.grads} if n not in one.grads or n not in other.grads]

@@ -40,7 +40,7 @@ def require_progress(record: StepRecord, limit: int) -> None:
 
 
 def first_place(loss: float, parameters: Sequence[str], count: int) -> str:
-    """Where one rank sees it first, in words; nothing if all that is its own is finite.
+    """Name the first non-finite value of one rank, in words; nothing if all of its own values are finite.
 
     loss: its own. parameters: names whose own gradients are not finite, in the model's order, of `count`.
     """

@@ -52,7 +52,7 @@ class Watch(Protocol):
         ...
 
     def collect(self) -> Iterator[Check | tuple[int, str]]:
-        """What has come back since the last call: checks, or (step, why it was skipped)."""
+        """Return the results since the last call: checks, or (step, why it was skipped)."""
         ...
 
     def drain(self) -> Iterator[Check | tuple[int, str]]:

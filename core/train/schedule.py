@@ -48,7 +48,7 @@ def decay_steps(optim: OptimConfig, total_steps: int) -> int:
 
 
 def _left(optim: OptimConfig, done: float) -> float:
-    """What is left of the way from the lowest to the peak rate, after a share `done` of the decay."""
+    """Return the share of the way from the lowest to the peak rate that is left after a share `done` of the decay."""
     if optim.schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * done))
     if optim.schedule == "wsd" and optim.decay_shape == "sqrt":

@@ -36,7 +36,7 @@ def first_scalars(config: RunConfig) -> dict[str, float]:
 
 
 def own_scalars(config: RunConfig, scalars: Mapping[str, float]) -> dict[str, float]:
-    """What a session of `config` takes over of a state's scalars: all that it counts itself, and updates left out."""
+    """Return the scalars that a session of `config` takes from a state: those that it counts, and updates left out."""
     first = first_scalars(config)
     kept = {name: value for name, value in scalars.items() if name in first or name == SKIPPED}
     return first | kept

@@ -182,7 +182,7 @@ def is_spike(path: Path) -> bool:
 
 
 def read_spike(path: Path) -> tuple[dict[str, Any], Batch]:
-    """What about.json says, and the batch. Raises UserError that names the file that is missing or damaged."""
+    """Read a spike's about.json and batch. Raises UserError that names the file that is missing or damaged."""
     try:
         about = json.loads(read_whole(path / ABOUT))
         known = about["schema"] == SCHEMA and isinstance(about["step"], int) and isinstance(about["record"], dict)

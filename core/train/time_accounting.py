@@ -1,4 +1,4 @@
-"""Where the time of a run goes: every moment between two records is charged to exactly one part.
+"""Account for the time of a run: every moment between two records is charged to exactly one part.
 
 The parts of a record add up to the time since the record before it, so that what follows a record (checkpoints, what is
 told) is charged to the next one. Nothing is waited for: a device's own times come from the session (`Timed`).
@@ -30,7 +30,7 @@ class Stalls:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is done meanwhile is charged to `name`."""
+        """Charge the time inside the context to `name`."""
         self._charge()
         self._open.append(name)
         try:

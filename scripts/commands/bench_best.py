@@ -88,7 +88,7 @@ class Plan:
         self.gpu, self.memory = gpu, gpu.memory
 
     def __call__(self, config: RunConfig) -> Prediction:
-        """What `config` needs and takes."""
+        """Return the memory and the time that `config` needs."""
         from lockstep.core.bench.best import Prediction
         from lockstep.core.plan import fits
 

@@ -103,7 +103,7 @@ def _check(options: BenchPeers) -> None:
 
 
 def _contenders(without: Sequence[str]) -> list[Contender]:
-    """Who takes part. Raises UserError for an unknown name, for nobody to compare with, and for a missing library."""
+    """Return the contenders. Raises UserError for an unknown name, an empty selection, and a missing library."""
     from lockstep.core.bench.peers import CONTENDERS
 
     names = [contender.name for contender in CONTENDERS if contender.name != "lockstep"]

@@ -96,7 +96,7 @@ def convert(source: Path, target: Path, to: str) -> Path:
 
 
 def writing(to: str) -> Callable[[State, Path], Writing]:
-    """What writes a state in a format."""
+    """Return a function that begins to write a state in a format."""
     if to == "torch":
         from lockstep.torch_backend import checkpoint as of_torch
 
@@ -123,7 +123,7 @@ def read_orbax(folder: Path) -> State:
 
 
 def differences(one: State, other: State) -> list[str]:
-    """What is not the same, bit for bit, in two states."""
+    """List the differences between two states, bit for bit."""
     from lockstep.core.parity.judge.update import flat
 
     arrays, others = flat(one), flat(other)

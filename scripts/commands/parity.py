@@ -132,7 +132,7 @@ def _check(options: Parity, config: RunConfig, data: RunData, candidate: Backend
 def _alarm(
     options: Parity, candidate: Backend, reference: Backend, config: RunConfig, say: Callable[[str], None]
 ) -> Alarmed:
-    """What follows the first check that disagrees: run the step again, look for the cause, pack the step."""
+    """Follow up the first check that disagrees: run the step again, look for the cause, pack the step."""
     from lockstep.core.parity.diagnose.cause import find_cause
     from lockstep.core.parity.diagnose.disagreement import sound
 

@@ -154,7 +154,7 @@ def batches_of(
 
 
 def floor_of(config: RunConfig) -> float | None:
-    """What no step of one rank can beat, in seconds (core/model/budget.py)."""
+    """Return a lower bound of one rank's step, in seconds (core/model/budget.py)."""
     from lockstep.core.model.budget import floor_seconds
     from lockstep.torch_backend.tools.bench import measure_floor
 

@@ -246,7 +246,7 @@ def _train(
 def _alarm(
     run: RunDir, session: Session, shadow: Shadow | None, about: Mapping[str, Any], ranks: Ranks
 ) -> Callable[[Check], str | None]:
-    """What follows a check that disagreed: the step is run again, and packed for `lockstep replay`."""
+    """Follow up a check that disagreed: run the step again, and pack it for `lockstep replay`."""
     from lockstep.core.parity.diagnose.disagreement import sound
     from lockstep.core.run.layout import CAPSULES
 
@@ -431,7 +431,7 @@ class _Unbegun(contextlib.AbstractContextManager[None]):
 
 @contextmanager
 def _told_how_to_go_on(run: RunDir) -> Iterator[None]:
-    """What ends a run that has a checkpoint says how to go on from it."""
+    """Add to an error that ends a run with a checkpoint how to go on from it."""
     try:
         yield
     except UserError as error:

@@ -1,1 +1,1 @@
-"""What several commands share: arguments, backends by name, tables, worker processes."""
+"""Shared by several commands: arguments, backends by name, tables, worker processes."""

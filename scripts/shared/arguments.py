@@ -62,7 +62,7 @@ def parse(
 
 
 def _read(shape: Any, command: type[T], name: str, argv: list[str]) -> tuple[Any, list[str]]:
-    """What tyro reads, all of it text, and the words that it does not know."""
+    """Return the options that tyro reads, all of it text, and the words that it does not know."""
     with_value = [word for word in _before_the_rest(argv) if word.startswith("--") and "=" in word]
     for word in with_value:
         if _field_name(word) in _switches(command):

@@ -1,4 +1,4 @@
-"""What cannot be foreseen, in one line: the command line never shows a traceback, and never loses one."""
+"""Print an unforeseen error in one line: the command line never shows a traceback, and never loses one."""
 
 from __future__ import annotations
 

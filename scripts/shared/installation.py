@@ -1,4 +1,4 @@
-"""Where Lockstep is installed: the run files that come with it, and the folder that worker processes start in."""
+"""Locate the installation: the run files that come with it, and the folder that worker processes start in."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What becomes of `lockstep train CONFIG` when torchrun starts its ranks anew, or Slurm its job.
+"""Resume `lockstep train CONFIG` when torchrun restarts its ranks, or Slurm its job.
 
 Whether that has happened the count of restarts does not say: each of torchrun's agents has its own. A run knows the
 launch that made it, or last went on with it, by name.

@@ -1,4 +1,4 @@
-"""What a run says of itself at its start: on the console and in run.json."""
+"""Describe a run at its start: on the console and in run.json."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_info(config: RunConfig, backend: str, about: Mapping[str, Any], data: Ru
 
 
 def data_facts(data: RunData) -> dict[str, Any]:
-    """What run.json says of the data: fingerprints, which decide, and sizes and entropies, which people understand."""
+    """Return the data's entry in run.json: fingerprints, which decide, and sizes and entropies for people."""
     index = data.dataset.index
     return {
         "path": data.config.data.path,
@@ -98,7 +98,7 @@ def git_commit() -> str | None:
 
 
 def precision_of(config: RunConfig, group: str) -> str:
-    """What the products of a parameter group are computed in; of the block linears, how many of them in FP8."""
+    """Name the dtype of a parameter group's products; for the block linears, how many of them are in FP8."""
     precision = config.precision
     stream = precision.stream
     if group not in ("matrices", "head") and not (group == "embedding" and config.model.tied):

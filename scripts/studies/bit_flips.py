@@ -96,7 +96,7 @@ OUTCOMES = {
 
 
 def kind_of(path: Path) -> str | None:
-    """What is counted apart; None for a file that is not damaged. path: relative to the trial's folder."""
+    """Return the kind that is counted apart; None for a file that is not damaged. path: in the trial's folder."""
     if path.is_relative_to(RUN / "checkpoints"):
         if not _of_step(path.relative_to(RUN / "checkpoints").parts[0], KEPT[-1]):
             return None  # the one before is read only if this one is damaged
@@ -134,7 +134,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class End:
-    """What a run directory holds. resumed: the step that it went on from. info: run.json, less what a clock decides.
+    """Hold the contents of a run directory. resumed: from this step. info: run.json, without what a clock decides.
 
     lines, set_aside: of records.jsonl and parity.jsonl, and of all branches, by file and step.
     """
@@ -237,7 +237,7 @@ class Trials:
         return (FELL_BACK if "passed over" in said[0] else TOLD), said[0]
 
     def difference(self, end: End, told: bool, cut: bool) -> str:
-        """What is not as it would have been, if anything; lines that are lost may be if that was told."""
+        """Describe an unexpected difference, if there is one; lines may be lost if the user was told."""
         if not same_state(end.state, self.whole.state):
             return "the weights, moments or step differ"
         if end.settings != self.whole.settings:

@@ -93,7 +93,7 @@ def _of_head(taps: Arrays) -> Arrays:
 
 
 def part_of(kind: str) -> Part:
-    """Whose clean runs measure a kind of comparison."""
+    """Return the part whose clean runs measure a kind of comparison."""
     scope, _, stage = kind.partition("/")
     named = stage.partition("/")[0] if scope in ("forward", "backward") else scope
     return next((part for part in PARTS if part == named), "step")
@@ -137,7 +137,7 @@ def accused(recipe: str, samples: list[Sample]) -> dict[str, int]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """What was measured so far; a table that is not there yet starts as the one in force."""
+    """Read the measured table; a table that does not exist yet starts as the one in force."""
     start = path if path.exists() else TABLE
     stored: dict[str, Any] = json.loads(start.read_text()) if start.exists() else {}
     return {"recipes": stored.get("recipes", {}), "held_out": stored.get("held_out", {})}

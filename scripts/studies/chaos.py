@@ -54,7 +54,7 @@ OTHERS = 8
 
 @dataclass(frozen=True)
 class Chaos:
-    """What to run."""
+    """Choose the trials to run."""
 
     rounds: int = 100
     """kills that are counted"""
@@ -243,7 +243,7 @@ def _outcome(kills: Sequence[Line], bad: set[tuple[str, int]]) -> str:
 
 
 def words(found: Sequence[Line]) -> str:
-    """What the page says first."""
+    """Return the first paragraph of the page."""
     seconds = sum(line["seconds"] for line in found if line["what"] == "chain")
     return (
         "Made by `python -m lockstep.scripts.studies.chaos` (resumable; its lines are [chaos.jsonl](chaos.jsonl)) with "
@@ -264,7 +264,7 @@ def words(found: Sequence[Line]) -> str:
 
 
 def lines(path: Path, plan: Sequence[Chain]) -> list[Line]:
-    """What was found of this plan's chains that are done."""
+    """Read the finished chains of this plan."""
     names = {chain.name for chain in plan}
     found = [line for line in read_lines(path) if line["chain"] in names]
     done = {line["chain"] for line in found if line["what"] == "chain"}

@@ -1,4 +1,4 @@
-"""What scripts/studies/chaos.py kills, and what must then be true: runs, data sets and reports, from start to end."""
+"""Kill runs, preparations and reports for scripts/studies/chaos.py, and check what must then be true."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ batches = 1
 norms_every = 5
 fp32_loss_every = 0
 """
-# Of a record, all but what it took.
+# The fields of a record that depend on the clock or the host.
 TIMES = ("seconds", "tokens_per_second", "mfu", "host")
 
 
@@ -286,7 +286,7 @@ class TrainingLife(Life):
             yield f"run.json lists the branches {told}; there are {branches}"
 
     def _wrong(self, now: Disk) -> Iterator[str]:
-        """What is not as in the run that nobody killed, up to where this one is."""
+        """List the differences from the undisturbed run, up to the present step."""
         for ours, theirs in zip(now.records, self._expected, strict=False):
             if ours != theirs:
                 differ = [key for key in theirs if ours.get(key) != theirs[key]]
@@ -348,7 +348,7 @@ class Disk:
 
     @classmethod
     def of(cls, run: Path) -> Disk:
-        """What lies there now."""
+        """Read the present contents of a run's folder."""
         if not run.is_dir():
             return cls(0, (), (), False, (), (), frozenset(), {}, {})
         records = run / RECORDS
@@ -368,7 +368,7 @@ class Disk:
         )
 
     def phase(self, before: Disk) -> str:
-        """Where a kill fell that left this behind, as a row of the page."""
+        """Name the phase in which a kill left this behind, as a row of the page."""
         for name in self.hidden - before.hidden:
             if name.endswith(".old"):
                 return "deleting"
@@ -484,7 +484,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def _left_over(folder: Path) -> list[str]:
-    """What is hidden, but for the lock, with its process's number left out."""
+    """List hidden files except the lock, without the process's number."""
     hidden = (path for path in folder.rglob(".*") if path.name != LOCK_NAME)
     return sorted(_without_numbers(str(path.relative_to(folder))) for path in hidden)
 

@@ -129,7 +129,7 @@ def _rank(moment: Moment | None, rank: int) -> int:
 
 
 def _told(moment: Moment) -> bytes:
-    """What stands in the environment of this start's processes alone."""
+    """Return the environment of this start's processes alone."""
     return f"{VARIABLE}={json.dumps({'folder': moment.folder, 'told': moment.told})[:-1]}".encode()
 
 

@@ -107,7 +107,7 @@ def draw_config(seed: int, recipe: str, accumulate: bool | None = None, optimize
 
 
 def _levers(rng: np.random.Generator, compiled: bool) -> dict[str, Section]:
-    """What changes how a step is computed and not what: chunks of the head, recomputation, what is one program."""
+    """Draw settings that change how a step is computed and not its result: chunks, recomputation, programs."""
     parts = str(rng.choice(["", "", "mlp", "norms,attention,mlp", "block"]))
     return {
         "loss": LossConfig(

@@ -53,7 +53,7 @@ FIRST_DRAW = 5000
 
 @dataclass(frozen=True)
 class Kind:
-    """What is counted apart. accumulate: whether the batch is cut into several micro-batches; None: as the draw says.
+    """Name a kind of clean run. accumulate: whether the batch has several micro-batches; None: as the draw says.
 
     head: of a library, or Lockstep's own. first_draw: those before were looked at while its bounds were set. Chunks of
     the head, recomputation and programs of blocks are drawn at random under every kind.
@@ -135,7 +135,7 @@ class FalseAlarms:
 
 @cache
 def digest(label: str) -> str:
-    """Of the bounds that this kind is tried against."""
+    """Return the digest of the bounds that this kind is tried against."""
     config = RECIPES[label].config(0)
     of_all = ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
     kinds = calibrated_bounds.all_kinds(config.model_copy(update={"model": of_all}))

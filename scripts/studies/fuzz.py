@@ -57,7 +57,7 @@ class Fuzz:
 
 
 def digest() -> str:
-    """Of what the cases are drawn from: the settings, and how they are drawn and judged."""
+    """Return the digest of the settings, and of the code that draws and judges the cases."""
     folder = Path(cases.__file__).parent
     code = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     schema = repr([(key, field.annotation, field.metadata) for key, field in settings().items()])

@@ -244,7 +244,7 @@ def about() -> dict[str, str]:
 
 
 def first_disagreement(run: Run, steps: int = 10) -> str:
-    """What `lockstep parity` prints of the first step that disagrees, or of the last."""
+    """Return the output of `lockstep parity` for the first step that disagrees, or for the last."""
     config = config_of(run)
     batches = (batch_of(config, text()[0], (0, step)) for step in range(1, steps + 1))
     line = ""

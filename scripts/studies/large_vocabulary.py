@@ -71,7 +71,7 @@ def child(how: str, tokens: int, chunk: int) -> None:
 
 
 def errors(tokens: int) -> dict[str, float]:
-    """Of the chunked head in FP32 against FP64: largest error of an NLL in roundoffs, relative error of the rest."""
+    """Compare the chunked head in FP32 with FP64: largest error of an NLL in roundoffs, relative error of the rest."""
     loss, nll, grad_x, grad_weight = run("chunked", tokens, "fp32", CHUNK)
     x, weight, targets, weights, total = (t.detach().double() if t.is_floating_point() else t for t in inputs(tokens))
     # In FP64 from the logits that FP32 has: what the head adds is the loss's own arithmetic.

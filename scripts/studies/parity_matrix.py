@@ -73,7 +73,7 @@ def design(levers: Mapping[str, Sequence[str]]) -> list[Cell]:
 
 
 def settings(cell: Cell) -> dict[str, str]:
-    """What a cell sets, as on the command line."""
+    """Return the settings of a cell, as on the command line."""
     of = dict(zip(LEVERS, cell, strict=True))
     ranks, _, strategy = of["ranks"].partition(", ")
     size = int(SMALL["train.batch_size"]) // int(of["micro-batches"]) // int(ranks)

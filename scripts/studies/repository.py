@@ -1,4 +1,4 @@
-"""Where the repository lies: studies read its run files and write its pages."""
+"""Locate the repository: studies read its run files and write its pages."""
 
 from pathlib import Path
 

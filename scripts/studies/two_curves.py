@@ -89,7 +89,7 @@ def _bears_on_it(key: str) -> bool:
 
 
 def _of_curve(config: RunConfig) -> str:
-    """What a curve is a function of."""
+    """Return the digest of the settings that a curve depends on."""
     dumped = config.model_dump_json(exclude={"name", "eval", "checkpoint", "parity", "log"})
     return hashlib.sha256(dumped.encode()).hexdigest()[:16]
 

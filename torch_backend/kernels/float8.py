@@ -26,7 +26,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Float8:
-    """What torchao made of the recipe. config: Float8LinearConfig; products: its LinearMMConfig."""
+    """Hold torchao's form of the recipe. config: Float8LinearConfig; products: its LinearMMConfig."""
 
     config: Any
     products: Any

@@ -88,7 +88,7 @@ def _untapped(again: Run, forward: Run) -> Run:
 
 
 def in_force(config: RecomputeConfig) -> str:
-    """What is computed again, for the table at start."""
+    """Describe the recomputed parts, for the table at start."""
     parts = [part for part in PARTS if part in config.chosen]
     said = ", ".join(parts)
     if config.every > 1:

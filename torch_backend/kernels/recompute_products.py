@@ -1,4 +1,4 @@
-"""What eager autograd keeps for the backward pass although it is made again at once: products of two kept tensors.
+"""Recompute in the backward pass what eager autograd would keep although it is cheap: products of two kept tensors.
 
 The same operations on the same numbers: the bits are those of plain autograd. A compiler decides for itself what it
 keeps.

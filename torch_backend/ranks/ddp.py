@@ -34,7 +34,7 @@ class Ranks(Sharing):
         self._arranged = self.count == 2
         module = _MicroLoss(session.model, session.micro_loss)
         compile = session.config.compile
-        # Of the blocks each is compiled already.
+        # With scope "blocks", each block is compiled already.
         whole = compile.enabled and compile.scope == "model"
         program: nn.Module = session.compiled(module) if whole else module
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(program, self.left_out(program))

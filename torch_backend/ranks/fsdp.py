@@ -47,11 +47,11 @@ class ShardedRanks(Sharing):
             part.set_force_sum_reduction_for_comms(True)
 
     def gather(self, called: str) -> Gather:
-        """What gathers a module's weights."""
+        """Return the function that gathers a module's weights."""
         return Gather(lambda: self.on_sent(f"the all-gather of {called}"))
 
     def sum_and_cut(self, called: str, members: Sequence[Tensor]) -> SumAndCut:
-        """What sums a module's gradients over ranks."""
+        """Return the function that sums a module's gradients over ranks."""
         return SumAndCut(partial(self._noted, called, members), self.narrow)
 
     def narrow(self) -> torch.dtype | None:

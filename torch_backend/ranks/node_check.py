@@ -1,4 +1,4 @@
-"""Where a rank runs, and whether it has before it what the others have."""
+"""Compare the ranks' hosts, code and view of the file system."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def token(folder: Path) -> Iterator[str]:
 
 
 def look_round(file: Path) -> Place:
-    """What is before this rank; waits a while for the file."""
+    """Return the place of this rank; wait up to LATE_SECONDS for the file."""
     until = time.monotonic() + LATE_SECONDS
     while not (sees := file.exists()) and time.monotonic() < until:
         time.sleep(0.1)

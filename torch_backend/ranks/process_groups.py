@@ -48,7 +48,7 @@ def take_device(local: int, cuda: bool) -> torch.device:
 
 
 def group_backend(device: torch.device) -> str:
-    """What carries tensors of the CPU, and those of the device."""
+    """Return the process group's backends: one for tensors of the CPU, one for those of the device."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -121,7 +121,7 @@ class Marks:
         self.store.set(f"lockstep/mark/{self.rank}", f"{command} {phase} {what}")
 
     def marks(self) -> dict[int, Mark]:
-        """Of each rank; zeros of one that has marked nothing."""
+        """Return the mark of each rank; zeros for a rank that has marked nothing."""
         found = {}
         for rank in range(self.count):
             said = self._said(f"lockstep/mark/{rank}")

@@ -24,14 +24,14 @@ class Sharing:
     `calls` counts the parts of gradients that were reduced so far.
     """
 
-    # Whether each rank holds a part of the weights alone: then all must take part in whatever needs them.
+    # If each rank holds only a part of the weights, all ranks must take part in whatever needs them.
     sharded = False
 
     def __init__(self, clock: StepClock, parallel: ParallelConfig) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.calls = 0
         self._clock = clock
-        # Of the last step, before anything was summed over ranks: this rank's loss, and extremes of its gradients.
+        # This rank's loss of the last step and the extremes of its gradients, before any reduction over ranks.
         self._own_loss: Tensor | None = None
         self._extremes: list[tuple[Sequence[Tensor], Tensor, Tensor]] = []
         # Called before each part of a step that goes to the other ranks, with its name where it has one.

@@ -1,4 +1,4 @@
-"""What `lockstep bench` measures in a process of its own: the device, its rates, and one row of steps."""
+"""Measure for `lockstep bench` in a process of its own: the device, its rates, and one row of steps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def versions() -> dict[str, str]:
 
 
 def ask_driver(fields: Mapping[str, str]) -> dict[str, str | float | None]:
-    """What nvidia-smi says of the device in use, by our names; None where it is silent or not there."""
+    """Read fields of the device in use from nvidia-smi, by our names; None for a field that it does not give."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     which = getattr(properties, "uuid", None)
     command = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader,nounits"]
@@ -100,7 +100,7 @@ def measure_floor(repeat: int = 20) -> dict[str, Any]:
 
 
 def operands(kind: str) -> list[str]:
-    """What this device multiplies by itself: TF32 and FP8 are CUDA's."""
+    """List the operand formats that this device multiplies natively: TF32 and FP8 are CUDA's."""
     if kind == "cpu":
         return ["fp32", "bf16", "fp16"]
     return [

@@ -65,7 +65,7 @@ def _needed(config: RunConfig, device: str) -> list[str]:
 
 
 def refusal(config: RunConfig, device: str) -> str | None:
-    """What of the run has no deterministic kernel on a kind of device, and what has; None if nothing is known."""
+    """Name what of the run has no deterministic kernel on a kind of device, and what has; None if nothing is known."""
     if device != "cuda":
         return None
     if why := config.attention.chosen.not_deterministic:
@@ -142,7 +142,7 @@ def guarded(session: Programs, micro: Batch) -> Iterator[None]:
 
 
 def _place(session: Programs, micro: Batch) -> str:
-    """Where in the step an operation is refused: eagerly once more, noting the taps that are passed."""
+    """Name the operation's place in the step: run it eagerly once more, noting the taps that are passed."""
     if session.root is not None:
         return "in a program over weights that are cut; parallel.strategy = 'ddp' would say where"
     forward: list[str] = []

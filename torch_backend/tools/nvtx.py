@@ -37,7 +37,7 @@ def marking(config: RunConfig, device: torch.device) -> Mark:
 
 
 def in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
-    """What the table at start says of it; nothing if it was not asked for."""
+    """Describe it for the table at start; nothing if it was not asked for."""
     if not config.log.nvtx:
         return {}
     said = "step, micro-batch, forward, backward, reduction, clip, optimizer, checkpoint"

@@ -1,4 +1,4 @@
-"""What a step's memory really is: saved tensors counted under fake tensors, and the allocator's own account of a step.
+"""Measure a step's memory: saved tensors counted under fake tensors, and the allocator's own account of a step.
 
 The formulas of core/plan are held to both (parity_tests/plan, docs/guide/plan.md).
 """

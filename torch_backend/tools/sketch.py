@@ -86,7 +86,7 @@ def sketches_of(tensors: Mapping[str, Tensor], table: Tensor) -> dict[str, Kept]
 
 
 def whole_observation(kept: Kept, shape: tuple[int, ...]) -> Observation:
-    """What is kept of a tensor of `shape`, off the device."""
+    """Return the observation of a tensor of `shape`, off the device."""
     norm, max_abs, mean, nonfinite = kept[1].tolist()
     return Observation(
         kept[0].detach().cpu().numpy(), norm, max_abs, mean, int(nonfinite), math.prod(shape), independent(shape)
@@ -94,7 +94,7 @@ def whole_observation(kept: Kept, shape: tuple[int, ...]) -> Observation:
 
 
 def sketch_alone(probe_gradient: Tensor, shape: tuple[int, ...]) -> Observation:
-    """What is known of a tensor of `shape` from its sketch: the norm is estimated, largest value and mean are NaN."""
+    """Return the observation of a tensor of `shape` from its sketch: an estimated norm; maximum and mean are NaN."""
     values = probe_gradient.detach().cpu().numpy()
     norm = float(np.linalg.norm(values.astype(np.float64)))
     nonfinite = int(np.count_nonzero(~np.isfinite(values)))

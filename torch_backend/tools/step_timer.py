@@ -1,4 +1,4 @@
-"""What the time of one step goes into, told without another wait for the device."""
+"""Split the time of one step into parts, without another wait for the device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StepClock:
 
     @contextmanager
     def aside(self, part: str) -> Iterator[None]:
-        """What is done meanwhile counts to `part`; it reads tensors, so the device is waited for at both ends."""
+        """Charge the time inside the context to `part`; it reads tensors, so the device is waited for at both ends."""
         self._wait()
         started = time.perf_counter()
         yield

@@ -1,1 +1,1 @@
-"""What follows a check that disagreed: the step run again, its cause, a script that repeats it."""
+"""Follow up a check that disagreed: run the step again, find the cause, write a script that repeats it."""

@@ -36,7 +36,7 @@ class Variation:
 
 @dataclass(frozen=True)
 class Cause:
-    """What the variations say. tried: (change, outcome): the origin `vanishes`, `stays`, or why neither is known."""
+    """Hold the outcome of the variations. tried: (change, outcome): the origin `vanishes`, `stays`, or why unknown."""
 
     words: str
     tried: list[tuple[str, str]] = field(default_factory=list)

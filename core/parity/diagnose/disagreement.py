@@ -1,4 +1,4 @@
-"""What follows a check that disagreed: run the step again, find the cause, pack the step.
+"""Follow up a check that disagreed: run the step again, find the cause, pack the step.
 
 What does not repeat, from the same state on the same batch, is not the program's doing: hardware, or a race.
 """
@@ -41,7 +41,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Alarm:
-    """What is said of a check that disagreed.
+    """Report a check that disagreed.
 
     summary: one line. repeated: see `Repeat.happened`. capsule: the folder, or None if it could not be written.
     cause: sentences. problem: why there is no capsule.

@@ -55,7 +55,7 @@ class Repro:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a script is made of: templates after the head, tensors, and numbers that they read from FACTS."""
+    """Hold the parts of a script: templates after the head, tensors, and numbers that they read from FACTS."""
 
     templates: tuple[str, ...]
     tensors: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -208,7 +208,7 @@ def _sent_back(stage: Operation, evidence: Evidence, sums: Mapping[str, Shared])
 
 
 def _looked_up(stage: Operation, evidence: Evidence) -> np.ndarray | None:
-    """What the look-up sends to a tied table, from the candidate's own gradient of its output: a sum over the places.
+    """Return the look-up's gradient of a tied table: the candidate's gradient of its output, summed by token.
 
     None for another stage: its part takes its call.
     """
@@ -345,7 +345,7 @@ def _pair(one: np.ndarray, other: np.ndarray, of_one: str, of_other: str, allowe
 
 
 def _whatever(origin: Finding, evidence: Evidence) -> dict[str, np.ndarray]:
-    """What there is of a tap or parameter by its name."""
+    """Return the tensors of a tap or parameter that the evidence holds, by name."""
     found = {f"candidate.{origin.tap}": evidence.taps.get(origin.tap)}
     found[f"candidate.grad.{origin.tap}"] = evidence.taps.get(GRADIENT + origin.tap)
     if evidence.probed:

@@ -1,1 +1,1 @@
-"""What a step showed: gathered from a session, in memory or on disk."""
+"""Hold the evidence of a step: gathered from a session, in memory or on disk."""

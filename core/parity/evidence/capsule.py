@@ -49,7 +49,7 @@ BATCHES = ("batch", "probe", "tapped")
 
 @dataclass(frozen=True)
 class Capsule:
-    """What a capsule holds. `verdict` is the JSON of the check that was made when it was written."""
+    """Hold the contents of a capsule. `verdict` is the JSON of the check that was made when it was written."""
 
     path: Path
     config: RunConfig

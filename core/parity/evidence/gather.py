@@ -1,4 +1,4 @@
-"""What a candidate says of one step: gathered from its session, judged elsewhere and later.
+"""Gather the evidence of one step from a candidate's session; it is judged elsewhere and later.
 
 Gathering never needs the reference and judging never needs the candidate, so the same evidence serves a check side by
 side (`lockstep parity`) and one in a worker process (`lockstep train --parity.every N`).

@@ -32,7 +32,7 @@ COUNTS = ("nonfinite", "size", "independent")
 
 @dataclass(frozen=True)
 class Observation:
-    """What is kept of one tensor.
+    """Hold the kept statistics of one tensor.
 
     sketch: (K,) S(x). norm: L2. max_abs, mean: of all elements. nonfinite: how many are not finite. size: elements.
     independent: about how many errors of their own they carry (core/parity/measures/calibrated_bounds.py).

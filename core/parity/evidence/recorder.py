@@ -62,7 +62,7 @@ class Recorder:
         return record
 
     def collect(self) -> Iterator[Result]:
-        """What checks have come back, and which observations were lost."""
+        """Return the checks that have come back, and the observations that were lost."""
         lost, self._lost = self._lost, []
         yield from lost
         if self._shadow:

@@ -92,7 +92,7 @@ def limits(checks: float, distance_bound: float, gain_bound: float, size: int = 
 
 @dataclass
 class _Sums:
-    """Of one key. M memories, L numbers.
+    """Hold the sums of one key. M memories, L numbers.
 
     total: Σ λᵃ·e/h, (M, L) FP64. gain: Σ λᵃ·u, (M,). weight: Σ λᵃ, (M,). power: Σ λ²ᵃ, (M,).
     curve: rows of (T, B, U, recent B, recent U), flat.

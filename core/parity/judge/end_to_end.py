@@ -28,7 +28,7 @@ Observations = Mapping[str, Observation]
 
 
 def observations(probed: Gradients | None, taps: Arrays, model: ModelConfig) -> dict[str, Observation]:
-    """What is kept of a step: sketch and statistics of every tap, its gradient and each parameter's gradient."""
+    """Return a step's observations: sketch and statistics of every tap, its gradient and each parameter's gradient."""
     kept = {name: taps[name] for tap in tap_names(model) for name in (tap, GRADIENT + tap) if name in taps}
     if probed is not None:
         kept |= {PROBE_NLL: probed.nll, **{PARAMETER + name: grad for name, grad in probed.grads.items()}}
@@ -49,7 +49,7 @@ def _same(one: Batch, other: Batch) -> bool:
 
 @dataclass(frozen=True)
 class Repeated:
-    """What twin and truth give from the candidate's state on its batches.
+    """Hold the twin's and the truth's results from the candidate's state on its batches.
 
     twin, truth: observations. tapped: of each, taps and gradients as arrays; parameter gradients under `grad/`.
     errors: about how many independent errors the loss's gradient carries, by the tokens that it comes from.

@@ -326,7 +326,7 @@ def _bridge(
 
 
 def _along_the_truth(found: tuple[Measure, ...], d: Distances) -> Iterator[Measure]:
-    """Of a distance that is allowed, half may lie along the truth: rounding points anywhere, a wrong length not."""
+    """Bound the gain by half the bound on the distance: rounding errors point anywhere, a wrong length does not."""
     for measure in found:
         if measure.name == "twin_distance" and measure.high is not None:
             reach = measure.high / 2 * d.twin_relative_error

@@ -16,7 +16,7 @@ from lockstep.core.parity.measures.verdict import Finding
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What the bounds of a key's sums follow from, and the finding to shape theirs after."""
+    """Hold the inputs of a key's bounds, and a finding as the pattern of the new one."""
 
     finding: Finding
     kind: str

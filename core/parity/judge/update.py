@@ -124,7 +124,7 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 
 
 class _NoiseOfUpdate:
-    """What an ulp more or less in gradients and moments makes of an update that rounds to a narrow format inside.
+    """Measure the effect of one ulp in gradients and moments on an update that rounds to a narrow format inside.
 
     Newton–Schulz multiplies small singular values by up to 3.4⁵: in a matrix that is nearly of lower rank, each bf16
     rounding that falls otherwise, as sums in another order make it, comes out as large as the honest error. The same

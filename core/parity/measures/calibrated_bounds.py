@@ -41,7 +41,7 @@ MARGIN, MARGIN_END_TO_END = 2.0, 5.0
 # honest ones reaches this. Of 3e-7, a few times more or less is no fault.
 LEAST_EXCESS, LEAST_DISTANCE, LEAST_GAIN = 1.15, 0.6, 0.1
 LEAST_OF_SUMS = 4.0
-# Of the noise that core/parity/measures/compare.py measures, another order of sums makes a few times more or less.
+# Another order of sums changes the noise that core/parity/measures/compare.py measures by a factor of a few.
 NOISE_MARGIN = 4.0
 # FP64 has no truth above it; two orders of summation of some thousand terms differ by about 1e-15 a step of the chain.
 FP64_LIMIT = 1e-12
@@ -116,7 +116,7 @@ def participation(energy: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Extremes:
-    """What clean runs showed: max |log excess|, max twin distance, max |gain difference| / twin's error.
+    """Hold the extremes of clean runs: max |log excess|, max twin distance, max |gain difference| / twin's error.
 
     Each in units of `scatter(size)`.
     """
@@ -269,14 +269,14 @@ def limits(recipe: str, kind: str, size: int) -> Limits:
     distance = max(wider * clean.distance, least_distance)
     return Limits(
         excess=max(_widened(clean.log_excess, kind), least_excess) ** width,
-        # Of an error that points anywhere, a part lies along the truth: half a distance that is allowed may do so.
+        # An error that points anywhere has a part along the truth: allow it half the bound on the distance.
         gain=width * max(wider * clean.gain, LEAST_GAIN, distance / 2 if margin(kind) == MARGIN else 0.0),
         distance=width * distance,
     )
 
 
 def _with_slack(limit: Limits, recipe: str, kind: str, d: Distances) -> Limits:
-    """Of what FP32 gives end to end, wide enough for `FP32_LIMIT`."""
+    """Widen FP32 end-to-end limits to at least `FP32_LIMIT`."""
     if policy_of(recipe).in_fp32 and kind.startswith(("end_to_end/", "gradients/", "bridge/")):
         slack = FP32_LIMIT / d.twin_relative_error if d.twin_relative_error else 0.0
         return Limits(max(limit.excess, slack), max(limit.gain, slack), max(limit.distance, slack))

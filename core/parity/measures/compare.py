@@ -258,7 +258,7 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 class Noise:
-    """What arithmetic in the stream dtype alone makes of a stage's outputs, by output: the larger of two responses.
+    """Measure the rounding noise of arithmetic in the stream dtype, by output: the larger of two responses.
 
     The twin's to inputs that are off by one rounding of the stream dtype; and the error of the reference with nothing
     rounded to a narrower format. In a well-conditioned stage both are far below the twin's error, and nothing changes.

@@ -90,7 +90,7 @@ def explain(
     excess_bound: float = 3.0,
     sketched: bool = False,
 ) -> list[str]:
-    """What the candidate's length is off by, in words; nothing if its direction is off too, or no number fits."""
+    """Put a wrong length into words; return nothing if the direction is wrong too, or no known number fits."""
     found = direction(c, t, sketched)
     if not found.right(twin_relative_error, excess_bound):
         return []

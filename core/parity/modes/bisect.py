@@ -29,7 +29,7 @@ DOES_NOT_REPEAT = (
 
 @dataclass(frozen=True)
 class Bisection:
-    """What was found.
+    """Report a bisection.
 
     first_bad_step: None if none was. check: the verdict on that step, None if only the run's record speaks of it.
     cause: what makes the origin vanish, None without an origin. checks: every check that was made, by step.

@@ -228,7 +228,7 @@ class _Again:
         return self._rerun
 
     def _said(self, rerun: Rerun, step: int) -> list[str]:
-        """What the way from the last stored state to this step was like."""
+        """Describe the first difference on the way from the last stored state to this step."""
         first = rerun.first_difference(rerun.loaded)
         if first is None or first > step:
             return []

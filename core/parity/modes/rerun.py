@@ -28,7 +28,7 @@ COMPARED = ("digest", "loss", "loss_weight", "lr", "grad_norm", "clip_coefficien
 
 
 class StoredStates:
-    """What a run keeps of its states: its checkpoints, and the initial weights, which follow from the seed."""
+    """Read a run's stored states: its checkpoints, and the initial weights, which follow from the seed."""
 
     def __init__(self, run: RunDir) -> None:
         self._config = run.config_at(1)

@@ -64,7 +64,7 @@ class Shadow:
         """`observations`: the folder that keeps the sketches of each checked step, or None to keep none."""
         self._config, self._ranks = config, ranks
         self._waiting: set[int] = set()
-        # Of checks that are out, and of the last that came back: an alarm runs the step again.
+        # Keep the evidence of pending checks and of the last finished one: an alarm runs the step again.
         self._gathered: dict[int, Evidence] = {}
         self._lost: list[tuple[int, str]] = []
         # When the worker last gave something, or had nothing to do.
@@ -134,7 +134,7 @@ class Shadow:
         return evidence.record
 
     def collect(self) -> Iterator[Result]:
-        """What has come back so far."""
+        """Return the results that have come back so far."""
         self._end_if_overdue()
         alive = self._worker.is_alive()  # asked first: what a worker sent before it died is still read
         while (result := self._receive(0.0)) is not None:
@@ -221,7 +221,7 @@ class Shadow:
         return result
 
     def evidence_of(self, step: int) -> Evidence | None:
-        """What was gathered at a step whose check is out, or was the last to come back."""
+        """Return the evidence of a step whose check is not back yet, or was the last to come back."""
         return self._gathered.get(step)
 
 

@@ -1,1 +1,1 @@
-"""What a step should have shown: the chain of stages, and the checks that the reference itself passes."""
+"""Compute what a step should have given: the chain of stages, and the checks that the reference itself passes."""

@@ -1,4 +1,4 @@
-"""What a stage must give on inputs for which the answer is known by hand: the reference is held to it before it judges.
+"""Hold the reference to closed forms: inputs for which the answer is known by hand, before it judges.
 
 Every form is (stage, what it shows, the reference's answer, the answer). Shapes are those of
 core/parity/reference/stages.py: B batch, S sequence, D hidden, H heads, K key-value heads, E head dimension, F

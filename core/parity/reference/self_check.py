@@ -46,14 +46,14 @@ TF32_PROBE = 1.0 + 2.0**-12
 
 @dataclass(frozen=True)
 class ReferenceCheck:
-    """What the reference was held to, and what could not be asked of it, in words."""
+    """Report the reference's check of itself: its findings, and the questions that could not be asked, in words."""
 
     findings: tuple[Finding, ...]
     not_covered: tuple[str, ...]
 
     @property
     def wrong(self) -> tuple[Finding, ...]:
-        """What it gets wrong, in the order of the questions."""
+        """Return the wrong answers, in the order of the questions."""
         return tuple(f for f in self.findings if not f.ok)
 
 

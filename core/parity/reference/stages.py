@@ -98,7 +98,7 @@ def library_heads() -> tuple[str, ...]:
 
 
 def place(stage: str, phase: str, layer: int | None) -> tuple[int, int, int]:
-    """Where a link stands in the chain of a step, as a key to sort by. Backward is the forward chain in reverse.
+    """Return the position of a link in the chain of a step, as a sort key. Backward is the forward chain in reverse.
 
     Raises KeyError for a stage that no family has.
     """

@@ -182,7 +182,7 @@ def loss_unit(truth: Answer, twin: Answer, t: Arrays, params: Arrays, error: flo
 
 
 def clipping(step: Step, clip_norm: float | None) -> Iterator[Finding]:
-    """What became of the gradients between their reading and the optimizer's step: min(1, limit / (norm + 1e-6))."""
+    """Compare the optimizer's gradients with those of backward: the factor must be min(1, limit / (norm + 1e-6))."""
     stepped = {n: g for s in step.before for n, g in s.grads.items()}
     shared = [name for name in step.grads if name in stepped]
     changed = [n for n in shared if not np.array_equal(step.grads[n], stepped[n], equal_nan=True)]
@@ -284,7 +284,7 @@ def layer_in(name: str) -> int | None:
 
 
 def cause_of(step: Step, truth: Answer, findings: Sequence[Finding], precision: Precision) -> str | None:
-    """What the broken gradients have in common, if it can be told: a factor, or errors of a lower precision's size."""
+    """Name a common cause of the broken gradients, if there is one: a factor, or errors of a lower precision's size."""
     broken = [f.tap for f in findings if f.stage == "gradients" and not f.ok and f.tap in step.grads]
     lengths, cosines, errors = [], [], []
     for name in broken:
@@ -371,7 +371,7 @@ def _list(what: str, names: Sequence[str]) -> str:
 
 
 def hyperparameters(step: Step, declared: Any, missing: list[str]) -> Iterator[Finding]:
-    """What the optimizer's groups hold against what the user declares. Raises UserError for unknown ones."""
+    """Compare the optimizer's groups with the user's declaration. Raises UserError for unknown ones."""
     if declared is None:
         missing.append("hyperparameters: taken as they stand in the optimizer (declared= compares them)")
         return

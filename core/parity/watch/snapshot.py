@@ -1,4 +1,4 @@
-"""What `watch` reads of somebody's own model and optimizer: copies as numpy arrays, no framework imported."""
+"""Copy a user's model and optimizer for `watch`, as numpy arrays; no framework is imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Names = Mapping[str, str] | Callable[[str], str] | None
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reference gives: the scalar loss, its gradient by parameter, and whatever else of the forward by name."""
+    """Hold a reference's answer: the scalar loss, its gradient by parameter, other tensors of the forward by name."""
 
     loss: float
     grads: Arrays

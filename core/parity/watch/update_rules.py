@@ -39,7 +39,7 @@ ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Where a rule rounds.
+    """Name the points at which a rule rounds.
 
     store: what is written to a tensor. compute: inside one of torch's operations, which computes FP32 for narrower
     dtypes and FP64 for FP64.
@@ -50,7 +50,7 @@ class Arithmetic:
 
     @classmethod
     def of(cls, dtype: str) -> Arithmetic:
-        """That of parameters of a dtype, a key of `ROUNDINGS`."""
+        """Return the arithmetic for parameters of a dtype, a key of `ROUNDINGS`."""
         return cls(ROUNDINGS[dtype], ROUNDINGS["float64" if dtype == "float64" else "float32"])
 
     def scalar(self, x: float) -> float:

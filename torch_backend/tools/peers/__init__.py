@@ -1,1 +1,1 @@
-"""What `lockstep bench peers` runs beside Lockstep: the same step, written as others write it."""
+"""Peers of `lockstep bench peers`: the same step, written as others write it."""

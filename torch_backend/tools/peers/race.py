@@ -1,4 +1,4 @@
-"""What every contender of `lockstep bench peers` is given, and how it takes turns with the others."""
+"""Inputs of every contender of `lockstep bench peers`, and their turns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Race:
 
     @property
     def device(self) -> torch.device:
-        """Where the race is run."""
+        """Return the device of the race."""
         return torch.device("cuda" if self.config.device == "cuda" else "cpu")
 
     def micro_batches(self) -> list[list[tuple[Tensor, Tensor]]]:
