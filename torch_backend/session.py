@@ -203,12 +203,12 @@ class TorchSession(Observes):
         self.clock.mark(ACCUMULATED)
         anew = self._made_anew(self.programs - made, batch.tokens.shape[1])
         if self._show_step:
-            with self.clock.aside("checks"):
+            with self.clock.exclude("checks"):
                 self._of_step = self._gradients(loss, nll)
         grads = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
         norm = self._global_norm(grads)
         if norms:
-            with self.clock.aside("logging"):
+            with self.clock.exclude("logging"):
                 before = {n: p.detach().clone() for n, p in self.parameters.items()}
                 group_norms = self._norms({n: p.grad for n, p in self.parameters.items()})
         coefficient = self.clip_coefficient(norm).to(self.policy.stream)
@@ -233,7 +233,7 @@ class TorchSession(Observes):
         self._update(grads, coefficient, lr, finite)
         metrics = dict(self.scalars) | ({RECOMPILED: float(anew)} if anew else {})
         if norms:
-            with self.clock.aside("logging"):
+            with self.clock.exclude("logging"):
                 updates = {n: p.detach() - before[n] for n, p in self.parameters.items()}
                 metrics |= norms_by_group(
                     groups_of(self.config.model), group_norms, self._norms(before), self._norms(updates)

@@ -120,7 +120,7 @@ class Bench:
     ) -> Row:
         import torch
 
-        from lockstep.core.parity.diagnose.recheck_rows import look_closer
+        from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
         from lockstep.core.parity.evidence.gather import gather, uneven_weights
         from lockstep.core.parity.judge.judge import judge
 
@@ -134,7 +134,7 @@ class Bench:
             batch = uneven_weights(handed(step), seed + step)
             due = uneven_weights(self.data.batch(step), seed + step).digest()
             evidence = gather(session, self.config, batch, due=due)
-            evidence, check = look_closer(session, self.config, evidence, judge(evidence, reference), reference)
+            evidence, check = recheck_rows(session, self.config, evidence, judge(evidence, reference), reference)
             row = replace(row, checks=step)
             if step == row.first_step and row.expected is not None:
                 row = replace(row, loss_moved=self._moved(evidence.record.loss, step))

@@ -43,7 +43,7 @@ def token(folder: Path) -> Iterator[str]:
         (folder / name).unlink(missing_ok=True)
 
 
-def look_round(file: Path) -> Place:
+def place_of_rank(file: Path) -> Place:
     """Return the place of this rank; wait up to LATE_SECONDS for the file."""
     until = time.monotonic() + LATE_SECONDS
     while not (sees := file.exists()) and time.monotonic() < until:

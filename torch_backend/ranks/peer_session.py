@@ -21,7 +21,7 @@ from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.train.finite import NotFinite
 from lockstep.torch_backend.checkpoint import WritingTorch
-from lockstep.torch_backend.ranks.node_check import look_round, token
+from lockstep.torch_backend.ranks.node_check import place_of_rank, token
 from lockstep.torch_backend.ranks.peers import Peers, joined
 from lockstep.torch_backend.ranks.sharing import Sharing
 from lockstep.torch_backend.session import TorchSession
@@ -83,9 +83,9 @@ class PeerSession:
         """
         if self.peers.rank == 0:
             with token(folder.resolve()) as name:
-                found = self._look_round(folder.resolve() / name)
+                found = self._place_of_rank(folder.resolve() / name)
         else:
-            found = self._look_round(None)
+            found = self._place_of_rank(None)
         mine, *others = found
         for rank, one in enumerate(others, 1):
             if not one.sees:
@@ -99,9 +99,9 @@ class PeerSession:
                     f"Lockstep {one.code[:12]} there, {mine.torch} and {mine.code[:12]} here"
                 )
 
-    def _look_round(self, file: Path | None) -> list[Any]:
+    def _place_of_rank(self, file: Path | None) -> list[Any]:
         seen = Path(self.peers.of_first(lambda: str(file)))
-        return self.peers.gather(look_round(seen), "look for the run's folder")
+        return self.peers.gather(place_of_rank(seen), "look for the run's folder")
 
     def write(self, folder: Path) -> WritingTorch:
         """Begin to write this rank's share of the state; every rank waits for what it gives."""

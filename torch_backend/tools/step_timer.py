@@ -23,12 +23,12 @@ class StepClock:
         self._started = 0.0
         self._marks: dict[str, float] = {}
         self._events: dict[str, torch.cuda.Event] = {}
-        self._aside: dict[str, float] = {}
+        self._excluded: dict[str, float] = {}
         self._found: dict[str, float] = {}
 
     def begin(self) -> None:
         """A step begins; what was marked before is forgotten."""
-        self._marks, self._aside, self._found = {}, {}, {}
+        self._marks, self._excluded, self._found = {}, {}, {}
         self._started = time.perf_counter()
         self.mark(BEGIN)
 
@@ -41,22 +41,22 @@ class StepClock:
             self._events[name].record()
 
     @contextmanager
-    def aside(self, part: str) -> Iterator[None]:
+    def exclude(self, part: str) -> Iterator[None]:
         """Charge the time inside the context to `part`; it reads tensors, so the device is waited for at both ends."""
         self._wait()
         started = time.perf_counter()
         yield
         self._wait()
-        self._aside[part] = self._aside.get(part, 0.0) + time.perf_counter() - started
+        self._excluded[part] = self._excluded.get(part, 0.0) + time.perf_counter() - started
 
     def end(self) -> None:
         """The step is over, and the device was waited for since ACCUMULATED."""
-        total = time.perf_counter() - self._started - sum(self._aside.values())
+        total = time.perf_counter() - self._started - sum(self._excluded.values())
         both = self._between(BEGIN, ACCUMULATED)
         communication = self._between(REDUCING, ACCUMULATED) if REDUCING in self._marks else 0.0
         compute = max(0.0, both - communication)
         rest = max(0.0, total - both)
-        self._found = {"compute": compute, "communication": communication, "optimizer": rest, **self._aside}
+        self._found = {"compute": compute, "communication": communication, "optimizer": rest, **self._excluded}
 
     def take(self) -> dict[str, float]:
         """Seconds by part of the step that has ended, once: a step that does not mark itself has none.

@@ -1,4 +1,4 @@
-"""A closer look: where a check sees that something is wrong but not where, the stages of the rows that it left out.
+"""Recheck the rows that a check left out, if the check sees an error end to end but not its stage.
 
 A check examines the stages of a micro-batch's first and last sequence, and the whole batch end to end. A fault that
 acts on other rows alone (an index that runs over in the middle, a tile, a sequence without padding) is seen end to end
@@ -26,7 +26,7 @@ from lockstep.core.parity.reference.stages import is_forward
 
 
 @np.errstate(invalid="ignore", over="ignore")
-def look_closer(
+def recheck_rows(
     session: Session, config: RunConfig, evidence: Evidence, check: Check, reference: Reference
 ) -> tuple[Evidence, Check]:
     """The evidence and the check, with what the other sequences show if the check's origin is only seen end to end.
@@ -42,12 +42,12 @@ def look_closer(
         load = ask(session, Loads).load
     except NotSupported:
         return evidence, check
-    quiet = replace(reference, over_steps=None)
+    one_step = replace(reference, over_steps=None)
     try:
         load(evidence.before)
         for tapped in _others(evidence, config):
-            seen = replace(evidence, tapped=tapped, taps=look(session, config, tapped, []), closer=True)
-            broken = quiet.ranks.of_first(partial(_broken, seen, quiet))
+            seen = replace(evidence, tapped=tapped, taps=look(session, config, tapped, []), rechecked=True)
+            broken = one_step.ranks.of_first(partial(_broken, seen, one_step))
             if broken:
                 rows = ", ".join(map(str, weighted_rows(tapped)))
                 seen = replace(seen, micro=session.gradients(tapped))
@@ -59,8 +59,8 @@ def look_closer(
     return evidence, check
 
 
-def _broken(seen: Evidence, quiet: Reference) -> list[Finding]:
-    return [found for found in local.stages(seen, quiet, []) if not found.ok]
+def _broken(seen: Evidence, one_step: Reference) -> list[Finding]:
+    return [found for found in local.stages(seen, one_step, []) if not found.ok]
 
 
 def _of_rows(broken: list[Finding], rows: str) -> list[Finding]:

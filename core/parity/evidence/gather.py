@@ -64,7 +64,7 @@ class Evidence:
     `after` was written, read back and loaded.
     reduced: of several ranks, gradients of each rank's micro-batches by themselves, and reduced. ranks: what each rank
     says of the step, rank 0 first.
-    closer: whether `tapped` was chosen by a closer look (core/parity/diagnose/recheck_rows.py).
+    rechecked: whether `tapped` was chosen by a recheck of other rows (core/parity/diagnose/recheck_rows.py).
     not_covered: what the candidate could not do, in words. seconds: what gathering cost, without the step itself.
     not_finite: where the session says that its step was not finite, and so left out; empty if it was made.
     """
@@ -86,7 +86,7 @@ class Evidence:
     reloaded: State | None = None
     reduced: Accumulation | None = None
     ranks: tuple[RankReport, ...] = ()
-    closer: bool = False
+    rechecked: bool = False
     not_finite: str = ""
 
     @property
@@ -97,7 +97,7 @@ class Evidence:
     @property
     def given_tapped(self) -> Batch | None:
         """The `tapped` of the same: None where it is the one of every thorough check."""
-        return self.tapped if self.closer and self.given_probe is None else None
+        return self.tapped if self.rechecked and self.given_probe is None else None
 
     @property
     def weighted(self) -> Batch:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lockstep.core.backend import Backend, Batch, NotSupported, State
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity.diagnose.recheck_rows import look_closer
+from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence import observations
 from lockstep.core.parity.evidence.capsule import Capsule
 from lockstep.core.parity.evidence.gather import gather
@@ -57,7 +57,7 @@ def replay_capsule(
         except (ValueError, KeyError, NotSupported) as error:
             raise UserError(f"the candidate does not take the capsule's state: {error}") from error
         evidence = gather(session, config, capsule.batch, capsule.given_probe, due=capsule.about.get("due"))
-        _, check = look_closer(session, config, evidence, judged(evidence, opened), opened)
+        _, check = recheck_rows(session, config, evidence, judged(evidence, opened), opened)
     finally:
         session.close()
         opened.close()

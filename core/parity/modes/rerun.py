@@ -15,7 +15,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.groups import moment_names
 from lockstep.core.model.init import init_parameters
-from lockstep.core.parity.diagnose.recheck_rows import look_closer
+from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence.gather import Evidence, gather
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.scalar_bounds import same
@@ -109,7 +109,7 @@ class Rerun:
         evidence = gather(self._session, self._config, batch, due=batch.digest())
         self._compare(evidence.record)
         self._done = step if evidence.after.step == step else None
-        evidence, check = look_closer(self._session, self._config, evidence, judged(evidence, reference), reference)
+        evidence, check = recheck_rows(self._session, self._config, evidence, judged(evidence, reference), reference)
         return check, evidence
 
     def first_difference(self, after: int = 0) -> int | None:

@@ -9,7 +9,7 @@ from lockstep.core.backend import Backend, Batch, NotSupported, Session
 from lockstep.core.capabilities import Candidate, ask
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity.diagnose.recheck_rows import look_closer
+from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.verdict import Check
@@ -45,5 +45,5 @@ def check_steps(
         stack.callback(references.close)
         for number, batch in enumerate(batches):
             evidence = gather(session, config, uneven_weights(batch, config.seed + number))
-            evidence, check = look_closer(session, config, evidence, judge(evidence, references), references)
+            evidence, check = recheck_rows(session, config, evidence, judge(evidence, references), references)
             yield alarm(session, evidence, check) if check.verdict == "disagreed" else check

@@ -14,10 +14,10 @@ from lockstep.torch_backend.loss import negative_log_likelihood
 DTYPES = [torch.float32, torch.float64]
 
 
-def both(lean, plain, *inputs):
+def both(recompute, plain, *inputs):
     """Outputs and gradients of either, and the bytes that either keeps beyond its inputs."""
     found = []
-    for function in (lean, plain):
+    for function in (recompute, plain):
         kept = {}
         leaves = [x.clone().requires_grad_() for x in inputs]
         own = {x.data_ptr() for x in leaves}
@@ -36,16 +36,16 @@ def both(lean, plain, *inputs):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("lean", "plain", "shapes"),
+    ("recompute", "plain", "shapes"),
     [
         (scaled, lambda x, r, w: x * r * w, [(3, 5, 64), (3, 5, 1), (64,)]),
         (gated, lambda g, u: F.silu(g) * u, [(3, 5, 64), (3, 5, 64)]),
     ],
 )
-def test_the_same_bits_and_less_kept(lean, plain, shapes, dtype):
+def test_the_same_bits_and_less_kept(recompute, plain, shapes, dtype):
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=draw, dtype=dtype) for shape in shapes]
-    (ours, kept), (theirs, plainly) = both(lean, plain, *inputs)
+    (ours, kept), (theirs, plainly) = both(recompute, plain, *inputs)
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     assert kept == 0 and plainly == 3 * 5 * 64 * dtype.itemsize
 

@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.core.parity.diagnose.cause import find_cause
 from lockstep.core.parity.diagnose.disagreement import bit_equal, repeated
-from lockstep.core.parity.diagnose.recheck_rows import look_closer
+from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence.gather import gather, weighted_rows
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.judge.update import flat
@@ -77,12 +77,12 @@ def test_the_session_goes_on_where_it_was_and_the_alarm_repeats_the_same_rows():
     evidence = gather(session, CONFIG, batch)
     check = judge(evidence, reference)
     assert check.origin.scope == "end_to_end"
-    seen, closer = look_closer(session, CONFIG, evidence, check, reference)
+    seen, rechecked = recheck_rows(session, CONFIG, evidence, check, reference)
     assert 3 in weighted_rows(seen.tapped)
     now = flat(session.state())
     assert all(bit_equal(value, now[name]) for name, value in flat(evidence.after).items())
-    assert repeated(session, seen, closer, CONFIG).happened
-    cause = find_cause(backend, TorchBackend(), CONFIG, seen, closer)
+    assert repeated(session, seen, rechecked, CONFIG).happened
+    cause = find_cause(backend, TorchBackend(), CONFIG, seen, rechecked)
     assert "present in every variation tried" in cause.words
 
 
@@ -97,4 +97,4 @@ def test_nothing_is_looked_for_where_the_origin_is_known():
     session, reference = TorchBackend().open(CONFIG), Reference.open(TorchBackend(), CONFIG)
     evidence = gather(session, CONFIG, text_batch(CONFIG))
     check = judge(evidence, reference)
-    assert look_closer(session, CONFIG, evidence, check, reference) == (evidence, check)
+    assert recheck_rows(session, CONFIG, evidence, check, reference) == (evidence, check)
