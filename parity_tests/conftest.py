@@ -1,4 +1,4 @@
-"""What must stand in the environment before torch and jax are loaded. pytest reads this file first."""
+"""Set the environment before torch and jax are loaded: pytest reads this file first."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Where the repository lies."""
+"""Locate the repository."""
 
 from pathlib import Path
 

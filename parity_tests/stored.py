@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whoever wrote it."""
+"""Read a checkpoint, whichever backend wrote it."""
 
 from __future__ import annotations
 

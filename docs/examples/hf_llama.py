@@ -32,7 +32,7 @@ def hf_name(name: str) -> str:
 
 
 class HfSession:
-    """What a check needs: the state, one step, and the gradients of a batch. The rest is not supported, and says so."""
+    """Give a check the state, one step, and the gradients of a batch; refuse the rest by name."""
 
     def __init__(self, config: RunConfig) -> None:
         m = config.model

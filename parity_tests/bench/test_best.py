@@ -208,7 +208,7 @@ def test_micro_batches_are_whole_at_every_length_of_the_run():
 
 
 def test_the_plan_prunes_the_published_run():
-    """Of [64, 2048] at once without checkpointing nothing fits on one H100, and what fits is among the candidates."""
+    """No policy fits [64, 2048] at once on one H100 without checkpointing; the candidates are those that fit."""
     from lockstep.core.config.file import load_config
     from lockstep.core.plan import gpu_named
 

@@ -1,4 +1,4 @@
-"""What sessions write while they go on training, and what is read of it."""
+"""Checkpoints written while training goes on, and read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/guide/candidates.md shows runs and ends as it says; a session is closed whatever happens."""
+"""The examples of docs/guide/candidates.md run and end as the page says; a session is always closed."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ fp32_loss_every = 0
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left behind."""
+    """Report a finished command."""
 
     code: int
     out: str
@@ -86,7 +86,7 @@ def checks(run: Path) -> list[dict[str, Any]]:
 
 
 def trained(run: Path) -> list[tuple[Any, ...]]:
-    """What must be bit-equal of every step."""
+    """Return the fields of each step that must be equal bit for bit."""
     return [(r["step"], r["digest"], r["loss"], r["lr"], r["grad_norm"], r["clip_coefficient"]) for r in records(run)]
 
 

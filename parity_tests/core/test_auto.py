@@ -1,4 +1,4 @@
-"""What `auto` stands for on the CPU follows from the configuration alone, and whoever asks gets one answer."""
+"""`auto` on the CPU follows from the configuration alone, and every caller gets one answer."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_on_cuda_it_stays():
 
 @pytest.mark.parametrize(("policy", "fused"), [("fp32", "auto"), ("fp64", True)])
 def test_eight_bit_adamw_has_one_implementation(policy, fused):
-    """What is settled is a configuration that can be written down and read again."""
+    """A settled configuration can be written down and read again."""
     found = settled(run(optim__name="adamw8bit", precision__policy=policy), "cpu")
     assert found.optim.fused == fused
     assert RunConfig.model_validate(found.model_dump()) == found

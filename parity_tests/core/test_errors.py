@@ -1,4 +1,4 @@
-"""What is said to the user: lines that stay lines, whatever the user wrote."""
+"""Messages to the user stay lines, for any input of the user."""
 
 import pickle
 

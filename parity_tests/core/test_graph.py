@@ -142,7 +142,7 @@ def test_a_made_up_operation_costs_flops_memory_and_may_be_in_fp8(config: RunCon
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("policy", ["bf16", "fp32"])
 def test_a_made_up_operation_is_in_the_plan(config: RunConfig, policy: str, compiled: bool) -> None:
-    """Of a linear layer: a copy of its input and of its weight in the operand dtype, where that is another one.
+    """A linear layer copies its input and its weight in the operand dtype, if that is another one.
 
     Without casts its input is the normed one, which the MLP keeps anyway.
     """

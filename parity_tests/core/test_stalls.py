@@ -1,4 +1,4 @@
-"""Where the time went: every moment is charged once, to the innermost part, and nothing is lost."""
+"""Time accounting: every moment is charged once, to the innermost part, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_the_twin_of_the_written_out_kernel_rounds_less(documents):
 
 @pytest.mark.parametrize("length", [32, 128])
 def test_one_kernel_is_not_taken_for_the_other(length):
-    """Where `auto` is `math`, the twin has its bits, and flash is off by 1.1 to 2.4 of the twin's error."""
+    """If `auto` is `math`, the twin has its bits, and flash is off by 1.1 to 2.4 of the twin's error."""
     for part, d in compare(length, kernel="math", twin="math").items():
         assert d.twin_distance < 0.05, (part, d)
     for part, d in compare(length, kernel="flash", twin="math").items():

@@ -46,7 +46,7 @@ def of_check(compiled=False):
 
 
 def by_hand(x: np.ndarray, signed: bool) -> np.ndarray:
-    """What in_codes says, a number at a time: the nearest level to the place, of 65,536, that is nearest to it."""
+    """Compute in_codes one number at a time: the nearest level to the nearest of 65,536 places."""
     levels, one = quantisation_map(signed), np.float32(1)
     found = []
     for start in range(0, x.size, BLOCK):
@@ -221,7 +221,7 @@ class CodesRoundedDown(TorchSession):
 
 
 class RestIsForgotten(TorchSession):
-    """What is left over after whole blocks keeps no first moment."""
+    """The rest after whole blocks keeps no first moment."""
 
     def step(self, batch, *, norms=False):
         record = super().step(batch, norms=norms)

@@ -1,4 +1,4 @@
-"""What is promised of a planted fault: where it is, when it first acts, and how well it hides."""
+"""Describe a planted fault: its place, the step in which it first acts, and how well it hides."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Fault:
 
     @property
     def mechanism(self) -> str:
-        """What is wrong, in a sentence."""
+        """Return the fault in one sentence."""
         return " ".join((self.make.__doc__ or "").split())
 
     @property

@@ -117,7 +117,7 @@ class LibraryHeadGetsRoundedShares(TorchBackend):
 
 class _HalfTheTokens(Linear):
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
-        """What goes beyond the smaller of both halves' largest magnitudes is cut, as by too large a scale."""
+        """Cut values beyond the smaller of both halves' largest magnitudes, as too large a scale does."""
         assert self.float8 is not None
         low = x.bfloat16()
         most = torch.stack([half.abs().amax() for half in low.detach().flatten(0, -2).chunk(2)]).amin()

@@ -216,7 +216,7 @@ class _NoTailSession(TorchSession):
     VECTOR = 48
 
     def _tails(self) -> dict[Tensor, Tensor]:
-        """What is left of each weight and moment after whole vectors, zeros before there are moments."""
+        """Return the rest of each weight and moment after whole vectors; zeros before there are moments."""
         held = [p.detach() for p in self.parameters.values()]
         held += [self.optimizer.state[p][kind] for p in self.parameters.values() for kind in ("exp_avg", "exp_avg_sq")]
         return {x: x.flatten()[x.numel() - x.numel() % self.VECTOR :].clone() for x in held}

@@ -1,4 +1,4 @@
-"""What CUDA computes with is what the run asked for: TF32 or not, and the fused AdamW."""
+"""CUDA computes with the requested arithmetic: TF32 or not, and the fused AdamW."""
 
 from __future__ import annotations
 

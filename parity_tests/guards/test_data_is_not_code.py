@@ -50,7 +50,7 @@ from lockstep.parity_tests.tiny import text_batch
 
 @pytest.fixture
 def pickled(tmp_path: Path) -> Runs:
-    """What leaves a file when it is unpickled."""
+    """Pickle an object that leaves a file when it is unpickled."""
     return Runs(tmp_path / RAN)
 
 
@@ -417,7 +417,7 @@ PACKAGES = ("core", "torch_backend", "jax_backend", "scripts")
 
 
 def doors_in(text: str) -> set[str]:
-    """What a source file uses of all that can make a program of data, by its full name."""
+    """Return the full names of everything in a source file that can turn data into code."""
     tree = ast.parse(text)
     short: dict[str, str] = {}
     for node in ast.walk(tree):

@@ -103,7 +103,7 @@ def test_closed_to_writing_it_keeps_its_last_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What is open already can still be written, as the records can; nothing new can be made."""
+    """Files that are open can still be written, such as the records; no new file can be made."""
     with monkeypatch.context() as patch:
         run = folder.path / "run"
         disk = Refusing(patch, f"{run}/checkpoints", number)

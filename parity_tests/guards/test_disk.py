@@ -40,7 +40,7 @@ def goes_on(folder: Folder, straight: Straight, name: str = "run") -> None:
 
 
 def left_overs(run: Path) -> list[str]:
-    """What is only there while something is written."""
+    """List the files that exist only during a write."""
     return [str(path) for path in run.rglob("*") if path.name.endswith((".tmp", ".old", ".lockstep-tmp"))]
 
 

@@ -1,4 +1,4 @@
-"""What lies in a run, a capsule or a data folder names nothing outside it, to read, to write or to remove."""
+"""A run, a capsule or a data folder names nothing outside it, to read, to write or to remove."""
 
 from __future__ import annotations
 

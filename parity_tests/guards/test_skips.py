@@ -238,7 +238,7 @@ def test_not_finite_without_a_word_is_still_an_error() -> None:
 
 
 def test_a_step_that_was_left_out_is_replayed_from_its_sketches(folder: Folder, capsys: Any) -> None:
-    """What FP16 does not hold, its twin does not hold either: no disagreement, and told as not covered."""
+    """Values outside FP16 are outside the twin's FP16 too: no disagreement, and reported as not covered."""
     settings = {"precision.policy": "fp16", "precision.loss_scale": 2.0**60, "parity.record_every": 1, "train.steps": 4}
     assert folder.train("run", settings) == 0
     assert folder.records("run")[0]["metrics"][SKIPPED] == 1

@@ -1,4 +1,4 @@
-"""What source imports, read from its syntax: also inside functions, which `sys.modules` shows too late."""
+"""Read the imports of source files from their syntax, those inside functions too: `sys.modules` shows them too late."""
 
 from __future__ import annotations
 

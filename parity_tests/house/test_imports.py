@@ -54,7 +54,7 @@ def full_name(module: str) -> str:
 
 @pytest.fixture(scope="module")
 def broken_contracts(tmp_path_factory):
-    """What import-linter says of a copy in which every package imports, inside a function, all that it must not."""
+    """Run import-linter on a copy in which every package imports, inside a function, all that it must not."""
     root = copy_packages(tmp_path_factory.mktemp("planted"))
     for package, modules in {**FORBIDDEN, "scripts": ("parity_tests",)}.items():
         for module in modules:

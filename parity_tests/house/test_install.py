@@ -1,4 +1,4 @@
-"""What `pip install` brings, and that it works in a project that has a `core` and `scripts` of its own."""
+"""`pip install` installs all that is needed, and works in a project with its own `core` and `scripts`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command needs at its end is looked for at its start, and what is imported anywhere is declared."""
+"""A command checks its needs at its start, and every import is a declared dependency."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def functions(file: str) -> frozenset[str]:
 
 
 def broken(rows: dict[str, Slow]) -> list[str]:
-    """What is wrong with rows, without collecting: tests that are not there, or that stand for others and move."""
+    """List the errors of rows, without collecting: tests that do not exist, or that stand for others and move."""
     found = []
     for row in rows.values():
         for test in (row.test, *row.instead):
@@ -38,7 +38,7 @@ def broken(rows: dict[str, Slow]) -> list[str]:
 
 
 def wrong_cases(rows: dict[str, Slow], collected: tuple[str, ...]) -> list[str]:
-    """What is wrong with the cases of rows whose functions were collected."""
+    """List the errors in the cases of rows whose functions were collected."""
     cases: dict[str, set[str]] = defaultdict(set)
     for nodeid in collected:
         function, case = split(nodeid)

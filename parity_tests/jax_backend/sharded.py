@@ -1,4 +1,4 @@
-"""What the reference computes on four devices, beside what it computes on one; run in a process that has four.
+"""Compare the reference on four devices with the reference on one; runs in a process that has four.
 
 `python -m lockstep.parity_tests.jax_backend.sharded PART…` with JAX_NUM_CPU_DEVICES=4 prints one JSON object, a key a
 part (test_sharding.py).
@@ -57,7 +57,7 @@ def apart(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
 
 
 def gradients(config: RunConfig) -> Gradients:
-    """Of eight sequences of text, in two micro-batches."""
+    """Return the gradients of eight sequences of text, in two micro-batches."""
     return session_of(config).gradients(text_batch(config))
 
 

@@ -33,7 +33,7 @@ BY_DEFAULT = frozenset({"exact tied", "places", "one", "fault not summed"})
 
 
 class Found:
-    """What the process with four devices computed, by part: one process for the default run, one for the others."""
+    """Hold the results of the process with four devices, by part: one for the default run, one for the others."""
 
     def __init__(self) -> None:
         self.parts: dict[str, Any] = {}

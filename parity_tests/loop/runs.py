@@ -120,7 +120,7 @@ class Folder:
 
 
 def one_line(text: str) -> str:
-    """What was printed, which must be one line."""
+    """Return the printed text, which must be one line."""
     lines = text.splitlines()
     assert len(lines) == 1, text
     return lines[0]

@@ -1,4 +1,4 @@
-"""What `auto` stood for when a run was made, it stands for when the run goes on."""
+"""A run that goes on keeps what `auto` stood for when it was made."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_another_micro_batch(folder: Folder, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_order_that_depends_on_ranks_is_seen(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the digests are for: a sampler that begins elsewhere after a resume with other ranks."""
+    """A sampler that begins elsewhere after a resume with other ranks: the digests must show it."""
     settings = {"train.micro_batch_size": 1}
     assert folder.train("alone", settings) == 0
     three_steps(monkeypatch)

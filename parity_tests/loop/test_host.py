@@ -1,4 +1,4 @@
-"""What a record says of the machine: where the time went, and memory."""
+"""Records of the machine: where the time went, and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured besides the step: when, and what it says."""
+"""Measures besides the step: when they are made, and their values."""
 
 from __future__ import annotations
 

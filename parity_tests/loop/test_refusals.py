@@ -1,4 +1,4 @@
-"""What `lockstep train` does not go on with, in one line."""
+"""`lockstep train` refuses in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is gathered from a candidate, and the uneven loss weights of parity batches."""
+"""Evidence is gathered from a candidate; parity batches have uneven loss weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the formulas say is kept for the backward pass is what torch keeps, counted under fake tensors."""
+"""The formulas of saved bytes match torch's saved tensors, counted under fake tensors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a trace says of a step, on traces whose answers are known, and on nothing."""
+"""Summaries of traces whose answers are known, and of an empty one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DUE = {
 
 
 def wrong(found):
-    """What of DUE the summary of the GPU's trace does not say."""
+    """List the parts of DUE that the summary of the GPU's trace lacks."""
     return {name for name, value in DUE.items() if found["gpu"][name] != pytest.approx(value, rel=1e-6)}
 
 

@@ -115,7 +115,7 @@ class _EagerRanks(ShardedRanks):
 
 
 class NeverFreed(TorchBackend):
-    """What was gathered for a look stays, and the next pass takes it for the weights."""
+    """Keep the weights gathered for an observation, so that the next pass uses them."""
 
     session_class = with_ranks(_EagerRanks)
 

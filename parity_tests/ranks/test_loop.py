@@ -1,4 +1,4 @@
-"""What the loop makes of what another rank notices, without processes."""
+"""The loop acts on what another rank notices; no processes."""
 
 from __future__ import annotations
 

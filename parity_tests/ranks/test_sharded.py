@@ -163,7 +163,7 @@ def test_what_is_looked_at_is_the_weights_of_now() -> None:
 
 
 def test_compiled_blocks_that_are_computed_again_can_be_looked_at() -> None:
-    """What a tap has seen it does not take a second time: another program, which torch's checkpoint would refuse."""
+    """A tap records a tensor once: recomputing would be another program, which torch's checkpoint refuses."""
     compiled = {"compile": {"enabled": True, "backend": "aot_eager", "scope": "blocks"}}
     again = sharded("bf16", layers=1, sections=compiled | {"recompute": {"parts": "block"}})
     kept = sharded("bf16", layers=1, sections=compiled)

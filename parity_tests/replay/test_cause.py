@@ -65,7 +65,7 @@ def test_what_only_the_chunked_head_does():
 
 
 class RecomputedOtherwise(TorchSession):
-    """What is recomputed of SwiGLU is another activation."""
+    """Recompute SwiGLU with another activation."""
 
     def build_model(self):
         model = super().build_model()

@@ -1,4 +1,4 @@
-"""What the page carries is what the files say, whatever stands in them."""
+"""The page carries what the files contain, whatever that is."""
 
 from __future__ import annotations
 

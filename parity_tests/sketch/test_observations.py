@@ -1,4 +1,4 @@
-"""What is kept of a tensor, and the file that keeps it."""
+"""Observations of a tensor, and the file that keeps them."""
 
 from __future__ import annotations
 

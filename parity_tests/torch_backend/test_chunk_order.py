@@ -57,7 +57,7 @@ def readers(node: Node) -> set[Node]:
 
 
 def too_late(graph: torch.fx.GraphModule) -> list[Node]:
-    """What may still read a chunk's logits, or something as large, when the logits of the next chunk are there."""
+    """List the nodes that can still read a chunk's logits, or something as large, when the next chunk's exist."""
     nodes = [node for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
     large = {node for node in nodes if node.meta["val"].numel() == ROWS * VOCAB}
     logits = [node for node in nodes if node.target in PRODUCTS and node.meta["val"].shape == (ROWS, VOCAB)]

@@ -1,4 +1,4 @@
-"""What looks at a session leaves it as it was, bit for bit, and the next step too."""
+"""An observation leaves a session as it was, bit for bit, and the next step too."""
 
 from __future__ import annotations
 

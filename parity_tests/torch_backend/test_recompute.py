@@ -1,4 +1,4 @@
-"""What is computed again is computed the same: every policy gives the bits of none, and keeps less."""
+"""Recomputation gives the same bits under every policy, and keeps less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept for the backward pass is less, and every bit is plain autograd's."""
+"""Less is kept for the backward pass, and every bit is plain autograd's."""
 
 from __future__ import annotations
 

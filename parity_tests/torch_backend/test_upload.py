@@ -56,7 +56,7 @@ class Transfers(TorchFunctionMode):
 
 
 def transfers(session: TorchSession, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Of one step that is not the first. The optimizer keeps its counts of steps on the host."""
+    """Count the transfers of one step that is not the first. The optimizer keeps its counts of steps on the host."""
     session.step(text_batch(session.config))
     with Transfers() as seen:
         monkeypatch.setattr(session_module, "uploaded", seen.apart("uploads", uploaded))
