@@ -83,7 +83,7 @@ class TorchBackend:
             "threads": torch.get_num_threads(),
             "in_force": {
                 "program": compiled,
-                **products_in_force(config, device),
+                **products_in_force(config),
                 "attention": in_force(config.attention, device, config.deterministic),
                 "loss head": config.loss.chosen.in_force(config.loss.chunk, config.loss.z_loss),
                 "recomputed": recompute_in_force(config.recompute),

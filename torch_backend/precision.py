@@ -53,25 +53,23 @@ POLICIES = {
 }
 
 
-def policy_of(config: RunConfig, device: torch.device) -> Policy:
+def policy_of(config: RunConfig) -> Policy:
     """The policy of a run. Raises UserError if it asks for oneDNN's products and torch was built without oneDNN."""
-    return replace(POLICIES[config.precision.policy], onednn=_by_onednn(config, device))
+    return replace(POLICIES[config.precision.policy], onednn=_by_onednn(config))
 
 
-def products_in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
+def products_in_force(config: RunConfig) -> dict[str, str]:
     """Name the library of FP32 products on the CPU, for the table at start, if it is not torch's BLAS."""
-    return {"FP32 products": "oneDNN"} if _by_onednn(config, device) else {}
+    return {"FP32 products": "oneDNN"} if _by_onednn(config) else {}
 
 
-def _by_onednn(config: RunConfig, device: torch.device) -> bool:
-    asked, available = config.precision.cpu_products, torch.backends.mkldnn.is_available()
-    if asked == "onednn" and not available:
+def _by_onednn(config: RunConfig) -> bool:
+    # A session's configuration is settled (core/config/auto.py); `auto` remains where it means BLAS. Under bf16 the few
+    # FP32 products, the head's, stay those that bounds were measured with.
+    asked = config.precision.cpu_products == "onednn"
+    if asked and not torch.backends.mkldnn.is_available():
         raise UserError("precision.cpu_products = 'onednn': this torch was built without oneDNN; take 'blas'")
-    if asked != "auto":
-        return asked == "onednn"
-    # Under bf16 the few FP32 products, the head's, stay those that bounds were measured with.
-    wide = DTYPES[config.precision.operand] == torch.float32
-    return available and wide and device.type == "cpu" and not config.compile.enabled
+    return asked
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float8: Float8 | None = None) -> Tensor:

@@ -73,7 +73,7 @@ class TorchSession(Observes):
         switch(config, self.device)
         self.switches = Switches(config.precision.policy, self.device)
         self.switches.set()
-        self.policy: Policy = policy_of(config, self.device)
+        self.policy: Policy = policy_of(config)
         self.float8 = float8(config.precision, self.device)
         # Gives the parts of a step their names (torch_backend/tools/nvtx.py).
         self.mark = marking(config, self.device)

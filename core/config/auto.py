@@ -1,6 +1,7 @@
-"""Resolve `auto` on the CPU: the attention kernel and the AdamW of a run, from its configuration alone.
+"""Resolve `auto` on the CPU: the attention kernel, the AdamW and the library of FP32 products.
 
-Both backends, the plan and run.json resolve `auto` here, so that twin, estimate and record follow the kernel that runs.
+They follow from a run's configuration; the library also from the processor's vendor. Both backends, the plan and
+run.json resolve `auto` here, so that twin, estimate and record follow the kernel that runs.
 
 The attention kernel is `math`, which writes the scores (S, S) of every head out, where two conditions hold, and `flash`
 elsewhere (measured: docs/guide/levers.md):
@@ -13,13 +14,20 @@ elsewhere (measured: docs/guide/levers.md):
 
 Neither depends on the micro-batch: another one changes no kernel, and memory grows with it.
 
-AdamW is torch's fused kernel wherever it exists. CUDA keeps `auto` for attention: there torch's call takes the first
-kernel that can run (torch_backend/attention.py).
+AdamW is torch's fused kernel wherever it exists.
+
+Eager FP32 products are oneDNN's on x86 processors that are not Intel's, where MKL keeps to AVX2, and BLAS's elsewhere
+(measured on AMD's and Intel's: docs/guide/levers.md).
+
+CUDA keeps `auto` for attention: there torch's call takes the first kernel that can run (torch_backend/attention.py).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lockstep.core.components.attention_kernels import AUTO
@@ -31,28 +39,47 @@ NARROW = tuple(name for name, found in FORMATS.items() if found.bytes == 2)
 # Key of run.json under which a run keeps what `auto` stands for on the CPU.
 ON_CPU = "auto_on_cpu"
 # The meaning of `auto` in runs that did not record it yet.
-BEFORE: Mapping[str, Any] = {"attention.kernel": "flash", "optim.fused": False}
+BEFORE: Mapping[str, Any] = {"attention.kernel": "flash", "optim.fused": False, "precision.cpu_products": "onednn"}
 
 
 def on_cpu(config: RunConfig) -> dict[str, Any]:
-    """Return the values of `auto` on the CPU, by dotted key: "flash" or "math", and whether AdamW is fused."""
+    """Return the values of `auto` on this CPU, by dotted key: kernel, if AdamW is fused, "onednn" or "blas"."""
     length = config.train.longest
     small = length <= WIDTHS * config.model.head_dim
     written_out = config.precision.operand in NARROW and length < SHORT and small
-    return {"attention.kernel": "math" if written_out else "flash", "optim.fused": True}
+    return {
+        "attention.kernel": "math" if written_out else "flash",
+        "optim.fused": True,
+        "precision.cpu_products": "blas" if vendor() in ("", "GenuineIntel") else "onednn",
+    }
+
+
+@cache
+def vendor() -> str:
+    """Return the x86 processor's vendor as Linux gives it, for example "AuthenticAMD"; "" elsewhere."""
+    try:
+        found = re.search(r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1] if found else ""
 
 
 def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = None) -> RunConfig:
     """The configuration with what stands for `auto` on this device in its place; on another than the CPU, as it is.
 
-    chosen: what `auto` stands for in a run that keeps it (run.json), instead of what `on_cpu` says now.
+    chosen: what `auto` stands for in a run that keeps it (run.json), instead of what `on_cpu` says now; keys that it
+    lacks are as in `BEFORE`.
     """
     if device != "cpu":
         return config
-    chosen = on_cpu(config) if chosen is None else chosen
+    chosen = on_cpu(config) if chosen is None else {**BEFORE, **chosen}
     changes: dict[str, Section] = {}
     if config.attention.chosen is AUTO:
         changes["attention"] = config.attention.model_copy(update={"kernel": chosen["attention.kernel"]})
     if config.optim.fused == "auto" and (config.optim.chosen.fused or config.precision.exact):
         changes["optim"] = config.optim.model_copy(update={"fused": chosen["optim.fused"]})
+    in_fp32 = FORMATS[config.precision.operand].bytes == 4
+    if config.precision.cpu_products == "auto" and in_fp32 and not config.compile.enabled:
+        update = {"cpu_products": chosen["precision.cpu_products"]}
+        changes["precision"] = config.precision.model_copy(update=update)
     return config.model_copy(update=changes) if changes else config

@@ -184,7 +184,7 @@ class PrecisionConfig(Section):
     cpu_products: Literal["auto", "blas", "onednn"] = Field(
         "auto",
         description="FP32 products on the CPU in eager: of torch's BLAS, or of oneDNN, which sums in another order; "
-        "auto: oneDNN's under fp32 and tf32",
+        "auto: oneDNN's under fp32 and tf32 on x86 processors that are not Intel's",
     )
     fp8_layers: str = Field("blocks.*", description="block linears in FP8, by name: patterns, separated by commas")
     fp8_fast_accumulation: bool = Field(True, description="FP8 on Hopper: the output's sums in its short accumulator")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+import sys
+
 import numpy as np
 import pytest
 import torch
 
+from lockstep.core.config import auto
+from lockstep.core.config.auto import settled
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.parity_tests.cross.variants import relative
@@ -52,14 +57,30 @@ def test_every_fp32_product_is_by_onednn(policy, linears, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("policy", "compiled", "onednn"), [("fp32", 0, 1), ("tf32", 0, 1), ("bf16", 0, 0), ("fp32", 1, 0)]
+    ("vendor", "policy", "compiled", "onednn"),
+    [
+        ("AuthenticAMD", "fp32", 0, 1),
+        ("AuthenticAMD", "tf32", 0, 1),
+        ("AuthenticAMD", "bf16", 0, 0),
+        ("AuthenticAMD", "fp32", 1, 0),
+        ("GenuineIntel", "fp32", 0, 0),
+        ("", "fp32", 0, 0),
+    ],
 )
-def test_auto(policy, compiled, onednn):
+def test_auto(vendor, policy, compiled, onednn, monkeypatch):
+    """MKL keeps to AVX2 on x86 processors that are not Intel's; a run from before the rule goes on with oneDNN."""
+    monkeypatch.setattr(auto, "vendor", lambda: vendor)
     config = tiny_config(policy)
     config = config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": bool(compiled)})})
-    assert precision.policy_of(config, torch.device("cpu")).onednn is bool(onednn)
-    assert not precision.policy_of(config, torch.device("cuda")).onednn
-    assert bool(precision.products_in_force(config, torch.device("cpu"))) is bool(onednn)
+    assert precision.policy_of(settled(config, "cpu")).onednn is bool(onednn)
+    assert precision.policy_of(settled(config, "cpu", {})).onednn is (policy != "bf16" and not compiled)
+    assert not precision.policy_of(settled(config, "cuda")).onednn
+    assert bool(precision.products_in_force(settled(config, "cpu"))) is bool(onednn)
+
+
+def test_the_vendor_is_read():
+    """On Linux an x86 processor has one; elsewhere there is none."""
+    assert bool(auto.vendor()) == (sys.platform == "linux" and platform.machine() == "x86_64")
 
 
 def test_shapes_and_strides():

@@ -73,7 +73,7 @@ class Decoder:
         config = settled(config, self.device.type)
         self._switches = Switches(operand, self.device)
         self._switches.set()
-        self.policy = policy_of(config, self.device)
+        self.policy = policy_of(config)
         with torch.device("meta"):
             self._model = Llama(config)
         self._model.to_empty(device=self.device).to(self.policy.stream)
