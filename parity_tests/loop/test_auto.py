@@ -19,12 +19,25 @@ def kept(folder: Folder, stands_for: dict[str, object]) -> None:
     write_info(path, {key: value for key, value in read_info(path).items() if key != "seal"} | {ON_CPU: stands_for})
 
 
-def test_an_earlier_run_goes_on_bit_for_bit(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("settings", "by_another_rule"),
+    [
+        ({}, {"attention.kernel": "math", "optim.fused": True}),
+        (
+            {"precision.policy": "fp32", "model.hidden": 256, "model.ffn_hidden": 1024},
+            {**BEFORE, "precision.cpu_products": "blas"},
+        ),
+    ],
+    ids=["bf16", "fp32"],
+)
+def test_an_earlier_run_goes_on_bit_for_bit(
+    settings: dict[str, object], by_another_rule: dict[str, object], folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a Lockstep made it that had no rule and kept nothing of it."""
     with monkeypatch.context() as earlier:
         for module in (auto, directory):
             earlier.setattr(module, "on_cpu", lambda config: dict(BEFORE))
-        assert folder.train("run", EVERY_4) == 0
+        assert folder.train("run", EVERY_4 | settings) == 0
     path = folder.path / "run" / "run.json"
     info = {key: value for key, value in read_info(path).items() if key not in (ON_CPU, "seal")}
     assert info["config"]["attention.kernel"] == info["config"]["optim.fused"] == "auto"
@@ -33,8 +46,8 @@ def test_an_earlier_run_goes_on_bit_for_bit(folder: Folder, monkeypatch: pytest.
     assert folder.resume("run", *SINCE_4) == 0
     assert folder.losses("run") == losses
     assert folder.weights("run") == weights
-    # The negative twin: by today's rule it would be another run.
-    kept(folder, {"attention.kernel": "math", "optim.fused": True})
+    # The negative twin: by another rule it would be another run.
+    kept(folder, by_another_rule)
     assert folder.resume("run", *SINCE_4) == 0
     assert folder.losses("run")[:4] == losses[:4]
     assert folder.losses("run")[4:] != losses[4:]
