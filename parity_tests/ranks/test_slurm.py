@@ -18,8 +18,9 @@ SCRIPT = REPO / "docs/examples/slurm.sh"
 # Runs what follows its own options on each of two nodes.
 SRUN = """#!/usr/bin/env bash
 shift
-for node in 0 1; do "$@" & done
-wait -n; first=$?; wait -n; second=$?
+"$@" & one=$!
+"$@" & other=$!
+wait "$one"; first=$?; wait "$other"; second=$?
 exit $((first > second ? first : second))
 """
 SCONTROL = """#!/usr/bin/env bash
