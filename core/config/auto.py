@@ -67,9 +67,15 @@ def vendor() -> str:
 def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = None) -> RunConfig:
     """The configuration with what stands for `auto` on this device in its place; on another than the CPU, as it is.
 
+    oneDNN's products become `auto` again where there are none, on another device or in a compiled program: a
+    configuration that was settled on the CPU may be opened there (`replay --device cuda`).
+
     chosen: what `auto` stands for in a run that keeps it (run.json), instead of what `on_cpu` says now; keys that it
     lacks are as in `BEFORE`.
     """
+    products, eager = config.precision.cpu_products, device == "cpu" and not config.compile.enabled
+    if products == "onednn" and not eager:
+        config = _with_products(config, "auto")
     if device != "cpu":
         return config
     chosen = on_cpu(config) if chosen is None else {**BEFORE, **chosen}
@@ -78,8 +84,12 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
         changes["attention"] = config.attention.model_copy(update={"kernel": chosen["attention.kernel"]})
     if config.optim.fused == "auto" and (config.optim.chosen.fused or config.precision.exact):
         changes["optim"] = config.optim.model_copy(update={"fused": chosen["optim.fused"]})
+    config = config.model_copy(update=changes) if changes else config
     in_fp32 = FORMATS[config.precision.operand].bytes == 4
-    if config.precision.cpu_products == "auto" and in_fp32 and not config.compile.enabled:
-        update = {"cpu_products": chosen["precision.cpu_products"]}
-        changes["precision"] = config.precision.model_copy(update=update)
-    return config.model_copy(update=changes) if changes else config
+    if products == "auto" and in_fp32 and eager:
+        config = _with_products(config, chosen["precision.cpu_products"])
+    return config
+
+
+def _with_products(config: RunConfig, products: str) -> RunConfig:
+    return config.model_copy(update={"precision": config.precision.model_copy(update={"cpu_products": products})})

@@ -99,6 +99,17 @@ def test_on_cuda_it_stays():
     assert settled(run(), "cuda") == run()
 
 
+@pytest.mark.parametrize(("device", "compiled"), [("cuda", False), ("cpu", True), ("cuda", True)])
+def test_products_of_eager_runs_do_not_go_elsewhere(device: str, compiled: bool, monkeypatch: pytest.MonkeyPatch):
+    """An eager FP32 configuration that was settled on the CPU (a capsule's) is opened on CUDA, or compiled."""
+    monkeypatch.setattr(auto, "vendor", lambda: "AuthenticAMD")
+    asked = run(precision__policy="fp32", compile__enabled="false", attention__kernel="math", optim__fused="true")
+    found = settled(asked, "cpu")
+    assert (found.precision.cpu_products, found.precision.policy) == ("onednn", "fp32")
+    moved = {"device": device, "compile": found.compile.model_copy(update={"enabled": compiled})}
+    assert settled(found.model_copy(update=moved), device) == asked.model_copy(update=moved)
+
+
 @pytest.mark.parametrize(("policy", "fused"), [("fp32", "auto"), ("fp64", True)])
 def test_eight_bit_adamw_has_one_implementation(policy, fused):
     """A settled configuration can be written down and read again."""

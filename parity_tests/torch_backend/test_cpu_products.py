@@ -74,7 +74,7 @@ def test_auto(vendor, policy, compiled, onednn, monkeypatch):
     config = config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": bool(compiled)})})
     assert precision.policy_of(settled(config, "cpu")).onednn is bool(onednn)
     assert precision.policy_of(settled(config, "cpu", {})).onednn is (policy != "bf16" and not compiled)
-    assert not precision.policy_of(settled(config, "cuda")).onednn
+    assert not precision.policy_of(settled(settled(config, "cpu", {}), "cuda")).onednn
     assert bool(precision.products_in_force(settled(config, "cpu"))) is bool(onednn)
 
 
