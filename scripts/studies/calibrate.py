@@ -170,7 +170,7 @@ def page(table: dict[str, Any]) -> str:
         f"{calibrated_bounds.LEAST_OF_SUMS:g} in "
         "excess and distance. All are those of a large tensor; for one of n numbers "
         f"distance, gain and the logarithm of the excess are wider by √(1 + {calibrated_bounds.SCATTER_SIZE} / n). "
-        f"What is compared end to end has a margin of {calibrated_bounds.MARGIN_END_TO_END:g}. "
+        f"The margin of end-to-end comparisons is {calibrated_bounds.MARGIN_END_TO_END:g}. "
         "`forward/…` and `backward/…` are local; the distance of `bridge/…` is that "
         "between the gradients of the program that trains and of the tapped one. Locally, the bound on the gain is at "
         "least half that on the distance.",

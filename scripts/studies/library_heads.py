@@ -52,7 +52,7 @@ kernels, are installed by `pip install 'lockstep[liger]'` or `'lockstep[cce]'`, 
 compiled program (`compile.scope = "blocks"`). Lockstep's own `chunked` stays the default: it is as exact as whole
 logits.
 
-What a library's head does to the numbers, and the twin mirrors (jax_backend/kernels/library_heads.py):
+Roundings of the libraries' heads, which the twin mirrors (jax_backend/kernels/library_heads.py):
 
 - torch's gives each NLL in the operand dtype, and adds the chunks of the weight's gradient up in it: the more chunks,
   the more roundings, up to several times the error of one (below). `loss.chunk` is its chunk.

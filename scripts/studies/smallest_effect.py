@@ -188,7 +188,7 @@ def main() -> None:
         "times 1 + δ. `one element`: a single element of the tensor's rms off by δ of itself. The strain of a rounding "
         "is its worst measure over its bound; above 1 is found.",
         "",
-        "What the session does to a gradient *after* its program made it (scaling in accumulation, a lost bit) is held "
+        "The session's work on a gradient *after* its program made it (scaling in accumulation, a lost bit) is held "
         "to 16 ulp of FP32 at any precision: a scale error of 2e-6. Backward rows are errors inside the program.",
         "",
     ]
