@@ -15,7 +15,7 @@ from lockstep.parity_tests.faults import FAULTS, Fault
 from lockstep.parity_tests.faults.data import LoaderStartsOver
 from lockstep.parity_tests.faults.fault import Batches
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.scripts.commands.faults import with_recipe
+from lockstep.scripts.commands.faults import stamp, with_recipe
 from lockstep.scripts.shared import scoreboard
 from lockstep.scripts.shared.planting import HONEST_STEPS, Bench, Kept, chosen
 from lockstep.scripts.shared.scoreboard import HONEST, Row
@@ -67,6 +67,13 @@ def test_the_honest_trainer_is_not_accused(bench: Bench) -> None:
     row = bench.honest_row()
     assert (row.name, row.step, row.checks, row.broken_promises) == (HONEST, None, HONEST_STEPS, [])
     assert row.seconds > 0
+
+
+def test_rows_without_their_causes_are_not_those_that_a_resumed_run_asks_for(tmp_path: Path) -> None:
+    file, config = tmp_path / "rows.json", tiny_config("bf16")
+    scoreboard.write(file, [FOUND], stamp(config, "none"))
+    assert scoreboard.read(file, stamp(config, "none")) == [FOUND]
+    assert scoreboard.read(file, stamp(config, "promised")) == []
 
 
 @pytest.mark.parametrize("name", ["BranchDamped", "SkipGradientShort", "LoaderStartsOver", "GradientsNotZeroed"])

@@ -57,15 +57,15 @@ def with_recipe(given: dict[str, str], recipe: str) -> dict[str, str]:
     return given | {"precision.policy": policy, "compile.enabled": str(program == "compiled").lower()}
 
 
-def stamp(config: RunConfig) -> str:
-    """Return the digest of a row's inputs apart from code: bounds, configuration, expectations."""
+def stamp(config: RunConfig, causes: str) -> str:
+    """Return the digest of a row's inputs apart from code: bounds, configuration, expectations, causes sought."""
     from importlib import resources
 
     bounds = resources.files("lockstep.core.parity.measures").joinpath("calibrated_bounds.json").read_bytes()
     promised = [
         (f.name, f.stage, f.phase, f.layer, f.first_step, f.within, f.cause, dict(f.settings)) for f in chosen(())
     ]
-    return hashlib.sha256(bounds + repr((config.model_dump(), promised)).encode()).hexdigest()[:16]
+    return hashlib.sha256(bounds + repr((config.model_dump(), promised, causes)).encode()).hexdigest()[:16]
 
 
 @on_every_rank
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
         for fault in chosen(options.names):
             if recipe in fault.recipes:
                 calibrated_bounds.require(configured(fault, config))
-    mark = stamp(configs[0].model_copy(update={"precision": None, "compile": None}))
+    mark = stamp(configs[0].model_copy(update={"precision": None, "compile": None}), options.causes)
     kept = read(options.json, mark) if options.resume and options.json else []
     console = open_console()
     console.print(
