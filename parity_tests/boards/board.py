@@ -78,8 +78,7 @@ def page(rows: Sequence[Row]) -> str:
         lines += [
             f"## {recipe}",
             "",
-            f"{in_words(counts)}. {counts['seconds']:.0f} s."
-            + (f" Not run under this recipe: {', '.join(absent)}." if absent else ""),
+            f"{in_words(counts)}." + (f" Not run under this recipe: {', '.join(absent)}." if absent else ""),
             "",
             "| fault | # | what is wrong | planted in | acts | found | named | measured (bound) | loss moved | cause, "
             "notes |",
