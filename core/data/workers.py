@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import itertools
 import multiprocessing
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import cast
 
 from lockstep.core.data.encode import ShardTask, encode_shard, start_worker
 from lockstep.core.data.plan import Plan, ShardPlan
@@ -31,22 +34,57 @@ def encode_shards(
         for shard in shards:
             yield shard, encode_shard(tasks[shard.file])
         return
-    pool = concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(shards)), mp_context=multiprocessing.get_context("spawn"), initializer=start_worker
-    )
+    # A pipe a worker, and not ProcessPoolExecutor: where a worker dies while that pool starts the next one, the pool
+    # waits for ever, since two of its threads go over the processes without a lock (Python 3.11).
+    context = multiprocessing.get_context("spawn")
+    processes: list[SpawnProcess] = []
+    at_work: dict[Connection, ShardPlan] = {}
+    # The largest first, so that no worker is left alone with one at the end.
+    waiting = deque(sorted(shards, key=lambda shard: -shard.text_bytes))
     try:
-        # The largest first, so that no worker is left alone with one at the end.
-        ordered = sorted(shards, key=lambda shard: -shard.text_bytes)
-        futures = {pool.submit(encode_shard, tasks[shard.file]): shard for shard in ordered}
-        for future in concurrent.futures.as_completed(futures):
-            yield futures[future], future.result()
-    except BrokenProcessPool as error:
+        for _ in range(min(workers, len(shards))):
+            ours, theirs = context.Pipe()
+            at_work[ours] = waiting.popleft()
+            processes.append(context.Process(target=_encode_what_comes, args=(theirs,), daemon=True))
+            processes[-1].start()
+            # With this end open here, the death of the worker would not show at the other one.
+            theirs.close()
+            ours.send(tasks[at_work[ours].file])
+        while at_work:
+            for ready in cast("list[Connection]", wait(list(at_work))):
+                answer: ShardHeader | UserError = ready.recv()
+                if isinstance(answer, UserError):
+                    raise answer
+                shard = at_work.pop(ready)
+                if waiting:
+                    at_work[ready] = waiting.popleft()
+                    ready.send(tasks[at_work[ready].file])
+                else:
+                    ready.close()
+                yield shard, answer
+    except (EOFError, ConnectionError) as error:
         raise UserError(
             f"a worker process ended before its work in {folder} was done (out of memory?); "
             "run the command again to go on from here, with fewer workers"
         ) from error
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        # The others end what they write, which the next run need not write again, and find their pipe closed.
+        for connection in at_work:
+            connection.close()
+        for process in processes:
+            process.join()
+
+
+def _encode_what_comes(tasks: Connection) -> None:
+    """Write the shard of each task that comes, in a process of its own, until the pipe is closed."""
+    start_worker()
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            task: ShardTask = tasks.recv()
+            try:
+                tasks.send(encode_shard(task))
+            except UserError as error:
+                tasks.send(error)
 
 
 def _task(shard: ShardPlan, folder: Path, plan: Plan) -> ShardTask:

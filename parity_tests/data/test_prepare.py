@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,26 @@ prepare(PrepareSettings({str(out)!r}, {str(texts)!r}, 300, val_fraction=0.2, sha
     result = prepare(settings_for(out, texts))
     assert result.shards_kept == 3 and contents(out) == contents(prepared)
     assert not list(out.glob(f".*{TEMPORARY_SUFFIX}"))
+
+
+@pytest.mark.parametrize("killed", [0, 1, 2])
+def test_a_worker_that_dies_while_another_starts_ends_the_preparation(prepared, texts, tmp_path, monkeypatch, killed):
+    started = []
+    start = SpawnProcess.start
+
+    def start_and_kill(process):
+        start(process)
+        started.append(process)
+        if len(started) == 3:
+            started[killed].kill()
+            started[killed].join()
+
+    monkeypatch.setattr(SpawnProcess, "start", start_and_kill)
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="a worker process ended before its work"):
+        prepare(settings_for(out, texts, workers=3))
+    assert len(started) == 3 and not any(process.is_alive() for process in started)
+    assert prepare(settings_for(out, texts)).shards_kept > 0 and contents(out) == contents(prepared)
 
 
 def test_workers_do_not_outlive_a_killed_parent(tmp_path):
