@@ -328,9 +328,10 @@ ODD = {"vocab_size": 257, "hidden": 36, "heads": 2, "kv_heads": 1, "ffn_hidden":
 def test_the_fused_adamw_rounds_as_the_other_does(policy, done, decay, lr):
     """torch/aten/src/ATen/native/cpu/FusedAdamKernel.cpp does foreach's operations in foreach's order.
 
-    Two roundings differ. Foreach's square root is MKL's, which is not the nearest number for one in 170: a weight may
-    end an ulp away. What is left of a tensor after whole vectors has its second moment from a loop of scalars, in
-    which the compiler contracts the other product.
+    Two roundings differ. Foreach's square root is MKL's, which is not always the nearest number (one in 170 is not on
+    an Intel Xeon, one in six on an AMD EPYC 9005): those weights may end an ulp of the update away. What is left of a
+    tensor after whole vectors has its second moment from a loop of scalars, in which the compiler contracts the other
+    product.
     """
     config = tiny_config(policy, layers=1, train={"sequence_length": 16}, **ODD)
     names = ("weight_decay", "embedding_weight_decay", "gains_weight_decay")
@@ -348,17 +349,21 @@ def test_the_fused_adamw_rounds_as_the_other_does(policy, done, decay, lr):
     fused, foreach = (updated(choice, before, grads, config, lr) for choice in (True, False))
     assert same_bits(replace(fused, params={}, optimizer={}), replace(foreach, params={}, optimizer={}))
     lanes, ulp = 64 // np.dtype(real).itemsize, np.finfo(real).eps
-    moved = total = 0
+    moved = inexact = 0
     for name, p in before.params.items():
         assert fused.optimizer["exp_avg"][name].tobytes() == foreach.optimizer["exp_avg"][name].tobytes()
         whole = p.size - p.size % lanes
         ours, theirs = (s.optimizer["exp_avg_sq"][name].ravel() for s in (fused, foreach))
         assert ours[:whole].tobytes() == theirs[:whole].tobytes(), name
         np.testing.assert_allclose(ours, theirs, rtol=2 * ulp, atol=0)
+        (root,) = torch._foreach_sqrt([torch.from_numpy(theirs)])
+        inexact += int((root.numpy() != np.sqrt(theirs)).sum()) + p.size - whole
         ours, theirs = (s.params[name].ravel() for s in (fused, foreach))
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=ulp * float(np.abs(p).max() + lr))
-        moved, total = moved + int((ours != theirs).sum()), total + p.size
-    assert moved <= 0.01 * total
+        # A root's ulp is at most four of the update, since three roundings follow, and the weight is rounded once more.
+        reach = ulp * (np.abs(theirs) + 4 * np.abs(theirs - p.ravel()))
+        assert (np.abs(ours - theirs) <= reach).all(), name
+        moved += int((ours != theirs).sum())
+    assert moved <= inexact
     assert lr or not moved
 
 
