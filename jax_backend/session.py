@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Literal
 
@@ -64,11 +64,9 @@ class JaxSession:
         model = nnx.eval_shape(partial(build_model, config))
         self.graph, abstract = nnx.split(model)
         self._paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(abstract)}
-        self.params = self._arrays(init_parameters(config.model, config.seed))
-        kinds = moment_names(config)
-        self.moments = {kind: {n: self._zeros(n) for n in names} for kind, names in kinds.items()}
-        places = self.shards.of_tree(self.params)
-        places_of_moments = {kind: self.shards.of_tree(by_name) for kind, by_name in self.moments.items()}
+        shapes = parameter_shapes(config.model)
+        places = {name: self.shards.of(shape) for name, shape in shapes.items()}
+        places_of_moments = {kind: {n: places[n] for n in names} for kind, names in moment_names(config).items()}
         self._micro_gradients = self.shards.jit(jax.value_and_grad(self.micro_loss, has_aux=True), (None, places))
         self._add = jax.jit(partial(jax.tree.map, jnp.add))
         self._sum = self.shards.jit(summed, places)
@@ -84,6 +82,20 @@ class JaxSession:
         self._next_logits = jax.jit(self.next_logits)
         self._largest_logits = jax.jit(self.largest_logits)
 
+    @cached_property
+    def params(self) -> Tree:
+        """Weights by canonical name; a session that runs stages alone never makes them."""
+        return self._arrays(init_parameters(self.config.model, self.config.seed))
+
+    @cached_property
+    def moments(self) -> dict[str, Tree]:
+        """Moments by kind, then by canonical name."""
+        shapes = parameter_shapes(self.config.model)
+        return {
+            kind: {n: self.shards.parameter(np.zeros(shapes[n]), self.policy.stream) for n in names}
+            for kind, names in moment_names(self.config).items()
+        }
+
     def state(self) -> State:
         """A copy of weights, moments and step count."""
         return State(
@@ -97,7 +109,7 @@ class JaxSession:
         """Take over a canonical state. Raises ValueError if names or shapes are not this model's."""
         check_state(self.config, state)
         self.params = self._arrays(state.params)
-        self.moments = {kind: self._arrays(state.optimizer[kind]) for kind in self.moments}
+        self.moments = {kind: self._arrays(arrays) for kind, arrays in state.optimizer.items()}
         self.steps_done = state.step
         self.scalars = own_scalars(self.config, state.scalars)
 
@@ -186,12 +198,13 @@ class JaxSession:
 
         Raises NotSupported for a name that no Llama has.
         """
-        names = [*tap_names(self.config.model), *edge_names(self.config.model), *self.params]
+        parameters = parameter_shapes(self.config.model)
+        names = [*tap_names(self.config.model), *edge_names(self.config.model), *parameters]
         if unknown := sorted(set(taps) - {*tap_names(self.config.model), *(GRADIENT + n for n in names)}):
             raise NotSupported(f"no such tap: {', '.join(unknown)}")
         grads = [name.removeprefix(GRADIENT) for name in taps if name.startswith(GRADIENT)]
         shapes = probe_shapes(self.config.model, *batch.tokens.shape)
-        probes = {n: np.zeros(shapes[n], self.policy.stream) for n in sorted(grads) if n not in self.params}
+        probes = {n: np.zeros(shapes[n], self.policy.stream) for n in sorted(grads) if n not in parameters}
         seen, by_probe, by_parameter = self._observe(
             self.params,
             probes,
@@ -209,8 +222,8 @@ class JaxSession:
 
         With `grad`, the gradient of the output, among the inputs there is also `grad/ROLE` for every floating input.
         `update` takes `step` (steps done), `coefficient`, `lr`, and by prefix `params/`, `grads/` and each kind of
-        moment, `exp_avg/`, `exp_avg_sq/` or `momentum_buffer/`; it gives the new `params/` and moments. Raises
-        NotSupported for a stage that it does not know.
+        moment, `exp_avg/`, `exp_avg_sq/` or `momentum_buffer/`; it gives the new `params/` and moments. Parameters that
+        are not among the inputs are left out. Raises NotSupported for a stage that it does not know.
         """
         if stage == "update":
             return self._run_update(inputs)
@@ -368,11 +381,12 @@ class JaxSession:
         return replace(POLICIES[policy], kernel=kernel_followed(self.config))
 
     def _run_update(self, inputs: Arrays) -> Arrays:
-        def under(prefix: str, names: Iterable[str]) -> Tree:
+        def under(prefix: str) -> Tree:
+            names = [name for name in parameter_shapes(self.config.model) if f"{prefix}/{name}" in inputs]
             return {n: jnp.asarray(inputs[f"{prefix}/{n}"], self.policy.stream) for n in names}
 
-        params, grads = (under(prefix, parameter_shapes(self.config.model)) for prefix in ("params", "grads"))
-        moments = {kind: under(kind, by_name) for kind, by_name in self.moments.items()}
+        params, grads = under("params"), under("grads")
+        moments = {kind: under(kind) for kind in moment_names(self.config)}
         coefficient = jnp.asarray(inputs["coefficient"])
         new, after = self.update(params, moments, grads, coefficient, int(inputs["step"]), float(inputs["lr"]))
         out = {f"params/{n}": np.array(p) for n, p in new.items()}
@@ -388,10 +402,6 @@ class JaxSession:
 
     def _arrays(self, params: Mapping[str, np.ndarray]) -> Tree:
         return {n: self.shards.parameter(params[n], self.policy.stream) for n in self._paths if n in params}
-
-    def _zeros(self, name: str) -> Array:
-        p = self.params[name]
-        return jnp.zeros(p.shape, p.dtype, device=self.shards.of(p.shape))
 
 
 def build_model(config: RunConfig) -> Llama:

@@ -9,7 +9,7 @@ rounded in a step of their own (jax_backend/precision.py). So results differ by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,10 +44,6 @@ class Shards:
         """
         fitting = [axis for axis, size in enumerate(shape) if size % self.count == 0]
         return self._along(max(fitting, key=lambda axis: (shape[axis], -axis)) if fitting else None)
-
-    def of_tree(self, arrays: Mapping[str, Array]) -> dict[str, NamedSharding | None]:
-        """The same by name."""
-        return {name: self.of(x.shape) for name, x in arrays.items()}
 
     def jit(self, function: Callable[..., Any], out: Any) -> Any:
         """`jax.jit`, with `out` saying where the outputs lie; None where the compiler may."""

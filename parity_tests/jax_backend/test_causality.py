@@ -21,12 +21,13 @@ def opened(request):
 def test_the_gradient_of_a_position_is_zero_at_later_positions(opened):
     """jacobian[t, s] = |d nll of t / d embedding at s|: exactly 0 for s > t, and not 0 up to t."""
     session, batch = opened
+    params = session.params
 
     def nll(probe):
         def tap(name, value):
             return value + probe if name == "embed" else value
 
-        return session.model(session.params, tap)(batch.tokens, batch.targets, session.policy)[0]
+        return session.model(params, tap)(batch.tokens, batch.targets, session.policy)[0]
 
     probe = jnp.zeros((1, LENGTH, session.config.model.hidden), session.policy.stream)
     jacobian = np.abs(np.array(jax.jit(jax.jacrev(nll))(probe))).max((1, 3))

@@ -11,13 +11,13 @@ from lockstep.core.files.jsonl import sealed_line
 from lockstep.core.parity.modes.bisect import bisect_run
 from lockstep.core.run.directory import RunDir
 from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.reference.at_once import AtOnce
 from lockstep.parity_tests.replay.made import (
     CONFIG,
     STEPS,
     BadAt7,
     Gelu,
     GeluFrom7,
-    SharedJax,
     backend,
     fake_check,
     make_run,
@@ -165,7 +165,7 @@ def test_nothing_recorded_is_one_line(tmp_path):
 
 
 def test_a_reference_with_other_names_is_one_line(made):
-    class Other(SharedJax):
+    class Other(AtOnce):
         def open(self, config):
             return super().open(config.model_copy(update={"model": config.model.model_copy(update={"tied": False})}))
 

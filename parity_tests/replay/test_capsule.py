@@ -20,6 +20,7 @@ from lockstep.core.parity.modes.replay import replay_capsule
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults import FAULTS
 from lockstep.parity_tests.faults.attention import PackedDocumentsSeeEachOther
+from lockstep.parity_tests.reference.at_once import AtOnce
 from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, backend, checked
 
 
@@ -197,7 +198,7 @@ def test_the_earlier_one_stays_if_a_new_one_fails(capsule, made):
 
 
 def test_a_reference_with_other_names_is_one_line(capsule):
-    class Other(JaxBackend):
+    class Other(AtOnce):
         def open(self, config):
             return super().open(config.model_copy(update={"model": config.model.model_copy(update={"tied": False})}))
 

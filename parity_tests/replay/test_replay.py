@@ -11,6 +11,7 @@ from lockstep.core.parity.evidence.observations import load, save
 from lockstep.core.parity.modes.replay import replay_run
 from lockstep.core.run.directory import RunDir
 from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.reference.at_once import AtOnce
 from lockstep.parity_tests.replay.made import CONFIG, Gelu, GeluFrom7, SharedJax, backend, make_run, run_batch
 from lockstep.torch_backend.session import TorchSession
 
@@ -140,7 +141,7 @@ def test_sketches_of_another_branch_are_left_alone(honest, tmp_path):
 
 
 def test_a_reference_with_other_names_is_one_line(honest):
-    class Other(SharedJax):
+    class Other(AtOnce):
         def open(self, config):
             return super().open(config.model_copy(update={"model": config.model.model_copy(update={"tied": False})}))
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
-from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, Session, State
+from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State
 from lockstep.core.config.schema import ModelConfig
 from lockstep.core.model.names import GRADIENT, parameter_shapes, tap_names
 from lockstep.core.parity.evidence.gather import Evidence, weighted_part, weighted_rows
@@ -22,6 +23,7 @@ from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import Reference, compare_observed, exact, finding
 from lockstep.core.parity.measures.distances import Distances
 from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.parity.reference.side_by_side import passes
 from lockstep.core.parity.reference.stages import stages_of
 
 Observations = Mapping[str, Observation]
@@ -49,16 +51,22 @@ def _same(one: Batch, other: Batch) -> bool:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Hold the twin's and the truth's results from the candidate's state on its batches.
+    """Hold the twin's and the truth's observations from the candidate's state on its batches.
 
-    twin, truth: observations. tapped: of each, taps and gradients as arrays; parameter gradients under `grad/`.
     errors: about how many independent errors the loss's gradient carries, by the tokens that it comes from.
     """
 
     twin: Observations
     truth: Observations
-    tapped: tuple[Arrays, Arrays]
     errors: int = K
+
+
+class Shown(Protocol):
+    """What takes twin's and truth's gradient of a parameter on the tapped micro-batch, while both are there."""
+
+    def __call__(self, name: str, twin: np.ndarray, truth: np.ndarray, errors: int) -> None:
+        """name: of the parameter. errors: as in `Repeated`."""
+        ...
 
 
 def repeat(
@@ -68,8 +76,9 @@ def repeat(
     tapped: Batch,
     reference: Reference,
     missing: list[str],
+    shown: Shown | None = None,
 ) -> Repeated:
-    """Run the reference for the observations `asked` for.
+    """Run the reference for the observations `asked` for. No array is kept.
 
     probe: the batch of NLL and parameter gradients. tapped: that of the taps, whose loss lies on some sequences.
     Raises NotSupported if the reference gives no gradients.
@@ -77,16 +86,29 @@ def repeat(
     model = reference.config.model
     # What has no weight contributes nothing: the reference leaves it out.
     part = weighted_part(tapped)
-    repeated = part if _same(probe, tapped) else probe
-    sides, errors = [], K
-    for session in reference.sessions:
-        session.load(state)
-        probed = session.gradients(repeated) if PROBE_NLL in asked else None
-        if probed is not None:
-            errors = errors_of_loss(probed.nll, repeated)
-        taps = _taps(session, part, asked, model, missing)
-        sides.append((observations(probed, taps, model), taps))
-    return Repeated(sides[0][0], sides[-1][0], (sides[0][1], sides[-1][1]), errors)
+    one_batch = _same(probe, tapped)
+    gradients = [PARAMETER + name for name in parameter_shapes(model)]
+    of_probe = [PROBE_NLL, *gradients] if PROBE_NLL in asked else []
+    of_tapped = [name for tap in tap_names(model) for name in (tap, GRADIENT + tap) if name in asked]
+    twin: dict[str, Observation] = {}
+    truth: dict[str, Observation] = {}
+    errors = K
+    runs = [(probe, of_probe), (part, of_tapped + (gradients if shown and of_probe else []))]
+    for batch, names in [(part, of_probe + of_tapped)] if one_batch else runs:
+        try:
+            for made in passes(reference, state, batch, names) if names else ():
+                name = made.name.removeprefix(PARAMETER)
+                if made.name == PROBE_NLL:
+                    errors = errors_of_loss(made.truth, batch)
+                if name != made.name and shown is not None and batch is part:
+                    shown(name, made.twin, made.truth, errors)
+                if name == made.name or batch is not part or one_batch:
+                    twin[made.name], truth[made.name] = observed(made.twin), observed(made.truth)
+        except NotSupported as reason:
+            if of_probe and PROBE_NLL not in twin:
+                raise
+            missing.append(f"taps end to end: the reference does not observe them: {reason}")
+    return Repeated(twin, truth, errors)
 
 
 def errors_of_loss(nll: np.ndarray, batch: Batch) -> int:
@@ -116,17 +138,6 @@ def compare_with(found: Observations, repeated: Repeated, reference: Reference) 
         kind = calibrated_bounds.tap_kind(last, "forward")
         yield compare_observed(reference, last, kind, "nll", found[PROBE_NLL], twin[PROBE_NLL], truth[PROBE_NLL])
     yield from _parameter_gradients(found, repeated, reference)
-
-
-def _taps(session: Session, part: Batch, asked: Collection[str], model: ModelConfig, missing: list[str]) -> Arrays:
-    names = [name for tap in tap_names(model) for name in (tap, GRADIENT + tap) if name in asked]
-    if any(name.startswith(GRADIENT) for name in names):
-        names += [GRADIENT + name for name in parameter_shapes(model)]
-    try:
-        return session.observe(part, names) if names else {}
-    except NotSupported as reason:
-        missing.append(f"taps end to end: the reference does not observe them: {reason}")
-        return {}
 
 
 def _parameter_gradients(found: Observations, repeated: Repeated, reference: Reference) -> Iterator[Finding]:

@@ -43,10 +43,11 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
     if state[0].ok:
         model = reference.config.model
         kept = end_to_end.observations_of(evidence, model)
-        repeated = _repeated(kept, evidence, reference, missing)
+        program = local.Program(evidence, reference)
+        repeated = _repeated(kept, evidence, reference, missing, program)
         parts: tuple[Callable[[], Iterator[Finding]], ...] = (
             lambda: local.stages(evidence, reference, missing),
-            lambda: local.program(evidence, repeated, reference),
+            program.findings,
             lambda: local.accumulation(evidence, reference),
             lambda: local.reduction(evidence, reference),
             lambda: end_to_end.compare_with(kept, repeated, reference) if repeated else iter(()),
@@ -132,10 +133,14 @@ def _overflows(found: Mapping[str, Observation]) -> bool:
 
 
 def _repeated(
-    kept: Mapping[str, Observation], evidence: Evidence, reference: Reference, missing: list[str]
+    kept: Mapping[str, Observation],
+    evidence: Evidence,
+    reference: Reference,
+    missing: list[str],
+    program: local.Program,
 ) -> end_to_end.Repeated | None:
     try:
-        return end_to_end.repeat(kept, evidence.before, evidence.probe, evidence.tapped, reference, missing)
+        return end_to_end.repeat(kept, evidence.before, evidence.probe, evidence.tapped, reference, missing, program)
     except NotSupported as reason:
         missing.append(f"what is compared end to end: {reason}")
         return None

@@ -18,7 +18,6 @@ from lockstep.core.backend import Arrays, NotSupported
 from lockstep.core.model.graph import Operation
 from lockstep.core.model.names import GRADIENT, in_fp8, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
-from lockstep.core.parity.judge.end_to_end import Repeated
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import (
     Noise,
@@ -92,7 +91,7 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
             yield from _sum(shared, sent, evidence.taps, reference)
 
 
-def program(evidence: Evidence, repeated: Repeated | None, reference: Reference) -> Iterator[Finding]:
+class Program:
     """The program that trains against the tapped one, and what the session makes of its gradients.
 
     The two programs may differ by what honest rounding makes of the same mathematics: their distance is held against
@@ -100,19 +99,33 @@ def program(evidence: Evidence, repeated: Repeated | None, reference: Reference)
     Where the session does not show what its program gave before anything else touched it, the two links are one, and
     it is called `compiler` under compile and `gradients` else.
     """
-    compiled = reference.config.compile.enabled
-    if evidence.micro is None:
-        return
-    for name in parameter_shapes(reference.config.model):
-        tapped, given = evidence.taps.get(GRADIENT + name), evidence.micro.grads.get(name)
-        raw = evidence.micro.program.get(name)
-        untapped = given if raw is None else raw
-        if tapped is not None and untapped is not None and repeated is not None:
-            yield from _bridge("compiler" if compiled else "gradients", name, untapped, tapped, repeated, reference)
-        if raw is not None and given is not None:
-            yield same_but_for_rounding(reference, "gradients", name, given, raw)
-        if given is None:
-            yield exact("gradients", name, 1, 1, "every parameter has a gradient")
+
+    def __init__(self, evidence: Evidence, reference: Reference) -> None:
+        self._evidence, self._reference = evidence, reference
+        self._bridges: list[Finding] = []
+
+    def __call__(self, name: str, twin: np.ndarray, truth: np.ndarray, errors: int) -> None:
+        """Compare a parameter's gradient of both programs while twin's and truth's are there."""
+        micro = self._evidence.micro
+        if micro is None:
+            return
+        raw = micro.program if name in micro.program else micro.grads
+        if name in raw and GRADIENT + name in self._evidence.taps:
+            stage = "compiler" if self._reference.config.compile.enabled else "gradients"
+            tapped = self._evidence.taps[GRADIENT + name]
+            self._bridges += _bridge(stage, name, raw[name], tapped, twin, truth, errors, self._reference)
+
+    def findings(self) -> Iterator[Finding]:
+        """The comparisons that were made, and those of the candidate's own gradients with each other."""
+        yield from self._bridges
+        micro = self._evidence.micro
+        if micro is None:
+            return
+        for name in parameter_shapes(self._reference.config.model):
+            if name not in micro.grads:
+                yield exact("gradients", name, 1, 1, "every parameter has a gradient")
+            elif name in micro.program:
+                yield same_but_for_rounding(self._reference, "gradients", name, micro.grads[name], micro.program[name])
 
 
 def accumulation(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
@@ -307,18 +320,22 @@ def _alignment(difference: np.ndarray, part: np.ndarray) -> float:
 
 
 def _bridge(
-    stage: str, name: str, untapped: np.ndarray, tapped: np.ndarray, repeated: Repeated, reference: Reference
+    stage: str,
+    name: str,
+    untapped: np.ndarray,
+    tapped: np.ndarray,
+    w: np.ndarray,
+    t: np.ndarray,
+    errors: int,
+    reference: Reference,
 ) -> Iterator[Finding]:
     """Untapped against tapped gradient, as a twin distance."""
-    w, t = (side.get(GRADIENT + name) for side in repeated.tapped)
-    if w is None or t is None:
-        return
     if not untapped.shape == tapped.shape == t.shape:
         yield exact(stage, name, 1, 1, "shapes must be equal", f"{untapped.shape}, {tapped.shape}", "backward")
         return
     # Candidate minus tapped, laid upon the twin: all three measures are then those of the difference.
     d = replace(distances(w + (untapped - tapped), w, t, reference.stream), excess=1.0)
-    size = min(calibrated_bounds.carriers(t), repeated.errors)
+    size = min(calibrated_bounds.carriers(t), errors)
     found = reference.bound(reference.recipe, calibrated_bounds.bridge_kind(reference.config.model, name), d, size)
     unequal = float(np.mean(untapped != tapped))
     measures = (*found, *_along_the_truth(found, d))

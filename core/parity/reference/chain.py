@@ -1,0 +1,256 @@
+"""Run a step's forward and backward pass one operation at a time, with weights that are read where they are needed.
+
+A reference that runs single stages (`RunsStages`) needs no more: the model's graph (core/model/graph.py) says what each
+operation reads and what it sends back. In memory are the tensors that cross from one *segment* (what stands before the
+blocks, a block, the head) to a later one, those inside one segment, and the gradients of its parameters. Tensors inside
+a segment are computed again on the way back (Chen et al. 2016, arXiv 1604.06174), unless all together are small.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lockstep.core.backend import Arrays, Batch, NotSupported
+from lockstep.core.capabilities import RunsStages
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.graph import Operation
+from lockstep.core.model.names import GRADIENT, in_fp8, probe_shapes
+from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL
+
+# All inner tensors are kept, and none is computed again, up to this many bytes.
+KEPT_BYTES = 256 << 20
+# The head goes by chunks of positions, whose logits take no more bytes.
+HEAD_BYTES = 128 << 20
+# Kinds of operations that compute each position by itself and sum a weight's gradient in the stream dtype.
+BY_POSITION = frozenset({"norm", "sum", "logits", "nll"})
+
+Named = Iterator[tuple[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive operations that are computed together.
+
+    leaves: its taps that later segments read. completes: the parameters that it is the first to read: their gradients
+    are whole when the backward pass has left it.
+    """
+
+    operations: tuple[Operation, ...]
+    leaves: frozenset[str]
+    completes: tuple[str, ...]
+
+
+def segments(operations: Sequence[Operation]) -> tuple[Segment, ...]:
+    """Cut a chain of operations where a block begins or ends."""
+    groups = [tuple(group) for _, group in itertools.groupby(operations, key=lambda one: one.layer)]
+    found: list[Segment] = []
+    seen: set[str] = set()
+    for number, group in enumerate(groups):
+        later = {tap for one in itertools.chain(*groups[number + 1 :]) for tap in one.reads.values()}
+        names = dict.fromkeys(name for one in group for name in one.params.values())
+        leaves = frozenset(one.tap for one in group if one.tap in later)
+        found.append(Segment(group, leaves, tuple(name for name in names if name not in seen)))
+        seen |= names.keys()
+    return tuple(found)
+
+
+@dataclass
+class _Part:
+    """A micro-batch, or some of its positions, on its way through the chain.
+
+    taps: the tensors that are still read. grads: by tap, the sum of what its readers have sent back so far.
+    """
+
+    batch: Batch
+    taps: dict[str, np.ndarray] = field(default_factory=dict)
+    grads: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def positions(self, which: slice) -> _Part:
+        """Some of its positions, of every sequence."""
+        batch = Batch(**{name: array[:, which] for name, array in self.batch.arrays.items()})
+        return _Part(batch, {name: tap[:, which] for name, tap in self.taps.items()})
+
+
+class Chain:
+    """The passes of one reference at one state, as an iterator of what was asked for.
+
+    session: runs stages in the precision of one side. stream: the dtype of that side's tensors. parameters: canonical
+    name → weights; a segment's are read when it begins. fp8: linear layers that the run computes in FP8 are so here.
+    scale: the loss scale, which gradients are divided by at the end. ranks: gradients are summed over so many ranks,
+    each rank's sum rounded to the run's `parallel.gradient_dtype`.
+    """
+
+    def __init__(
+        self,
+        session: RunsStages,
+        config: RunConfig,
+        parameters: Arrays,
+        stream: type[np.floating],
+        *,
+        fp8: bool = False,
+        scale: float = 1.0,
+        ranks: int = 1,
+    ) -> None:
+        self._session, self._config, self._parameters, self._stream = session, config, parameters, stream
+        self._fp8, self._scale, self._ranks = fp8, scale, ranks
+        self._segments = segments(graph_of(config.model, config.attention, config.loss).operations)
+
+    def run(self, batch: Batch, names: Collection[str]) -> Named:
+        """Give each array that is asked for once, the last segment's first, in the stream dtype.
+
+        names: `nll/probe`, the per-token NLL (B, S), which comes before any parameter's gradient;
+        `gradient/PARAMETER`, summed over micro-batches; TAP and `grad/TAP`, of a batch that is one micro-batch.
+        Gradients are those of Σ weight·nll / Σ weight.
+
+        Raises NotSupported if the session does not run a stage or gives no gradient of it, and ValueError if taps are
+        asked for of several micro-batches.
+        """
+        micros = [_Part(one) for one in batch.cut(self._config.train)]
+        asked = {name for name in names if not name.startswith(PARAMETER) and name != PROBE_NLL}
+        if asked and len(micros) > 1:
+            raise ValueError(f"taps are those of one micro-batch, and the batch has {len(micros)}")
+        back = any(name.startswith((GRADIENT, PARAMETER)) for name in names)
+        ranks = self._ranks if len(micros) % self._ranks == 0 else 1
+        sums: dict[str, list[np.ndarray]] = {}
+        total = float(batch.weights.sum(dtype=np.float64)) / self._scale
+        self._forward(micros)
+        for segment in reversed(self._segments):
+            weights = self._weights(segment)
+            nll = []
+            for number, micro in enumerate(micros):
+                pieces = self._pieces(micro, asked) if segment is self._segments[-1] else [micro]
+                for piece in pieces:
+                    piece.taps |= self._taps(segment, piece, weights)
+                    if segment is self._segments[-1]:
+                        self._begin_backward(piece, total)
+                        nll.append(piece.taps[segment.operations[-1].tap])
+                    for name, value in self._back(segment, piece, weights, sums, number * ranks // len(micros), back):
+                        if name in asked:
+                            yield name, value
+                _join(micro, pieces)
+            if segment is self._segments[-1] and PROBE_NLL in names:
+                yield PROBE_NLL, self._nll_of(micros, nll)
+            for name in segment.completes:
+                if name in sums:
+                    whole = self._over_ranks(sums.pop(name))
+                    if PARAMETER + name in names:
+                        yield PARAMETER + name, self._unscaled(whole)
+
+    def _forward(self, micros: list[_Part]) -> None:
+        """Every segment but the last, whose forward pass comes with its backward pass."""
+        rows, length = micros[0].batch.tokens.shape
+        sizes = probe_shapes(self._config.model, rows, length).values()
+        kept = np.dtype(self._stream).itemsize * len(micros) * sum(map(math.prod, sizes)) <= KEPT_BYTES
+        for segment in self._segments[:-1]:
+            weights = self._weights(segment)
+            for micro in micros:
+                taps = self._taps(segment, micro, weights)
+                micro.taps |= taps if kept else {name: taps[name] for name in segment.leaves}
+
+    def _weights(self, segment: Segment) -> dict[str, np.ndarray]:
+        names = dict.fromkeys(name for one in segment.operations for name in one.params.values())
+        return {name: np.asarray(self._parameters[name], self._stream) for name in names}
+
+    def _taps(self, segment: Segment, part: _Part, weights: Arrays) -> dict[str, np.ndarray]:
+        """What the segment's operations write; at once if it is there still."""
+        if all(one.tap in part.taps for one in segment.operations):
+            return {}
+        found: dict[str, np.ndarray] = {}
+        for one in segment.operations:
+            found[one.tap] = self._run(one, _inputs(one, {**part.taps, **found}, weights, part.batch))["out"]
+        return found
+
+    def _back(
+        self,
+        segment: Segment,
+        part: _Part,
+        weights: Arrays,
+        sums: dict[str, list[np.ndarray]],
+        rank: int,
+        with_gradients: bool,
+    ) -> Named:
+        """Each of the segment's taps and its gradient, the last one first; they are dropped behind it."""
+        for one in reversed(segment.operations):
+            grad = part.grads.pop(one.tap, None)
+            yield one.tap, part.taps[one.tap]
+            if grad is not None and with_gradients:
+                yield GRADIENT + one.tap, self._unscaled(grad)
+                found = self._run(one, {**_inputs(one, part.taps, weights, part.batch), "grad": grad})
+                if any(f"grad/{role}" not in found for role in (*one.reads, *one.params)):
+                    raise NotSupported(f"the reference gives no gradients of {one.id}")
+                for role, tap in one.reads.items():
+                    sent = found[f"grad/{role}"]
+                    part.grads[tap] = part.grads[tap] + sent if tap in part.grads else sent
+                for role, name in one.params.items():
+                    by_rank, sent = sums.setdefault(name, []), found[f"grad/{role}"]
+                    if rank < len(by_rank):
+                        by_rank[rank] = by_rank[rank] + sent
+                    else:
+                        by_rank.append(sent)
+            del part.taps[one.tap]
+
+    def _run(self, one: Operation, inputs: Arrays) -> Arrays:
+        return self._session.run_stage(f"{one.id}/fp8" if self._fp8 and in_fp8(self._config, one) else one.id, inputs)
+
+    def _pieces(self, micro: _Part, asked: Collection[str]) -> list[_Part]:
+        """The micro-batch by its positions, where the head's logits would be large and need not be whole."""
+        rows, length = micro.batch.tokens.shape
+        head = self._segments[-1].operations
+        each = rows * np.dtype(self._stream).itemsize * max(math.prod(one.width) for one in head)
+        at_once = max(1, HEAD_BYTES // each)
+        if at_once >= length or asked or not {one.kind for one in head} <= BY_POSITION:
+            return [micro]
+        return [micro.positions(slice(start, start + at_once)) for start in range(0, length, at_once)]
+
+    def _begin_backward(self, part: _Part, total: float) -> None:
+        """The gradient of each token's NLL is its share of the weight."""
+        last = self._segments[-1].operations[-1].tap
+        part.grads[last] = (part.batch.weights.astype(np.float64) / total).astype(self._stream)
+
+    def _nll_of(self, micros: list[_Part], pieces: list[np.ndarray]) -> np.ndarray:
+        each = len(pieces) // len(micros)
+        rows = [np.concatenate(pieces[i : i + each], axis=1) for i in range(0, len(pieces), each)]
+        return np.concatenate(rows)
+
+    def _unscaled(self, grad: np.ndarray) -> np.ndarray:
+        return grad if self._scale == 1 else grad / grad.dtype.type(self._scale)
+
+    def _over_ranks(self, by_rank: list[np.ndarray]) -> np.ndarray:
+        """Add the ranks' sums as their collective does: each sum, and each addition of one, rounded."""
+        if len(by_rank) == 1:
+            return by_rank[0]
+        total, *others = (narrowed(one, self._config.parallel.gradient_dtype) for one in by_rank)
+        for one in others:
+            total = narrowed(total + one, self._config.parallel.gradient_dtype)
+        return total
+
+
+def _inputs(one: Operation, taps: Arrays, weights: Arrays, batch: Batch) -> dict[str, np.ndarray]:
+    inputs = {role: taps[tap] for role, tap in one.reads.items()}
+    inputs |= {role: weights[name] for role, name in one.params.items()}
+    return inputs | {role: batch.arrays[role] for role in one.batch}
+
+
+def _join(micro: _Part, pieces: list[_Part]) -> None:
+    """Give a micro-batch what its pieces sent back."""
+    if pieces != [micro]:
+        for tap in pieces[0].grads:
+            micro.grads[tap] = np.concatenate([piece.grads[tap] for piece in pieces], axis=1)
+
+
+def narrowed(x: np.ndarray, name: str) -> np.ndarray:
+    """Round float32 numbers to the nearest of `bf16` or `fp16`, ties to even, kept in x's dtype; others as they are."""
+    if name == "fp16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16).astype(x.dtype)
+    if name != "bf16":
+        return x
+    bits = x.astype(np.float32).view(np.uint32)
+    up = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(x), up.view(np.float32), x).astype(x.dtype)

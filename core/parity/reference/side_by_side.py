@@ -1,0 +1,89 @@
+"""Run twin and truth through one batch together, so that each array is compared as soon as both have made it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.core.backend import Batch, NotSupported, Session, State
+from lockstep.core.capabilities import RunsStages, ask
+from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL
+from lockstep.core.parity.measures.compare import Reference
+from lockstep.core.parity.reference.chain import Chain, Named
+from lockstep.core.train.loss_scale import SCALE
+
+
+@dataclass(frozen=True)
+class Made:
+    """One array of twin and truth, in their stream dtypes. name: as `Chain.run` gives it."""
+
+    name: str
+    twin: np.ndarray
+    truth: np.ndarray
+
+
+def passes(reference: Reference, state: State, batch: Batch, names: Collection[str]) -> Iterator[Made]:
+    """Give what is asked for of one batch at a state, in the order and under the names of `Chain.run`.
+
+    A reference that does not run single stages takes the state and computes everything at once; gradients then come
+    before taps. Raises NotSupported if it cannot do that either.
+    """
+    if reference.config.parity.reference_devices == 1:
+        begun = _begun(_chains(reference, state, batch, names))
+        if begun is not None:
+            yield from begun
+            return
+    yield from _together([_at_once(session, state, batch, names) for session in reference.sessions])
+
+
+def _begun(made: Iterator[Made]) -> Iterator[Made] | None:
+    """The same iterator, or None if the reference cannot run the chain. The head has then been run, both ways."""
+    try:
+        return itertools.chain([next(made)], made)
+    except StopIteration:
+        return iter(())
+    except NotSupported:
+        return None
+
+
+def _chains(reference: Reference, state: State, batch: Batch, names: Collection[str]) -> Iterator[Made]:
+    config, scale = reference.config, state.scalars.get(SCALE, 1.0)
+    narrow = config.parallel.gradient_dtype != "fp32"
+    sides = [ask(session, RunsStages) for session in reference.sessions]
+    chains = [
+        Chain(
+            sides[0],
+            config,
+            state.params,
+            reference.stream,
+            fp8=True,
+            scale=scale,
+            ranks=config.train.ranks if narrow else 1,
+        ),
+        # FP64 has no FP8: the truth runs the plain stages.
+        *(Chain(side, config, state.params, np.float64, scale=scale) for side in sides[1:]),
+    ]
+    yield from _together([one.run(batch, names) for one in chains])
+
+
+def _together(sides: list[Named]) -> Iterator[Made]:
+    for made in zip(*sides, strict=True):
+        (name, twin), (_, truth) = made[0], made[-1]
+        yield Made(name, twin, truth)
+
+
+def _at_once(session: Session, state: State, batch: Batch, names: Collection[str]) -> Named:
+    session.load(state)
+    taps = [name for name in names if name != PROBE_NLL and not name.startswith(PARAMETER)]
+    if len(taps) < len(names):
+        found = session.gradients(batch)
+        if PROBE_NLL in names:
+            yield PROBE_NLL, found.nll
+        yield from ((n, found.grads[n.removeprefix(PARAMETER)]) for n in names if n.startswith(PARAMETER))
+        del found
+    if taps:
+        seen = session.observe(batch, taps)
+        yield from ((name, seen[name]) for name in taps if name in seen)
