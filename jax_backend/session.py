@@ -222,8 +222,9 @@ class JaxSession:
 
         With `grad`, the gradient of the output, among the inputs there is also `grad/ROLE` for every floating input.
         `update` takes `step` (steps done), `coefficient`, `lr`, and by prefix `params/`, `grads/` and each kind of
-        moment, `exp_avg/`, `exp_avg_sq/` or `momentum_buffer/`; it gives the new `params/` and moments. Parameters that
-        are not among the inputs are left out. Raises NotSupported for a stage that it does not know.
+        moment, `exp_avg/`, `exp_avg_sq/` or `momentum_buffer/`; it gives the new `params/` and moments. Any of the
+        parameters may be among the inputs; instead of one whose update is not that of a matrix as a whole, a flat
+        stretch of it. Raises NotSupported for a stage that it does not know.
         """
         if stage == "update":
             return self._run_update(inputs)

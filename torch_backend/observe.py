@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Obs
 from lockstep.core.parity.evidence.sketch import K
 from lockstep.torch_backend.optim import (
     build_optimizer,
-    read_moments,
+    moment_of,
     set_learning_rate,
     write_moments,
 )
@@ -141,24 +141,26 @@ class Observes(Programs):
         return {name: to_numpy(value) for name, value in run_stage(functions[stage], inputs, self.policy).items()}
 
     def _run_update(self, inputs: Arrays) -> Arrays:
+        names = [name for name in self.parameters if f"params/{name}" in inputs]
         parameters = {
-            name: nn.Parameter(torch.tensor(value, dtype=self.policy.stream, device=self.device))
-            for name, value in ((name, inputs[f"params/{name}"]) for name in self.parameters)
+            name: nn.Parameter(torch.tensor(inputs[f"params/{name}"], dtype=self.policy.stream, device=self.device))
+            for name in names
         }
         optimizer = build_optimizer(self.config, parameters)
-        kinds = moment_names(self.config)
-        moments = {kind: {name: inputs[f"{kind}/{name}"] for name in names} for kind, names in kinds.items()}
+        kinds = {kind: [n for n in of if n in parameters] for kind, of in moment_names(self.config).items()}
+        moments = {kind: {name: inputs[f"{kind}/{name}"] for name in of} for kind, of in kinds.items()}
         write_moments(self.config, optimizer, parameters, State(int(inputs["step"]), {}, moments))
         coefficient = torch.tensor(float(inputs["coefficient"]), dtype=self.policy.stream, device=self.device)
         for name, p in parameters.items():
             p.grad = torch.tensor(inputs[f"grads/{name}"], dtype=self.policy.stream, device=self.device) * coefficient
         set_learning_rate(optimizer, float(inputs["lr"]))
         optimizer.step()
-        after: dict[str, Mapping[str, Tensor]] = {
-            "params": parameters,
-            **read_moments(self.config, optimizer, parameters),
+        found = {f"params/{name}": to_numpy(p) for name, p in parameters.items()}
+        return found | {
+            f"{kind}/{name}": to_numpy(moment_of(optimizer, parameters[name], kind))
+            for kind, of in kinds.items()
+            for name in of
         }
-        return {f"{kind}/{name}": to_numpy(value) for kind, tree in after.items() for name, value in tree.items()}
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """Per-token `nll` and `top1` of `batch` in eager, under the run's policy or a named one."""

@@ -57,6 +57,7 @@ class UpdateRule:
     rounded: those that the rule itself rounds to a narrower format than the stream's, by that name.
     flops:   of its matrix products in one update.
     working: what an update of a parameter holds for itself, in copies of the parameter in the stream dtype.
+    together: the number of consecutive elements whose update is computed together; None: a matrix as a whole.
     no_twin_on_cuda: why the reference does not round as it does on CUDA, and what has a twin; empty where it does.
     """
 
@@ -70,6 +71,7 @@ class UpdateRule:
     rounded: tuple[str, ...] = ()
     flops: Callable[[Shape, Settings], float] = _no_flops
     working: float = 0.0
+    together: int | None = 1
     no_twin_on_cuda: str = ""
 
 
@@ -83,7 +85,7 @@ _OTHER_ON_CUDA = (
 )
 BITSANDBYTES = UpdateRule("adamw_bitsandbytes", "AdamW", MOMENTS, OF_ADAM, no_twin_on_cuda=_OTHER_ON_CUDA)
 TORCHAO_8BIT = UpdateRule(
-    "adamw8bit_torchao", "AdamW, 8-bit", MOMENTS, OF_ADAM, _EIGHT_BITS, "adamw8bit", rounded=MOMENTS
+    "adamw8bit_torchao", "AdamW, 8-bit", MOMENTS, OF_ADAM, _EIGHT_BITS, "adamw8bit", rounded=MOMENTS, together=BLOCK
 )
 BITSANDBYTES_8BIT = UpdateRule(
     "adamw8bit_bitsandbytes",
@@ -93,6 +95,7 @@ BITSANDBYTES_8BIT = UpdateRule(
     _EIGHT_BITS,
     "adamw8bit_bnb",
     rounded=MOMENTS,
+    together=BLOCK,
     no_twin_on_cuda=_OTHER_ON_CUDA,
 )
 
@@ -118,6 +121,7 @@ MUON = UpdateRule(
     flops=_newton_schulz,
     # Its update, in FP32 and in two narrow copies and a product.
     working=3.0,
+    together=None,
 )
 
 

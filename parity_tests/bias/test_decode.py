@@ -70,7 +70,7 @@ def test_a_scalar_fault_is_named_from_arrays_and_from_sketches(fault, error, ske
     c = ratio * (t + error * rng.standard_normal(t.size))
     c, t = (sketch(c), sketch(t)) if sketched else (c, t)
     # The gain bound of a large tensor: 0.1 of the twin's error (core/parity/measures/calibrated_bounds.py).
-    sentences = explain(c, t, KNOWN, error, gain_bound=0.1, sketched=sketched)
+    sentences = explain(direction(c, t, sketched), KNOWN, error, gain_bound=0.1)
     assert sentences and words in sentences[0], sentences
 
 
@@ -92,10 +92,10 @@ def test_a_right_length_a_wrong_direction_and_what_is_not_finite_have_no_name():
     rng = np.random.default_rng(1)
     t = rng.standard_normal(5_000)
     off = 4 * (t + 0.1 * rng.standard_normal(t.size))
-    assert explain(t, t, KNOWN, 1e-3) == []
-    assert explain(t * 1.0004, t, KNOWN, 1e-3) == []
-    assert explain(off, t, KNOWN, 1e-3) == [] and explain(off, t, KNOWN, 0.1)
-    assert explain(t * np.nan, t, KNOWN, 1e-3) == [] == explain(t, 0 * t, KNOWN, 1e-3)
+    assert explain(direction(t, t), KNOWN, 1e-3) == []
+    assert explain(direction(t * 1.0004, t), KNOWN, 1e-3) == []
+    assert explain(direction(off, t), KNOWN, 1e-3) == [] and explain(direction(off, t), KNOWN, 0.1)
+    assert explain(direction(t * np.nan, t), KNOWN, 1e-3) == [] == explain(direction(t, 0 * t), KNOWN, 1e-3)
     assert decode(math.nan, KNOWN, 1e-3) == decode(math.inf, KNOWN, 1e-3) == decode(3.0, KNOWN, math.inf) == []
 
 

@@ -38,13 +38,14 @@ def signs(start: int, count: int) -> np.ndarray:
     return (1 - 2 * (hashed(low, high) & np.uint32(1)).astype(np.int8)).astype(np.int8)
 
 
-def _first_signs(count: int) -> np.ndarray:
+def _signs(start: int, count: int) -> np.ndarray:
+    """The same, from those that are kept."""
     global _kept
-    if count > MOST_KEPT:
-        return signs(0, count)
-    if len(_kept) < count:
-        _kept = signs(0, min(max(2 * count, 1 << 16), MOST_KEPT))
-    return _kept[:count]
+    if start + count > MOST_KEPT:
+        return signs(start, count)
+    if len(_kept) < start + count:
+        _kept = signs(0, min(max(2 * (start + count), 1 << 16), MOST_KEPT))
+    return _kept[start : start + count]
 
 
 def sketch(x: np.ndarray, offset: int = 0) -> np.ndarray:
@@ -55,7 +56,7 @@ def sketch(x: np.ndarray, offset: int = 0) -> np.ndarray:
     """
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     flat = np.ascontiguousarray(x, dtype).reshape(-1)
-    sign = _first_signs(flat.size) if offset == 0 else signs(offset, flat.size)
+    sign = _signs(offset, flat.size)
     before = offset % K
     rows = -(-(before + flat.size) // K)
     padded = np.zeros(rows * K, dtype)
@@ -67,4 +68,4 @@ def sketch(x: np.ndarray, offset: int = 0) -> np.ndarray:
 def lift(probe: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Sᵀ·probe: (K,) → an array of `shape` in the probe's dtype. ⟨S(x), p⟩ = ⟨x, Sᵀ·p⟩."""
     size = math.prod(shape)
-    return np.resize(probe, size).reshape(shape) * _first_signs(size).reshape(shape)
+    return np.resize(probe, size).reshape(shape) * _signs(0, size).reshape(shape)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence.sketch import sketch
 from lockstep.core.parity.judge.bias import Bias, Key
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.verdict import Finding
@@ -36,14 +35,13 @@ class OverSteps:
         found: Finding,
         kind: str,
         size: int,
-        sides: tuple[np.ndarray, np.ndarray, np.ndarray],
+        sketches: tuple[np.ndarray, np.ndarray, np.ndarray],
         stream: type[np.floating],
         gain_difference: float,
     ) -> None:
-        """Add a local comparison that holds by itself. sides: candidate, twin, truth."""
-        c, w, t = sides
+        """Add a local comparison that holds by itself. sketches: (K,) of c − w, w − t and t."""
         key = (found.stage, found.phase, found.tap)
-        if self.bias.add(key, sketch(c - w), sketch(w - t), sketch(t), stream, gain_difference):
+        if self.bias.add(key, *sketches, stream, gain_difference):
             self._seen[key] = _Comparison(found, kind, size)
 
     def findings(self) -> Iterator[Finding]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import numpy as np
 
-from lockstep.core.backend import Arrays, State
+from lockstep.core.backend import Arrays, Session, State
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.graph import Shape
-from lockstep.core.model.groups import moment_names
+from lockstep.core.model.groups import group_settings, moment_names, update_rules
 from lockstep.core.model.init import init_parameters
-from lockstep.core.model.names import parameter_shapes
+from lockstep.core.model.names import groups_of, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
-from lockstep.core.parity.measures.compare import Reference, compare, exact, finding, perturbed
+from lockstep.core.parity.measures.compare import Comparison, Reference, exact, finding, perturbed
+from lockstep.core.parity.measures.stretches import part_of, stretches
 from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.train.schedule import learning_rate
 from lockstep.core.train.skipped_steps import is_made, leaves_out, scalars_after
+
+# Elements of a stretch whose update is computed at once. Shorter ones are filled up to the next of these.
+LENGTHS = (1 << 12, 1 << 15, 1 << 18)
 
 
 def data(evidence: Evidence) -> Iterator[Finding]:
@@ -84,7 +90,7 @@ def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 
 def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     """Moments and update from the candidate's own gradients, state and coefficient, relative to the update."""
-    config, before, after = reference.config, evidence.before, evidence.after
+    before, after = evidence.before, evidence.after
     steps = before.step + 1
     if evidence.not_finite:
         yield exact("step_count", "step", int(after.step != before.step), 1, "a step that is left out is none")
@@ -93,60 +99,108 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     counted = 0 if after.step == evidence.record.step == steps else 1
     yield exact("step_count", "step", counted, 1, "one step is one step")
     grads = evidence.stepped.grads if evidence.stepped else {}
-    if differing(grads, {n: p.shape for n, p in before.params.items()}):
+    if differing(grads, parameter_shapes(reference.config.model)):
         return
     if not _is_made(evidence, reference, grads):
         yield from _left_out(before, after)
         return
-    inputs: dict[str, np.ndarray] = {
-        "step": np.asarray(before.updates),
-        "coefficient": np.asarray(evidence.record.clip_coefficient),
-        "lr": np.asarray(learning_rate(config.optim, steps, config.train.steps)),
-    }
-    for prefix, arrays in {"params": before.params, "grads": grads, **before.optimizer}.items():
-        inputs |= {f"{prefix}/{name}": array for name, array in arrays.items()}
-    outputs = [session.run_stage("update", inputs) for session in reference.sessions]
-    w, t = outputs[0], outputs[-1]
-    noise = _NoiseOfUpdate(reference, inputs, w)
-    for kind, names in moment_names(config).items():
-        for name in names:
-            key, band = f"{kind}/{name}", calibrated_bounds.update_kind(config, name, kind)
-            of = noise.of(key, band)
-            c = after.optimizer[kind][name]
-            yield compare(reference, "moments", band, key, "local", c, w[key], t[key], noise=of)
-    for name, old in before.params.items():
-        c64, w64, t64 = (
-            new.astype(np.float64) - old for new in (after.params[name], w[f"params/{name}"], t[f"params/{name}"])
-        )
-        band = calibrated_bounds.update_kind(config, name, "update")
-        of = noise.of(f"params/{name}", band)
-        yield compare(reference, "update", band, name, "local", c64, w64, t64, noise=of)
+    for name in before.params:
+        yield from _Updated(evidence, reference, name).findings()
 
 
-class _NoiseOfUpdate:
-    """Measure the effect of one ulp in gradients and moments on an update that rounds to a narrow format inside.
+class _Updated:
+    """One parameter's moments and update, a stretch at a time."""
 
-    Newton–Schulz multiplies small singular values by up to 3.4⁵: in a matrix that is nearly of lower rank, each bf16
-    rounding that falls otherwise, as sums in another order make it, comes out as large as the honest error. The same
-    for a number on the border between two 8-bit codes.
-    """
+    def __init__(self, evidence: Evidence, reference: Reference, name: str) -> None:
+        assert evidence.stepped is not None
+        self._reference, self._name = reference, name
+        self._before, self._after = evidence.before, evidence.after
+        config = reference.config
+        self._rule = update_rules(config)[name]
+        self._shape = parameter_shapes(config.model)[name]
+        self._alias = _same_update(config, name)
+        self._arrays = {"params": self._before.params, "grads": evidence.stepped.grads}
+        self._arrays |= {kind: self._before.optimizer[kind] for kind in self._rule.moments}
+        self._scalars = {
+            "step": np.asarray(self._before.updates),
+            "coefficient": np.asarray(evidence.record.clip_coefficient),
+            "lr": np.asarray(learning_rate(config.optim, self._before.step + 1, config.train.steps)),
+        }
 
-    def __init__(self, reference: Reference, inputs: Arrays, w: Arrays) -> None:
-        self._reference, self._inputs, self._w = reference, inputs, w
-        self._moved: Arrays | None = None
+    def findings(self) -> Iterator[Finding]:
+        """Every kind of moment, then the update."""
+        outputs = (*self._rule.moments, "params")
+        compared = {kind: self._comparison(kind) for kind in outputs}
+        for where in self._stretches():
+            inputs = self._inputs(where)
+            twin, truth = self._both(inputs, where)
+            for kind in self._rule.moments:
+                compared[kind].add(part_of(self._after.optimizer[kind], self._name, where), twin[kind], truth[kind])
+            old = part_of(self._before.params, self._name, where)
+            new = (part_of(self._after.params, self._name, where), twin["params"], truth["params"])
+            compared["params"].add(*(x.astype(np.float64) - old for x in new))
+        for kind in outputs:
+            rounded = calibrated_bounds.is_rounded_update(self._band(kind))
+            yield compared[kind].finding(partial(self._noise, kind) if rounded else None)
 
-    def of(self, key: str, band: str) -> Callable[[], float] | None:
-        """Gives the noise's L2 norm in one output; None for a kind that rounds nothing inside."""
-        return partial(self._norm, key) if calibrated_bounds.is_rounded_update(band) else None
+    def _comparison(self, kind: str) -> Comparison:
+        stage, tap = ("update", self._name) if kind == "params" else ("moments", f"{kind}/{self._name}")
+        return Comparison(self._reference, stage, self._band(kind), tap, "local", self._shape)
 
-    def _norm(self, key: str) -> float:
-        if self._moved is None:
-            kept = ("params/", "step", "coefficient", "lr")
-            changing = {name: x for name, x in self._inputs.items() if not name.startswith(kept)}
-            changed = perturbed(changing, self._reference.stream)
-            self._moved = self._reference.twin.run_stage("update", {**self._inputs, **changed})
-        apart = self._moved[key].astype(np.float64) - self._w[key]
-        return calibrated_bounds.NOISE_MARGIN * float(np.linalg.norm(apart))
+    def _band(self, kind: str) -> str:
+        what = "update" if kind == "params" else kind
+        return calibrated_bounds.update_kind(self._reference.config, self._name, what)
+
+    def _stretches(self) -> Iterator[slice]:
+        size = math.prod(self._shape)
+        return stretches(size, size if self._rule.together is None else LENGTHS[-1])
+
+    def _inputs(self, where: slice) -> dict[str, np.ndarray]:
+        """The inputs of a stretch by kind, in a shape that many stretches share; it ends in zeros, which stay zeros."""
+        found = {kind: part_of(arrays, self._name, where) for kind, arrays in self._arrays.items()}
+        if self._rule.together is None:
+            return {kind: x.reshape(self._shape) for kind, x in found.items()}
+        missing = next(length for length in LENGTHS if length >= where.stop - where.start) - (where.stop - where.start)
+        return {kind: np.pad(x, (0, missing)) if missing else x for kind, x in found.items()}
+
+    def _both(self, inputs: Arrays, where: slice) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Twin's and truth's outputs by kind, flat."""
+        sides = [self._run(session, inputs, where) for session in self._reference.sessions]
+        return sides[0], sides[-1]
+
+    def _run(self, session: Session, inputs: Arrays, where: slice) -> dict[str, np.ndarray]:
+        named = {f"{kind}/{self._alias}": x for kind, x in inputs.items()}
+        made = session.run_stage("update", {**named, **self._scalars})
+        size = where.stop - where.start
+        return {kind: made[f"{kind}/{self._alias}"].reshape(-1)[:size] for kind in ("params", *self._rule.moments)}
+
+    def _noise(self, kind: str) -> float:
+        """The effect of one ulp in gradients and moments on an update that rounds to a narrow format inside, L2.
+
+        Newton–Schulz multiplies small singular values by up to 3.4⁵: in a matrix that is nearly of lower rank, each
+        bf16 rounding that falls otherwise, as sums in another order make it, comes out as large as the honest error.
+        The same for a number on the border between two 8-bit codes.
+        """
+        power = 0.0
+        for where in self._stretches():
+            inputs = self._inputs(where)
+            changing = {name: x for name, x in inputs.items() if name != "params"}
+            moved = {**inputs, **perturbed(changing, self._reference.stream)}
+            sides = (self._run(self._reference.twin, given, where)[kind] for given in (moved, inputs))
+            apart = np.subtract(*(x.astype(np.float64) for x in sides))
+            power += float(apart @ apart)
+        return calibrated_bounds.NOISE_MARGIN * math.sqrt(power)
+
+
+def _same_update(config: RunConfig, name: str) -> str:
+    """The first parameter that moves as this one does: a reference's programs are then few, whatever the depth."""
+    rules, groups, shapes = update_rules(config), groups_of(config.model), parameter_shapes(config.model)
+
+    def key(one: str) -> tuple[object, ...]:
+        whole = shapes[one] if rules[one].together is None else None
+        return rules[one], group_settings(config, groups[one]), whole
+
+    return next(one for one in rules if key(one) == key(name))
 
 
 def _is_made(evidence: Evidence, reference: Reference, grads: Arrays) -> bool:

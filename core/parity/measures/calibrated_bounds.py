@@ -63,15 +63,6 @@ def scatter(size: int) -> float:
 OF_A_ROW = 16
 
 
-def effective(error: np.ndarray) -> int:
-    """About how many independent errors carry the norm of `error`: 3·(Σe²)² / Σe⁴, at most its size.
-
-    The participation ratio, times the three of a normal distribution. Where one row of a gradient outweighs the rest,
-    its few roundings decide every ratio.
-    """
-    return min(error.size, 3 * participation(np.square(error, dtype=np.float64)))
-
-
 def noise_margin(terms: int) -> float:
     """By how much the noise of a sum of `terms` numbers may be larger than the reference's: √(n / 2·log₂ n) at least.
 

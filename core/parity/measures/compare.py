@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -14,11 +15,12 @@ from lockstep.core.backend import Arrays, Backend, Session
 from lockstep.core.config.schema import CompileConfig, PrecisionConfig, RecomputeConfig, RunConfig
 from lockstep.core.model.names import layer_of
 from lockstep.core.parity.evidence.observations import Observation, sketch_distances
-from lockstep.core.parity.evidence.sketch import K
+from lockstep.core.parity.evidence.sketch import K, sketch
 from lockstep.core.parity.judge.over_steps import OverSteps
 from lockstep.core.parity.measures import calibrated_bounds
-from lockstep.core.parity.measures.decode import explain
-from lockstep.core.parity.measures.distances import Distances, distances
+from lockstep.core.parity.measures.decode import Direction, direction, explain
+from lockstep.core.parity.measures.distances import Distances, Sums
+from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
 from lockstep.core.parity.reference.stages import chain
 from lockstep.core.run.ranks import ONE, Ranks
@@ -159,6 +161,69 @@ def exact(
     return finding(stage, tap, "local", (found,), size, note=note, phase=phase)
 
 
+class Comparison:
+    """One comparison of whole tensors, to which parts of candidate, twin and truth are added in order.
+
+    stage, kind, tap, scope, phase, note: of the finding. shape: of the whole. layer: the finding's, by default that of
+    the tap.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        stage: str,
+        kind: str,
+        tap: str,
+        scope: Scope,
+        shape: tuple[int, ...],
+        phase: str | None = None,
+        note: str = "",
+        layer: int | EllipsisType | None = ...,
+    ) -> None:
+        self._reference, self._kind, self._size = reference, kind, calibrated_bounds.independent(shape)
+        self._empty = finding(stage, tap, scope, (), math.prod(shape), None, note, phase)
+        if layer is not ...:  # a gradient belongs to the stage that sends it back, not to the one that wrote the tap
+            self._empty = replace(self._empty, layer=layer)
+        self._sums = Sums()
+        over_a_run = reference.over_steps is not None and scope == "local"
+        self._sketches = [np.zeros(K), np.zeros(K), np.zeros(K)] if over_a_run else None
+
+    def add(self, c: np.ndarray, w: np.ndarray, t: np.ndarray) -> None:
+        """Add the elements that follow those that were added, of one shape for all three."""
+        c, w, t = c.reshape(-1), w.reshape(-1), t.reshape(-1)
+        for where in stretches(c.size):
+            at, sides = self._sums.size, (c[where], w[where], t[where])
+            self._sums.add(*sides)
+            if self._sketches is not None:
+                candidate, twin, truth = sides
+                for total, x in zip(self._sketches, (candidate - twin, twin - truth, truth), strict=True):
+                    total += sketch(x, at)
+
+    def finding(self, noise: Callable[[], float] | None = None) -> Finding:
+        """Hold what was added to its bounds.
+
+        noise: gives the L2 norm of what the stream dtype's arithmetic alone makes of this result. It is computed before
+        an accusation: where a result is what is left of a cancellation, one twin's error says nothing of another's. So
+        is how many errors carry the twin's norm. A fault has no part in either.
+        """
+        reference, size, stream = self._reference, self._size, self._reference.stream
+        d = self._sums.distances(stream)
+        bounds = reference.bound(reference.recipe, self._kind, d, size)
+        found = replace(self._empty, measures=bounds, unequal=d.unequal)
+        at_first = found.ok
+        if not found.ok and noise is not None:
+            d = self._sums.distances(stream, noise())
+            size = min(size, self._sums.effective())
+            found = replace(found, measures=reference.bound(reference.recipe, self._kind, d, size))
+        if not found.ok:
+            words = explain(Direction.of(*self._sums.along_the_truth()), reference.known, d.twin_relative_error)
+            return replace(found, note="; ".join([n for n in (found.note, *words[:2]) if n]))
+        if at_first and reference.over_steps is not None and self._sketches is not None:
+            apart, honest, truth = self._sketches
+            reference.over_steps.add(found, self._kind, size, (apart, honest, truth), stream, d.gain_difference)
+        return found
+
+
 def compare(
     reference: Reference,
     stage: str,
@@ -173,30 +238,12 @@ def compare(
     noise: Callable[[], float] | None = None,
     layer: int | EllipsisType | None = ...,
 ) -> Finding:
-    """Candidate, twin and truth as full arrays of one shape.
-
-    noise: gives the L2 norm of what the stream dtype's arithmetic alone makes of this result. It is asked before an
-    accusation: where a result is what is left of a cancellation, one twin's error says nothing of another's. So is how
-    many errors carry the twin's norm. A fault has no part in either.
-    """
+    """Candidate, twin and truth as full arrays of one shape; see `Comparison`."""
     if c.shape != t.shape:
         return exact(stage, tap, 1, t.size, "shapes must be equal", f"candidate {c.shape}, reference {t.shape}", phase)
-    d = distances(c, w, t, reference.stream)
-    size = calibrated_bounds.independent(t.shape)
-    found = finding(stage, tap, scope, reference.bound(reference.recipe, kind, d, size), t.size, d.unequal, note, phase)
-    if layer is not ...:  # a gradient belongs to the stage that sends it back, not to the one that wrote the tap
-        found = replace(found, layer=layer)
-    at_first = found.ok
-    if not found.ok and noise is not None:
-        d = distances(c, w, t, reference.stream, noise())
-        size = min(size, calibrated_bounds.effective(w.astype(np.float64) - t))
-        found = replace(found, measures=reference.bound(reference.recipe, kind, d, size))
-    if not found.ok:
-        words = explain(c, t, reference.known, d.twin_relative_error)
-        return replace(found, note="; ".join([n for n in (note, *words[:2]) if n]))
-    if at_first and reference.over_steps is not None and scope == "local":
-        reference.over_steps.add(found, kind, size, (c, w, t), reference.stream, d.gain_difference)
-    return found
+    found = Comparison(reference, stage, kind, tap, scope, t.shape, phase, note, layer)
+    found.add(c, w, t)
+    return found.finding(noise)
 
 
 def compare_observed(
@@ -221,7 +268,7 @@ def compare_observed(
     found = finding(stage, tap, "end_to_end", measures, t.size, None, phase=phase)
     if found.ok:
         return found
-    words = explain(c.sketch, t.sketch, reference.known, d.twin_relative_error, sketched=True)
+    words = explain(direction(c.sketch, t.sketch, sketched=True), reference.known, d.twin_relative_error)
     return replace(found, note="; ".join(words[:2]))
 
 
@@ -242,7 +289,7 @@ def same_but_for_rounding(
         return exact(stage, tap, 1, theirs.size, "shapes must be equal", f"{ours.shape}, {theirs.shape}", phase)
     apart = relative_difference(ours, theirs) / float(np.finfo(reference.stream).eps) / max(cancelled, 1.0)
     basis = f"one number twice, at most a few additions in another order: {FEW_ULPS:g} ulp of the norm"
-    unequal = float(np.mean(ours != theirs)) if ours.size else 0.0
+    unequal = np.count_nonzero(ours != theirs) / ours.size if ours.size else 0.0
     return finding(
         stage, tap, "local", (Measure("ulp", apart, None, FEW_ULPS, basis),), theirs.size, unequal, phase=phase
     )
@@ -250,11 +297,16 @@ def same_but_for_rounding(
 
 def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
     """‖a − b‖ / ‖b‖ in FP64; infinite if anything is not finite, or b is zero and a is not."""
-    a64, b64 = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
-    apart, scale = float(np.linalg.norm(a64 - b64)), float(np.linalg.norm(b64))
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    apart = scale = 0.0
+    for where in stretches(flat_b.size):
+        a64, b64 = flat_a[where].astype(np.float64), flat_b[where].astype(np.float64)
+        scale += float(b64 @ b64)
+        a64 -= b64
+        apart += float(a64 @ a64)
     if not (np.isfinite(apart) and np.isfinite(scale)):
         return float("inf")
-    return apart / scale if scale else (0.0 if apart == 0 else float("inf"))
+    return math.sqrt(apart / scale) if scale else (0.0 if apart == 0 else float("inf"))
 
 
 class Noise:

@@ -50,6 +50,15 @@ class Direction:
     residual: float
     uncertainty: float
 
+    @classmethod
+    def of(cls, ratio: float, residual: float, sketched: int = 0) -> Direction:
+        """From r and ‖c − r·t‖ / ‖t‖. sketched: numbers of the sketch that they come from, 0 for whole arrays."""
+        if not math.isfinite(ratio):
+            return cls(0.0, math.nan, math.nan, math.nan)
+        length = math.hypot(ratio, residual)
+        uncertainty = residual / math.sqrt(sketched) if sketched else 0.0
+        return cls(ratio / length if length else 0.0, ratio, residual, uncertainty)
+
     def right(self, twin_relative_error: float, excess_bound: float = 3.0) -> bool:
         """Return whether only the length differs: the rest is rounding, ρ ≤ excess_bound · ε · |r|. True at c = 0."""
         if not math.isfinite(self.ratio) or not math.isfinite(self.residual):
@@ -73,25 +82,20 @@ def direction(c: np.ndarray, t: np.ndarray, sketched: bool = False) -> Direction
     c64, t64 = (np.asarray(x, np.float64).ravel() for x in (c, t))
     power = float(t64 @ t64)
     if not (np.isfinite(c64).all() and 0 < power < math.inf):
-        return Direction(0.0, math.nan, math.nan, math.nan)
+        return Direction.of(math.nan, math.nan)
     ratio = float(c64 @ t64) / power
     residual = float(np.linalg.norm(c64 - ratio * t64)) / math.sqrt(power)
-    length = math.hypot(ratio, residual)
-    uncertainty = residual / math.sqrt(c64.size) if sketched else 0.0
-    return Direction(ratio / length if length else 0.0, ratio, residual, uncertainty)
+    return Direction.of(ratio, residual, c64.size if sketched else 0)
 
 
 def explain(
-    c: np.ndarray,
-    t: np.ndarray,
+    found: Direction,
     known: Mapping[str, float],
     twin_relative_error: float,
     gain_bound: float = 1.0,
     excess_bound: float = 3.0,
-    sketched: bool = False,
 ) -> list[str]:
     """Put a wrong length into words; return nothing if the direction is wrong too, or no known number fits."""
-    found = direction(c, t, sketched)
     if not found.right(twin_relative_error, excess_bound):
         return []
     return decode(found.ratio, known, found.tolerance(twin_relative_error, gain_bound))

@@ -14,9 +14,12 @@ few bf16 ulp would swallow every bf16 fault that there is.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
+
+from lockstep.core.parity.measures.stretches import stretches
 
 # An honest FP32 stage differs from its FP64 truth by about half an ulp an operation in each element; below two ulp
 # (of the norm) a difference of rounding between two correct implementations is not worth a ratio.
@@ -35,39 +38,110 @@ class Distances:
     unequal: float
 
 
+@dataclass
+class Sums:
+    """The sums from which the distances of three arrays follow, over as many parts of them as were added.
+
+    All are in FP64: of squares of the candidate's error c − t, of the twin's w − t, of c − w and of t; of (c − w)·t and
+    (c − t)·t; of fourth powers of w − t. unequal: elements in which c and w differ. size: elements.
+    """
+
+    of_candidate: float = 0.0
+    of_twin: float = 0.0
+    apart: float = 0.0
+    power: float = 0.0
+    apart_along: float = 0.0
+    error_along: float = 0.0
+    fourth: float = 0.0
+    unequal: int = 0
+    size: int = 0
+
+    def add(self, candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray) -> None:
+        """Add parts of one shape. Raises ValueError if their shapes differ."""
+        if not (candidate.shape == twin.shape == truth.shape):
+            raise ValueError(f"shapes differ: candidate {candidate.shape}, twin {twin.shape}, truth {truth.shape}")
+        flat = candidate.reshape(-1), twin.reshape(-1), truth.reshape(-1)
+        with np.errstate(invalid="ignore", over="ignore"):
+            for where in stretches(candidate.size):
+                self._add(*(x[where] for x in flat))
+
+    def _add(self, candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray) -> None:
+        c, w, t = (x.astype(np.float64, copy=False) for x in (candidate, twin, truth))
+        error, honest, apart = c - t, w - t, c - w
+        self.unequal += int(np.count_nonzero(candidate != twin))
+        self.size += candidate.size
+        self.of_candidate += float(error @ error)
+        self.apart += float(apart @ apart)
+        self.power += float(t @ t)
+        self.apart_along += float(apart @ t)
+        self.error_along += float(error @ t)
+        squares = np.square(honest, out=honest)
+        self.of_twin += float(squares.sum())
+        self.fourth += float(squares @ squares)
+
+    def distances(self, stream: type[np.floating], noise: float = 0.0) -> Distances:
+        """The measures. `stream` is the dtype whose ulp sets the floor.
+
+        noise: an L2 norm below which errors are not told apart, where that is known to be above the floor.
+        What is not finite makes every measure infinite. Raises ValueError if there is nothing to compare.
+        """
+        if not self.size:
+            raise ValueError("nothing to compare: the arrays are empty")
+        unequal = self.unequal / self.size
+        if not math.isfinite(self.of_candidate + self.of_twin + self.apart + self.power):
+            return Distances(np.inf, np.inf, np.inf, np.inf, np.inf, unequal)
+        norms = (math.sqrt(x) for x in (self.power, self.of_candidate, self.of_twin, self.apart))
+        return _ratios(*norms, self.apart_along, stream, unequal, noise)
+
+    def effective(self) -> int:
+        """About how many independent errors carry the norm of e = w − t: 3·(Σe²)² / Σe⁴, at most their number.
+
+        The participation ratio, times the three of a normal distribution. Where one row of a gradient outweighs the
+        rest, its few roundings decide every ratio.
+        """
+        ratio = self.of_twin**2 / self.fourth if self.fourth else math.nan
+        return min(self.size, 3 * max(1, round(ratio))) if math.isfinite(ratio) else self.size
+
+    def along_the_truth(self) -> tuple[float, float]:
+        """Return r = ⟨c, t⟩ / ⟨t, t⟩ and ‖c − r·t‖ / ‖t‖; NaN where the truth is zero or anything is not finite."""
+        if not (self.power and math.isfinite(self.of_candidate + self.power)):
+            return math.nan, math.nan
+        more = self.error_along / self.power
+        return 1.0 + more, math.sqrt(max(self.of_candidate / self.power - more**2, 0.0))
+
+
 def distances(
     candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray, stream: type[np.floating], noise: float = 0.0
 ) -> Distances:
-    """Compare three arrays of one shape; `stream` is the dtype whose ulp sets the floor.
-
-    noise: an L2 norm below which errors are not told apart, where that is known to be above the floor.
-    Non-finite values in the candidate that the twin does not have make every measure infinite. Raises ValueError if
-    shapes differ or there is nothing to compare.
-    """
-    if not (candidate.shape == twin.shape == truth.shape):
-        raise ValueError(f"shapes differ: candidate {candidate.shape}, twin {twin.shape}, truth {truth.shape}")
-    if candidate.size == 0:
-        raise ValueError("nothing to compare: the arrays are empty")
-    if not (np.isfinite(candidate).all() and np.isfinite(twin).all() and np.isfinite(truth).all()):
-        return Distances(np.inf, np.inf, np.inf, np.inf, np.inf, float(np.mean(candidate != twin)))
-    unequal = float(np.mean(candidate != twin))
-    c, w, t = (x.astype(np.float64).ravel() for x in (candidate, twin, truth))
-    return ratios(c, w, t, stream, unequal, noise)
+    """Compare three arrays of one shape: `Sums.distances` of all of them. Raises ValueError as `Sums` does."""
+    sums = Sums()
+    sums.add(candidate, twin, truth)
+    return sums.distances(stream, noise)
 
 
-def ratios(
-    c: np.ndarray, w: np.ndarray, t: np.ndarray, stream: type[np.floating], unequal: float, noise: float = 0.0
+def ratios(c: np.ndarray, w: np.ndarray, t: np.ndarray, stream: type[np.floating], unequal: float) -> Distances:
+    """The measures of three float64 vectors, as sketches are."""
+    norms = (float(np.linalg.norm(x)) for x in (t, c - t, w - t, c - w))
+    return _ratios(*norms, float((c - w) @ t), stream, unequal, 0.0)
+
+
+def _ratios(
+    scale: float,
+    of_candidate: float,
+    of_twin: float,
+    apart: float,
+    apart_along: float,
+    stream: type[np.floating],
+    unequal: float,
+    noise: float,
 ) -> Distances:
-    """The measures of three float64 vectors: flattened tensors, or their sketches."""
-    scale = float(np.linalg.norm(t))
+    """The measures from ‖t‖, ‖c − t‖, ‖w − t‖, ‖c − w‖ and ⟨c − w, t⟩."""
     # A truth of all zeros (the gradient of an unused row) leaves only the smallest normal number as a floor.
     floor = max(FLOOR_ULPS * float(np.finfo(stream).eps) * scale, float(np.finfo(np.float32).tiny), noise)
-    of_candidate, of_twin, apart = (float(np.linalg.norm(d)) for d in (c - t, w - t, c - w))
     honest = max(of_twin, floor)
-    power = float(t @ t)
     return Distances(
         excess=max(of_candidate, floor) / honest,
-        gain_difference=float((c - w) @ t) / power if power else 0.0,
+        gain_difference=apart_along / scale**2 if scale else 0.0,
         twin_distance=apart / honest,
         relative_error=of_candidate / scale if scale else (0.0 if of_candidate == 0 else np.inf),
         twin_relative_error=honest / scale if scale else np.inf,
