@@ -231,7 +231,8 @@ class JaxSession:
         if stage not in self._stages:
             raise NotSupported(f"no such stage: {stage}")
         found = self._stages[stage](in_stream(inputs, self.policy))
-        return {name: np.array(value) for name, value in found.items()}
+        # On the CPU the arrays are JAX's own memory, which cannot be written to.
+        return {name: np.asarray(value) for name, value in found.items()}
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """Per-token `nll` and `top1` of `batch`, under the run's policy or a named one."""
@@ -390,8 +391,8 @@ class JaxSession:
         moments = {kind: under(kind) for kind in moment_names(self.config)}
         coefficient = jnp.asarray(inputs["coefficient"])
         new, after = self.update(params, moments, grads, coefficient, int(inputs["step"]), float(inputs["lr"]))
-        out = {f"params/{n}": np.array(p) for n, p in new.items()}
-        return out | {f"{kind}/{n}": np.array(m) for kind, tree in after.items() for n, m in tree.items()}
+        out = {f"params/{n}": np.asarray(p) for n, p in new.items()}
+        return out | {f"{kind}/{n}": np.asarray(m) for kind, tree in after.items() for n, m in tree.items()}
 
     def _inputs(self, batch: Batch) -> tuple[Array, Array, Array]:
         """Tokens, targets and weights of a batch, each device with its sequences."""

@@ -116,4 +116,7 @@ def in_stream(inputs: Mapping[str, np.ndarray], policy: Policy) -> dict[str, np.
     # By NumPy: in JAX each shape's cast is a program of its own, and XLA on the CPU takes subnormal FP32 numbers for 0.
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
     with np.errstate(over="ignore", invalid="ignore"):  # beyond the format is infinity, as in every step
-        return {n: a.astype(policy.stream) if jnp.issubdtype(a.dtype, jnp.floating) else a for n, a in arrays.items()}
+        return {
+            n: a.astype(policy.stream, copy=False) if jnp.issubdtype(a.dtype, jnp.floating) else a
+            for n, a in arrays.items()
+        }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from lockstep.core.files.npz import read_npz
 from lockstep.core.parity.evidence.sketch import K, sketch
 from lockstep.core.parity.measures.calibrated_bounds import carriers
 from lockstep.core.parity.measures.distances import Distances, ratios
+from lockstep.core.parity.measures.stretches import stretches
 
 SCHEMA = 1
 # Names beside taps and `grad/TAP`, which are of the tapped batch: NLL and parameter gradients of the probe batch.
@@ -48,19 +50,21 @@ class Observation:
 
 
 def observed(x: np.ndarray) -> Observation:
-    """Observe a floating array; norm and mean are accumulated in FP64."""
-    if x.size == 0:
-        return Observation(sketch(x), 0.0, 0.0, 0.0, 0, 0, 0)
+    """Observe a floating array, a stretch at a time; norm and mean are accumulated in FP64."""
+    flat = np.ascontiguousarray(x).reshape(-1)
+    total, power, added, largest, finite = sketch(flat[:0]), 0.0, 0.0, 0.0, 0
     with np.errstate(all="ignore"):
-        wide = x.astype(np.float64).ravel()
+        for where in stretches(flat.size):
+            wide = flat[where].astype(np.float64)
+            total += sketch(flat[where], where.start)
+            power += float(wide @ wide)
+            added += float(wide.sum())
+            finite += int(np.count_nonzero(np.isfinite(wide)))
+            # NaN is larger than every number.
+            largest = float(np.maximum(largest, np.abs(wide).max()))
+        mean = added / flat.size if flat.size else 0.0
         return Observation(
-            sketch(x),
-            float(np.sqrt(wide @ wide)),
-            float(np.abs(x).max()),
-            float(wide.mean()),
-            int(x.size - np.count_nonzero(np.isfinite(x))),
-            x.size,
-            carriers(x),
+            total, math.sqrt(power), largest, mean, x.size - finite, x.size, carriers(x) if x.size else 0
         )
 
 

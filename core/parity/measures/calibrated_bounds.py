@@ -28,6 +28,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.model.families import graph_of
 from lockstep.core.model.groups import update_rules
 from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.stretches import STRETCH, stretches
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.parity.reference.stages import forward_stages, is_library_head, rounds_operands
 
@@ -91,8 +92,13 @@ def carriers(x: np.ndarray) -> int:
     count = independent(x.shape)
     if x.ndim < 2:
         return count
-    energy = np.square(x.reshape(x.shape[0], -1) if x.ndim == 2 else x.reshape(-1, math.prod(x.shape[2:])), dtype=float)
-    axes = (energy.sum(1), energy.sum(0)) if x.ndim == 2 else (energy.sum(1),)
+    rows = x if x.ndim == 2 else x.reshape(-1, math.prod(x.shape[2:]))
+    along_rows, along_columns = np.empty(len(rows)), np.zeros(rows.shape[1])
+    for where in stretches(len(rows), max(1, STRETCH // max(1, rows.shape[1]))):
+        energy = np.square(rows[where], dtype=float)
+        along_rows[where] = energy.sum(1)
+        along_columns += energy.sum(0)
+    axes = (along_rows, along_columns) if x.ndim == 2 else (along_rows,)
     return min(count, *(OF_A_ROW * participation(along) for along in axes))
 
 
