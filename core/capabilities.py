@@ -81,6 +81,15 @@ class ShowsStepGradients(Protocol):
 
 
 @runtime_checkable
+class SketchesStep(Protocol):
+    """A session whose step sketches its gradients on the device, without another pass."""
+
+    def step_and_sketches(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Mapping[str, Any] | None]:
+        """`step`, and `Observation` by name, of NLL and parameter gradients before clipping; None without them."""
+        ...
+
+
+@runtime_checkable
 class Sketches(Protocol):
     """A session that sketches what it computes on the device (core/parity/evidence/sketch.py)."""
 

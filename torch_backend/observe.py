@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from lockstep.core.backend import Arrays, Batch, NotSupported, State
 from lockstep.core.model.groups import moment_names
 from lockstep.core.model.names import GRADIENT, edge_names, probe_shapes, tap_names
-from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation
+from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed
 from lockstep.core.parity.evidence.sketch import K
+from lockstep.core.parity.judge.end_to_end import observations
 from lockstep.torch_backend.optim import (
     build_optimizer,
     moment_of,
@@ -33,6 +34,7 @@ from lockstep.torch_backend.stages import run_stage, stage_functions
 from lockstep.torch_backend.tools.attention_logits import largest_logits
 from lockstep.torch_backend.tools.scores import scores
 from lockstep.torch_backend.tools.sketch import (
+    Kept,
     sign_table,
     sketch_alone,
     sketches_of,
@@ -100,16 +102,8 @@ class Observes(Programs):
         model = self.config.model
         rows = np.flatnonzero(batch.weights.any(axis=1))
         shapes = probe_shapes(model, len(rows), batch.tokens.shape[1])
-        if self._sketching is None:
-            sizes = [math.prod(shape) for shape in probe_shapes(model, *batch.tokens.shape).values()]
-            table = sign_table(max(*sizes, *(p.numel() for p in self.parameters.values())), self.device)
-            of_taps, of_gradients = self.sketched_micro_loss, sketches_of
-            if self.config.compile.enabled:
-                of_gradients = self.compiled(of_gradients)
-            if self._compiles_whole:
-                of_taps = self.compiled(of_taps)
-            self._sketching = of_taps, of_gradients, table
-        of_taps, of_gradients, table = self._sketching
+        sizes = [math.prod(shape) for shape in probe_shapes(model, *batch.tokens.shape).values()]
+        of_taps, of_gradients, table = self._sketches(max(sizes))
         zeros = {
             name: torch.zeros(K, dtype=self.policy.stream, device=self.device, requires_grad=True)
             for name in tap_names(model)
@@ -127,8 +121,32 @@ class Observes(Programs):
         if "nll" in found:
             found[PROBE_NLL] = found["nll"]
         grads = {n: g / self.scale for n, g in zip(self.parameters, by_parameter, strict=True) if g is not None}
-        kept = of_gradients(grads, table)
-        return found | {PARAMETER + name: whole_observation(kept[name], tuple(g.shape)) for name, g in grads.items()}
+        return found | _of_gradients(of_gradients(grads, table), grads)
+
+    def _sketches(self, largest: int) -> tuple[Any, Any, Tensor]:
+        """Programs that sketch taps and gradients, and signs enough for the parameters and for `largest` numbers."""
+        largest = max(largest, *(p.numel() for p in self.parameters.values()))
+        if self._sketching is None:
+            of_taps, of_gradients = self.sketched_micro_loss, sketches_of
+            if self.config.compile.enabled:
+                of_gradients = self.compiled(of_gradients)
+            if self._compiles_whole:
+                of_taps = self.compiled(of_taps)
+            self._sketching = of_taps, of_gradients, sign_table(largest, self.device)
+        of_taps, of_gradients, table = self._sketching
+        if len(table) < largest + K:
+            table = sign_table(largest, self.device)
+            self._sketching = of_taps, of_gradients, table
+        return self._sketching
+
+    def _sketched_gradients(self, loss: Tensor, nll: list[Tensor]) -> dict[str, Observation]:
+        """Observations of a step's NLL and gradients, which stay on the device but for their sketches."""
+        if self.root is not None:  # no rank has a whole gradient but while it is shown
+            return observations(self._gradients(loss, nll), {}, self.config.model)
+        _, of_gradients, table = self._sketches(0)
+        grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        found = _of_gradients(of_gradients(grads, table), grads)
+        return {PROBE_NLL: observed(np.concatenate([to_numpy(n) for n in nll])), **found}
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
         """Execute one stage on the given inputs: see `JaxSession.run_stage`, whose torch twin this is."""
@@ -182,3 +200,12 @@ class Observes(Programs):
 
     def _next_logits(self, ids: Tensor) -> Tensor:
         return self.model.logits(self.model.trunk(ids, self.policy)[:, -1:], self.policy)[0, 0]
+
+
+def _of_gradients(kept: Mapping[str, Kept], grads: Mapping[str, Tensor]) -> dict[str, Observation]:
+    """Return the observations of parameter gradients, brought from the device in two pieces."""
+    if not kept:
+        return {}
+    sketches, statistics = (torch.stack(parts).detach().cpu() for parts in zip(*kept.values(), strict=True))
+    rows = zip(kept, sketches, statistics, strict=True)
+    return {PARAMETER + name: whole_observation((row, of), tuple(grads[name].shape)) for name, row, of in rows}

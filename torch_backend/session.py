@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from lockstep.core.model.families import graph_of
 from lockstep.core.model.groups import check_state
 from lockstep.core.model.init import init_parameter, init_parameters
 from lockstep.core.model.names import groups_of
+from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.train.finite import NotFinite, first_place
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.core.train.metrics import RECOMPILED, norms_by_group
@@ -94,10 +95,11 @@ class TorchSession(Observes):
         apply_recompute(self.model, config.recompute, tapped=self.root is None or not config.compile.enabled)
         self._tapped_programs: dict[frozenset[str], Any] = {}
         self._sketching: tuple[Any, Any, Tensor] | None = None
-        # Kept only while `gradients` or `step_and_gradients` asks.
+        # Kept only while `gradients` asks.
         self._program_gradients: dict[str, Tensor] | None = None
-        self._of_step: Gradients | None = None
-        self._show_step = False
+        # What is made of a step's loss, NLL and gradients before they are clipped, and what came of it.
+        self._show_step: Callable[[Tensor, list[Tensor]], Any] | None = None
+        self._of_step: Any = None
         self.ranks: Sharing | None = None
         self._writer = Writer(self)
         self._initialise()
@@ -202,9 +204,9 @@ class TorchSession(Observes):
         loss, nll = self.accumulate(batch)
         self.clock.mark(ACCUMULATED)
         anew = self._made_anew(self.programs - made, batch.tokens.shape[1])
-        if self._show_step:
+        if self._show_step is not None:
             with self.clock.exclude("checks"):
-                self._of_step = self._gradients(loss, nll)
+                self._of_step = self._show_step(loss, nll)
         grads = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
         norm = self._global_norm(grads)
         if norms:
@@ -306,11 +308,22 @@ class TorchSession(Observes):
 
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
         """`step`, and the gradients that it made before clipping; None if a subclass steps without showing them."""
-        self._of_step, self._show_step = None, True
+        return self._step_and(self._gradients, batch, norms)
+
+    def step_and_sketches(
+        self, batch: Batch, *, norms: bool = False
+    ) -> tuple[StepRecord, Mapping[str, Observation] | None]:
+        """`step`, and the observations of its gradients before clipping; None if a subclass steps without them."""
+        return self._step_and(self._sketched_gradients, batch, norms)
+
+    def _step_and(
+        self, show: Callable[[Tensor, list[Tensor]], Any], batch: Batch, norms: bool
+    ) -> tuple[StepRecord, Any]:
+        self._of_step, self._show_step = None, show
         try:
             return self.step(batch, norms=norms), self._of_step
         finally:
-            self._of_step, self._show_step = None, False
+            self._of_step, self._show_step = None, None
 
     def _gradients(self, loss: Tensor, nll: list[Tensor]) -> Gradients:
         grads = {name: to_numpy(p.grad) for name, p in self.parameters.items() if p.grad is not None}
@@ -348,7 +361,7 @@ class TorchSession(Observes):
             loss += micro_loss.detach()
             nll.append(micro_nll.detach().clone() if self.replays else micro_nll.detach())
         if self.ranks and self.ranks.shares(micros):
-            shown = self._show_step or self._program_gradients is not None
+            shown = self._show_step is not None or self._program_gradients is not None
             with self.mark("reduction"):
                 loss, nll = self.ranks.together(loss, nll, shown)
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}

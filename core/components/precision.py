@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 Recipe = Literal["tensorwise", "rowwise"]
 
 
@@ -92,3 +94,15 @@ POLICIES: dict[str, PrecisionPolicy] = {
         PrecisionPolicy("fp8_rowwise", "bf16", fp8="rowwise", peak="fp8"),
     )
 }
+
+
+def narrowed(x: np.ndarray, name: str) -> np.ndarray:
+    """Round float32 numbers to the nearest of `bf16` or `fp16`, ties to even, kept in x's dtype; others as they are."""
+    if name == "fp16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16).astype(x.dtype)
+    if name != "bf16":
+        return x
+    bits = x.astype(np.float32).view(np.uint32)
+    up = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(x), up.view(np.float32), x).astype(x.dtype)

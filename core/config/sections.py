@@ -348,7 +348,11 @@ class ParityConfig(Section):
     every: Interval = 0
     queue: Positive = Field(2, description="checks that may wait for the reference; more are skipped and counted")
     record_every: Interval = Field(
-        0, description="sketches of a step kept for `lockstep replay`, without a reference; checked steps keep theirs"
+        0, description="sketches of a step's own gradients kept for `lockstep replay`, without another pass"
+    )
+    record_taps_every: Interval = Field(
+        0,
+        description="sketches of a micro-batch's taps and their gradients kept too: a second forward and backward pass",
     )
     timeout_seconds: Positive = Field(
         1800, description="a reference that gives nothing for so long, with a check to judge, is ended"
@@ -359,6 +363,11 @@ class ParityConfig(Section):
     on_alarm: Literal["log", "stop", "roll_back"] = Field(
         "log", description="after a check that disagreed: go on, stop, or stop at the last checkpoint before it"
     )
+
+    @property
+    def records(self) -> bool:
+        """Return whether observations of steps are kept beside those of checks."""
+        return bool(self.record_every or self.record_taps_every)
 
     def due(self, step: int) -> bool:
         """Return whether step `step` is checked: every `every` steps, and step 1."""

@@ -167,6 +167,7 @@ TOGETHER = (
     "step",
     "gradients",
     "step_and_gradients",
+    "step_and_sketches",
     "costs_of_determinism",
     "rank_gradients",
     "rank_reports",

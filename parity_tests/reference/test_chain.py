@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import Session
+from lockstep.core.components.precision import narrowed
 from lockstep.core.config.schema import AttentionConfig, LossConfig, ParallelConfig, RunConfig
 from lockstep.core.model.names import GRADIENT, parameter_shapes, tap_names
 from lockstep.core.parity.evidence.gather import probe_of, uneven_weights, weighted_part
@@ -16,7 +17,7 @@ from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL
 from lockstep.core.parity.measures.compare import Reference, relative_difference
 from lockstep.core.parity.modes.rerun import initial_state
 from lockstep.core.parity.reference import chain as chain_module
-from lockstep.core.parity.reference.chain import Chain, narrowed, segments
+from lockstep.core.parity.reference.chain import Chain, segments
 from lockstep.core.parity.reference.side_by_side import passes
 from lockstep.core.parity.reference.stages import stages_of
 from lockstep.jax_backend.backend import JaxBackend

@@ -21,7 +21,7 @@ from lockstep.scripts.commands import bisect, replay
 CANDIDATE = f"{REPO / 'parity_tests/replay/candidates.py'}:Faulty"
 OWN = ("--candidate", CANDIDATE)  # code that is not Lockstep's runs only if it is named
 JUDGE = ("--reference", "jax")
-SETTINGS = {"train.steps": 6, "checkpoint.every": 4, "checkpoint.keep": 5, "parity.record_every": 5}
+SETTINGS = {"train.steps": 6, "checkpoint.every": 4, "checkpoint.keep": 5, "parity.record_taps_every": 5}
 
 
 @pytest.fixture(scope="module")

@@ -172,7 +172,7 @@ def _peer() -> int:
         if config.deterministic:
             prove(config, session, data.batch(done + 1), done + 1, ranks)
         part = ShadowPart(config, ranks) if _checked(config, done) else None
-        watch = Recorder(config, None, part) if config.parity.record_every else part
+        watch = Recorder(config, None, part) if config.parity.records else part
 
         def alarm(check: Check) -> None:
             if (evidence := ranks.of_first(lambda: None)) is not None:
@@ -226,7 +226,7 @@ def _train(
         sinks.append(WandbSink(run, lambda text: console.print(text, style="yellow", markup=False)))
     kept = run.path / OBSERVATIONS
     shadow = stack.enter_context(Shadow(config, REFERENCE, kept, ranks)) if _checked(config, done) else None
-    watch = Recorder(config, kept, shadow) if config.parity.record_every else shadow
+    watch = Recorder(config, kept, shadow) if config.parity.records else shadow
     sinks.append(ConsoleSink(config.train.steps, done, console))
     for sink in sinks:
         stack.callback(sink.close)

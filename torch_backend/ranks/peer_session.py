@@ -137,6 +137,16 @@ class PeerSession:
         )
         return found
 
+    def step_and_sketches(
+        self, batch: Batch, *, norms: bool = False
+    ) -> tuple[StepRecord, Mapping[str, Observation] | None]:
+        """`step`, and the observations of its gradients before clipping."""
+        norms = norms and self._wanted
+        found: tuple[StepRecord, Mapping[str, Observation] | None] = self._step(
+            batch, lambda: self.own.step_and_sketches(batch, norms=norms)
+        )
+        return found
+
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
         """Time of a forward and backward pass on every rank / time without `deterministic = true`, on this one."""
         self._require_shared(batch)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.backend import Batch, NotSupported, Session
-from lockstep.core.capabilities import Sketches, ask
+from lockstep.core.backend import Batch, NotSupported, Session, StepRecord
+from lockstep.core.capabilities import ShowsStepGradients, Sketches, SketchesStep, ask
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.names import GRADIENT, tap_names
@@ -63,3 +63,19 @@ def observe(session: Session, config: RunConfig, probe: Batch) -> Mapping[str, O
     except NotSupported:
         taps = {}
     return observations(replace(probed, nll=probed.nll[weighted_rows(probe)]), taps, config.model)
+
+
+def observed_step(
+    session: Session, config: RunConfig, batch: Batch, norms: bool
+) -> tuple[StepRecord, Mapping[str, Observation]]:
+    """Run a step and observe its own NLL and gradients, as accumulated and before clipping.
+
+    Raises NotSupported before the step if the session cannot show them; a session whose step does not is empty.
+    """
+    try:
+        record, found = ask(session, SketchesStep).step_and_sketches(batch, norms=norms)
+        return record, found or {}
+    except NotSupported:
+        step_and_gradients = ask(session, ShowsStepGradients).step_and_gradients
+    record, shown = step_and_gradients(batch, norms=norms)
+    return record, observations(shown, {}, config.model)

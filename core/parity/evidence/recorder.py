@@ -11,13 +11,15 @@ from lockstep.core.backend import Batch, NotSupported, Session, StepRecord
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.observations import Observation
-from lockstep.core.parity.evidence.recorded import observe, probe_of, save_observations
+from lockstep.core.parity.evidence.recorded import observe, observed_step, probe_of, save_observations
 from lockstep.core.parity.modes.shadow import Result, Shadow, ShadowPart
 
 
 class Recorder:
-    """Keeps the observations of every `parity.record_every`th step, beside checks if there are any.
+    """Keeps the observations of some steps, beside checks if there are any.
 
+    Every `parity.record_every`th step: of the step's own gradients, which cost no pass. Every
+    `parity.record_taps_every`th step: of a micro-batch's taps and gradients, by a forward and backward pass of its own.
     A step that is checked has its observations kept by the check.
     """
 
@@ -36,25 +38,33 @@ class Recorder:
         """Return whether the step is checked or recorded; `step` is called for the step that was asked about last."""
         self._asked = step
         checked = self._shadow is not None and self._shadow.due(step)
-        return checked or step % self._config.parity.record_every == 0 or step == 1
+        return checked or self._taps_are_due(step) or _is_due(self._config.parity.record_every, step)
+
+    def _taps_are_due(self, step: int) -> bool:
+        return _is_due(self._config.parity.record_taps_every, step)
 
     def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
-        """Check the step, or record its observations and then run it."""
+        """Check the step, or run it and record what is due of it."""
         if self._shadow and self._shadow.due(self._asked):
             return self._shadow.step(session, batch, norms, due)
-        probe = probe_of(batch, self._config)
-        said: str | None = None
+        of = probe_of(batch, self._config) if self._taps_are_due(self._asked) else batch
         found: Mapping[str, Observation] = {}
+        said = ""
+        started = time.perf_counter()
         try:
-            found = observe(session, self._config, probe)
+            if of is batch:
+                record, found = observed_step(session, self._config, batch, norms)
+            else:
+                found = observe(session, self._config, of)
         except NotSupported as reason:
             said = str(reason)
-        started = time.perf_counter()
-        record = session.step(batch, norms=norms)
+        if of is not batch or said:
+            started = time.perf_counter()
+            record = session.step(batch, norms=norms)
         record = replace(record, seconds=time.perf_counter() - started)
         if found and self._folder:
             try:
-                save_observations(self._folder, record.step, batch, probe, found)
+                save_observations(self._folder, record.step, batch, of, found)
             except UserError as error:
                 said = str(error)
         if said:
@@ -73,3 +83,7 @@ class Recorder:
         if self._shadow:
             yield from self._shadow.drain()
         yield from self.collect()
+
+
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and (step % every == 0 or step == 1)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.backend import Batch, NotSupported, State
+from lockstep.core.model.names import tap_names
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.evidence.observations import PARAMETER, Observation
 from lockstep.core.parity.judge import end_to_end, local, update
@@ -98,6 +99,8 @@ def _judge_observations(
 ) -> Check:
     started = time.perf_counter()
     missing = ["local checks: they need tensors, and only sketches were recorded", *reference.not_asked]
+    if not any(name in found for name in tap_names(reference.config.model)):
+        missing.append("taps end to end: only the step's own gradients were recorded")
     repeated = end_to_end.repeat(found, state, probe, tapped, reference, missing)
     findings = list(end_to_end.compare_with(found, repeated, reference))
     findings = _finite_or_blamed(findings, state, found, repeated, missing)

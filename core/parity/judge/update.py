@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from lockstep.core.backend import Arrays, Session, State
+from lockstep.core.backend import Arrays, NotSupported, Session, State
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.graph import Shape
 from lockstep.core.model.groups import group_settings, moment_names, update_rules
@@ -170,7 +170,11 @@ class _Updated:
 
     def _run(self, session: Session, inputs: Arrays, where: slice) -> dict[str, np.ndarray]:
         named = {f"{kind}/{self._alias}": x for kind, x in inputs.items()}
-        made = session.run_stage("update", {**named, **self._scalars})
+        try:
+            made = session.run_stage("update", {**named, **self._scalars})
+        except (KeyError, ValueError) as error:
+            why = f"the reference does not update a parameter by itself ({type(error).__name__}: {error})"
+            raise NotSupported(f"moments and update: {why}") from error
         size = where.stop - where.start
         return {kind: made[f"{kind}/{self._alias}"].reshape(-1)[:size] for kind in ("params", *self._rule.moments)}
 

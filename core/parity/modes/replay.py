@@ -171,11 +171,14 @@ def _from_sketches(
         return Replayed(step, "not covered", None, ("its sketches are of another branch of the run",))
     if about["batch"] != batch.digest():
         return Replayed(step, "sketches", other_batch(step, batch.tokens.size))
-    probe, state = probe_of(batch, reference.config), as_its_own(reference.config, state)
+    tapped = probe_of(batch, reference.config)
+    # The step's own gradients were recorded, or those of a micro-batch that was made for it.
+    probe = batch if about["probe"] == about["batch"] else tapped
+    state = as_its_own(reference.config, state)
     if about["probe"] != probe.digest():
         return Replayed(step, "not covered", None, ("its sketches are of sequences that this version does not choose",))
     try:
-        return Replayed(step, "sketches", judge_observations(found, about, state, probe, probe, reference))
+        return Replayed(step, "sketches", judge_observations(found, about, state, probe, tapped, reference))
     except NotSupported as reason:
         return Replayed(step, "not covered", None, (f"its sketches: {reason}",))
     except UserError:

@@ -17,6 +17,7 @@ import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, NotSupported
 from lockstep.core.capabilities import RunsStages
+from lockstep.core.components.precision import narrowed
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.families import graph_of
 from lockstep.core.model.graph import Operation
@@ -242,15 +243,3 @@ def _join(micro: _Part, pieces: list[_Part]) -> None:
     if pieces != [micro]:
         for tap in pieces[0].grads:
             micro.grads[tap] = np.concatenate([piece.grads[tap] for piece in pieces], axis=1)
-
-
-def narrowed(x: np.ndarray, name: str) -> np.ndarray:
-    """Round float32 numbers to the nearest of `bf16` or `fp16`, ties to even, kept in x's dtype; others as they are."""
-    if name == "fp16":
-        with np.errstate(over="ignore"):
-            return x.astype(np.float16).astype(x.dtype)
-    if name != "bf16":
-        return x
-    bits = x.astype(np.float32).view(np.uint32)
-    up = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
-    return np.where(np.isfinite(x), up.view(np.float32), x).astype(x.dtype)
