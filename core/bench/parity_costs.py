@@ -17,7 +17,8 @@ from lockstep.core.parity.evidence.sketch import K
 
 SCHEMA, SUITE = 1, "parity"
 # Modes of looking, as `modes` has them.
-OFF, SKETCHES, CHECK, SHADOW = "taps off", "sketches every step", "full check every N", "shadow every N"
+OFF, GRADIENTS, TAPS = "taps off", "gradients every step", "taps every step"
+CHECK, SHADOW = "full check every N", "shadow every N"
 
 
 def observation_names(config: RunConfig) -> list[str]:
@@ -34,7 +35,15 @@ def sketch_bytes(config: RunConfig) -> int:
 
 def observation_bytes(config: RunConfig) -> int:
     """Bytes of a step's observations: a sketch, six numbers and a name each."""
-    names = observation_names(config)
+    return _observed_bytes(observation_names(config))
+
+
+def gradient_bytes(config: RunConfig) -> int:
+    """Bytes of the observations of a step's own gradients and NLL alone."""
+    return _observed_bytes(observation_names(config)[-len(parameter_shapes(config.model)) - 1 :])
+
+
+def _observed_bytes(names: list[str]) -> int:
     statistics_of_each = len(Observation.__dataclass_fields__) - 1
     return len(names) * (4 * K + 8 * statistics_of_each + max(map(len, names)))
 
@@ -84,8 +93,8 @@ def page(found: Mapping[str, Any]) -> str:
         f"{machine['processor']} CPU, {machine['cores']} cores, {machine['threads']} threads; medians of interleaved "
         "repetitions, compilation aside.",
         "",
-        f"{OFF.capitalize()}: the training step alone. {SKETCHES.capitalize()}: `parity.record_every = 1`, "
-        "observations written. "
+        f"{OFF.capitalize()}: the training step alone. {GRADIENTS.capitalize()}: `parity.record_every = 1`, "
+        f"observations written. {TAPS.capitalize()}: `parity.record_taps_every = 1`. "
         f"{CHECK.capitalize()}: evidence gathered and judged while the trainer waits. {SHADOW.capitalize()}: "
         "`parity.every`, the reference in a process of its own on the same cores.",
         "",

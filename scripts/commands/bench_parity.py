@@ -30,14 +30,14 @@ from torch import Tensor
 
 from lockstep.core.bench import parity_costs
 from lockstep.core.bench.files import read_results, write_page
-from lockstep.core.bench.parity_costs import CHECK, OFF, SHADOW, SKETCHES
+from lockstep.core.bench.parity_costs import CHECK, GRADIENTS, OFF, SHADOW, TAPS
 from lockstep.core.config.file import load_config
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import write_atomically
 from lockstep.core.model.budget import parameter_count
 from lockstep.core.parity.evidence.gather import gather
-from lockstep.core.parity.evidence.recorded import observe, probe_of, save_observations
+from lockstep.core.parity.evidence.recorded import observe, observed_step, probe_of, save_observations
 from lockstep.core.parity.judge import end_to_end, local
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.compare import Reference
@@ -61,7 +61,7 @@ MOST_THREADS = 1024
 
 @dataclass
 class BenchParity:
-    """Measure what looking at a step costs: taps off, sketches every step, a full check every N, the shadow.
+    """Measure what looking at a step costs: taps off, gradients or taps every step, a full check every N, the shadow.
 
     For the quickstart model whole, and for blocks of the 1.24B model's shapes, whose bytes are computed for all of it.
     """
@@ -136,7 +136,10 @@ def measure(options: BenchParity) -> dict[str, Any]:
 
     folder = tempfile.TemporaryDirectory()
 
-    def sketched() -> None:
+    def with_gradients() -> None:
+        save_observations(Path(folder.name), 1, batch, batch, observed_step(session, config, batch, False)[1])
+
+    def with_taps() -> None:
         session.step(batch)
         save_observations(Path(folder.name), 1, batch, probe, observe(session, config, probe))
 
@@ -150,19 +153,23 @@ def measure(options: BenchParity) -> dict[str, Any]:
         "local stages, twin": every_stage("twin"),
         "local stages, truth": every_stage("truth"),
         "evidence of a check during training": lambda: gather(session, config, batch, probe),
-        SKETCHES: sketched,
+        GRADIENTS: with_gradients,
+        TAPS: with_taps,
         CHECK: lambda: judge(gather(session, config, batch, probe), reference),
     }
     seconds = in_turns(rows, options.repeats)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     size = save_observations(Path(folder.name), 1, batch, probe, kept).stat().st_size
+    of_gradients = observed_step(session, config, batch, False)[1]
+    least = save_observations(Path(folder.name), 1, batch, batch, of_gradients).stat().st_size
     folder.cleanup()
     step, evident = medians["training step"], parity_costs.array_bytes(evidence)
     shadow = shadow_overhead(whole, options.repeats, options.every)
     waits = (medians[CHECK] - step) / options.every
     modes = {
         OFF: _mode(step, step, 0, 0),
-        SKETCHES: _mode(medians[SKETCHES], step, size, size),
+        GRADIENTS: _mode(medians[GRADIENTS], step, least, least),
+        TAPS: _mode(medians[TAPS], step, size, size),
         CHECK: _mode(step + waits, step, (evident + size) / options.every, (evident + size) / options.every),
         SHADOW: _mode(step * (1 + shadow["share"]), step, *[(evident + size) / options.every] * 2),
     }
@@ -202,14 +209,19 @@ def measure_large(options: BenchParity, threads: int) -> dict[str, Any]:
     probe = probe_of(batch, config)
     with tempfile.TemporaryDirectory() as folder:
 
-        def sketched() -> int:
+        def with_gradients() -> int:
+            found = observed_step(session, config, batch, False)[1]
+            return save_observations(Path(folder), 1, batch, batch, found).stat().st_size
+
+        def with_taps() -> int:
             session.step(batch)
             found = observe(session, config, probe)
             return save_observations(Path(folder), 1, batch, probe, found).stat().st_size
 
-        size = sketched()
-        taken = in_turns({OFF: lambda: session.step(batch), SKETCHES: sketched}, options.repeats)
-    step, seen = (statistics.median(taken[mode]) for mode in (OFF, SKETCHES))
+        least, size = with_gradients(), with_taps()
+        rows = {OFF: lambda: session.step(batch), GRADIENTS: with_gradients, TAPS: with_taps}
+        taken = in_turns(rows, options.repeats)
+    step, lightly, seen = (statistics.median(taken[mode]) for mode in (OFF, GRADIENTS, TAPS))
     observed = parity_costs.observation_bytes(whole)
     handed = (parity_costs.evidence_bytes(whole) + observed) / options.every
     here = (parity_costs.evidence_bytes(config, 1) + parity_costs.observation_bytes(config)) / options.every
@@ -223,7 +235,8 @@ def measure_large(options: BenchParity, threads: int) -> dict[str, Any]:
         f"parameters of {parameter_count(whole.model):,}. The last column is computed for all of it.",
         "modes": {
             OFF: _mode(step, step, 0, 0),
-            SKETCHES: _mode(seen, step, size, observed),
+            GRADIENTS: _mode(lightly, step, least, parity_costs.gradient_bytes(whole)),
+            TAPS: _mode(seen, step, size, observed),
             CHECK: _mode(None, step, here, handed),
             SHADOW: _mode(None, step, here, handed),
         },
