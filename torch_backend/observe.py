@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.backend import Arrays, Batch, NotSupported, State
+from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State
 from lockstep.core.model.groups import moment_names
 from lockstep.core.model.names import GRADIENT, edge_names, probe_shapes, tap_names
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed
@@ -48,6 +48,8 @@ class Observes(Programs):
     float8: Any
     # The program that trains, on this rank alone.
     _micro_loss: MicroLoss
+    # What a step made of its batch, before it was clipped: gradients brought from the device, from loss and NLL.
+    _gradients: Callable[[Tensor, list[Tensor]], Gradients]
     # By the names that they show.
     _tapped_programs: dict[frozenset[str], Any]
     _sketching: tuple[Any, Any, Tensor] | None

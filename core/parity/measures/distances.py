@@ -90,8 +90,8 @@ class Sums:
         unequal = self.unequal / self.size
         if not math.isfinite(self.of_candidate + self.of_twin + self.apart + self.power):
             return Distances(np.inf, np.inf, np.inf, np.inf, np.inf, unequal)
-        norms = (math.sqrt(x) for x in (self.power, self.of_candidate, self.of_twin, self.apart))
-        return _ratios(*norms, self.apart_along, stream, unequal, noise)
+        scale, of_candidate, of_twin, apart = map(math.sqrt, (self.power, self.of_candidate, self.of_twin, self.apart))
+        return _ratios(scale, of_candidate, of_twin, apart, self.apart_along, stream, unequal, noise)
 
     def effective(self) -> int:
         """About how many independent errors carry the norm of e = w − t: 3·(Σe²)² / Σe⁴, at most their number.
@@ -121,8 +121,8 @@ def distances(
 
 def ratios(c: np.ndarray, w: np.ndarray, t: np.ndarray, stream: type[np.floating], unequal: float) -> Distances:
     """The measures of three float64 vectors, as sketches are."""
-    norms = (float(np.linalg.norm(x)) for x in (t, c - t, w - t, c - w))
-    return _ratios(*norms, float((c - w) @ t), stream, unequal, 0.0)
+    scale, of_candidate, of_twin, apart = (float(np.linalg.norm(x)) for x in (t, c - t, w - t, c - w))
+    return _ratios(scale, of_candidate, of_twin, apart, float((c - w) @ t), stream, unequal, 0.0)
 
 
 def _ratios(
