@@ -104,7 +104,7 @@ def canonical_json(value: Any) -> bytes:
 
 def write_sealed_json(path: Path, value: dict[str, Any], *, indent: int | None) -> None:
     """Write `value` atomically as JSON with one more key, `seal`: the SHA-256 of the rest."""
-    write_atomically(path, [_render_sealed(value, indent)])
+    write_atomically(path, [sealed_json(value, indent)])
 
 
 def read_sealed_json(
@@ -126,7 +126,7 @@ def read_sealed_json(
     try:
         value = json.loads(raw)
         value.pop(_SEAL)
-        intact = _render_sealed(value, indent) == raw
+        intact = sealed_json(value, indent) == raw
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         intact = False
     if not intact:
@@ -134,7 +134,8 @@ def read_sealed_json(
     return dict(value)
 
 
-def _render_sealed(value: dict[str, Any], indent: int | None) -> bytes:
+def sealed_json(value: dict[str, Any], indent: int | None) -> bytes:
+    """Return the bytes that `write_sealed_json` writes."""
     seal = hashlib.sha256(canonical_json(value)).hexdigest()
     text = json.dumps({**value, _SEAL: seal}, sort_keys=True, indent=indent, allow_nan=False)
     return text.encode("ascii") + b"\n"

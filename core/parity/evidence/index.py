@@ -1,0 +1,196 @@
+"""The index of a folder of evidence: where each tensor lies, and what it must hash to. It is read as hostile data."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import read_sealed_json, sealed_json
+
+SCHEMA = 1
+INDEX = "index.json"
+# Each file begins with the length of its header, 8 bytes, and a header of this many, padded with spaces.
+HEADER = 1 << 15
+DATA = 8 + HEADER
+# A tensor is hashed in pieces of so many bytes, so that a part of it can be verified without the rest.
+PIECE = 1 << 23
+# Dtypes by the names that safetensors gives them; all lie in files as little-endian.
+DTYPES = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "|i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "|u1",
+    "BOOL": "|b1",
+}
+NAMES = {np.dtype(code): name for name, code in DTYPES.items()}
+# A float32 tensor whose values bf16 holds exactly lies in the file as their upper halves.
+BF16 = "BF16"
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_REMEDY = "its evidence is lost"
+
+Entries = dict[str, dict[str, "Entry"]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Locate one tensor. dtype: its own; stored: that in the file. begin: offset in the file's data, in bytes.
+
+    sha256: of each piece of its bytes, PIECE long but for the last.
+    """
+
+    file: str
+    dtype: str
+    stored: str
+    shape: tuple[int, ...]
+    begin: int
+    sha256: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """Offset in the file's data behind its last byte."""
+        return self.begin + self.size * stored_dtype(self.stored).itemsize
+
+    @property
+    def per_piece(self) -> int:
+        """Elements in a piece."""
+        return PIECE // np.dtype(DTYPES[self.dtype]).itemsize
+
+    @property
+    def digest(self) -> str:
+        """As `digest_of` gives it."""
+        return joined(self.sha256)
+
+
+def stored_dtype(name: str) -> np.dtype[Any]:
+    """Return the numpy dtype of what lies in a file."""
+    return np.dtype("<u2" if name == BF16 else DTYPES[name])
+
+
+def hashes_of(flat: np.ndarray) -> tuple[str, ...]:
+    """Return the SHA-256 of each piece of a contiguous array of one axis; an empty one has one piece."""
+    raw = flat.view(np.uint8)
+    return tuple(hashlib.sha256(raw[i : i + PIECE].data).hexdigest() for i in range(0, max(raw.size, 1), PIECE))
+
+
+def joined(hashes: Sequence[str]) -> str:
+    """Return one digest for the pieces of a tensor: theirs if there is one, else SHA-256 of theirs in a row."""
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def digest_of(array: np.ndarray) -> str:
+    """Return the digest by which stores compare tensors: equal bytes, equal digest, whatever dtype and shape."""
+    return joined(hashes_of(np.ascontiguousarray(array).reshape(-1)))
+
+
+def index_bytes(sizes: Mapping[str, int], entries: Entries, documents: Mapping[str, bytes]) -> bytes:
+    """Return the bytes of an index. sizes: of the files of tensors. documents: JSON files beside them, by name."""
+    return sealed_json(
+        {
+            "schema": SCHEMA,
+            "files": dict(sizes),
+            "documents": {name: hashlib.sha256(raw).hexdigest() for name, raw in documents.items()},
+            # In the order in which they were put, which sorted keys would not keep.
+            "tensors": [
+                [kind, name, e.file, e.dtype, e.stored, e.shape, e.begin, e.sha256]
+                for kind, by_name in entries.items()
+                for name, e in by_name.items()
+            ],
+        },
+        indent=None,
+    )
+
+
+def read_index(folder: Path) -> tuple[Entries, dict[str, str]]:
+    """Read a folder's index: its entries, and the SHA-256 of its documents by name.
+
+    Raises UserError if the index is missing, damaged, of another schema, or says what cannot be, and if one of its
+    files is missing or of another size.
+    """
+    path = folder / INDEX
+    found = read_sealed_json(path, indent=None, remedy=_REMEDY)
+    if found.get("schema") != SCHEMA:
+        raise UserError(f"{path} has schema {found.get('schema')!r}; this Lockstep reads {SCHEMA}")
+    try:
+        sizes = {_plain(name): operator.index(size) for name, size in found["files"].items()}
+        documents = {_plain(name): _hash(digest) for name, digest in found["documents"].items()}
+        entries: Entries = {}
+        for kind, name, *raw in found["tensors"]:
+            if not isinstance(kind, str) or not isinstance(name, str):
+                raise ValueError(f"{kind!r}, {name!r} are no names")
+            entries.setdefault(kind, {})[name] = _entry(raw, sizes)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UserError(f"{path} is no index of evidence: {type(error).__name__}: {error}") from error
+    for name, size in sizes.items():
+        require_size(folder / name, size)
+    return entries, documents
+
+
+def require_size(path: Path, size: int) -> None:
+    """Raise UserError unless `path` is a plain file of this size; links are none."""
+    try:
+        about = os.lstat(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    if not stat.S_ISREG(about.st_mode):
+        raise UserError(f"cannot read {path}: it is no file")
+    if about.st_size != size:
+        raise UserError(f"{path} has {about.st_size} bytes; {size} were written")
+
+
+def pieces(entry: Entry, start: int, stop: int) -> Iterator[int]:
+    """Yield the numbers of the pieces in which elements `start` to `stop` lie."""
+    yield from range(start // entry.per_piece, -(-stop // entry.per_piece))
+
+
+def _entry(raw: list[Any], sizes: Mapping[str, int]) -> Entry:
+    file, dtype, stored, shape, begin, hashes = raw
+    if file not in sizes:
+        raise ValueError(f"{file!r} is none of its files")
+    if dtype not in DTYPES or stored not in ({dtype, BF16} if dtype == "F32" else {dtype}):
+        raise ValueError(f"{dtype!r} cannot be stored as {stored!r}")
+    entry = Entry(
+        file, dtype, stored, tuple(map(operator.index, shape)), operator.index(begin), tuple(map(_hash, hashes))
+    )
+    if min(entry.shape, default=0) < 0 or entry.begin < 0 or DATA + entry.end > sizes[file]:
+        raise ValueError(f"a tensor of shape {shape!r} does not lie in {file}")
+    if len(entry.sha256) != max(1, -(-entry.size // entry.per_piece)):
+        raise ValueError(f"a tensor of shape {shape!r} has {len(entry.sha256)} digests")
+    return entry
+
+
+def _plain(name: str) -> str:
+    if not _FILE.fullmatch(name) or name == INDEX:
+        raise ValueError(f"{name!r} is not the name of a file of evidence")
+    return name
+
+
+def _hash(text: Any) -> str:
+    if not isinstance(text, str) or not _SHA256.fullmatch(text):
+        raise ValueError(f"{text!r} is no SHA-256")
+    return text

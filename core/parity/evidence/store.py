@@ -1,0 +1,420 @@
+"""Stores of tensors: in memory for small models and tests, or in a folder that holds one tensor at a time in memory.
+
+A tensor has a kind (`before/params`, `taps`, …) and a name. A folder holds
+
+    index.json             where each tensor lies, its dtype, its shape and its digests; written last
+    embedding.safetensors  the tensors of one segment of the model; `blocks.3.safetensors`, `head.safetensors`,
+                           and `blocks.3-1.safetensors` and so on where the header of the one before is full
+
+and is readable by safetensors alone: each key is KIND/NAME. A folder without its index is no evidence.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, KeysView, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from lockstep.core.backend import Arrays
+from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import read_whole
+from lockstep.core.parity.evidence.index import (
+    BF16,
+    DATA,
+    DTYPES,
+    HEADER,
+    INDEX,
+    NAMES,
+    PIECE,
+    Entries,
+    Entry,
+    digest_of,
+    hashes_of,
+    index_bytes,
+    pieces,
+    read_index,
+    stored_dtype,
+)
+
+
+class Store(Protocol):
+    """Where evidence goes, a tensor at a time."""
+
+    def put(self, kind: str, name: str, array: np.ndarray) -> None:
+        """Take a tensor, of any shape. Raises UserError if the disk refuses, ValueError if it is there already."""
+        ...
+
+    def get(self, kind: str, name: str) -> np.ndarray:
+        """Return a tensor. Raises KeyError if it is not there, UserError if it is not what was put."""
+        ...
+
+    def part(self, kind: str, name: str, start: int, stop: int) -> np.ndarray:
+        """Return flat elements `start` to `stop` of a tensor without reading the rest. Raises as `get`."""
+        ...
+
+    def digest(self, kind: str, name: str) -> str:
+        """Return the digest of a tensor's bytes (`digest_of`): equal for equal bytes. Raises KeyError."""
+        ...
+
+    def arrays(self, kind: str) -> Arrays:
+        """Return all tensors of a kind by name."""
+        ...
+
+    def scratch(self) -> Store:
+        """Return another store of the same sort, for tensors that are soon removed."""
+        ...
+
+    def remove(self) -> None:
+        """Remove everything."""
+        ...
+
+
+class MemoryStore:
+    """A store in memory, which keeps what it is given."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, dict[str, np.ndarray]] = {}
+
+    def put(self, kind: str, name: str, array: np.ndarray) -> None:
+        """As in `Store`."""
+        if name in (of_kind := self._kinds.setdefault(kind, {})):
+            raise ValueError(f"{kind}/{name} is there already")
+        of_kind[name] = array
+
+    def get(self, kind: str, name: str) -> np.ndarray:
+        """As in `Store`."""
+        return self._kinds[kind][name]
+
+    def part(self, kind: str, name: str, start: int, stop: int) -> np.ndarray:
+        """As in `Store`."""
+        return self.get(kind, name).reshape(-1)[start:stop]
+
+    def digest(self, kind: str, name: str) -> str:
+        """As in `Store`."""
+        return digest_of(self.get(kind, name))
+
+    def arrays(self, kind: str) -> Arrays:
+        """As in `Store`."""
+        return self._kinds.get(kind, {})
+
+    def scratch(self) -> Store:
+        """As in `Store`."""
+        return MemoryStore()
+
+    def remove(self) -> None:
+        """As in `Store`."""
+        self._kinds.clear()
+
+
+class NoStore(MemoryStore):
+    """Keeps nothing: for a rank that takes part in gathering what rank 0 keeps."""
+
+    def put(self, kind: str, name: str, array: np.ndarray) -> None:
+        """Drop the tensor."""
+
+
+@dataclass
+class _Segment:
+    """A file that is being written. size: bytes of its data. header: the JSON of each tensor in it."""
+
+    file: str
+    size: int = 0
+    header: list[str] = field(default_factory=list)
+    length: int = 2
+
+    def has_room(self, described: str) -> bool:
+        """Return whether the header has room for one more tensor."""
+        return self.length + len(described) + 1 <= HEADER
+
+
+class FolderStore:
+    """A store in a folder. Made by `create`, to put into and read from, or by `open`, to read.
+
+    Each tensor that is read is a view of a memory map of its own, private and writable; nothing else is kept. Its
+    SHA-256 is verified when it is first read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._entries: Entries = {}
+        self._documents: dict[str, str] = {}
+        self._same: dict[tuple[Any, ...], Entry] = {}
+        self._segments: dict[str, list[_Segment]] = {}
+        self._verified: set[tuple[str, int, str]] = set()
+
+    @classmethod
+    def create(cls, folder: Path) -> Self:
+        """Make the folder, which must not be there. Raises UserError if it cannot be made."""
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"cannot write the evidence {folder}: {error.strerror or error}") from error
+        return cls(folder)
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Open a finished one. Raises UserError as `read_index`."""
+        made = cls(folder)
+        made._entries, made._documents = read_index(folder)
+        return made
+
+    def put(self, kind: str, name: str, array: np.ndarray) -> None:
+        """As in `Store`; a tensor whose bytes, dtype and shape are there already is not written again."""
+        if name in (of_kind := self._entries.setdefault(kind, {})):
+            raise ValueError(f"{kind}/{name} is there already")
+        array = np.asarray(array)
+        dtype = NAMES.get(array.dtype.newbyteorder("<"))
+        if dtype is None:
+            self.remove()
+            raise UserError(f"cannot write the evidence {self.folder}: {kind}/{name} is of dtype {array.dtype}")
+        flat = np.ascontiguousarray(array, dtype=DTYPES[dtype]).reshape(-1)
+        hashes = hashes_of(flat)
+        entry = self._same.get((dtype, array.shape, hashes))
+        if entry is None:
+            try:
+                entry = self._append(f"{kind}/{name}", segment_of(name), flat, array.shape, dtype, hashes)
+            except OSError as error:
+                self.remove()
+                raise UserError(f"cannot write the evidence {self.folder}: {error.strerror or error}") from error
+            self._same[dtype, array.shape, hashes] = entry
+        of_kind[name] = entry
+
+    def get(self, kind: str, name: str) -> np.ndarray:
+        """As in `Store`."""
+        entry = self._entries[kind][name]
+        return self._read(entry, 0, entry.size).reshape(entry.shape)
+
+    def part(self, kind: str, name: str, start: int, stop: int) -> np.ndarray:
+        """As in `Store`; the pieces in which the part lies are verified."""
+        entry = self._entries[kind][name]
+        start, stop, _ = slice(start, stop).indices(entry.size)
+        return self._read(entry, start, max(start, stop))
+
+    def digest(self, kind: str, name: str) -> str:
+        """As in `Store`, from the index."""
+        return self._entries[kind][name].digest
+
+    def shape(self, kind: str, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape, from the index. Raises KeyError if it is not there."""
+        return self._entries[kind][name].shape
+
+    def names(self, kind: str) -> KeysView[str]:
+        """Return the names of a kind, in the order in which they were put."""
+        return self._entries.get(kind, {}).keys()
+
+    def arrays(self, kind: str) -> Stored:
+        """As in `Store`, read when asked for."""
+        return Stored(self, kind)
+
+    def scratch(self) -> FolderStore:
+        """As in `Store`, in a folder inside this one."""
+        number = len(list(self.folder.glob("scratch-*")))
+        return FolderStore.create(self.folder / f"scratch-{number}")
+
+    def document(self, name: str) -> bytes:
+        """Return what was given to `finish` under this name. Raises UserError if it is missing or damaged."""
+        path = self.folder / name
+        if name not in self._documents:
+            raise UserError(f"{self.folder / INDEX} names no {name}")
+        if path.is_symlink():
+            raise UserError(f"cannot read {path}: it is no file")
+        raw = read_whole(path)
+        if hashlib.sha256(raw).hexdigest() != self._documents[name]:
+            raise UserError(f"{path} was damaged after it was written (its SHA-256 differs)")
+        return raw
+
+    def finish(self, documents: Mapping[str, bytes] | None = None) -> None:
+        """Fill in the headers, write `documents` beside them, and at last the index. Raises UserError if it fails."""
+        written = [s for of_name in self._segments.values() for s in of_name]
+        documents = documents or {}
+        aside = self.folder / f".{INDEX}"
+        try:
+            for segment in written:
+                with (self.folder / segment.file).open("r+b") as file:
+                    file.write(_header(segment))
+            for name, raw in documents.items():
+                (self.folder / name).write_bytes(raw)
+            aside.write_bytes(index_bytes({s.file: DATA + s.size for s in written}, self._entries, documents))
+            os.replace(aside, self.folder / INDEX)
+        except OSError as error:
+            self.remove()
+            raise UserError(f"cannot write the evidence {self.folder}: {error.strerror or error}") from error
+        self._documents = {name: hashlib.sha256(raw).hexdigest() for name, raw in documents.items()}
+
+    def remove(self) -> None:
+        """As in `Store`: its folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def move(self, folder: Path) -> None:
+        """Move to `folder`, which must not be there: rename where the file system can, else copy. Raises OSError."""
+        shutil.move(self.folder, folder)
+        self.folder = folder
+
+    def flush(self) -> None:
+        """Wait until everything is on the disk. Raises OSError."""
+        for path in (*self.folder.iterdir(), self.folder):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the path alone: whoever unpickles it opens the folder."""
+        return type(self).open, (self.folder.resolve(),)
+
+    def _append(
+        self, key: str, segment: str, flat: np.ndarray, shape: tuple[int, ...], dtype: str, hashes: tuple[str, ...]
+    ) -> Entry:
+        stored = BF16 if dtype == "F32" and _fits_bf16(flat) else dtype
+        length = flat.size * stored_dtype(stored).itemsize
+        files = self._segments.setdefault(segment, [])
+        if not files or not files[-1].has_room(_described(key, stored, shape, files[-1].size, length)):
+            files.append(_Segment(f"{segment}-{len(files)}.safetensors" if files else f"{segment}.safetensors"))
+        file = files[-1]
+        described = _described(key, stored, shape, file.size, length)
+        if not file.has_room(described):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        with (self.folder / file.file).open("ab", buffering=0) as out:
+            if not file.size and not file.header:
+                _write(out, bytes(DATA))
+            for start in range(0, flat.size, PIECE):
+                piece = flat[start : start + PIECE]
+                _write(out, _upper(piece) if stored == BF16 else piece.view(np.uint8))
+        entry = Entry(file.file, dtype, stored, shape, file.size, hashes)
+        file.size += length
+        file.header.append(described)
+        file.length += len(described) + 1
+        self._verified |= {_piece(entry, number) for number in pieces(entry, 0, entry.size)}
+        return entry
+
+    def _read(self, entry: Entry, start: int, stop: int) -> np.ndarray:
+        dtype, path = stored_dtype(entry.stored), self.folder / entry.file
+        if start == stop:
+            return np.empty(0, DTYPES[entry.dtype])
+        self._verify(entry, start, stop)
+        try:
+            at = DATA + entry.begin + start * dtype.itemsize
+            found = np.asarray(np.memmap(path, dtype, "c", at, (stop - start,)))
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, error) from error
+        if entry.stored == BF16:
+            return _widened(found)
+        return found if found.flags.aligned else found.copy()
+
+    def _verify(self, entry: Entry, start: int, stop: int) -> None:
+        """Read the pieces that were not read before, through a buffer: no page of a memory map becomes resident."""
+        path, dtype = self.folder / entry.file, stored_dtype(entry.stored)
+        for number in pieces(entry, start, stop):
+            if _piece(entry, number) in self._verified:
+                continue
+            first = number * entry.per_piece
+            count = min(entry.per_piece, entry.size - first)
+            try:
+                with path.open("rb") as file:
+                    file.seek(DATA + entry.begin + first * dtype.itemsize)
+                    raw = np.frombuffer(file.read(count * dtype.itemsize), np.uint8)
+            except OSError as error:
+                raise _unreadable(path, error) from error
+            if raw.size == count * dtype.itemsize:
+                found = _widened(raw.view(dtype)) if entry.stored == BF16 else raw
+                if hashes_of(found) == (entry.sha256[number],):
+                    self._verified.add(_piece(entry, number))
+                    continue
+            raise UserError(f"{path} was damaged after it was written (its SHA-256 differs)")
+
+
+class Stored(Mapping[str, np.ndarray]):
+    """All tensors of one kind in a folder, by name; each is read when it is asked for, and none is kept."""
+
+    def __init__(self, store: FolderStore, kind: str) -> None:
+        self.store, self.kind = store, kind
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.store.get(self.kind, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.store.names(self.kind)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.store.names(self.kind))
+
+    def __len__(self) -> int:
+        return len(self.store.names(self.kind))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.store, self.kind)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it."""
+        return self.store.shape(self.kind, name)
+
+    def digest(self, name: str) -> str:
+        """Return the digest of a tensor without reading it (`digest_of`)."""
+        return self.store.digest(self.kind, name)
+
+    def part(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Return flat elements `start` to `stop` of a tensor."""
+        return self.store.part(self.kind, name, start, stop)
+
+
+def segment_of(name: str) -> str:
+    """Return the segment of the model that a tensor belongs to: `embedding`, `blocks.N` or `head`."""
+    first, *rest = name.rpartition("/")[2].split(".")
+    if first == "blocks" and rest and rest[0].isascii() and rest[0].isdigit() and len(rest[0]) < 9:
+        return f"blocks.{int(rest[0])}"
+    return "embedding" if first == "embed" else "head"
+
+
+def _piece(entry: Entry, number: int) -> tuple[str, int, str]:
+    return entry.file, entry.begin, entry.sha256[number]
+
+
+def _described(key: str, stored: str, shape: tuple[int, ...], begin: int, length: int) -> str:
+    return f"{json.dumps(key)}:" + json.dumps(
+        {"dtype": stored, "shape": list(shape), "data_offsets": [begin, begin + length]}, separators=(",", ":")
+    )
+
+
+def _header(segment: _Segment) -> bytes:
+    return HEADER.to_bytes(8, "little") + f"{{{','.join(segment.header)}}}".encode().ljust(HEADER)
+
+
+def _write(file: Any, data: Any) -> None:
+    """Write all of it: without a buffer, a disk takes what it can."""
+    left = memoryview(data)
+    while left.nbytes:
+        left = left[file.write(left) :]
+
+
+def _fits_bf16(flat: np.ndarray) -> bool:
+    """Return whether the lower half of every float32 is zero, NaN and −0 included."""
+    bits = flat.view(np.uint32)
+    return not any((bits[i : i + PIECE] & 0xFFFF).any() for i in range(0, bits.size, PIECE))
+
+
+def _upper(piece: np.ndarray) -> np.ndarray:
+    halves: np.ndarray = (piece.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+    return halves
+
+
+def _widened(halves: np.ndarray) -> np.ndarray:
+    found = halves.astype("<u4")
+    found <<= 16
+    return found.view("<f4")
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"{path} is missing")
+    if isinstance(error, OSError):
+        return UserError(f"cannot read {path}: {error.strerror or error}")
+    return UserError(f"{path} is shorter than it was written")

@@ -1,0 +1,1 @@
+"""Evidence on disk: stores of tensors, and what becomes of them."""
