@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -13,6 +13,9 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.run.ranks import ONE, Ranks
 
 Capability = TypeVar("Capability")
+Method = TypeVar("Method", bound=Callable[..., Any])
+# Takes one tensor: its kind, its name, and the array, which is the taker's own.
+Take = Callable[[str, str, np.ndarray], None]
 
 
 def ask(of: object, capability: type[Capability]) -> Capability:
@@ -26,6 +29,25 @@ def ask(of: object, capability: type[Capability]) -> Capability:
     names = [name for name in vars(capability) if not name.startswith("_")]
     lacking = [name for name in names if getattr(of, name, None) is None]
     raise NotSupported(f"the session has no {', '.join(lacking or names)}")
+
+
+def collects(method: Method) -> Method:
+    """Mark a method that only collects what the session's streaming method of the same meaning hands over."""
+    method.collects = method  # type: ignore[attr-defined]
+    return method
+
+
+def ask_stream(of: object, capability: type[Capability], method: str) -> Capability:
+    """Return a session as one that streams what `method` gives at once.
+
+    Raises NotSupported as `ask`, and where `method` is not marked by `collects`: a subclass that overrides it shows
+    what it wants to show there, and the streaming method of its base class does not know of that.
+    """
+    plain = getattr(getattr(of, method, None), "__func__", None)
+    # What wraps a marked method may have its attributes, and is another function.
+    if plain is None or getattr(plain, "collects", None) is not plain:
+        raise NotSupported(f"the session gives what {method} gives at once")
+    return ask(of, capability)
 
 
 @runtime_checkable
@@ -86,6 +108,45 @@ class SketchesStep(Protocol):
 
     def step_and_sketches(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Mapping[str, Any] | None]:
         """`step`, and `Observation` by name, of NLL and parameter gradients before clipping; None without them."""
+        ...
+
+
+@runtime_checkable
+class StreamsState(Protocol):
+    """A session that hands over its state a tensor at a time."""
+
+    def stream_state(self, take: Take) -> State:
+        """Give each tensor of `state` to `take`, by kind (`params`, or a moment's) and name; return it without them.
+
+        Its `optimizer` has the kinds of moments, each empty.
+        """
+        ...
+
+
+@runtime_checkable
+class StreamsGradients(Protocol):
+    """A session that hands over gradients a tensor at a time, and keeps none that it has handed over."""
+
+    def stream_gradients(self, batch: Batch, take: Take) -> Gradients:
+        """Give each tensor of `gradients` to `take`, of kind `grads` or `program`; return NLL and loss without them."""
+        ...
+
+
+@runtime_checkable
+class StreamsStepGradients(Protocol):
+    """A session whose step hands over its gradients a tensor at a time."""
+
+    def stream_step(self, batch: Batch, take: Take, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
+        """`step_and_gradients`, whose gradients go to `take`, of kind `grads`, and are not in what is returned."""
+        ...
+
+
+@runtime_checkable
+class StreamsTaps(Protocol):
+    """A session that hands over taps and their gradients as its passes come to them."""
+
+    def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
+        """Give each tensor of `observe` to `take`, of kind `taps`; in what order, it may choose."""
         ...
 
 

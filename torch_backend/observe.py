@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State
+from lockstep.core.capabilities import Take, collects
 from lockstep.core.model.groups import moment_names
 from lockstep.core.model.names import GRADIENT, edge_names, probe_shapes, tap_names
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed
 from lockstep.core.parity.evidence.sketch import K
 from lockstep.core.parity.judge.end_to_end import observations
+from lockstep.core.streams import TAPS, Collected
 from lockstep.torch_backend.optim import (
     build_optimizer,
     moment_of,
@@ -48,8 +50,8 @@ class Observes(Programs):
     float8: Any
     # The program that trains, on this rank alone.
     _micro_loss: MicroLoss
-    # What a step made of its batch, before it was clipped: gradients brought from the device, from loss and NLL.
-    _gradients: Callable[[Tensor, list[Tensor]], Gradients]
+    # Hands over what a step made, from its loss and NLL, before it is clipped.
+    hand_over: Callable[[Tensor, list[Tensor], Take], Gradients]
     # By the names that they show.
     _tapped_programs: dict[frozenset[str], Any]
     _sketching: tuple[Any, Any, Tensor] | None
@@ -62,19 +64,29 @@ class Observes(Programs):
         largest: np.ndarray = found
         return largest
 
+    @collects
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
         """Taps and gradients of one micro-batch from the tapped program, compiled if the trainer is.
 
         Besides taps, names are `grad/NAME` for a tap, an edge or a parameter. What the model does not pass through its
         tap is left out. Raises NotSupported for a name that no Llama has.
         """
+        found = Collected()
+        self.stream_taps(batch, taps, found)
+        return found.arrays(TAPS)
+
+    def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
+        """Give each tensor of `observe` to `take`: in eager on one rank when the passes come to it, else at the end."""
         taps_of_model = tap_names(self.config.model)
         probed = (*taps_of_model, *edge_names(self.config.model), *self.parameters)
         if unknown := sorted(set(taps) - {*taps_of_model, *(GRADIENT + name for name in probed)}):
             raise NotSupported(f"no such tap: {', '.join(unknown)}")
-        return self._observe_tapped(batch, frozenset(taps))
+        if self._compiles_whole or self.ranks is not None:
+            self._observe_tapped(batch, frozenset(taps), take)
+        else:
+            self._observe_passing(batch, frozenset(taps), take)
 
-    def _observe_tapped(self, batch: Batch, names: frozenset[str]) -> dict[str, np.ndarray]:
+    def _observe_tapped(self, batch: Batch, names: frozenset[str], take: Take) -> None:
         program = self._tapped_programs.get(names)
         if program is None:
             program = partial(self.tapped_micro_loss, frozenset(n for n in names if not n.startswith(GRADIENT)))
@@ -92,7 +104,59 @@ class Observes(Programs):
         wanted = probes | {name: p for name, p in self.parameters.items() if name in asked}
         grads = self._grads(loss, list(wanted.values())) if wanted else ()
         found = seen | {GRADIENT + n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
-        return {n: to_numpy(v / self.scale if n.startswith(GRADIENT) else v) for n, v in found.items()}
+        for name, value in found.items():
+            take(TAPS, name, to_numpy(value / self.scale if name.startswith(GRADIENT) else value))
+
+    def _observe_passing(self, batch: Batch, names: frozenset[str], take: Take) -> None:
+        """Give taps away in the forward pass and gradients in the backward, so that no more than one is kept for it.
+
+        A zero that requires a gradient is added to each probed tensor, as in the tapped program: its bits are the same.
+        """
+        asked = {name.removeprefix(GRADIENT) for name in names if name.startswith(GRADIENT)}
+        given: set[str] = set()
+        zeros: list[Tensor] = []
+
+        def give(name: str, value: Tensor) -> None:
+            # A recomputed tensor passes twice. The first time is the forward pass.
+            if name not in given:
+                given.add(name)
+                take(TAPS, name, to_numpy(value))
+
+        def give_gradient(name: str, gradient: Tensor) -> None:
+            give(GRADIENT + name, gradient.detach().to(self.policy.stream) / self.scale)
+
+        def tap(name: str, value: Tensor) -> Tensor:
+            if name in asked and name not in self.parameters:
+                zeros.append(torch.zeros((), dtype=self.policy.stream, device=self.device, requires_grad=True))
+                value = value + zeros[-1].to(value.dtype)
+                value.register_hook(partial(give_gradient, name))
+            if name in names:
+                give(name, value.detach())
+            return value
+
+        def give_own(name: str, p: Tensor) -> None:
+            assert p.grad is not None
+            give_gradient(name, p.grad)
+            p.grad = None
+
+        self.switches.require()
+        inputs = *self.to_device(batch), self._total_alone(batch), *self.documents(batch)
+        with torch.set_grad_enabled(bool(asked)):
+            loss = self._through(tap, *inputs)
+        own = {name: p for name, p in self.parameters.items() if name in asked}
+        if not asked:
+            return
+        before = {name: p.grad for name, p in own.items()}
+        hooks = [p.register_post_accumulate_grad_hook(partial(give_own, name)) for name, p in own.items()]
+        try:
+            for p in own.values():
+                p.grad = None
+            loss.backward(inputs=[*zeros, *own.values()])
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for name, p in own.items():
+                p.grad = before[name]
 
     def sketch(self, batch: Batch) -> dict[str, Observation]:
         """Return the sketches of one micro-batch (core/parity/judge/end_to_end.py); no tensor leaves the device.
@@ -144,7 +208,8 @@ class Observes(Programs):
     def _sketched_gradients(self, loss: Tensor, nll: list[Tensor]) -> dict[str, Observation]:
         """Observations of a step's NLL and gradients, which stay on the device but for their sketches."""
         if self.root is not None:  # no rank has a whole gradient but while it is shown
-            return observations(self._gradients(loss, nll), {}, self.config.model)
+            taken = Collected()
+            return observations(taken.gradients(self.hand_over(loss, nll, taken)), {}, self.config.model)
         _, of_gradients, table = self._sketches(0)
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         found = _of_gradients(of_gradients(grads, table), grads)

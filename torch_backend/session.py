@@ -13,15 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.backend import Arrays, Batch, Gradients, State, StepRecord
+from lockstep.core.capabilities import Take, collects
 from lockstep.core.checkpoint.format import PARAMS, read_state
 from lockstep.core.checkpoint.reader import Stored
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.families import graph_of
-from lockstep.core.model.groups import check_state
+from lockstep.core.model.groups import check_state, moment_names
 from lockstep.core.model.init import init_parameter, init_parameters
 from lockstep.core.model.names import groups_of
 from lockstep.core.parity.evidence.observations import Observation
+from lockstep.core.streams import GRADS, PROGRAM, Collected
 from lockstep.core.train.finite import NotFinite, first_place
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.core.train.metrics import RECOMPILED, norms_by_group
@@ -38,8 +40,8 @@ from lockstep.torch_backend.optim import (
     build_optimizer,
     clip_coefficient,
     global_norm,
+    moment_of,
     put_moments,
-    read_moments,
     set_learning_rate,
     write_moments,
 )
@@ -95,8 +97,8 @@ class TorchSession(Observes):
         apply_recompute(self.model, config.recompute, tapped=self.root is None or not config.compile.enabled)
         self._tapped_programs: dict[frozenset[str], Any] = {}
         self._sketching: tuple[Any, Any, Tensor] | None = None
-        # Kept only while `gradients` asks.
-        self._program_gradients: dict[str, Tensor] | None = None
+        # Kept only while `stream_gradients` asks.
+        self._take_program: Take | None = None
         # What is made of a step's loss, NLL and gradients before they are clipped, and what came of it.
         self._show_step: Callable[[Tensor, list[Tensor]], Any] | None = None
         self._of_step: Any = None
@@ -131,15 +133,21 @@ class TorchSession(Observes):
         """How this session shares its batches with the other ranks."""
         return Ranks(self) if self.root is None else ShardedRanks(self)
 
+    @collects
     def state(self) -> State:
         """A copy of weights, moments and step count. Where weights are cut over ranks, every rank calls it."""
-        moments = read_moments(self.config, self.optimizer, self.parameters)
-        return State(
-            self.steps_done,
-            {name: to_numpy(p) for name, p in self.parameters.items()},
-            {kind: {name: to_numpy(m) for name, m in by_name.items()} for kind, by_name in moments.items()},
-            dict(self.scalars),
-        )
+        found = Collected()
+        return found.state(self.stream_state(found))
+
+    def stream_state(self, take: Take) -> State:
+        """Give copies of weights and moments to `take`, one at a time; return the state without them."""
+        kinds = moment_names(self.config)
+        for name, p in self.parameters.items():
+            take(PARAMS, name, to_numpy(p))
+        for kind, names in kinds.items():
+            for name in names:
+                take(kind, name, to_numpy(moment_of(self.optimizer, self.parameters[name], kind)))
+        return State(self.steps_done, {}, {kind: {} for kind in kinds}, dict(self.scalars))
 
     def load(self, state: State) -> None:
         """Take over a canonical state. Raises ValueError if names or shapes are not this model's."""
@@ -291,13 +299,21 @@ class TorchSession(Observes):
         """Loss scale and counts after a step that was finite or not."""
         return scalars_after(self.config, self.scalars, finite)
 
+    @collects
     def gradients(self, batch: Batch) -> Gradients:
         """Per-token NLL, loss and accumulated gradients of `batch`, through the program that trains."""
-        self._program_gradients = {}
-        found = self._gradients(*self.accumulate(batch))
+        found = Collected()
+        return found.gradients(self.stream_gradients(batch, found))
+
+    def stream_gradients(self, batch: Batch, take: Take) -> Gradients:
+        """Give each gradient of `gradients` to `take`, and release it; return NLL and loss."""
+        self._take_program = take
+        try:
+            found = self.hand_over(*self.accumulate(batch), take, release=True)
+        finally:
+            self._take_program = None
         self.optimizer.zero_grad(set_to_none=True)
-        of_program, self._program_gradients = self._program_gradients, None
-        return replace(found, program={name: to_numpy(g) for name, g in of_program.items()})
+        return found
 
     def own_gradients(self, micro: Batch) -> Arrays:
         """Gradients of a micro-batch as this rank by itself has them; all ranks call it, each with its own."""
@@ -306,9 +322,16 @@ class TorchSession(Observes):
         inputs = *self.to_device(micro), self.total_weight(micro), *self.documents(micro)
         return {n: to_numpy(g / self.scale) for n, g in self.ranks.unreduced(self.micro_loss, *inputs).items()}
 
+    @collects
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
         """`step`, and the gradients that it made before clipping; None if a subclass steps without showing them."""
-        return self._step_and(self._gradients, batch, norms)
+        taken = Collected()
+        record, found = self.stream_step(batch, taken, norms=norms)
+        return record, None if found is None else taken.gradients(found)
+
+    def stream_step(self, batch: Batch, take: Take, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
+        """`step_and_gradients`, whose gradients go to `take` one at a time."""
+        return self._step_and(lambda loss, nll: self.hand_over(loss, nll, take), batch, norms)
 
     def step_and_sketches(
         self, batch: Batch, *, norms: bool = False
@@ -325,9 +348,20 @@ class TorchSession(Observes):
         finally:
             self._of_step, self._show_step = None, None
 
-    def _gradients(self, loss: Tensor, nll: list[Tensor]) -> Gradients:
-        grads = {name: to_numpy(p.grad) for name, p in self.parameters.items() if p.grad is not None}
-        return Gradients(np.concatenate([to_numpy(n) for n in nll]), loss.item(), grads)
+    def hand_over(self, loss: Tensor, nll: list[Tensor], take: Take, release: bool = False) -> Gradients:
+        """Give what lies in each `.grad` to `take`, and `release` it; return NLL and loss."""
+        for name, p in self.parameters.items():
+            if p.grad is not None:
+                take(GRADS, name, to_numpy(p.grad))
+                p.grad = None if release else p.grad
+        return Gradients(np.concatenate([to_numpy(n) for n in nll]), loss.item(), {})
+
+    def show_program(self, grads: Mapping[str, Tensor]) -> None:
+        """Give the gradients of a single micro-batch, as its program made them, to a check that asks for them."""
+        if self._take_program is None:
+            return
+        for name, grad in grads.items():
+            self._take_program(PROGRAM, name, to_numpy(grad / self.scale))
 
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
         """Time of forward and backward pass / time without `deterministic = true`, several times."""
@@ -361,12 +395,12 @@ class TorchSession(Observes):
             loss += micro_loss.detach()
             nll.append(micro_nll.detach().clone() if self.replays else micro_nll.detach())
         if self.ranks and self.ranks.shares(micros):
-            shown = self._show_step is not None or self._program_gradients is not None
+            shown = self._show_step is not None or self._take_program is not None
             with self.mark("reduction"):
                 loss, nll = self.ranks.together(loss, nll, shown)
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        if self._program_gradients is not None and len(micros) == 1:
-            self._program_gradients = {name: g / self.scale for name, g in grads.items()}
+        if len(micros) == 1:
+            self.show_program(grads)
         if self.scale != 1:
             torch._foreach_div_([local(grad) for grad in grads.values()], self.scale)
         return loss / self.scale, nll

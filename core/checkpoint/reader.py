@@ -6,8 +6,8 @@ whichever number of ranks. (Its own `HuggingFaceStorageReader` knows the second 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +15,16 @@ from typing import Any, Self
 import numpy as np
 
 from lockstep.core.backend import State
-from lockstep.core.checkpoint.format import PARAMS, RANDOM, offsets_of, require_names
+from lockstep.core.checkpoint.format import (
+    PARAMS,
+    RANDOM,
+    SAFETENSORS,
+    Read,
+    load_checkpoint,
+    offsets_of,
+    require_names,
+    verify_checkpoint,
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,14 @@ class Stored:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
+    def state(self, step: int, scalars: Mapping[str, float]) -> State:
+        """The state, each tensor read when it is asked for."""
+        kinds: dict[str, list[str]] = {}
+        for kind, name in self._parts:
+            kinds.setdefault(kind, []).append(name)
+        tensors = {kind: _Tensors(self, kind, names) for kind, names in kinds.items()}
+        return State(step, tensors.pop(PARAMS), tensors, dict(scalars))
+
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
         """Return the shape of the whole tensor. kind: `params`, or a kind of moment."""
         ends = [np.add(part.begin, part.shape) for part in self._parts[kind, name]]
@@ -85,3 +102,35 @@ class Stored:
         if found is None or filled != found.size:
             raise ValueError(f"parts of {kind}/{name} are missing")
         return found
+
+
+class _Tensors(Mapping[str, np.ndarray]):
+    """The tensors of a kind by name, read when they are asked for."""
+
+    def __init__(self, stored: Stored, kind: str, names: list[str]) -> None:
+        self._stored, self._kind, self._names = stored, kind, names
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._stored.read(self._kind, name, slice(None))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@contextmanager
+def opened_checkpoint(folder: Path, read: Read | None = None) -> Iterator[State]:
+    """Verify a checkpoint as `load_checkpoint` does, and give its state while it is open, a tensor at a time.
+
+    Raises as `load_checkpoint`. What is of another format than safetensors is read at once.
+    """
+    manifest = verify_checkpoint(folder)
+    if manifest["format"] != SAFETENSORS:
+        yield load_checkpoint(folder, read)[0]
+        return
+    with Stored(folder) as stored:
+        yield stored.state(manifest["step"], manifest.get("scalars", {}))

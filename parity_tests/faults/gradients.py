@@ -67,8 +67,8 @@ class _ClippingSession(TorchSession):
             micro_loss, micro_nll = self._micro_loss(*self.to_device(micro), total, *self.documents(micro))
             micro_loss.backward()
             grads = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
-            if self._program_gradients is not None and len(micros) == 1:
-                self._program_gradients = grads
+            if len(micros) == 1:
+                self.show_program(grads)
             clip = clip_coefficient(self.config.optim, global_norm(grads.values())).to(self.policy.stream)
             for name, grad in grads.items():
                 sums[name] += grad * clip

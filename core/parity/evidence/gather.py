@@ -6,41 +6,48 @@ side (`lockstep parity`) and one in a worker process (`lockstep train --parity.e
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, Session, State, StepRecord
 from lockstep.core.capabilities import (
-    Loads,
     ReportsRanks,
     ShowsRankGradients,
-    ShowsStepGradients,
+    Take,
     ask,
-    ranks_of,
 )
-from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, reader_of
-from lockstep.core.checkpoint.of_ranks import begin_on_all, part_of, write_part
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
+from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into, taking
+from lockstep.core.parity.evidence.round_trip import round_trip
+from lockstep.core.parity.evidence.store import MemoryStore, Store
+from lockstep.core.streams import (
+    GRADS,
+    TAPS,
+    step_stream,
+    stream_gradients,
+    stream_taps,
+)
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.loss_scale import SCALE
 
 # Shares of the loss weight that the micro-batches of the accumulation check have: uneven, and powers of two, so that
 # a micro-batch's part of the sum is its own gradient scaled without a rounding.
 SHARES = (0.5, 0.25, 0.25)
+# The kind of the sum of their gradients.
+SUM = "accumulated/sum"
 
 
 @dataclass(frozen=True)
 class Accumulation:
     """Gradients of several micro-batches, each on its own and summed by the candidate: on one rank, or over ranks.
 
-    parts: of each micro-batch alone. shares: the part of the loss weight that each has in the whole. whole: of all.
+    parts: of each micro-batch alone, or their sum, whose share is 1. shares: the part of the loss weight that each has
+    in the whole. whole: of all.
     """
 
     parts: tuple[Arrays, ...]
@@ -113,6 +120,7 @@ def gather(
     norms: bool = False,
     due: str | None = None,
     tapped: Batch | None = None,
+    store: Store | None = None,
 ) -> Evidence:
     """Run one step of `session` on `batch` and keep what a check needs.
 
@@ -121,63 +129,66 @@ def gather(
     micro-batch, only that is repeated, and the session's state is never touched but by its step.
     tapped: for a thorough check, the micro-batch whose stages are shown, made by `probe_batch`; by default the first
     one, with other sequences every step.
+    store: takes the tensors, each as it comes, by default one in memory. It is not finished here (`save_evidence`).
 
-    Raises whatever the session raises, except NotSupported, which is listed as not covered, and NotFinite: such a step
-    is judged like any other.
+    Raises whatever the session and the store raise, except NotSupported, which is listed as not covered, and NotFinite:
+    such a step is judged like any other.
     """
     started = time.perf_counter()
     missing: list[str] = []
+    into = MemoryStore() if store is None else store
 
-    def attempt(what: str, ask: Callable[[], Gradients]) -> Gradients | None:
+    def attempt(what: str, of: Batch, name: str) -> Gradients | None:
         try:
-            return ask()
+            return gradients_into(into, name, session, of)
         except NotSupported as reason:
             missing.append(f"{what}: {reason}")
             return None
 
-    before = session.state()
+    before = state_into(into, "before", session)
     if probe is not None:
         tapped = probe
     elif tapped is None:
         tapped = probe_of(batch.cut(config.train)[0], config, turn=before.step)
     target = batch if probe is None else probe
-    probed = stepped = attempt("gradients and per-token NLL", lambda: _gradients(session, target))
+    probed = stepped = attempt("gradients and per-token NLL", target, "probed")
     micro = probed
     if probed is not None and probe is None:
-        micro = attempt("one micro-batch", lambda: _gradients(session, tapped))
+        micro = attempt("one micro-batch", tapped, "micro")
     # During training the step itself tells its gradients, where the session can: to compute them twice costs a step.
     in_passing = None
     if probe is not None and probed is not None:
         with suppress(NotSupported):
-            in_passing = ask(session, ShowsStepGradients).step_and_gradients
+            in_passing = step_stream(session)
     if probed is not None and probe is not None and in_passing is None:
-        stepped = _gradients(session, batch)
-    taps = look(session, config, tapped, missing)
+        stepped = gradients_into(into, "stepped", session, batch)
+    taps = look(session, config, tapped, missing, into)
     accumulated = None
     if probe is None and probed is not None and config.train.accumulation > 1:
-        accumulated = _accumulate(session, before, batch.cut(config.train))
+        accumulated = _accumulate(session, before, batch.cut(config.train), into)
     reduced = None
     if probe is None and probed is not None and config.train.ranks > 1:
         micros = batch.cut(config.train)
-        reduced = _reduce(session, config, before, micros, missing)
+        reduced = _reduce(session, config, before, micros, missing, into)
     gathering = time.perf_counter() - started
     started = time.perf_counter()
     not_finite = ""
     try:
         if in_passing is not None:
-            record, stepped = in_passing(batch, norms=norms)
+            record, shown = in_passing(batch, taking(into, "stepped"), norms)
+            stepped = None if shown is None else gradients_of(into, "stepped", shown)
             if stepped is None:
                 missing.append("moments and update: the session's step did not show its gradients")
         else:
             record = session.step(batch, norms=True) if norms else session.step(batch)
     except NotFinite as found:
         record, not_finite = found.record, found.where
-        stepped = stepped if in_passing is None else _gradients(session, batch)
+        stepped = stepped if in_passing is None else gradients_into(into, "stepped again", session, batch)
     record = replace(record, seconds=time.perf_counter() - started)
     started = time.perf_counter()
-    after = session.state()
+    after = state_into(into, "after", session)
     ranks = _reports(session, missing) if config.train.ranks > 1 else ()
-    reloaded = _round_trip(session, before, after, missing) if probe is None else None
+    reloaded = round_trip(session, before, after, missing, into) if probe is None else None
     if probe is not None:
         missing.append("accumulation and the checkpoint's round trip: a check during training leaves the state alone")
         if config.train.ranks > 1:
@@ -249,47 +260,79 @@ def observed_names(config: RunConfig) -> list[str]:
     return [*taps, *(GRADIENT + name for name in probed)]
 
 
-def look(session: Session, config: RunConfig, tapped: Batch, missing: list[str]) -> Arrays:
-    """Taps and gradients of the sequences with weight, as far as the session shows them; `missing` gets what not."""
+def look(session: Session, config: RunConfig, tapped: Batch, missing: list[str], store: Store | None = None) -> Arrays:
+    """Taps and gradients of the sequences with weight, as far as the session shows them; `missing` gets what not.
+
+    store: takes them, by default one in memory.
+    """
+    into = MemoryStore() if store is None else store
+
+    def take(kind: str, name: str, array: np.ndarray) -> None:
+        into.put(kind, name, weighted_tensor(name, array, tapped))
+
     for asked, lost in (
         (observed_names(config), ""),
         (tap_names(config.model), "local checks of the backward stages"),
         ([], "local checks of the forward stages"),
     ):
         try:
-            found = session.observe(tapped, asked) if asked else {}
+            if asked:
+                stream_taps(session, tapped, asked, take)
         except NotSupported as reason:
             why = str(reason)
             continue
         if lost:
             missing.append(f"{lost}: {why}")
-        return weighted_of(found, tapped)
+        return into.arrays(TAPS)
     raise AssertionError("an empty request cannot be refused")
 
 
 def weighted_of(found: Mapping[str, np.ndarray], batch: Batch) -> Arrays:
     """Taps of the sequences with weight; parameter gradients, and what is not shaped like a tap, whole."""
-    rows = weighted_rows(batch)
-
-    def part(name: str, value: np.ndarray) -> np.ndarray:
-        tap = name.removeprefix(GRADIENT)
-        return (
-            value
-            if tap.endswith((".weight", ".bias")) or np.ndim(value) == 0 or len(value) != len(batch.tokens)
-            else value[rows]
-        )
-
-    return {name: part(name, value) for name, value in found.items()}
+    return {name: weighted_tensor(name, value, batch) for name, value in found.items()}
 
 
-def _accumulate(session: Session, before: State, micros: list[Batch]) -> Accumulation | None:
-    """Three micro-batches with loss weights that are each other's powers of two, apart and together."""
+def weighted_tensor(name: str, value: np.ndarray, batch: Batch) -> np.ndarray:
+    """The sequences with weight of one tap, or the whole of what has none."""
+    tap = name.removeprefix(GRADIENT)
+    whole = tap.endswith((".weight", ".bias")) or np.ndim(value) == 0 or len(value) != len(batch.tokens)
+    return value if whole else value[weighted_rows(batch)]
+
+
+def _accumulate(session: Session, before: State, micros: list[Batch], store: Store) -> Accumulation | None:
+    """Three micro-batches with loss weights that are each other's powers of two, apart and together.
+
+    The parts are summed as they come, each by its share: none of them is kept.
+    """
     parts, whole = _of_shares(micros, SHARES)
-    grads = []
-    for part, share in zip(parts, SHARES, strict=True):
+    total: Store | None = None
+    for number, (part, share) in enumerate(zip(parts, SHARES, strict=True), 1):
+        so_far, total = total, store if number == len(parts) else store.scratch()
         with _scaled(session, before, share):
-            grads.append(session.gradients(part).grads)
-    return Accumulation(tuple(grads), SHARES, session.gradients(whole).grads)
+            stream_gradients(session, part, _adding(share, so_far, total))
+        if so_far is not None:
+            so_far.remove()
+    return Accumulation((store.arrays(SUM),), (1.0,), gradients_into(store, "accumulated", session, whole).grads)
+
+
+def _adding(share: float, so_far: Store | None, total: Store) -> Take:
+    """Put share · gradient into `total`, added to what `so_far` holds, if it is given.
+
+    A gradient that is not there, or is of another shape, has no sum, and the check misses it.
+    """
+    earlier = None if so_far is None else so_far.arrays(SUM)
+
+    def take(kind: str, name: str, gradient: np.ndarray) -> None:
+        if kind != GRADS:
+            return
+        part = gradient.dtype.type(share) * gradient
+        if earlier is not None:
+            if name not in earlier or earlier[name].shape != part.shape:
+                return
+            part = earlier[name] + part
+        total.put(SUM, name, part)
+
+    return take
 
 
 @contextmanager
@@ -309,7 +352,7 @@ def _scaled(session: Session, before: State, share: float) -> Iterator[None]:
 
 
 def _reduce(
-    session: Session, config: RunConfig, before: State, micros: list[Batch], missing: list[str]
+    session: Session, config: RunConfig, before: State, micros: list[Batch], missing: list[str], store: Store
 ) -> Accumulation | None:
     """The same over ranks, two micro-batches for each: by themselves, made where they are at home, and reduced."""
     count = 2 * config.train.ranks
@@ -319,8 +362,8 @@ def _reduce(
     try:
         by_rank = ask(session, ShowsRankGradients).rank_gradients
         with _scaled(session, before, shares[0]):
-            parts = tuple(by_rank(whole))
-        return Accumulation(parts, shares, session.gradients(whole).grads)
+            parts = tuple(put_all(store, f"reduced/{i}", part) for i, part in enumerate(by_rank(whole)))
+        return Accumulation(parts, shares, gradients_into(store, "reduced", session, whole).grads)
     except NotSupported as reason:
         missing.append(f"reduced gradients against each rank's own: {reason}")
         return None
@@ -351,47 +394,6 @@ def _of_shares(micros: list[Batch], shares: Sequence[float]) -> tuple[list[Batch
         replace(m, weights=base * np.float32(share)) for m, share in zip(again[: len(shares)], shares, strict=True)
     ]
     return parts, Batch(**{key: np.concatenate([p.arrays[key] for p in parts]) for key in parts[0].arrays})
-
-
-def _round_trip(session: Session, before: State, after: State, missing: list[str]) -> State | None:
-    """The state after the step through a checkpoint on disk and back into the session.
-
-    The session takes another state over while its checkpoint is being written: it must be written of a copy.
-    """
-    try:
-        load = ask(session, Loads).load
-    except NotSupported as reason:
-        missing.append(f"the checkpoint's round trip: {reason}")
-        return None
-    try:
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-            loaded = _read_back(session, load, before, after.step, Path(folder) / "state")
-        load(loaded)
-    except (NotSupported, ValueError, KeyError) as reason:  # what is wrong with its names, the check says itself
-        missing.append(f"the checkpoint's round trip: the session does not take its state back: {reason}")
-        return None
-    return session.state()
-
-
-def _read_back(session: Session, load: Callable[[State], None], before: State, step: int, final: Path) -> State:
-    """The session's state as a checkpoint gives it back; rank 0 reads it, where there are several."""
-    ranks = ranks_of(session)
-    if ranks.rank == 0:
-        pending = begin_on_all(session, ranks, lambda write: begin_checkpoint(final, step, write, {}))
-        load(before)
-        return ranks.of_first(lambda: load_checkpoint(pending.commit(), reader_of(session))[0])
-    writing = part_of(session, ranks)
-    if writing is not None:
-        load(before)
-        write_part(writing)
-    return ranks.of_first(lambda: before)
-
-
-def _gradients(session: Session, batch: Batch) -> Gradients:
-    found = session.gradients(batch)
-    if not isinstance(found, Gradients):  # None would pass for a candidate that has none, and be agreed with
-        raise TypeError(f"gradients() gave {type(found).__name__}, not lockstep.core.backend.Gradients")
-    return found
 
 
 def uneven_weights(batch: Batch, seed: int) -> Batch:

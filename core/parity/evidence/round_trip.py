@@ -1,0 +1,63 @@
+"""The checkpoint's round trip of a thorough check: write the state after the step, read it back, load it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lockstep.core.backend import NotSupported, Session, State
+from lockstep.core.capabilities import Loads, ask, ranks_of
+from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, reader_of
+from lockstep.core.checkpoint.of_ranks import begin_on_all, part_of, write_part
+from lockstep.core.checkpoint.reader import opened_checkpoint
+from lockstep.core.parity.evidence.into_store import state_into
+from lockstep.core.parity.evidence.store import Store
+
+
+def round_trip(session: Session, before: State, after: State, missing: list[str], store: Store) -> State | None:
+    """The state after the step through a checkpoint on disk and back into the session.
+
+    The session takes another state over while its checkpoint is being written: it must be written of a copy.
+    """
+    try:
+        load = ask(session, Loads).load
+    except NotSupported as reason:
+        missing.append(f"the checkpoint's round trip: {reason}")
+        return None
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="lockstep-") as folder,
+            _read_back(session, load, before, after.step, Path(folder) / "state") as loaded,
+        ):
+            load(loaded)
+    except (NotSupported, ValueError, KeyError) as reason:  # what is wrong with its names, the check says itself
+        missing.append(f"the checkpoint's round trip: the session does not take its state back: {reason}")
+        return None
+    return state_into(store, "reloaded", session)
+
+
+@contextmanager
+def _read_back(
+    session: Session, load: Callable[[State], None], before: State, step: int, final: Path
+) -> Iterator[State]:
+    """The session's state as a checkpoint gives it back; rank 0 reads it, where there are several.
+
+    On one rank it is read a tensor at a time, when it is asked for.
+    """
+    ranks = ranks_of(session)
+    if ranks.rank == 0:
+        pending = begin_on_all(session, ranks, lambda write: begin_checkpoint(final, step, write, {}))
+        load(before)
+        if ranks.count == 1:
+            with opened_checkpoint(pending.commit(), reader_of(session)) as state:
+                yield state
+        else:
+            yield ranks.of_first(lambda: load_checkpoint(pending.commit(), reader_of(session))[0])
+        return
+    writing = part_of(session, ranks)
+    if writing is not None:
+        load(before)
+        write_part(writing)
+    yield ranks.of_first(lambda: before)

@@ -1,0 +1,240 @@
+"""Evidence as a folder: `evidence.json` beside the tensors of its store. No pickle; what is read is hostile data.
+
+A folder alone can be judged later. In `evidence.json` stand the record and whatever else is small, and of every tensor
+only the kind under which the store has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from lockstep.core.backend import Arrays, Batch, Gradients, RankReport, State, StepRecord
+from lockstep.core.checkpoint.format import PARAMS
+from lockstep.core.errors import UserError
+from lockstep.core.parity.evidence.gather import Accumulation, Evidence
+from lockstep.core.parity.evidence.into_store import put_all
+from lockstep.core.parity.evidence.store import FolderStore, Stored
+
+SCHEMA = 1
+DOCUMENT = "evidence.json"
+NLL = "nll"
+# The arrays of a batch that `Batch` needs; `documents` may be absent.
+NEEDED = ("tokens", "targets", "weights")
+
+
+@dataclass(frozen=True)
+class _State:
+    """A state. kinds: of the store, by `params` and kinds of moments."""
+
+    step: int
+    scalars: Mapping[str, float]
+    kinds: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Gradients; `nll` lies in the store."""
+
+    loss: float
+    nll: str
+    grads: str
+    program: str
+
+
+@dataclass(frozen=True)
+class _Accumulation:
+    """Gradients apart and together."""
+
+    parts: tuple[str, ...]
+    shares: tuple[float, ...]
+    whole: str
+
+
+@dataclass(frozen=True)
+class _Document:
+    """The contents of `evidence.json`. Fields as in `Evidence`; a tensor stands for its kind in the store."""
+
+    schema: int
+    before: _State
+    after: _State
+    batch: str
+    record: StepRecord
+    stepped: _Gradients | None
+    probe: str
+    probed: _Gradients | None
+    tapped: str
+    taps: str
+    not_covered: tuple[str, ...]
+    seconds: float
+    due: str | None
+    micro: _Gradients | None
+    accumulated: _Accumulation | None
+    reloaded: _State | None
+    reduced: _Accumulation | None
+    ranks: tuple[RankReport, ...]
+    rechecked: bool
+    not_finite: str
+
+
+def store_of(evidence: Evidence) -> FolderStore | None:
+    """Return the folder in which the evidence was gathered, or None if it is in memory."""
+    params = evidence.before.params
+    return params.store if isinstance(params, Stored) else None
+
+
+def save_evidence(evidence: Evidence, store: FolderStore) -> Evidence:
+    """Put what `store` does not hold yet, finish it, and return the evidence as `open_evidence` gives it.
+
+    Raises UserError if the disk refuses; then the store is removed.
+    """
+    document = _Writer(store).document(evidence)
+    raw = json.dumps(asdict(document), indent=1, default=dict).encode()
+    store.finish({DOCUMENT: raw})
+    return _evidence(document, store)
+
+
+def open_evidence(folder: Path) -> Evidence:
+    """Open a folder of evidence; its tensors are read when they are asked for.
+
+    Raises UserError that names the file which is missing, damaged, of another schema or not what evidence is.
+    """
+    store = FolderStore.open(folder)
+    path = folder / DOCUMENT
+    try:
+        document = _adapter().validate_python(json.loads(store.document(DOCUMENT)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path} is not what evidence is: {where}: {first['msg']}") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is not what evidence is: {type(error).__name__}: {error}") from error
+    if document.schema != SCHEMA:
+        raise UserError(f"{path} has schema {document.schema}; this Lockstep reads {SCHEMA}")
+    try:
+        return _evidence(document, store)
+    except (ValueError, KeyError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is not what evidence is: {type(error).__name__}: {error}") from error
+
+
+@cache
+def _adapter() -> TypeAdapter[_Document]:
+    return TypeAdapter(_Document)
+
+
+class _Writer:
+    """Puts what a store does not hold yet, and returns the kind under which it has it."""
+
+    def __init__(self, store: FolderStore) -> None:
+        self._store = store
+        self._written: dict[int, _Gradients] = {}
+
+    def document(self, evidence: Evidence) -> _Document:
+        """Put everything and return what `evidence.json` holds."""
+        return _Document(
+            SCHEMA,
+            self._state("before", evidence.before),
+            self._state("after", evidence.after),
+            self._kind("batch", evidence.batch.arrays),
+            evidence.record,
+            self._gradients("stepped", evidence.stepped),
+            self._kind("probe", evidence.probe.arrays),
+            self._gradients("probed", evidence.probed),
+            self._kind("tapped", evidence.tapped.arrays),
+            self._kind("taps", evidence.taps),
+            evidence.not_covered,
+            evidence.seconds,
+            evidence.due,
+            self._gradients("micro", evidence.micro),
+            self._accumulation("accumulated", evidence.accumulated),
+            None if evidence.reloaded is None else self._state("reloaded", evidence.reloaded),
+            self._accumulation("reduced", evidence.reduced),
+            evidence.ranks,
+            evidence.rechecked,
+            evidence.not_finite,
+        )
+
+    def _kind(self, kind: str, arrays: Arrays) -> str:
+        if isinstance(arrays, Stored) and arrays.store is self._store:
+            return arrays.kind
+        while self._store.names(kind):  # a recheck's taps beside those of the check
+            kind += "+"
+        put_all(self._store, kind, arrays)
+        return kind
+
+    def _state(self, name: str, state: State) -> _State:
+        kinds = {PARAMS: state.params, **state.optimizer}
+        return _State(state.step, state.scalars, {k: self._kind(f"{name}/{k}", a) for k, a in kinds.items()})
+
+    def _gradients(self, name: str, found: Gradients | None) -> _Gradients | None:
+        if found is None:
+            return None
+        if id(found) not in self._written:  # one object may be the step's, the probe's and the micro-batch's
+            self._written[id(found)] = _Gradients(
+                found.loss,
+                self._kind(f"{name}/{NLL}", {NLL: found.nll}),
+                self._kind(f"{name}/grads", found.grads),
+                self._kind(f"{name}/program", found.program),
+            )
+        return self._written[id(found)]
+
+    def _accumulation(self, name: str, found: Accumulation | None) -> _Accumulation | None:
+        if found is None:
+            return None
+        parts = tuple(self._kind(f"{name}/{i}", part) for i, part in enumerate(found.parts))
+        return _Accumulation(parts, found.shares, self._kind(f"{name}/whole", found.whole))
+
+
+def _evidence(document: _Document, store: FolderStore) -> Evidence:
+    """Evidence whose batches and NLL are read, and whose other tensors are `Stored`."""
+
+    @cache
+    def gradients(of: _Gradients | None) -> Gradients | None:
+        if of is None:
+            return None
+        return Gradients(store.get(of.nll, NLL), of.loss, store.arrays(of.grads), store.arrays(of.program))
+
+    def batch(kind: str) -> Batch:
+        arrays = store.arrays(kind)
+        tokens, targets, weights = (arrays[name] for name in NEEDED)
+        return Batch(tokens, targets, weights, arrays.get("documents"))
+
+    def state(of: _State) -> State:
+        kinds = {kind: store.arrays(of_store) for kind, of_store in of.kinds.items()}
+        return State(of.step, kinds.pop(PARAMS), kinds, of.scalars)
+
+    def accumulation(of: _Accumulation | None) -> Accumulation | None:
+        if of is None:
+            return None
+        return Accumulation(tuple(map(store.arrays, of.parts)), of.shares, store.arrays(of.whole))
+
+    return Evidence(
+        before=state(document.before),
+        after=state(document.after),
+        batch=batch(document.batch),
+        record=document.record,
+        stepped=gradients(document.stepped),
+        probe=batch(document.probe),
+        probed=gradients(document.probed),
+        tapped=batch(document.tapped),
+        taps=store.arrays(document.taps),
+        not_covered=document.not_covered,
+        seconds=document.seconds,
+        due=document.due,
+        micro=gradients(document.micro),
+        accumulated=accumulation(document.accumulated),
+        reloaded=None if document.reloaded is None else state(document.reloaded),
+        reduced=accumulation(document.reduced),
+        ranks=document.ranks,
+        rechecked=document.rechecked,
+        not_finite=document.not_finite,
+    )
