@@ -48,6 +48,7 @@ from lockstep.core.run.layout import (
     CHECKPOINTS,
     CHECKS,
     CONFIG,
+    EVIDENCE,
     INFO,
     LINES,
     OBSERVATIONS,
@@ -132,6 +133,7 @@ class RunDir:
             if write:
                 remove_temporaries(path)
                 remove_left_overs(path / CHECKPOINTS)
+                shutil.rmtree(path / EVIDENCE, ignore_errors=True)
             return cls(path, config, info, lock, changes)
         except BaseException:
             if lock:

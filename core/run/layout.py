@@ -9,6 +9,8 @@ from lockstep.core.checkpoint.format import checkpoint_step
 
 CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records.jsonl", "parity.jsonl", "checkpoints"
 OBSERVATIONS, CAPSULES, SPIKES, SAVED = "observations", "capsules", "spikes", "checkpoints.jsonl"
+# Of checks that have not come back; what a killed run left there is removed when the run goes on.
+EVIDENCE = "evidence"
 LINES = RECORDS, CHECKS, SAVED
 _OBSERVED = re.compile(r"step_(\d{6,})\.npz")
 

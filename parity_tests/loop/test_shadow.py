@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
 from lockstep.core.backend import StepRecord
 from lockstep.core.config.schema import ParityConfig, RunConfig
-from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.errors import UserError
+from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.saved import save_evidence, store_of
+from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.parity.measures.verdict import Check
-from lockstep.core.parity.modes.shadow import Result, Shadow, judge_all, receive_evidence, send_evidence
+from lockstep.core.parity.modes import shadow as shadow_module
+from lockstep.core.parity.modes.shadow import Result, Shadow, judge_all
 from lockstep.parity_tests.faults import forward, loss, optimizer, state
+from lockstep.parity_tests.guards.events import NO_SPACE, Refusing
 from lockstep.parity_tests.loop.runs import alive, equal, wait_until_gone
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
@@ -109,7 +115,7 @@ def test_a_late_reference_delays_no_step_and_is_skipped_and_counted() -> None:
     shadow.close()
 
 
-def test_evidence_larger_than_a_pipe_does_not_hold_the_step_up() -> None:
+def test_large_evidence_does_not_hold_the_step_up() -> None:
     big = checked(queue=2).model_copy(update={"model": checked().model.model_copy(update={"vocab_size": 20_000})})
     session = TorchSession(big)
     with Shadow(big, f"{REFERENCES}:Late") as shadow:
@@ -171,7 +177,7 @@ def test_a_reference_that_is_not_there() -> None:
         assert "has no Missing" in skipped(list(shadow.drain()))[1]
 
 
-def test_evidence_that_cannot_be_sent_is_lost_and_not_waited_for() -> None:
+def test_evidence_that_cannot_be_saved_is_lost_and_not_waited_for() -> None:
     class Odd(TorchSession):
         def step(self, batch, *, norms=False):
             record = super().step(batch, norms=norms)
@@ -182,43 +188,143 @@ def test_evidence_that_cannot_be_sent_is_lost_and_not_waited_for() -> None:
     with Shadow(checked(), f"{REFERENCES}:Failing") as shadow:
         step(shadow, session, 0)
         began = time.perf_counter()
-        assert "could not be sent" in skipped(list(shadow.drain()))[1]
+        assert "its evidence is lost: TypeError" in skipped(list(shadow.drain()))[1]
         assert time.perf_counter() - began < 5
 
 
-@pytest.mark.parametrize("kept", [1, 3, 5, 2000])
-def test_evidence_that_breaks_off_is_none_and_no_traceback(kept: int) -> None:
+def evidence_in(folder: Path) -> Path:
     session = TorchSession(checked())
-    evidence = gather(session, session.config, text_batch(session.config, 0))
-    read_whole, write_whole = os.pipe()
-    out = Connection(write_whole)
-
-    def send() -> None:
-        send_evidence(evidence, out)
-        out.close()
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    with open(read_whole, "rb") as pipe:
-        sent = pipe.read()
-    sender.join()
-    read_part, write_part = os.pipe()
-    os.write(write_part, sent[:kept])
-    os.close(write_part)
-    with Connection(read_part) as part:
-        assert receive_evidence(part) is None
+    store = FolderStore.create(folder)
+    save_evidence(gather(session, session.config, text_batch(session.config, 0), store=store), store)
+    return folder
 
 
-def test_a_worker_whose_trainer_was_killed_ends_without_a_traceback() -> None:
-    session = TorchSession(checked())
-    evidence = gather(session, session.config, text_batch(session.config, 0))
+@pytest.mark.parametrize("kept", [1, 3, 5, 40])
+def test_a_message_that_breaks_off_ends_the_worker_without_a_traceback(kept: int) -> None:
     evidence_in, evidence_out = Pipe(duplex=False)
+    evidence_out.send((1, Path("somewhere")))
+    sent = os.read(evidence_in.fileno(), 1000)
+    os.write(evidence_out.fileno(), sent[:kept])
+    evidence_out.close()
+    results_in, results_out = Pipe(duplex=False)
+    judge_all(checked(), f"{REFERENCES}:Failing", None, evidence_in, results_out)
+    assert not results_in.poll(0)
+
+
+def test_a_worker_whose_trainer_was_killed_ends_without_a_traceback(tmp_path: Path) -> None:
+    incoming, outgoing = Pipe(duplex=False)
     results_in, results_out = Pipe(duplex=False)
     results_in.close()
-    sender = threading.Thread(target=send_evidence, args=(evidence, evidence_out))
-    sender.start()
-    judge_all(checked(), f"{REFERENCES}:Failing", None, evidence_in, results_out)
-    sender.join()
+    outgoing.send((1, evidence_in(tmp_path / "evidence")))
+    judge_all(checked(), f"{REFERENCES}:Failing", None, incoming, results_out)
+
+
+def test_evidence_lies_in_the_folder_until_its_check_is_back(tmp_path: Path) -> None:
+    session, folder = TorchSession(checked()), tmp_path / "evidence"
+    with Shadow(checked(), f"{REFERENCES}:Failing", folder=folder) as shadow:
+        step(shadow, session, 0)
+        assert [path.name for path in folder.iterdir()] == ["step_000001"]
+        list(shadow.drain())
+        assert list(folder.iterdir()) == []
+        step(shadow, session, 1)
+        os.kill(shadow.worker_pid, signal.SIGKILL)
+        list(shadow.drain())
+        assert list(folder.iterdir()) == []
+        shadow._waiting.add(9)
+        (folder / "step_000009").mkdir()
+    assert not folder.exists()
+
+
+def test_evidence_of_an_accused_step_stays_for_its_alarm_alone(reference: Shadow) -> None:
+    session = forward.QueryScaled().open_rank(checked())
+    step(reference, session, 0)
+    (check,) = reference.drain()
+    assert isinstance(check, Check) and check.verdict == "disagreed"
+    evidence = reference.evidence_of(1)
+    assert evidence.record.step == 1 and store_of(evidence)
+    assert evidence.before.params["embed.weight"].shape == (300, 64)
+    step(reference, session, 1)
+    list(reference.drain())
+    with pytest.raises(UserError, match=r"step_000001/index\.json"):
+        reference.evidence_of(1)
+
+
+def flipped(folder: Path) -> None:
+    path = folder / "blocks.0.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / "head.safetensors", 40_000)
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (flipped, r"blocks\.0\.safetensors was damaged after it was written"),
+        (cut, r"head\.safetensors has 40000 bytes; \d+ were written"),
+        (shutil.rmtree, r"index\.json: No such file"),
+    ],
+)
+def test_evidence_that_is_harmed_costs_its_check_alone(
+    harm: Callable[[Path], None], why: str, reference: Shadow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, alone = TorchSession(checked()), TorchSession(checked())
+
+    def harmed(evidence: Evidence, store: FolderStore) -> None:
+        save_evidence(evidence, store)
+        harm(store.folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shadow_module, "save_evidence", harmed)
+        if harm is shutil.rmtree:
+            patch.setattr(shadow_module, "save_evidence", save_evidence)
+            sent = reference._evidence.send
+
+            def removed_first(told: tuple[int, Path]) -> None:
+                harm(told[1])
+                sent(told)
+
+            patch.setattr(reference._evidence, "send", removed_first)
+        step(reference, session, 0)
+    lost = skipped(list(reference.drain()))
+    assert list(lost) == [1] and re.search(why, lost[1]) and "\n" not in lost[1]
+    step(reference, session, 1)
+    (check,) = reference.drain()
+    assert isinstance(check, Check) and check.verdict == "agreed"
+    for seed in range(2):
+        alone.step(text_batch(alone.config, seed))
+    assert equal(session.state().params, alone.state().params)
+
+
+def test_a_disk_that_is_full_costs_the_check_and_not_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, alone = TorchSession(checked()), TorchSession(checked())
+    disk = Refusing(monkeypatch, str(tmp_path), NO_SPACE)
+    with Shadow(checked(), f"{REFERENCES}:Failing", folder=tmp_path / "evidence") as shadow:
+        disk.turn(True)
+        step(shadow, session, 0)
+        disk.turn(False)
+        (tmp_path / "evidence").mkdir()
+        opened = FolderStore.create
+
+        def full_later(folder: Path) -> FolderStore:
+            made = opened(folder)
+            disk.turn(True)
+            return made
+
+        monkeypatch.setattr(FolderStore, "create", full_later)
+        step(shadow, session, 1)
+        disk.turn(False)
+        lost = skipped(list(shadow.drain()))
+        assert list((tmp_path / "evidence").iterdir()) == []
+    assert sorted(lost) == [1, 2]
+    assert all(why.startswith("its evidence is lost: cannot write the evidence") for why in lost.values())
+    assert all(why.endswith("No space left on device") for why in lost.values())
+    for seed in range(2):
+        alone.step(text_batch(alone.config, seed))
+    assert equal(session.state().params, alone.state().params)
 
 
 def test_an_exception_ends_the_worker_at_once() -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from lockstep.core.backend import Session
     from lockstep.core.config.schema import RunConfig
+    from lockstep.core.parity.evidence.gather import Evidence
     from lockstep.core.parity.measures.verdict import Check
     from lockstep.core.parity.modes.shadow import Shadow
     from lockstep.core.run.data import RunData
@@ -201,7 +202,7 @@ def _train(
 ) -> int:
     from lockstep.core.parity.evidence.recorder import Recorder
     from lockstep.core.parity.modes.shadow import Shadow
-    from lockstep.core.run.layout import OBSERVATIONS
+    from lockstep.core.run.layout import EVIDENCE, OBSERVATIONS
     from lockstep.core.sinks.console import ConsoleSink
     from lockstep.core.sinks.jsonl import JsonlSink
     from lockstep.core.sinks.terminal import open_console
@@ -225,7 +226,8 @@ def _train(
     if config.log.wandb != "disabled":
         sinks.append(WandbSink(run, lambda text: console.print(text, style="yellow", markup=False)))
     kept = run.path / OBSERVATIONS
-    shadow = stack.enter_context(Shadow(config, REFERENCE, kept, ranks)) if _checked(config, done) else None
+    folder = run.path / EVIDENCE
+    shadow = stack.enter_context(Shadow(config, REFERENCE, kept, ranks, folder)) if _checked(config, done) else None
     watch = Recorder(config, kept, shadow) if config.parity.records else shadow
     sinks.append(ConsoleSink(config.train.steps, done, console))
     for sink in sinks:
@@ -251,9 +253,19 @@ def _alarm(
     from lockstep.core.run.layout import CAPSULES
 
     def alarm(check: Check) -> str | None:
-        evidence = ranks.of_first(lambda: shadow.evidence_of(check.step) if shadow else None)
+        lost = ""
+
+        def found() -> Evidence | None:
+            nonlocal lost
+            try:
+                return shadow.evidence_of(check.step) if shadow else None
+            except UserError as error:  # told in the alarm: training goes on
+                lost = f"step {check.step}: no capsule: {error}"
+                return None
+
+        evidence = ranks.of_first(found)
         if evidence is None:
-            return None
+            return lost or None
         return sound(
             session,
             evidence,

@@ -6,6 +6,7 @@ What does not repeat, from the same state on the same batch, is not the program'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.cause import decoded
 from lockstep.core.parity.evidence.capsule import write_capsule
 from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.place import store_for
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.measures.verdict import Check, Finding
 
@@ -80,9 +82,8 @@ def sound(
     on.
     """
     ranks = ranks_of(session)
-    found = repeated(session, evidence, check, config, judge_again)
-    # The next steps depend on it, on every rank.
-    repeat = ranks.of_first(lambda: found)
+    # The next steps depend on rank 0's, on every rank. No rank still reads the evidence when rank 0 packs it.
+    repeat = ranks.gather(repeated(session, evidence, check, config, judge_again), "`run the step again`")[0]
     cause = [repeat.why]
     if repeat.happened is not False and find_cause is not None:
         words = find_cause(evidence, check)
@@ -114,25 +115,38 @@ def repeated(
     try:
         ask(session, Loads).load(evidence.before)
     except NotSupported as reason:
-        return Repeat(None, (), f"the step could not be run again: {reason}")
-    try:
-        again = gather(
-            session, config, evidence.batch, evidence.given_probe, due=evidence.due, tapped=evidence.given_tapped
-        )
-    except Exception as error:  # a candidate is somebody else's code, and training goes on after an alarm
-        said = next(iter(str(error).splitlines()), "")
-        return Repeat(None, (), f"the step could not be run again: {type(error).__name__}: {said}")
-    finally:
+        return _not_run_again(reason)
+    except UserError as lost:
         _put_back(session, now)
-    differed = tuple(different(evidence, again))
-    if not differed:
-        return Repeat(True, (), "the same step, run again, gives the same bits")
-    many = f" and {len(differed) - NAMED} more" if len(differed) > NAMED else ""
-    named = f"{', '.join(differed[:NAMED])}{many}"
-    second = judge_again(again) if judge_again else None
+        return _not_run_again(lost)
+    with ExitStack() as stack:
+        try:
+            store = stack.enter_context(store_for(config))
+            probe, tapped = evidence.given_probe, evidence.given_tapped
+            again = gather(session, config, evidence.batch, probe, due=evidence.due, tapped=tapped, store=store)
+        except Exception as error:  # a candidate is somebody else's code, and training goes on after an alarm
+            return _not_run_again(error)
+        finally:
+            _put_back(session, now)
+        try:
+            differed = tuple(different(evidence, again))
+        except UserError as lost:
+            return _not_run_again(lost)
+        if not differed:
+            return Repeat(True, (), "the same step, run again, gives the same bits")
+        many = f" and {len(differed) - NAMED} more" if len(differed) > NAMED else ""
+        named = f"{', '.join(differed[:NAMED])}{many}"
+        second = judge_again(again) if judge_again else None
     if second is not None and _same_origin(check, second):
         return Repeat(True, differed, f"repeats, though not bit for bit: sums vary from run to run ({named})")
     return Repeat(False, differed, f"does not repeat: hardware or a race; the same step, run again, differs in {named}")
+
+
+def _not_run_again(why: Exception) -> Repeat:
+    said = next(iter(str(why).splitlines()), "")
+    if not isinstance(why, (NotSupported, UserError)):
+        said = f"{type(why).__name__}: {said}"
+    return Repeat(None, (), f"the step could not be run again: {said}")
 
 
 def different(one: Evidence, other: Evidence) -> Iterator[str]:

@@ -152,9 +152,9 @@ class FolderStore:
 
     @classmethod
     def create(cls, folder: Path) -> Self:
-        """Make the folder, which must not be there. Raises UserError if it cannot be made."""
+        """Make the folder, which must not be there, in one that is. Raises UserError if it cannot be made."""
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
         except OSError as error:
             raise UserError(f"cannot write the evidence {folder}: {error.strerror or error}") from error
         return cls(folder)
@@ -283,12 +283,15 @@ class FolderStore:
         described = _described(key, stored, shape, file.size, length)
         if not file.has_room(described):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-        with (self.folder / file.file).open("ab", buffering=0) as out:
-            if not file.size and not file.header:
-                _write(out, bytes(DATA))
+        out = os.open(self.folder / file.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            if not file.header:
+                _write(out, memoryview(bytes(DATA)))
             for start in range(0, flat.size, PIECE):
                 piece = flat[start : start + PIECE]
-                _write(out, _upper(piece) if stored == BF16 else piece.view(np.uint8))
+                _write(out, (_upper(piece) if stored == BF16 else piece.view(np.uint8)).data)
+        finally:
+            os.close(out)
         entry = Entry(file.file, dtype, stored, shape, file.size, hashes)
         file.size += length
         file.header.append(described)
@@ -388,11 +391,10 @@ def _header(segment: _Segment) -> bytes:
     return HEADER.to_bytes(8, "little") + f"{{{','.join(segment.header)}}}".encode().ljust(HEADER)
 
 
-def _write(file: Any, data: Any) -> None:
-    """Write all of it: without a buffer, a disk takes what it can."""
-    left = memoryview(data)
-    while left.nbytes:
-        left = left[file.write(left) :]
+def _write(descriptor: int, data: memoryview) -> None:
+    """Write all of it: a disk takes what it can at once."""
+    while data.nbytes:
+        data = data[os.write(descriptor, data) :]
 
 
 def _fits_bf16(flat: np.ndarray) -> bool:

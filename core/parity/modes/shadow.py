@@ -1,9 +1,11 @@
 """Checks during training: the reference works in a process of its own, the trainer waits only to gather evidence.
 
 Every N steps the trainer gathers evidence (a probe micro-batch of the live data with uneven loss weights, at the live
-weights, and the live step's update) and hands it to a thread that writes it to the worker. If more checks wait than
-`parity.queue` allows, a check is skipped and counted. If the worker dies, training goes on and every check that is lost
-says so. A worker that gives nothing for `parity.timeout_seconds`, though it has something to judge, is ended.
+weights, and the live step's update) into a folder, a tensor at a time, and sends the worker its path. The folder goes
+when its check has come back; that of a check that disagreed stays until the alarm has been handled. If more checks wait
+than `parity.queue` allows, a check is skipped and counted. If the worker dies or a folder is lost, training goes on and
+every check that is lost says so. A worker that gives nothing for `parity.timeout_seconds`, though it has something to
+judge, is ended.
 """
 
 from __future__ import annotations
@@ -12,28 +14,33 @@ import contextlib
 import io
 import multiprocessing
 import os
-import pickle
-import queue
+import shutil
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, Self
 
 import numpy as np
 
 from lockstep.core.backend import Batch, Session, StepRecord
+from lockstep.core.checkpoint.format import folder_name
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import write_atomically
 from lockstep.core.load_backend import load_backend
 from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.lasting import LastingStore
 from lockstep.core.parity.evidence.recorded import probe_of, save_observations
+from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
+from lockstep.core.parity.evidence.store import FolderStore, NoStore
 from lockstep.core.parity.judge.end_to_end import observations_of
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
@@ -60,13 +67,25 @@ class Shadow:
     As a context manager it ends the worker, at once if it is left by an exception.
     """
 
-    def __init__(self, config: RunConfig, reference: str, observations: Path | None = None, ranks: Ranks = ONE) -> None:
-        """`observations`: the folder that keeps the sketches of each checked step, or None to keep none."""
+    def __init__(
+        self,
+        config: RunConfig,
+        reference: str,
+        observations: Path | None = None,
+        ranks: Ranks = ONE,
+        folder: Path | None = None,
+    ) -> None:
+        """`observations`: the folder that keeps the sketches of each checked step, or None to keep none.
+
+        folder: holds the evidence of pending checks, and is removed by `close`; by default a temporary one.
+        """
         self._config, self._ranks = config, ranks
         self._waiting: set[int] = set()
-        # Keep the evidence of pending checks and of the last finished one: an alarm runs the step again.
-        self._gathered: dict[int, Evidence] = {}
+        self._folder = Path(mkdtemp(prefix="lockstep-evidence-")) if folder is None else folder.absolute()
+        self._aside = self._folder / f".{os.getpid()}.tmp"
         self._lost: list[tuple[int, str]] = []
+        # The step whose evidence is kept for its alarm, or 0.
+        self._accused = 0
         # When the worker last gave something, or had nothing to do.
         self._heard = time.monotonic()
         self._given_up = False
@@ -91,12 +110,6 @@ class Shadow:
                 signal.signal(number, handler)
         evidence_in.close()
         results_out.close()
-        self._outbox: queue.SimpleQueue[Evidence | None] = queue.SimpleQueue()
-        self._unsent: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-        self._sender = threading.Thread(
-            target=_send_all, args=(self._outbox, self._evidence, self._unsent), name="lockstep-evidence", daemon=True
-        )
-        self._sender.start()
 
     @property
     def worker_pid(self) -> int:
@@ -122,16 +135,34 @@ class Shadow:
             record = _unchecked(session, batch, norms)
             self._lost.append((record.step, self._reason()))
             return record
-        probe = probe_of(batch, self._config)
-        evidence = gather(session, self._config, batch, probe, norms, due)
+        store = LastingStore(self._begin)
+        evidence = gather(session, self._config, batch, probe_of(batch, self._config), norms, due, store=store)
         if not self._waiting:
             self._heard = time.monotonic()
-        self._waiting.add(evidence.record.step)
-        self._gathered[evidence.record.step] = evidence
-        self._outbox.put(evidence)
+        step = evidence.record.step
+        if why := self._send(evidence, store):
+            self._lost.append((step, f"its evidence is lost: {why}"))
+        else:
+            self._waiting.add(step)
         if evidence.not_finite:
             raise NotFinite(evidence.record, evidence.not_finite)
         return evidence.record
+
+    def _begin(self) -> FolderStore:
+        with contextlib.suppress(OSError):  # no more than that: a run that was deleted meanwhile is not made anew
+            self._folder.mkdir(exist_ok=True)
+        return FolderStore.create(self._aside)
+
+    def _send(self, evidence: Evidence, store: LastingStore) -> str:
+        """Save the evidence and send the worker its path; returns what went wrong, in words."""
+        place = self._place(evidence.record.step)
+        try:
+            store.finish(partial(save_evidence, evidence), place)
+        except (UserError, TypeError, ValueError) as error:  # what a candidate's record holds may be no JSON
+            return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):  # the worker has died: `collect` says which checks are lost
+            self._evidence.send((evidence.record.step, place))
+        return ""
 
     def collect(self) -> Iterator[Result]:
         """Return the results that have come back so far."""
@@ -139,12 +170,11 @@ class Shadow:
         alive = self._worker.is_alive()  # asked first: what a worker sent before it died is still read
         while (result := self._receive(0.0)) is not None:
             yield result
-        self._take_unsent()
         if self._waiting and not alive:
             for step in sorted(self._waiting):
                 self._lost.append((step, self._reason()))
+                self._remove(step)
             self._waiting.clear()
-            self._gathered.clear()
         lost, self._lost = self._lost, []
         yield from lost
 
@@ -157,20 +187,21 @@ class Shadow:
                 yield result
             elif not alive:
                 break
-            self._take_unsent()
         yield from self.collect()
 
     def close(self, at_once: bool = False) -> None:
-        """End the worker; a second call does nothing."""
-        self._outbox.put(None)
+        """End the worker and remove the evidence; a second call does nothing."""
+        with contextlib.suppress(OSError):
+            self._evidence.send(None)
         if self._worker.is_alive() and not at_once:
             self._worker.join(timeout=END_SECONDS)
         if self._worker.is_alive():
             self._worker.kill()
             self._worker.join()
-        # Nobody reads any more, so it ends now. Waited for: a thread that frees a tensor's memory while the interpreter
-        # shuts down aborts the process.
-        self._sender.join(timeout=END_SECONDS)
+        for place in (self._aside, *map(self._place, (*self._waiting, self._accused))):
+            shutil.rmtree(place, ignore_errors=True)
+        with contextlib.suppress(OSError):  # there is none, or something that this run did not put there
+            self._folder.rmdir()
 
     def __enter__(self) -> Self:
         return self
@@ -199,12 +230,6 @@ class Shadow:
             self._worker.kill()
             self._worker.join()
 
-    def _take_unsent(self) -> None:
-        while not self._unsent.empty():
-            lost = self._unsent.get()
-            self._waiting.discard(lost[0])
-            self._lost.append(lost)
-
     def _receive(self, seconds: float) -> Result | None:
         """A result that is there within `seconds`, or None; also None, at once, if the worker is gone."""
         try:
@@ -217,12 +242,24 @@ class Shadow:
         step = result.step if isinstance(result, Check) else result[0]
         self._heard = time.monotonic()
         self._waiting.discard(step)
-        self._gathered = {s: e for s, e in self._gathered.items() if s in self._waiting or s == step}
+        self._remove(self._accused)
+        self._accused = step if isinstance(result, Check) and result.verdict == "disagreed" else 0
+        if not self._accused:
+            self._remove(step)
         return result
 
-    def evidence_of(self, step: int) -> Evidence | None:
-        """Return the evidence of a step whose check is not back yet, or was the last to come back."""
-        return self._gathered.get(step)
+    def evidence_of(self, step: int) -> Evidence:
+        """Return the evidence of the check that was the last to come back, and disagreed.
+
+        Raises UserError if it is lost.
+        """
+        return open_evidence(self._place(step))
+
+    def _place(self, step: int) -> Path:
+        return self._folder / folder_name(step)
+
+    def _remove(self, step: int) -> None:
+        shutil.rmtree(self._place(step), ignore_errors=True)
 
 
 class ShadowPart:
@@ -241,7 +278,8 @@ class ShadowPart:
         """Run the step, and gather its evidence if rank 0 can have it judged. Raises NotFinite as rank 0's."""
         if not self._ranks.of_first(bool):
             return _unchecked(session, batch, norms)
-        evidence = gather(session, self._config, batch, probe_of(batch, self._config), norms, due)
+        probe = probe_of(batch, self._config)
+        evidence = gather(session, self._config, batch, probe, norms, due, store=NoStore())
         if evidence.not_finite:
             raise NotFinite(evidence.record, evidence.not_finite)
         return evidence.record
@@ -261,46 +299,6 @@ def _unchecked(session: Session, batch: Batch, norms: bool) -> StepRecord:
     return replace(record, seconds=time.perf_counter() - started)
 
 
-def send_evidence(evidence: Evidence, pipe: Connection) -> None:
-    """Write evidence array by array: nothing is copied, and the interpreter is free while the pipe is full."""
-    buffers: list[pickle.PickleBuffer] = []
-    frame = pickle.dumps(evidence, protocol=5, buffer_callback=buffers.append)
-    views = [buffer.raw() for buffer in buffers]
-    pipe.send((frame, [view.nbytes for view in views]))
-    for view in views:
-        pipe.send_bytes(view)
-
-
-def receive_evidence(pipe: Connection) -> Evidence | None:
-    """Return what `send_evidence` wrote; None when the sender is done, or ended in the middle of it."""
-    try:
-        message = pipe.recv()
-        if message is None:
-            return None
-        frame, sizes = message
-        buffers = [bytearray(size) for size in sizes]
-        for buffer in buffers:
-            pipe.recv_bytes_into(buffer)
-    except (EOFError, OSError):  # OSError: the pipe ended inside a message
-        return None
-    evidence: Evidence = pickle.loads(frame, buffers=buffers)
-    return evidence
-
-
-def _send_all(
-    outbox: queue.SimpleQueue[Evidence | None], pipe: Connection, unsent: queue.SimpleQueue[tuple[int, str]]
-) -> None:
-    """The thread beside the trainer: it waits for the worker, so that the trainer need not."""
-    with contextlib.suppress(OSError):  # the worker has died: `Shadow.collect` says which checks are lost
-        while (evidence := outbox.get()) is not None:
-            try:
-                send_evidence(evidence, pipe)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:  # raised before a byte is written
-                unsent.put((evidence.record.step, f"its evidence could not be sent: {type(error).__name__}: {error}"))
-            del evidence
-        pipe.send(None)
-
-
 def _work(
     config: RunConfig, reference: str, observations: Path | None, evidence_in: Connection, results_out: Connection
 ) -> None:
@@ -313,32 +311,42 @@ def _work(
 def judge_all(
     config: RunConfig, reference: str, observations: Path | None, evidence_in: Connection, results_out: Connection
 ) -> None:
-    """Judge the evidence that comes and send each result, until the trainer is done or has ended."""
+    """Judge the evidence whose step and folder come and send each result, until the trainer is done or has ended."""
     opened: Reference | None = None
     judged = 0
-    while (evidence := receive_evidence(evidence_in)) is not None:
+    while (told := _received(evidence_in)) is not None:
+        step, folder = told
         result: Result
         try:
+            evidence = open_evidence(folder)
             if opened is None:
                 opened = sound_reference(load_backend(reference), config).over_a_run()
             check = judge(evidence, opened)
             result = check if observations is None else _kept(check, evidence, config, observations)
         except UserError as error:
-            result = (evidence.record.step, str(error))
+            result = (step, str(error))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = next(iter(str(error).splitlines()), "")
             reason = f"the reference failed: {type(error).__name__}: {said} ({where.filename}:{where.lineno})"
-            result = (evidence.record.step, reason)
+            result = (step, reason)
         try:
             results_out.send(result)
         except OSError:  # the trainer was killed, and `_end_with_parent` has not seen it yet
             return
-        del evidence
         judged += 1
         if judged % SUMS_EVERY == 0:
             _keep_sums(opened, observations)
     _keep_sums(opened, observations)
+
+
+def _received(pipe: Connection) -> tuple[int, Path] | None:
+    """Return the next message; None when the sender is done, or has ended."""
+    try:
+        told: tuple[int, Path] | None = pipe.recv()
+    except (EOFError, OSError):  # OSError: the pipe ended inside a message
+        return None
+    return told
 
 
 def _keep_sums(reference: Reference | None, folder: Path | None) -> None:

@@ -11,6 +11,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
+from lockstep.core.parity.evidence.place import store_for
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.reference.self_check import sound_reference
@@ -44,6 +45,9 @@ def check_steps(
         references = sound_reference(reference, config).over_a_run()
         stack.callback(references.close)
         for number, batch in enumerate(batches):
-            evidence = gather(session, config, uneven_weights(batch, config.seed + number))
-            evidence, check = recheck_rows(session, config, evidence, judge(evidence, references), references)
-            yield alarm(session, evidence, check) if check.verdict == "disagreed" else check
+            with store_for(config) as store:
+                evidence = gather(session, config, uneven_weights(batch, config.seed + number), store=store)
+                evidence, check = recheck_rows(session, config, evidence, judge(evidence, references), references)
+                if check.verdict == "disagreed":
+                    check = alarm(session, evidence, check)
+            yield check
