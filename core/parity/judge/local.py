@@ -7,10 +7,10 @@ candidate's own inputs and the candidate's own gradient of its output; what it m
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from lockstep.core.model.names import GRADIENT, in_fp8, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import (
+    Comparison,
     Noise,
     Reference,
     compare,
@@ -28,7 +29,8 @@ from lockstep.core.parity.measures.compare import (
     relative_difference,
     same_but_for_rounding,
 )
-from lockstep.core.parity.measures.distances import Distances, distances
+from lockstep.core.parity.measures.distances import Distances, Sums
+from lockstep.core.parity.measures.stretches import part_of, stretches
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.reference.stages import Shared, shared_tensors, stages_of
 from lockstep.core.train.loss_scale import SCALE
@@ -70,21 +72,28 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
         kind, noise = calibrated_bounds.local_kind(stage.id), Noise(reference, variant, inputs, w, t)
         c = evidence.taps[stage.tap]
         yield compare(
-            reference, stage.id, kind, stage.tap, "local", c, w["out"], t["out"], noise=partial(noise.of, "out")
+            reference,
+            stage.id,
+            kind,
+            stage.tap,
+            "local",
+            c,
+            w["out"],
+            t["out"],
+            noise=functools.partial(noise.of, "out"),
         )
         if grad is None:
             continue
         for role in (*stage.reads, *stage.params):
             name, total = stage.sends(role), stage.reads.get(role, stage.params.get(role))
             there = GRADIENT + name in evidence.taps
-            if total in sums:
+            if total in sums and (not there or name == total):
                 sent[stage.tap, role] = (w[f"grad/{role}"], t[f"grad/{role}"])
-                if not there or name == total:
-                    continue
+                continue
             sides = w[f"grad/{role}"], t[f"grad/{role}"]
             # A parameter's gradient is a sum over all tokens.
             terms = grad[..., 0].size if role in stage.params else 1
-            heard = partial(noise.of, f"grad/{role}", terms)
+            heard = functools.partial(noise.of, f"grad/{role}", terms)
             yield _sent_back(stage, role, name, sides, evidence.taps, reference, heard)
     if has_gradients:
         for shared in sums.values():
@@ -138,11 +147,12 @@ def accumulation(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         if any(part is None or part.shape != whole.shape for part in parts):
             yield exact("accumulation", name, 1, 1, "every micro-batch has this gradient", phase="backward")
             continue
-        total = np.zeros_like(whole)
-        for share, part in zip(found.shares, parts, strict=True):
-            assert part is not None
-            total += whole.dtype.type(share) * part
-        yield same_but_for_rounding(reference, "accumulation", name, whole, total)
+        scaled = [
+            part if s == 1 else whole.dtype.type(s) * part
+            for s, part in zip(found.shares, parts, strict=True)
+            if part is not None
+        ]
+        yield same_but_for_rounding(reference, "accumulation", name, whole, functools.reduce(np.add, scaled))
 
 
 def reduction(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
@@ -229,11 +239,30 @@ def _inputs(stage: Operation, evidence: Evidence) -> dict[str, np.ndarray]:
 
 def _as_computed(evidence: Evidence) -> Evidence:
     """Under a loss scale, with gradients as the backward pass had them: where FP16 ends depends on it."""
-    scale = np.float32(evidence.before.scalars.get(SCALE, 1.0))
-    if scale == 1:
-        return evidence
-    taps = {name: value * scale if name.startswith(GRADIENT) else value for name, value in evidence.taps.items()}
-    return replace(evidence, taps=taps)
+    scale = evidence.before.scalars.get(SCALE, 1.0)
+    return evidence if scale == 1 else replace(evidence, taps=_Scaled(evidence.taps, np.float32(scale)))
+
+
+class _Scaled(Mapping[str, np.ndarray]):
+    """Taps, whose gradients are multiplied by the loss scale when they are read."""
+
+    def __init__(self, taps: Arrays, scale: np.float32) -> None:
+        self._taps, self._scale = taps, scale
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        value = self._taps[name]
+        return value * self._scale if name.startswith(GRADIENT) else value
+
+    def part(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Some elements, as in `ReadsParts`."""
+        value = part_of(self._taps, name, slice(start, stop))
+        return value * self._scale if name.startswith(GRADIENT) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._taps)
+
+    def __len__(self) -> int:
+        return len(self._taps)
 
 
 def _run(stage: Operation, variant: str, inputs: Arrays, reference: Reference) -> tuple[Arrays, Arrays]:
@@ -287,36 +316,71 @@ def _sum(
     is one of those: the one in whose direction the difference points.
     """
     total = taps.get(GRADIENT + shared.name)
-    own = {edge: taps.get(GRADIENT + edge) for _, _, edge in shared.consumers if edge}
-    hidden = [(s, role) for s, role, edge in shared.consumers if edge is None or own[edge] is None]
+    names = [GRADIENT + edge for _, _, edge in shared.consumers if edge and GRADIENT + edge in taps]
+    hidden = [(s, role) for s, role, edge in shared.consumers if edge is None or GRADIENT + edge not in taps]
     if any((s.tap, role) not in sent for s, role in hidden):
         return
-    shown = [part for part in own.values() if part is not None]
-    if not hidden and total is not None:
-        together = np.sum([part.astype(np.float64) for part in shown], axis=0)
-        size = float(np.linalg.norm(together))
-        cancelled = sum(float(np.linalg.norm(part.astype(np.float64))) for part in shown) / size if size else 1.0
+    if hidden:
+        yield _sum_with_hidden(shared, total, names, {(s.tap, role): s for s, role in hidden}, sent, taps, reference)
+    elif total is None:
+        yield exact(shared.producer.id, shared.name, 1, 1, "what its consumers send back arrives", phase="backward")
+    else:
+        parts = [taps[name] for name in names]
+        together, sizes = np.zeros(total.shape), []
+        for part in parts:
+            together += part
+            sizes.append(_norm(part))
+        size = _norm(together)
         found = same_but_for_rounding(
-            reference, shared.producer.id, shared.name, total, together, "backward", cancelled
+            reference,
+            shared.producer.id,
+            shared.name,
+            total,
+            together,
+            "backward",
+            sum(sizes) / size if size else 1.0,
         )
         yield _at(found, shared.producer)
-        return
-    if not hidden:
-        yield exact(shared.producer.id, shared.name, 1, 1, "what its consumers send back arrives", phase="backward")
-        return
-    w, t = (
-        np.sum([p.astype(np.float64) for p in (*shown, *(sent[s.tap, r][i] for s, r in hidden))], 0) for i in (0, 1)
-    )
-    c = np.zeros_like(t) if total is None else total
-    w = w.astype(c.dtype)
-    stage, role = max(hidden, key=lambda item: _alignment(c - t, sent[item[0].tap, item[1]][1]))
-    kind = calibrated_bounds.local_kind(stage.id, role)
-    yield _at(compare(reference, stage.id, kind, shared.name, "local", c, w, t, "backward"), stage)
 
 
-def _alignment(difference: np.ndarray, part: np.ndarray) -> float:
-    size = float(np.linalg.norm(part))
-    return abs(float(np.vdot(difference, part))) / size if size else 0.0
+def _sum_with_hidden(
+    shared: Shared,
+    total: np.ndarray | None,
+    shown: Sequence[str],
+    hidden: Mapping[tuple[str, str], Operation],
+    sent: Mapping[tuple[str, str], Contribution],
+    taps: Mapping[str, np.ndarray],
+    reference: Reference,
+) -> Finding:
+    """The same where some parts are the reference's own: twin's and truth's, for want of the candidate's."""
+    of_hidden = [sent[key] for key in hidden]
+    shape = of_hidden[0][1].shape
+    c = np.broadcast_to(np.zeros((), of_hidden[0][0].dtype), shape) if total is None else total
+    basis = "shapes must be equal"
+    if any(part.shape != shape for part in (c, *(taps[name] for name in shown))):
+        return exact(shared.producer.id, shared.name, 1, 1, basis, phase="backward")
+    along = dict.fromkeys(hidden, 0.0)
+    found: dict[tuple[str, str], Comparison] = {}
+    for key, stage in hidden.items():
+        kind = calibrated_bounds.local_kind(stage.id, key[1])
+        found[key] = Comparison(reference, stage.id, kind, shared.name, "local", shape, "backward")
+    for where in stretches(math.prod(shape)):
+        own = sum((part_of(taps, name, where).astype(np.float64) for name in shown), start=np.zeros(()))
+        w, t = (sum((sides[i].reshape(-1)[where].astype(np.float64) for sides in of_hidden), start=own) for i in (0, 1))
+        candidate = c.reshape(-1)[where]
+        for key, comparison in found.items():
+            comparison.add(candidate, w.astype(c.dtype), t)
+            along[key] += float((candidate - t) @ sent[key][1].reshape(-1)[where])
+    chosen = max(hidden, key=lambda key: abs(along[key]) / (_norm(sent[key][1]) or math.inf))
+    return _at(found[chosen].finding(), hidden[chosen])
+
+
+def _norm(x: np.ndarray) -> float:
+    flat, power = x.reshape(-1), 0.0
+    for where in stretches(flat.size):
+        wide = flat[where].astype(np.float64)
+        power += float(wide @ wide)
+    return math.sqrt(power)
 
 
 def _bridge(
@@ -334,12 +398,16 @@ def _bridge(
         yield exact(stage, name, 1, 1, "shapes must be equal", f"{untapped.shape}, {tapped.shape}", "backward")
         return
     # Candidate minus tapped, laid upon the twin: all three measures are then those of the difference.
-    d = replace(distances(w + (untapped - tapped), w, t, reference.stream), excess=1.0)
+    sums, unequal = Sums(), 0
+    for where in stretches(t.size):
+        of_twin, mine, theirs = (x.reshape(-1)[where] for x in (w, untapped, tapped))
+        sums.add(of_twin + (mine - theirs), of_twin, t.reshape(-1)[where])
+        unequal += int(np.count_nonzero(mine != theirs))
+    d = replace(sums.distances(reference.stream), excess=1.0)
     size = min(calibrated_bounds.carriers(t), errors)
     found = reference.bound(reference.recipe, calibrated_bounds.bridge_kind(reference.config.model, name), d, size)
-    unequal = float(np.mean(untapped != tapped))
     measures = (*found, *_along_the_truth(found, d))
-    yield finding(stage, name, "local", measures, tapped.size, unequal, phase="backward")
+    yield finding(stage, name, "local", measures, tapped.size, unequal / tapped.size, phase="backward")
 
 
 def _along_the_truth(found: tuple[Measure, ...], d: Distances) -> Iterator[Measure]:

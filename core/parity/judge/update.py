@@ -10,14 +10,15 @@ import numpy as np
 
 from lockstep.core.backend import Arrays, NotSupported, Session, State
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.families import graph_of
 from lockstep.core.model.graph import Shape
 from lockstep.core.model.groups import group_settings, moment_names, update_rules
-from lockstep.core.model.init import init_parameters
+from lockstep.core.model.init import init_parameter
 from lockstep.core.model.names import groups_of, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import Comparison, Reference, exact, finding, perturbed
-from lockstep.core.parity.measures.stretches import part_of, stretches
+from lockstep.core.parity.measures.stretches import HasDigests, part_of, shape_of, stretches
 from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.train.schedule import learning_rate
 from lockstep.core.train.skipped_steps import is_made, leaves_out, scalars_after
@@ -37,7 +38,7 @@ def data(evidence: Evidence) -> Iterator[Finding]:
 
 def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     """Names and shapes of weights and moments always; at step 0, the weights' bits against core/model/init.py."""
-    shapes, params = parameter_shapes(reference.config.model), evidence.before.params
+    shapes = parameter_shapes(reference.config.model)
     wrong: dict[str, None] = {}
     kinds = moment_names(reference.config)
     for state in (evidence.before, evidence.after):
@@ -48,11 +49,14 @@ def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     basis = "equal names and shapes"
     yield exact("weights", "names", len(wrong), len(shapes), basis, ", ".join(list(wrong)[:5]))
     if evidence.before.step == 0 and not wrong:
-        initial = init_parameters(reference.config.model, reference.config.seed)
-        differ = {name: int(np.count_nonzero(params[name] != values)) for name, values in initial.items()}
+        model, params = reference.config.model, evidence.before.params
+        differ = {
+            name: int(np.count_nonzero(params[name] != init_parameter(one, reference.config.seed)))
+            for name, one in graph_of(model).parameters.items()
+        }
         basis = "equal bits, with core/model/init.py"
         note = ", ".join(name for name, count in differ.items() if count)
-        yield exact("weights", "initial", sum(differ.values()), sum(v.size for v in initial.values()), basis, note)
+        yield exact("weights", "initial", sum(differ.values()), sum(map(math.prod, shapes.values())), basis, note)
 
 
 def differing(arrays: Arrays, shapes: Mapping[str, Shape]) -> list[str]:
@@ -60,7 +64,7 @@ def differing(arrays: Arrays, shapes: Mapping[str, Shape]) -> list[str]:
     return sorted(
         n
         for n in shapes.keys() | arrays.keys()
-        if n not in shapes or n not in arrays or tuple(np.shape(arrays[n])) != shapes[n]
+        if n not in shapes or n not in arrays or shape_of(arrays, n) != shapes[n]
     )
 
 
@@ -245,14 +249,32 @@ def checkpoint(evidence: Evidence) -> Iterator[Finding]:
     """The state after it was written, read back and loaded: equal bits."""
     if evidence.reloaded is None:
         return
-    now, then = flat(evidence.reloaded), flat(evidence.after)
+    now, then = tensors(evidence.reloaded), tensors(evidence.after)
     differ = [
-        name
-        for name in sorted(now.keys() | then.keys())
-        if name not in now or name not in then or not np.array_equal(now[name], then[name], equal_nan=True)
+        f"{kind}/{name}"
+        for kind in sorted(now.keys() | then.keys())
+        for name in sorted(now.get(kind, {}).keys() | then.get(kind, {}).keys())
+        if not _equal(now.get(kind, {}), then.get(kind, {}), name)
     ]
+    scalars = [{**one.scalars, "step": one.step} for one in (evidence.reloaded, evidence.after)]
+    differ += sorted(key for key in scalars[0].keys() | scalars[1].keys() if scalars[0].get(key) != scalars[1].get(key))
     basis = "equal bits after a checkpoint was written, read back and loaded"
-    yield exact("checkpoint", "state", len(differ), len(then), basis, ", ".join(differ[:5]))
+    size = sum(map(len, then.values())) + len(scalars[1])
+    yield exact("checkpoint", "state", len(differ), size, basis, ", ".join(differ[:5]))
+
+
+def _equal(now: Arrays, then: Arrays, name: str) -> bool:
+    """Return whether two arrays have the same bits, by digests where they have some."""
+    if name not in now or name not in then:
+        return False
+    if isinstance(now, HasDigests) and isinstance(then, HasDigests):
+        return now.digest(name) == then.digest(name)
+    return np.array_equal(now[name], then[name], equal_nan=True)
+
+
+def tensors(state: State) -> dict[str, Arrays]:
+    """The weights and moments of a state by kind."""
+    return {"params": state.params, **state.optimizer}
 
 
 def flat(state: State) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import OptimConfig
+from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import Measure
 
 # Higham & Mary 2019, theorem 2.4: a sum of n terms has relative error at most λ·√n·u with probability 1 −
@@ -59,9 +60,14 @@ def loss(value: float, nll: np.ndarray, batch: Batch) -> Measure:
 
 def gradient_norm(value: float, grads: Mapping[str, np.ndarray]) -> Measure:
     """The global gradient norm against the norm in FP64 of the candidate's own gradients."""
-    exact = math.sqrt(sum(float(np.square(g, dtype=np.float64).sum()) for g in grads.values()))
-    dtype = np.result_type(*grads.values())
-    terms = max(g.size for g in grads.values()) + len(grads)
+    power, largest, dtype = 0.0, 0, np.dtype(np.float32)
+    for grad in grads.values():
+        for where in stretches(grad.size):
+            wide = grad.reshape(-1)[where].astype(np.float64)
+            power += float(wide @ wide)
+        largest, dtype = max(largest, grad.size), np.result_type(dtype, grad.dtype)
+    exact = math.sqrt(power)
+    terms = largest + len(grads)
     bound, basis = sum_bound(terms)
     chain = min(terms, LONGEST_RUN) / LANES
     return Measure("ulp", ulps(value, exact, dtype), None, bound + chain / 4, f"{basis}, + {chain:,.0f}/4 in one lane")

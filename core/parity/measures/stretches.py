@@ -22,6 +22,24 @@ class ReadsParts(Protocol):
         ...
 
 
+@runtime_checkable
+class HasShapes(Protocol):
+    """Arrays by name whose shapes are known without reading them."""
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of an array."""
+        ...
+
+
+@runtime_checkable
+class HasDigests(Protocol):
+    """Arrays by name whose digests are known without reading them."""
+
+    def digest(self, name: str) -> str:
+        """The digest of an array's bits and shape."""
+        ...
+
+
 def stretches(size: int, length: int = STRETCH) -> Iterator[slice]:
     """Cut 0 … size into consecutive slices of `length`, the last one shorter."""
     return (slice(start, min(start + length, size)) for start in range(0, size, length))
@@ -32,3 +50,8 @@ def part_of(arrays: Arrays, name: str, where: slice) -> np.ndarray:
     if isinstance(arrays, ReadsParts):
         return arrays.part(name, where.start, where.stop)
     return arrays[name].reshape(-1)[where]
+
+
+def shape_of(arrays: Arrays, name: str) -> tuple[int, ...]:
+    """The shape of an array by name."""
+    return arrays.shape_of(name) if isinstance(arrays, HasShapes) else tuple(np.shape(arrays[name]))
