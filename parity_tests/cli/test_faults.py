@@ -44,8 +44,12 @@ def test_an_alarm_runs_the_step_again_finds_the_cause_and_packs_the_step(
     found = json.loads(verdict.read_text())
     assert "gives the same bits" in found["cause"] and "present in every variation tried" in found["cause"]
     packed = capsules / "step_000001"
-    assert {"about.json", "repro.py", "stage.npz", "verdict.json", "state"} <= {path.name for path in packed.iterdir()}
-    assert lockstep("replay", packed).code == 2, "a capsule's word opens no file"
+    assert {"about.json", "repro.py", "stage.npz", "verdict.json", "state", "evidence"} <= {
+        path.name for path in packed.iterdir()
+    }
+    assert lockstep("replay", packed, "--run-again").code == 2, "a capsule's word opens no file"
+    kept = lockstep("replay", packed)
+    assert kept.code == 1 and "from its evidence" in kept.out and "the verdict is the one that was packed" in kept.out
     again = lockstep("replay", packed, *candidate)
     assert again.code == 1 and "the verdict is the one that was packed" in again.out
 

@@ -367,10 +367,6 @@ DOORS: dict[str, dict[str, str]] = {
     "jax_backend/backend.py": {"importlib.util.find_spec": "whether a library is there"},
     "scripts/shared/needs.py": {"importlib.util.find_spec": "whether a library is there"},
     "scripts/cli.py": {"importlib.import_module": "a command, out of COMMANDS"},
-    "core/parity/modes/shadow.py": {
-        "pickle.loads": "a pipe of this process's own",
-        "pickle.dumps": "the same",
-    },
     "torch_backend/ranks/peers.py": {
         "torch.distributed.all_gather_object": "ranks of this run",
         "torch.distributed.broadcast_object_list": "the same",

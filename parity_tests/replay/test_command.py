@@ -79,8 +79,14 @@ def test_a_capsule_is_replayed_by_whoever_made_it(folder, run, tmp_path, capsys)
     assert "other versions: " in out and "the verdict is the one that was packed" in out
     assert replay.main([str(capsule), *JUDGE, "--candidate", "torch"]) == 0
     assert "the packed verdict was another" in capsys.readouterr().out
-    with pytest.raises(UserError, match="whose code runs only where the command line names it: lockstep replay "):
-        replay.main([str(capsule), *JUDGE])
+    assert replay.main([str(capsule), *JUDGE, "--json", str(tmp_path / "v.json")]) == 1
+    out = capsys.readouterr().out
+    assert "[as it was packed, from its evidence]" in out and "the verdict is the one that was packed" in out
+    verdict = json.loads((tmp_path / "v.json").read_text())
+    assert verdict["candidate"] == CANDIDATE and verdict["replayed"][0]["how"] == "evidence"
+    for asked in (["--run-again"], ["--device", "cpu"]):
+        with pytest.raises(UserError, match="whose code runs only where the command line names it: lockstep replay "):
+            replay.main([str(capsule), *JUDGE, *asked])
     with pytest.raises(UserError, match="holds step 5, not step 3"):
         replay.main([str(capsule), "--step", "3"])
 

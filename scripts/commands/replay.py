@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from lockstep.core.errors import UserError
+from lockstep.core.run.ranks import ONE
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.backends import Maker, on_its_device, open_named
 from lockstep.scripts.shared.failures import in_one_line
@@ -34,10 +36,11 @@ EXIT = {"agreed": 0, "disagreed": 1, "could_not": 2}
 class Replay:
     """Judge steps later and elsewhere: `lockstep replay PATH`, PATH a run directory, a capsule or a loss spike.
 
-    A capsule's step is run again and judged in full. Of a run, steps with recorded sketches and a stored state are
-    judged end to end as they were made; steps with a state alone are run again. The batch of a spike is run again by
-    the candidate alone, and its loss held to the recorded one, bit for bit. Ends 0 if all agreed, 1 if any disagreed,
-    2 if it could not (docs/guide/replay.md).
+    The evidence in a capsule is judged again without the candidate. Where there is none, or with --run-again,
+    --candidate or --device, its step is run again and judged in full. Of a run, steps with recorded sketches and a
+    stored state are judged end to end as they were made; steps with a state alone are run again. The batch of a spike
+    is run again by the candidate alone, and its loss held to the recorded one, bit for bit. Ends 0 if all agreed, 1 if
+    any disagreed, 2 if it could not (docs/guide/replay.md).
     """
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
@@ -46,6 +49,8 @@ class Replay:
     """judge this step alone; the candidate runs up to it where no state is stored"""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
     """write the verdict here as JSON"""
+    run_again: bool = False
+    """let the candidate run a capsule's step again, though the capsule holds the evidence"""
     candidate: Annotated[str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: who made it)")] = (
         None
     )
@@ -86,26 +91,32 @@ def main(argv: list[str]) -> int:
 def _capsule(console: Console, options: Replay, words: Sequence[str]) -> int:
     from lockstep.core.parity.evidence.capsule import other_versions, read_capsule
     from lockstep.core.parity.measures import calibrated_bounds
-    from lockstep.core.parity.modes.replay import replay_capsule
+    from lockstep.core.parity.modes.replay import judge_capsule, replay_capsule
     from lockstep.scripts.shared.startup_banner import versions
 
     capsule = read_capsule(options.path)
     if options.step not in (None, capsule.step):
         raise UserError(f"{options.path} holds step {capsule.step}, not step {options.step}")
-    name = Maker.of_capsule(capsule).named("--candidate", options.candidate, words)
+    kept = capsule.evidence is not None and not (options.run_again or options.candidate or options.device)
+    maker = Maker.of_capsule(capsule)
+    name = str(maker) if kept else maker.named("--candidate", options.candidate, words)
     calibrated_bounds.require(capsule.config)
-    made = on_reference_devices(capsule.config, options.reference_devices)
-    candidate = open_named(name)
-    config = attempt(lambda: on_device(made, options.device, candidate))
-    if needs_start(config, candidate):
-        return start_ranks(config.train.ranks, words)
+    config = on_reference_devices(capsule.config, options.reference_devices)
+    if not kept:
+        candidate = open_named(name)
+        config = attempt(lambda: on_device(config, options.device, candidate))
+        if needs_start(config, candidate):
+            return start_ranks(config.train.ranks, words)
     packed = capsule.verdict
     console.print(f"step {capsule.step}, packed as: {_said(packed)}", markup=False, soft_wrap=True)
     for line in other_versions(capsule, versions()):
         console.print(f"other versions: {line}", style="yellow", markup=False, soft_wrap=True)
-    with ranks_of_launch(config) as ranks:
+    with nullcontext(ONE) if kept else ranks_of_launch(config) as ranks:
         reference = reference_of(options.reference, ranks)
-        found = attempt(lambda: replay_capsule(capsule, candidate, reference, config))
+        if kept:
+            found = attempt(lambda: judge_capsule(capsule, reference, config))
+        else:
+            found = attempt(lambda: replay_capsule(capsule, candidate, reference, config))
     context = {"candidate": name, "reference": options.reference, "packed": packed.get("origin")}
     file = options.json if ranks.rank == 0 else None
     code = _report(console, [found], calibrated_bounds.recipe_of(config), file, context)
@@ -233,6 +244,7 @@ def _line(console: Console, one: Replayed) -> None:
     from lockstep.core.sinks.phrases import check_line
 
     how = {
+        "evidence": "as it was packed, from its evidence",
         "sketches": "as the run made it, from its sketches (end to end)",
         "run again": "run again by the candidate",
         "not covered": "not covered",

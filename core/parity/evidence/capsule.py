@@ -1,13 +1,16 @@
 """Capsules: one step packed so that it can be judged again elsewhere.
 
     step_000040/
-      about.json     schema, step, versions, candidate and reference, machine, sizes and SHA-256 of the files below
+      about.json     schema, step, versions, candidate and reference, machine, sizes and SHA-256 of the files below,
+                     SHA-256 of the evidence's index
       config.toml    the run's configuration, resolved, what stands for `auto` on the CPU in its place
       record.json    what the step said of itself
       verdict.json   `Check.to_json()`
       batch.npz      `batch.tokens` …, `probe.tokens` …, `tapped.tokens` …: int32 (B, S); weights float32 (B, S);
                      `….documents` int32 (B, S) where attention asks for them
       state/         weights and moments before the step, as a checkpoint
+      evidence/      the evidence that was judged: `evidence.json`, and tensors of each segment of the model with their
+                     index (core/parity/evidence/store.py); capsules had none at first
       stage.npz      tensors of the origin stage, for repro.py
       repro.py       the stage's call and its FP64 answer, without Lockstep
 
@@ -38,18 +41,25 @@ from lockstep.core.files.atomic import canonical_json, read_whole
 from lockstep.core.files.npz import arrays_of
 from lockstep.core.parity.diagnose.repro import repro
 from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.index import INDEX
+from lockstep.core.parity.evidence.saved import save_evidence, store_of
+from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.parity.measures.verdict import Check
 
 SCHEMA = 1
 ABOUT, CONFIG, RECORD, VERDICT, BATCH = "about.json", "config.toml", "record.json", "verdict.json", "batch.npz"
-STATE, STAGE, REPRO = "state", "stage.npz", "repro.py"
+STATE, STAGE, REPRO, EVIDENCE = "state", "stage.npz", "repro.py", "evidence"
 SEALED = (CONFIG, RECORD, VERDICT, BATCH, STAGE)
 BATCHES = ("batch", "probe", "tapped")
 
 
 @dataclass(frozen=True)
 class Capsule:
-    """Hold the contents of a capsule. `verdict` is the JSON of the check that was made when it was written."""
+    """Hold the contents of a capsule.
+
+    verdict: the JSON of the check that was made when it was written. evidence: the folder of what that check judged
+    (`open_evidence`), or None if the capsule has none.
+    """
 
     path: Path
     config: RunConfig
@@ -60,6 +70,7 @@ class Capsule:
     record: StepRecord
     verdict: Mapping[str, Any]
     about: Mapping[str, Any]
+    evidence: Path | None = None
 
     @property
     def step(self) -> int:
@@ -84,6 +95,8 @@ def write_capsule(
 ) -> Path:
     """Write `folder`/step_NNNNNN, named after the checked step, and return it; one of the same step is replaced.
 
+    Evidence that lies in a folder is moved there; what is in memory is saved.
+
     candidate, reference: backends by name, as core/load_backend.py takes them (or `torch`, `jax`).
     versions: of the libraries that decide numbers. machine: what is known of where the step was made.
 
@@ -102,7 +115,7 @@ def write_capsule(
         BATCH: _npz(batches),
         STAGE: _npz(script.tensors),
     }
-    about = {
+    about: dict[str, Any] = {
         "schema": SCHEMA,
         "step": evidence.record.step,
         "candidate": candidate,
@@ -117,6 +130,8 @@ def write_capsule(
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         save_checkpoint(aside / STATE, evidence.before, {})
+        store = _keep(evidence, aside / EVIDENCE)
+        about[EVIDENCE] = hashlib.sha256(read_whole(store.folder / INDEX)).hexdigest()
         sealed = {**about, "seal": _seal(about)}
         for name, raw in {**files, REPRO: script.script.encode(), ABOUT: _json(sealed)}.items():
             with (aside / name).open("wb") as file:
@@ -126,6 +141,7 @@ def write_capsule(
         if final.exists():
             os.rename(final, replaced)
         os.rename(aside, final)
+        store.folder = final / EVIDENCE
     except UserError as error:  # of the state: it names the folder that is written aside
         raise UserError(f"cannot write the capsule {final}: {str(error).rpartition(': ')[2]}") from error
     except OSError as error:
@@ -136,6 +152,20 @@ def write_capsule(
         for left_over in (aside, replaced):
             shutil.rmtree(left_over, ignore_errors=True)
     return final
+
+
+def _keep(evidence: Evidence, folder: Path) -> FolderStore:
+    """Put the evidence into `folder` and flush it to the disk; a folder that is finished already is moved as it is."""
+    store = store_of(evidence)
+    if store is None:
+        store = FolderStore.create(folder)
+        save_evidence(evidence, store)
+    else:
+        if not store.finished:
+            save_evidence(evidence, store)
+        store.move(folder)
+    store.flush()
+    return store
 
 
 def is_capsule(path: Path) -> bool:
@@ -155,6 +185,7 @@ def read_capsule(path: Path) -> Capsule:
     state, _ = load_checkpoint(states[0])
     config = load_config(path / CONFIG)
     arrays = arrays_of(raw[BATCH], path / BATCH)
+    kept = _evidence(path, about)
     name = BATCH
     try:
         batch, probe, tapped = (_batch(arrays, name) for name in BATCHES)
@@ -169,7 +200,7 @@ def read_capsule(path: Path) -> Capsule:
     config = load_config(path / CONFIG)
     # `auto` on the CPU was packed before capsules kept what it stands for.
     config = settled(config, config.device, BEFORE)
-    return Capsule(path, config, state, batch, probe, tapped, record, verdict, about)
+    return Capsule(path, config, state, batch, probe, tapped, record, verdict, about, kept)
 
 
 def other_versions(capsule: Capsule, here: Mapping[str, str]) -> list[str]:
@@ -202,6 +233,18 @@ def _read_about(path: Path) -> dict[str, Any]:
     if seal != _seal(about):
         raise UserError(f"{file} was damaged after it was written")
     return dict(about)
+
+
+def _evidence(path: Path, about: Mapping[str, Any]) -> Path | None:
+    """Return the folder of the capsule's evidence, once its index is what was written: it vouches for the tensors."""
+    if EVIDENCE not in about:
+        return None
+    folder = path / EVIDENCE
+    if folder.is_symlink() or (folder / INDEX).is_symlink():
+        raise UserError(f"{folder} is a link: a capsule has its evidence in itself")
+    if hashlib.sha256(read_whole(folder / INDEX)).hexdigest() != about[EVIDENCE]:
+        raise UserError(f"{folder / INDEX} was damaged after it was written (its SHA-256 differs)")
+    return folder
 
 
 def _verified(path: Path, entry: Mapping[str, Any]) -> bytes:

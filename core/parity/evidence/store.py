@@ -149,6 +149,8 @@ class FolderStore:
         self._same: dict[tuple[Any, ...], Entry] = {}
         self._segments: dict[str, list[_Segment]] = {}
         self._verified: set[tuple[str, int, str]] = set()
+        # Whether its index is written.
+        self.finished = False
 
     @classmethod
     def create(cls, folder: Path) -> Self:
@@ -164,10 +166,13 @@ class FolderStore:
         """Open a finished one. Raises UserError as `read_index`."""
         made = cls(folder)
         made._entries, made._documents = read_index(folder)
+        made.finished = True
         return made
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
         """As in `Store`; a tensor whose bytes, dtype and shape are there already is not written again."""
+        if self.finished:
+            raise ValueError(f"{self.folder} is finished, and takes no {kind}/{name}")
         if name in (of_kind := self._entries.setdefault(kind, {})):
             raise ValueError(f"{kind}/{name} is there already")
         array = np.asarray(array)
@@ -248,6 +253,7 @@ class FolderStore:
             self.remove()
             raise UserError(f"cannot write the evidence {self.folder}: {error.strerror or error}") from error
         self._documents = {name: hashlib.sha256(raw).hexdigest() for name, raw in documents.items()}
+        self.finished = True
 
     def remove(self) -> None:
         """As in `Store`: its folder."""

@@ -1,6 +1,7 @@
 """Replay: judge a step later and elsewhere, from a capsule or from what a run directory keeps.
 
-A capsule holds state and batch: the candidate runs the step again, and everything is judged. A run directory holds
+A capsule holds the evidence of its check, which is judged again as it is, without the candidate; or the candidate runs
+the step again from its state and batch, and everything is judged. A run directory holds
 sketches of some steps and states of some: where it has both, the step *as the run made it* is judged end to end,
 without the candidate; where it has only the state, the candidate runs the step again.
 """
@@ -18,7 +19,9 @@ from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence import observations
 from lockstep.core.parity.evidence.capsule import Capsule
 from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.place import store_for
 from lockstep.core.parity.evidence.recorded import probe_of
+from lockstep.core.parity.evidence.saved import open_evidence
 from lockstep.core.parity.judge.judge import Reference, judge_observations
 from lockstep.core.parity.measures.compare import exact
 from lockstep.core.parity.measures.verdict import Check
@@ -27,7 +30,7 @@ from lockstep.core.parity.reference.self_check import sound_reference
 from lockstep.core.run.directory import RunDir
 from lockstep.core.train.skipped_steps import as_its_own
 
-How = Literal["sketches", "run again", "not covered"]
+How = Literal["evidence", "sketches", "run again", "not covered"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,29 @@ class Replayed:
     how: How
     check: Check | None
     notes: tuple[str, ...] = field(default=())
+
+
+def judge_capsule(capsule: Capsule, reference: Backend, config: RunConfig | None = None) -> Replayed:
+    """Judge the evidence in a capsule again, without the candidate.
+
+    config: in place of the capsule's. Raises UserError if there is no evidence, it is damaged, or the reference does
+    not take its state.
+    """
+    config = config or capsule.config
+    if capsule.evidence is None:
+        raise UserError(f"{capsule.path} holds no evidence: the candidate must run its step again")
+    evidence = open_evidence(capsule.evidence)
+    try:
+        for batch in (evidence.batch, evidence.probe, evidence.tapped):
+            batch.require_tokens_below(config.model.vocab_size)
+    except ValueError as error:
+        raise UserError(f"{capsule.evidence} is not what a capsule holds: {error}") from error
+    opened = sound_reference(reference, config)
+    try:
+        check = judged(evidence, opened)
+    finally:
+        opened.close()
+    return Replayed(capsule.step, "evidence", check, _not_shown(capsule))
 
 
 def replay_capsule(
@@ -56,19 +82,25 @@ def replay_capsule(
             session.load(capsule.state)
         except (ValueError, KeyError, NotSupported) as error:
             raise UserError(f"the candidate does not take the capsule's state: {error}") from error
-        evidence = gather(session, config, capsule.batch, capsule.given_probe, due=capsule.about.get("due"))
-        _, check = recheck_rows(session, config, evidence, judged(evidence, opened), opened)
+        with store_for(config) as store:
+            due = capsule.about.get("due")
+            evidence = gather(session, config, capsule.batch, capsule.given_probe, due=due, store=store)
+            _, check = recheck_rows(session, config, evidence, judged(evidence, opened), opened)
     finally:
         session.close()
         opened.close()
     notes = []
     if differ := differing_fields(asdict(capsule.record), asdict(evidence.record)):
         notes.append(f"the step came out otherwise than when it was packed: {in_words(differ)}")
-    if (packed := capsule.verdict.get("origin")) and any(
-        line.get("scope") == "over_steps" and not line.get("ok") for line in capsule.verdict.get("stages", [])
-    ):
-        notes.append(f"bias over steps, as at {packed['tap']}: one step does not show it")
-    return Replayed(capsule.step, "run again", check, tuple(notes))
+    return Replayed(capsule.step, "run again", check, (*notes, *_not_shown(capsule)))
+
+
+def _not_shown(capsule: Capsule) -> tuple[str, ...]:
+    """Describe what a check over steps saw, and a check of the capsule's one step cannot."""
+    packed, stages = capsule.verdict.get("origin"), capsule.verdict.get("stages", [])
+    if packed and any(line.get("scope") == "over_steps" and not line.get("ok") for line in stages):
+        return (f"bias over steps, as at {packed['tap']}: one step does not show it",)
+    return ()
 
 
 def replay_run(
