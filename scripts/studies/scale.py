@@ -1,0 +1,251 @@
+"""What a check costs as the model grows: memory and time against layers, width, vocabulary and tokens. Resumable.
+
+    python -m lockstep.scripts.studies.scale                    run what is missing, then write docs/results/scale.md
+    python -m lockstep.scripts.studies.scale --page             only write the page, and the plot (needs matplotlib)
+    python -m lockstep.scripts.studies.scale --before ../older  the 64.5M model by another checkout as well
+
+Each row is two processes: `lockstep train` for two steps, whose peak is plain training's, and `lockstep parity
+--steps 1`. Peaks are of the proportional set size (PSS) of the whole tree of processes, sampled each half second; pages
+of files that are mapped count. Rows are lines of docs/results/scale.jsonl.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from lockstep.core.files.jsonl import JsonLines, read_lines
+from lockstep.scripts.studies.repository import ROOT
+
+RESULTS, PAGE, PLOT = (ROOT / f"docs/results/scale.{ending}" for ending in ("jsonl", "md", "svg"))
+SAMPLE_SECONDS = 0.5
+AXES = ("layers", "hidden", "vocabulary", "tokens")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama with heads of 64 numbers, a third of them for keys and values; [1, tokens] a micro-batch, two a step."""
+
+    layers: int = 4
+    hidden: int = 384
+    vocabulary: int = 8192
+    tokens: int = 256
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of `lockstep` for this size."""
+        heads = self.hidden // 64
+        return {
+            "model.layers": str(self.layers),
+            "model.hidden": str(self.hidden),
+            "model.heads": str(heads),
+            "model.kv_heads": str(max(1, heads // 3)),
+            "model.ffn_hidden": str(self.hidden * 8 // 3),
+            "model.vocab_size": str(self.vocabulary),
+            "train.sequence_length": str(self.tokens),
+        }
+
+
+BASE = Size()
+# The model of 64.5M parameters that the first figures were measured with.
+LARGE = Size(layers=6, hidden=768, vocabulary=16384)
+SWEEPS = {
+    "layers": [Size(layers=n) for n in (4, 8, 16, 32)],
+    "hidden": [Size(hidden=n) for n in (192, 384, 768, 1152)],
+    "vocabulary": [Size(vocabulary=n) for n in (4096, 8192, 16384, 32768)],
+    "tokens": [Size(tokens=n) for n in (128, 256, 512, 1024)],
+}
+RUN_FILE = """
+name = "scale"
+[data]
+path = "{folder}/data_{vocabulary}"
+source = "{source}"
+[train]
+steps = 100
+batch_size = 2
+micro_batch_size = 1
+[optim]
+warmup_steps = 1
+[compile]
+enabled = false
+"""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Choose what is measured."""
+
+    page: bool = False
+    """only write the page and the plot from the rows that there are"""
+    before: Path | None = None
+    """another checkout, by which the 64.5M model is checked too"""
+    source: Path = Path(os.__file__).parent
+    """text to train on"""
+
+
+def main() -> None:
+    """Measure the rows that are missing, then write the page."""
+    options = tyro.cli(Scale)
+    if not options.page:
+        seen = [row["what"] for row in read_lines(RESULTS)]
+        with tempfile.TemporaryDirectory() as folder, closing(JsonLines(RESULTS)) as rows:
+            for what, size, root in wanted(options):
+                if what not in seen:
+                    rows.append(measured(what, size, root, Path(folder), options.source))
+    found = {row["what"]: row for row in read_lines(RESULTS)}
+    PAGE.write_text(page(found))
+    plot(found)
+
+
+def wanted(options: Scale) -> Iterator[tuple[str, Size, Path]]:
+    """Name, size and checkout of each row, in the order in which they are run."""
+    yield "64.5M", LARGE, ROOT
+    if options.before:
+        yield "64.5M, before", LARGE, options.before.resolve()
+    for axis in AXES:
+        for size in SWEEPS[axis]:
+            yield named(size), size, ROOT
+
+
+def named(size: Size) -> str:
+    """A row's name: what is not as in BASE."""
+    others = {axis: value for axis, value in asdict(size).items() if value != getattr(BASE, axis)}
+    return ", ".join(f"{axis} {value:,}" for axis, value in others.items()) or "base"
+
+
+def measured(what: str, size: Size, root: Path, folder: Path, source: Path) -> dict[str, Any]:
+    """One row: plain training, then a check, each in a process of its own."""
+    file = folder / f"{size.vocabulary}.toml"
+    file.write_text(RUN_FILE.format(folder=folder, vocabulary=size.vocabulary, source=source))
+    words = [str(file), *(word for key, value in size.settings.items() for word in (f"--{key}", value))]
+    lockstep(root, folder, "data", "prepare", *words)
+    trained = lockstep(root, folder, "train", *words, "--train.steps", "2", "--overwrite")
+    checked = lockstep(root, folder, "parity", *words, "--steps", "1")
+    versions = {name: version(name) for name in ("torch", "jax", "numpy")}
+    row = {"what": what, **asdict(size), "train": trained, "parity": checked, "cores": os.cpu_count()}
+    print(f"{what}: {row}", file=sys.stderr, flush=True)
+    return {**row, "machine": platform.machine(), "versions": {**versions, "python": platform.python_version()}}
+
+
+def lockstep(root: Path, folder: Path, *words: str) -> dict[str, float]:
+    """Run a command of a checkout; its seconds, its CPU seconds and the peak of its processes' PSS in bytes.
+
+    Raises RuntimeError if it ends with anything but 0.
+    """
+    log, peak, started = folder / "log.txt", 0, time.monotonic()
+    before = os.times()
+    with log.open("wb") as out:
+        command = [sys.executable, "-m", "lockstep", *words]
+        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_WAIT_POLICY": "PASSIVE", "JAX_PLATFORMS": "cpu"}
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            peak = max(peak, sum(map(pss, tree(process.pid))))
+            time.sleep(SAMPLE_SECONDS)
+    if process.returncode:
+        raise RuntimeError(f"lockstep {' '.join(words)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return {"seconds": time.monotonic() - started, "cpu_seconds": cpu, "peak": peak}
+
+
+def tree(root: int) -> list[int]:
+    """A process and all that it has started."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+        except OSError:  # it has ended
+            continue
+    found = [root]
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+
+def pss(process: int) -> int:
+    """Proportional set size in bytes; 0 if the process has ended."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+
+
+def exponent(sizes: list[float], values: list[float]) -> float:
+    """The slope of log value against log size, by least squares."""
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
+
+
+def above(row: Mapping[str, Any]) -> float:
+    """A check's peak above plain training's, in bytes; it may be negative."""
+    return float(row["parity"]["peak"] - row["train"]["peak"])
+
+
+def page(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """docs/results/scale.md."""
+    first = next(iter(rows.values()))
+    versions = ", ".join(f"{name} {of}" for name, of in first["versions"].items())
+    lines = [
+        "# What a check costs as the model grows",
+        "",
+        "Made by `python -m lockstep.scripts.studies.scale` (resumable; rows in [scale.jsonl](scale.jsonl)); "
+        f"{first['cores']} cores, {first['machine']}, {versions}. Every row is `lockstep train --train.steps 2` and "
+        "`lockstep parity --steps 1`, eager, bf16, AdamW, two micro-batches of one sequence, one run each. Peaks are "
+        "those of PSS over the whole tree of processes.",
+        "",
+        "| model | layers | hidden | vocabulary | tokens | training, GB | check, GB | above training, GB | check, s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for what, row in rows.items():
+        sizes = " | ".join(f"{row[axis]:,}" for axis in AXES)
+        peaks = f"{row['train']['peak'] / 1e9:.2f} | {row['parity']['peak'] / 1e9:.2f} | {above(row) / 1e9:+.2f}"
+        lines.append(f"| {what} | {sizes} | {peaks} | {row['parity']['seconds']:.0f} |")
+    lines += ["", "Fitted exponents (log against log, least squares), the peak of a check and its seconds:", ""]
+    lines += ["| along | peak of the check | peak of training | seconds |", "|---|---|---|---|"]
+    for axis in AXES:
+        of_axis = [rows[named(size)] for size in SWEEPS[axis] if named(size) in rows]
+        if len(of_axis) > 2:
+            sizes_along = [float(row[axis]) for row in of_axis]
+            fits = [
+                exponent(sizes_along, [row[command][key] for row in of_axis])
+                for command, key in (("parity", "peak"), ("train", "peak"), ("parity", "seconds"))
+            ]
+            lines.append(f"| {axis} | " + " | ".join(f"{fit:.2f}" for fit in fits) + " |")
+    return "\n".join([*lines, "", "![memory and time](scale.svg)", ""])
+
+
+def plot(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """docs/results/scale.svg: peaks and seconds along each axis."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    for number, axis in enumerate(AXES):
+        of_axis = [rows[named(size)] for size in SWEEPS[axis] if named(size) in rows]
+        sizes = [row[axis] for row in of_axis]
+        memory, seconds = figure.add_subplot(2, 4, number + 1), figure.add_subplot(2, 4, number + 5)
+        for command, label in (("parity", "check"), ("train", "training")):
+            memory.plot(sizes, [row[command]["peak"] / 1e9 for row in of_axis], "o-", label=label)
+        seconds.plot(sizes, [row["parity"]["seconds"] for row in of_axis], "o-", label="check")
+        for panel, unit in ((memory, "peak, GB"), (seconds, "seconds")):
+            panel.set(xscale="log", yscale="log", xlabel=axis, ylabel=unit, xticks=sizes, xticklabels=map(str, sizes))
+            panel.minorticks_off()
+            panel.grid(alpha=0.3)
+            panel.legend()
+    figure.savefig(PLOT, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
