@@ -19,6 +19,7 @@ from lockstep.core.checkpoint.format import (
     PARAMS,
     RANDOM,
     SAFETENSORS,
+    CorruptCheckpoint,
     Read,
     load_checkpoint,
     offsets_of,
@@ -84,6 +85,14 @@ class Stored:
             found.setdefault(kind, {})[name] = np.broadcast_to(np.float32(0), self.shape(kind, name))
         return State(step, found.pop(PARAMS, {}), found, dict(scalars))
 
+    def whole(self, kind: str, name: str) -> np.ndarray:
+        """A whole tensor, also one without axes. Raises ValueError if parts of it are missing."""
+        if self.shape(kind, name):
+            return self.read(kind, name, slice(None))
+        only = self._parts[kind, name][0]
+        found: np.ndarray = only.file.get_tensor(only.key)
+        return found
+
     def read(self, kind: str, name: str, rows: slice) -> np.ndarray:
         """Some rows (a stretch of the first axis) of a tensor. Raises ValueError if parts of them are missing."""
         shape = self.shape(kind, name)
@@ -113,7 +122,7 @@ class _Tensors(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._names:
             raise KeyError(name)
-        return self._stored.read(self._kind, name, slice(None))
+        return self._stored.whole(self._kind, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -132,5 +141,10 @@ def opened_checkpoint(folder: Path, read: Read | None = None) -> Iterator[State]
     if manifest["format"] != SAFETENSORS:
         yield load_checkpoint(folder, read)[0]
         return
-    with Stored(folder) as stored:
-        yield stored.state(manifest["step"], manifest.get("scalars", {}))
+    from safetensors import SafetensorError
+
+    try:
+        with Stored(folder) as stored:
+            yield stored.state(manifest["step"], manifest.get("scalars", {}))
+    except SafetensorError as error:
+        raise CorruptCheckpoint(f"{folder}: {error}") from error

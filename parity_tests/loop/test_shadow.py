@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -342,3 +343,17 @@ def test_seconds_are_those_of_the_step_and_not_of_gathering() -> None:
 
     with Shadow(checked(), f"{REFERENCES}:Failing") as shadow:
         assert 0 < step(shadow, SlowToTell(checked()), 0).seconds < 0.5
+
+
+def test_seconds_are_not_those_of_keeping_the_steps_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = FolderStore.put
+
+    def slow(self: FolderStore, kind: str, *tensor: Any) -> None:
+        time.sleep(0.05 if kind.startswith("stepped/") else 0)
+        put(self, kind, *tensor)
+
+    monkeypatch.setattr(FolderStore, "put", slow)
+    with Shadow(checked(), f"{REFERENCES}:Failing") as shadow:
+        began = time.perf_counter()
+        assert 0 < step(shadow, TorchSession(checked()), 0).seconds < 0.5
+        assert time.perf_counter() - began > 0.9

@@ -22,7 +22,7 @@ from lockstep.core.capabilities import (
 )
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
-from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into, taking
+from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into
 from lockstep.core.parity.evidence.round_trip import round_trip
 from lockstep.core.parity.evidence.store import MemoryStore, Store
 from lockstep.core.streams import (
@@ -171,11 +171,19 @@ def gather(
         micros = batch.cut(config.train)
         reduced = _reduce(session, config, before, micros, missing, into)
     gathering = time.perf_counter() - started
+    keeping = 0.0
+
+    def keep(kind: str, name: str, array: np.ndarray) -> None:
+        nonlocal keeping
+        began = time.perf_counter()
+        into.put(f"stepped/{kind}", name, array)
+        keeping += time.perf_counter() - began
+
     started = time.perf_counter()
     not_finite = ""
     try:
         if in_passing is not None:
-            record, shown = in_passing(batch, taking(into, "stepped"), norms)
+            record, shown = in_passing(batch, keep, norms)
             stepped = None if shown is None else gradients_of(into, "stepped", shown)
             if stepped is None:
                 missing.append("moments and update: the session's step did not show its gradients")
@@ -184,7 +192,9 @@ def gather(
     except NotFinite as found:
         record, not_finite = found.record, found.where
         stepped = stepped if in_passing is None else gradients_into(into, "stepped again", session, batch)
-    record = replace(record, seconds=time.perf_counter() - started)
+    # What keeping the step's gradients took is no part of the step.
+    record = replace(record, seconds=time.perf_counter() - started - keeping)
+    gathering += keeping
     started = time.perf_counter()
     after = state_into(into, "after", session)
     ranks = _reports(session, missing) if config.train.ranks > 1 else ()
