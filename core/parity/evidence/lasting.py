@@ -1,24 +1,34 @@
-"""Keep gathering from failing where the disk does: training needs the step, not its evidence."""
+"""Keep gathering from waiting for the disk, and from failing with it: training needs the step, not its evidence."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from lockstep.core.backend import Arrays
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence.store import FolderStore, NoStore
+from lockstep.core.parity.evidence.store import FolderStore, NoStore, Stored
+
+# Bytes of tensors that may wait to be hashed and written; gathering waits for more.
+BEHIND_BYTES = 512 << 20
 
 
 class LastingStore(NoStore):
-    """A folder that gathering does not depend on: once the disk has refused, nothing is kept, and gathering goes on."""
+    """A folder that is written behind gathering, which does not depend on it.
 
-    def __init__(self, make: Callable[[], FolderStore]) -> None:
+    Tensors are hashed and written by `thread`, one after another. Once the disk has refused, nothing is kept, and
+    gathering goes on.
+    """
+
+    def __init__(self, make: Callable[[], FolderStore], thread: ThreadPoolExecutor) -> None:
         super().__init__()
+        self._thread, self._waiting, self._written = thread, 0, threading.Condition()
         self._lost: UserError | None = None
         self._store: FolderStore | None = None
         try:
@@ -27,23 +37,33 @@ class LastingStore(NoStore):
             self._lost = error
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
-        """Put the tensor, or drop it."""
+        """Take a tensor that is not written to any more, when there is room for it."""
+        with self._written:
+            self._written.wait_for(lambda: not self._waiting or self._waiting + array.nbytes <= BEHIND_BYTES)
+            self._waiting += array.nbytes
+        self._thread.submit(self._put, kind, name, array)
+
+    def _put(self, kind: str, name: str, array: np.ndarray) -> None:
         try:
-            if self._store is not None:
+            if self._store is not None and self._lost is None:
                 self._store.put(kind, name, array)
         except UserError as error:
-            self._lost, self._store = error, None
+            self._lost = error
+        finally:
+            with self._written:
+                self._waiting -= array.nbytes
+                self._written.notify_all()
 
     def arrays(self, kind: str) -> Arrays:
-        """As in `Store`; nothing once it is lost."""
-        return {} if self._store is None else self._store.arrays(kind)
+        """As in `Store`: to be read when all of it is written; nothing if there is no folder."""
+        return {} if self._store is None else Stored(self._store, kind)
 
     def finish(self, save: Callable[[FolderStore], object], place: Path) -> None:
         """Let `save` finish the folder, and rename it to `place`, where whatever was there is removed.
 
-        Raises UserError if the evidence is lost, and what `save` raises.
+        `thread` calls it, after the last `put`. Raises UserError if the evidence is lost, and what `save` raises.
         """
-        if self._store is None:
+        if self._store is None or self._lost is not None:
             assert self._lost is not None
             raise self._lost
         try:

@@ -1,11 +1,11 @@
 """Checks during training: the reference works in a process of its own, the trainer waits only to gather evidence.
 
 Every N steps the trainer gathers evidence (a probe micro-batch of the live data with uneven loss weights, at the live
-weights, and the live step's update) into a folder, a tensor at a time, and sends the worker its path. The folder goes
-when its check has come back; that of a check that disagreed stays until the alarm has been handled. If more checks wait
-than `parity.queue` allows, a check is skipped and counted. If the worker dies or a folder is lost, training goes on and
-every check that is lost says so. A worker that gives nothing for `parity.timeout_seconds`, though it has something to
-judge, is ended.
+weights, and the live step's update). A thread writes it into a folder, a tensor at a time, and sends the worker its
+path. The folder goes when its check has come back; that of a check that disagreed stays until the alarm has been
+handled. If more checks wait than `parity.queue` allows, a check is skipped and counted. If the worker dies or a folder
+is lost, training goes on and every check that is lost says so. A worker that gives nothing for
+`parity.timeout_seconds`, though it has something to judge, is ended.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from queue import SimpleQueue
 from tempfile import mkdtemp
 from typing import Any, Self
 
@@ -82,7 +84,10 @@ class Shadow:
         self._config, self._ranks = config, ranks
         self._waiting: set[int] = set()
         self._folder = Path(mkdtemp(prefix="lockstep-evidence-")) if folder is None else folder.absolute()
-        self._aside = self._folder / f".{os.getpid()}.tmp"
+        # Writes evidence and sends its path, beside training.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="lockstep-evidence")
+        self._unsent: SimpleQueue[tuple[int, str]] = SimpleQueue()
+        self._begun = 0
         self._lost: list[tuple[int, str]] = []
         # The step whose evidence is kept for its alarm, or 0.
         self._accused = 0
@@ -135,15 +140,12 @@ class Shadow:
             record = _unchecked(session, batch, norms)
             self._lost.append((record.step, self._reason()))
             return record
-        store = LastingStore(self._begin)
+        store = LastingStore(self._begin, self._writer)
         evidence = gather(session, self._config, batch, probe_of(batch, self._config), norms, due, store=store)
         if not self._waiting:
             self._heard = time.monotonic()
-        step = evidence.record.step
-        if why := self._send(evidence, store):
-            self._lost.append((step, f"its evidence is lost: {why}"))
-        else:
-            self._waiting.add(step)
+        self._waiting.add(evidence.record.step)
+        self._writer.submit(self._send, evidence, store)
         if evidence.not_finite:
             raise NotFinite(evidence.record, evidence.not_finite)
         return evidence.record
@@ -151,18 +153,27 @@ class Shadow:
     def _begin(self) -> FolderStore:
         with contextlib.suppress(OSError):  # no more than that: a run that was deleted meanwhile is not made anew
             self._folder.mkdir(exist_ok=True)
-        return FolderStore.create(self._aside)
+        self._begun += 1
+        return FolderStore.create(self._folder / f".{os.getpid()}-{self._begun}.tmp")
 
-    def _send(self, evidence: Evidence, store: LastingStore) -> str:
-        """Save the evidence and send the worker its path; returns what went wrong, in words."""
-        place = self._place(evidence.record.step)
+    def _send(self, evidence: Evidence, store: LastingStore) -> None:
+        """Save the evidence and send the worker its path, on the writer's thread, behind the evidence's tensors."""
+        step = evidence.record.step
+        place = self._place(step)
         try:
             store.finish(partial(save_evidence, evidence), place)
-        except (UserError, TypeError, ValueError) as error:  # what a candidate's record holds may be no JSON
-            return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        with contextlib.suppress(OSError):  # the worker has died: `collect` says which checks are lost
-            self._evidence.send((evidence.record.step, place))
-        return ""
+            with contextlib.suppress(OSError):  # the worker has died: `collect` says which checks are lost
+                self._evidence.send((step, place))
+        except UserError as error:
+            self._unsent.put((step, f"its evidence is lost: {error}"))
+        except Exception as error:  # what a candidate's record holds may be no JSON
+            self._unsent.put((step, f"its evidence is lost: {type(error).__name__}: {error}"))
+
+    def _take_unsent(self) -> None:
+        while not self._unsent.empty():
+            lost = self._unsent.get()
+            self._waiting.discard(lost[0])
+            self._lost.append(lost)
 
     def collect(self) -> Iterator[Result]:
         """Return the results that have come back so far."""
@@ -170,7 +181,9 @@ class Shadow:
         alive = self._worker.is_alive()  # asked first: what a worker sent before it died is still read
         while (result := self._receive(0.0)) is not None:
             yield result
+        self._take_unsent()
         if self._waiting and not alive:
+            self._writer.submit(int).result()  # what it still writes is removed too
             for step in sorted(self._waiting):
                 self._lost.append((step, self._reason()))
                 self._remove(step)
@@ -187,10 +200,13 @@ class Shadow:
                 yield result
             elif not alive:
                 break
+            self._take_unsent()
         yield from self.collect()
 
     def close(self, at_once: bool = False) -> None:
         """End the worker and remove the evidence; a second call does nothing."""
+        # Waited for: a thread that frees a tensor's memory while the interpreter shuts down aborts the process.
+        self._writer.shutdown(cancel_futures=at_once)
         with contextlib.suppress(OSError):
             self._evidence.send(None)
         if self._worker.is_alive() and not at_once:
@@ -198,7 +214,8 @@ class Shadow:
         if self._worker.is_alive():
             self._worker.kill()
             self._worker.join()
-        for place in (self._aside, *map(self._place, (*self._waiting, self._accused))):
+        left = self._folder.glob(f".{os.getpid()}-*.tmp")
+        for place in (*left, *map(self._place, (*self._waiting, self._accused))):
             shutil.rmtree(place, ignore_errors=True)
         with contextlib.suppress(OSError):  # there is none, or something that this run did not put there
             self._folder.rmdir()
