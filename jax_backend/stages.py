@@ -16,6 +16,7 @@ from jax import Array
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.families import graph_of
 from lockstep.core.model.graph import KINDS
+from lockstep.core.parity.reference.operations import aligned
 from lockstep.core.parity.reference.stages import stages_of
 from lockstep.jax_backend.attention import document_mask
 from lockstep.jax_backend.kernels.float8 import Float8
@@ -116,7 +117,5 @@ def in_stream(inputs: Mapping[str, np.ndarray], policy: Policy) -> dict[str, np.
     # By NumPy: in JAX each shape's cast is a program of its own, and XLA on the CPU takes subnormal FP32 numbers for 0.
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
     with np.errstate(over="ignore", invalid="ignore"):  # beyond the format is infinity, as in every step
-        return {
-            n: a.astype(policy.stream, copy=False) if jnp.issubdtype(a.dtype, jnp.floating) else a
-            for n, a in arrays.items()
-        }
+        floating = {n: aligned(a, policy.stream) for n, a in arrays.items() if jnp.issubdtype(a.dtype, jnp.floating)}
+    return {**arrays, **floating}

@@ -32,6 +32,7 @@ from lockstep.core.parity.measures.compare import (
 from lockstep.core.parity.measures.distances import Distances, Sums
 from lockstep.core.parity.measures.stretches import part_of, stretches
 from lockstep.core.parity.measures.verdict import Finding, Measure
+from lockstep.core.parity.reference.operations import run_operation
 from lockstep.core.parity.reference.stages import Shared, shared_tensors, stages_of
 from lockstep.core.train.loss_scale import SCALE
 
@@ -268,7 +269,8 @@ class _Scaled(Mapping[str, np.ndarray]):
 def _run(stage: Operation, variant: str, inputs: Arrays, reference: Reference) -> tuple[Arrays, Arrays]:
     # FP64 has no FP8: the truth is the plain stage.
     names = (variant, stage.id) if len(reference.sessions) > 1 else (stage.id,)
-    outputs = [session.run_stage(name, inputs) for name, session in zip(names, reference.sessions, strict=True)]
+    sides = zip(names, reference.sessions, strict=True)
+    outputs = [run_operation(session, name, stage, inputs) for name, session in sides]
     if "grad" in inputs and any("grad/" + role not in outputs[0] for role in (*stage.reads, *stage.params)):
         raise NotSupported(f"the reference gives no gradients of {stage.id}")
     return outputs[0], outputs[-1]

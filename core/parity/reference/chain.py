@@ -23,6 +23,7 @@ from lockstep.core.model.families import graph_of
 from lockstep.core.model.graph import Operation
 from lockstep.core.model.names import GRADIENT, in_fp8, probe_shapes
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL
+from lockstep.core.parity.reference.operations import LOOK_UP, aligned, run_operation
 
 # All inner tensors are kept, and none is computed again, up to this many bytes.
 KEPT_BYTES = 256 << 20
@@ -135,6 +136,7 @@ class Chain:
                         if name in asked:
                             yield name, value
                 _join(micro, pieces)
+            del weights
             if segment is self._segments[-1] and PROBE_NLL in names:
                 yield PROBE_NLL, self._nll_of(micros, nll)
             for name in segment.completes:
@@ -155,8 +157,12 @@ class Chain:
                 micro.taps |= taps if kept else {name: taps[name] for name in segment.leaves}
 
     def _weights(self, segment: Segment) -> dict[str, np.ndarray]:
-        names = dict.fromkeys(name for one in segment.operations for name in one.params.values())
-        return {name: np.asarray(self._parameters[name], self._stream) for name in names}
+        found = {}
+        for one in segment.operations:
+            for name in one.params.values():
+                weight = self._parameters[name]
+                found[name] = weight if one.kind == LOOK_UP else aligned(weight, self._stream)
+        return found
 
     def _taps(self, segment: Segment, part: _Part, weights: Arrays) -> dict[str, np.ndarray]:
         """What the segment's operations write; at once if it is there still."""
@@ -191,13 +197,16 @@ class Chain:
                 for role, name in one.params.items():
                     by_rank, sent = sums.setdefault(name, []), found[f"grad/{role}"]
                     if rank < len(by_rank):
-                        by_rank[rank] = by_rank[rank] + sent
+                        by_rank[rank] = _added(by_rank[rank], sent)
                     else:
                         by_rank.append(sent)
+                    del sent
+                del found
             del part.taps[one.tap]
 
     def _run(self, one: Operation, inputs: Arrays) -> Arrays:
-        return self._session.run_stage(f"{one.id}/fp8" if self._fp8 and in_fp8(self._config, one) else one.id, inputs)
+        stage = f"{one.id}/fp8" if self._fp8 and in_fp8(self._config, one) else one.id
+        return run_operation(self._session, stage, one, inputs)
 
     def _pieces(self, micro: _Part, asked: Collection[str]) -> list[_Part]:
         """The micro-batch by its positions, where the head's logits would be large and need not be whole."""
@@ -236,6 +245,11 @@ def _inputs(one: Operation, taps: Arrays, weights: Arrays, batch: Batch) -> dict
     inputs = {role: taps[tap] for role, tap in one.reads.items()}
     inputs |= {role: weights[name] for role, name in one.params.items()}
     return inputs | {role: batch.arrays[role] for role in one.batch}
+
+
+def _added(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The sum of two gradients of a parameter, in the memory of one of them if that can be written to."""
+    return np.add(one, other, out=next((x for x in (one, other) if x.flags.writeable), None))
 
 
 def _join(micro: _Part, pieces: list[_Part]) -> None:
