@@ -27,7 +27,7 @@ from lockstep.core.parity.reference.operations import LOOK_UP, aligned, run_oper
 
 # All inner tensors are kept, and none is computed again, up to this many bytes.
 KEPT_BYTES = 256 << 20
-# The head goes by chunks of positions, whose logits take no more bytes.
+# The head goes by chunks of positions, whose logits take no more bytes than this, or than its weights do.
 HEAD_BYTES = 128 << 20
 # Kinds of operations that compute each position by itself and sum a weight's gradient in the stream dtype.
 BY_POSITION = frozenset({"norm", "sum", "logits", "nll"})
@@ -197,9 +197,10 @@ class Chain:
                 for role, name in one.params.items():
                     by_rank, sent = sums.setdefault(name, []), found[f"grad/{role}"]
                     if rank < len(by_rank):
-                        by_rank[rank] = _added(by_rank[rank], sent)
+                        by_rank[rank] += sent
                     else:
-                        by_rank.append(sent)
+                        # In memory that the next one can be added to.
+                        by_rank.append(np.array(sent))
                     del sent
                 del found
             del part.taps[one.tap]
@@ -213,7 +214,9 @@ class Chain:
         rows, length = micro.batch.tokens.shape
         head = self._segments[-1].operations
         each = rows * np.dtype(self._stream).itemsize * max(math.prod(one.width) for one in head)
-        at_once = max(1, HEAD_BYTES // each)
+        parameters = {parameter.name: parameter.size for one in head for parameter in one.parameters.values()}
+        allowed = max(HEAD_BYTES, np.dtype(self._stream).itemsize * sum(parameters.values()))
+        at_once = max(1, allowed // each)
         if at_once >= length or asked or not {one.kind for one in head} <= BY_POSITION:
             return [micro]
         return [micro.positions(slice(start, start + at_once)) for start in range(0, length, at_once)]
@@ -245,11 +248,6 @@ def _inputs(one: Operation, taps: Arrays, weights: Arrays, batch: Batch) -> dict
     inputs = {role: taps[tap] for role, tap in one.reads.items()}
     inputs |= {role: weights[name] for role, name in one.params.items()}
     return inputs | {role: batch.arrays[role] for role in one.batch}
-
-
-def _added(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The sum of two gradients of a parameter, in the memory of one of them if that can be written to."""
-    return np.add(one, other, out=next((x for x in (one, other) if x.flags.writeable), None))
 
 
 def _join(micro: _Part, pieces: list[_Part]) -> None:
