@@ -1,7 +1,7 @@
 """What a check costs as the model grows: memory and time against layers, width, vocabulary and tokens. Resumable.
 
     python -m lockstep.scripts.studies.scale                    run what is missing, then write docs/results/scale.md
-    python -m lockstep.scripts.studies.scale --page             only write the page, and the plot (needs matplotlib)
+    python -m lockstep.scripts.studies.scale --page             only write the page
     python -m lockstep.scripts.studies.scale --before ../older  the 64.5M model by another checkout as well
 
 Each row is two processes: `lockstep train` for two steps, whose peak is plain training's, and `lockstep parity
@@ -30,7 +30,7 @@ import tyro
 from lockstep.core.files.jsonl import JsonLines, read_lines
 from lockstep.scripts.studies.repository import ROOT
 
-RESULTS, PAGE, PLOT = (ROOT / f"docs/results/scale.{ending}" for ending in ("jsonl", "md", "svg"))
+RESULTS, PAGE = (ROOT / f"docs/results/scale.{ending}" for ending in ("jsonl", "md"))
 SAMPLE_SECONDS = 0.5
 AXES = ("layers", "hidden", "vocabulary", "tokens")
 
@@ -89,7 +89,7 @@ class Scale:
     """Choose what is measured."""
 
     page: bool = False
-    """only write the page and the plot from the rows that there are"""
+    """only write the page from the rows that there are"""
     before: Path | None = None
     """another checkout, by which the 64.5M model is checked too"""
     source: Path = Path(os.__file__).parent
@@ -107,7 +107,6 @@ def main() -> None:
                     rows.append(measured(what, size, root, Path(folder), options.source))
     found = {row["what"]: row for row in read_lines(RESULTS)}
     PAGE.write_text(page(found))
-    plot(found)
 
 
 def wanted(options: Scale) -> Iterator[tuple[str, Size, Path]]:
@@ -224,27 +223,7 @@ def page(rows: Mapping[str, Mapping[str, Any]]) -> str:
                 for command, key in (("parity", "peak"), ("train", "peak"), ("parity", "seconds"))
             ]
             lines.append(f"| {axis} | " + " | ".join(f"{fit:.2f}" for fit in fits) + " |")
-    return "\n".join([*lines, "", "![memory and time](scale.svg)", ""])
-
-
-def plot(rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """docs/results/scale.svg: peaks and seconds along each axis."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
-    for number, axis in enumerate(AXES):
-        of_axis = [rows[named(size)] for size in SWEEPS[axis] if named(size) in rows]
-        sizes = [row[axis] for row in of_axis]
-        memory, seconds = figure.add_subplot(2, 4, number + 1), figure.add_subplot(2, 4, number + 5)
-        for command, label in (("parity", "check"), ("train", "training")):
-            memory.plot(sizes, [row[command]["peak"] / 1e9 for row in of_axis], "o-", label=label)
-        seconds.plot(sizes, [row["parity"]["seconds"] for row in of_axis], "o-", label="check")
-        for panel, unit in ((memory, "peak, GB"), (seconds, "seconds")):
-            panel.set(xscale="log", yscale="log", xlabel=axis, ylabel=unit, xticks=sizes, xticklabels=map(str, sizes))
-            panel.minorticks_off()
-            panel.grid(alpha=0.3)
-            panel.legend()
-    figure.savefig(PLOT, metadata={"Date": None})
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":
