@@ -54,7 +54,6 @@ class Size:
             "model.heads": str(heads),
             "model.kv_heads": str(max(1, heads // 3)),
             "model.ffn_hidden": str(self.hidden * 8 // 3),
-            "model.vocab_size": str(self.vocabulary),
             "train.sequence_length": str(self.tokens),
         }
 
@@ -70,6 +69,8 @@ SWEEPS = {
 }
 RUN_FILE = """
 name = "scale"
+[model]
+vocab_size = {vocabulary}
 [data]
 path = "{folder}/data_{vocabulary}"
 source = "{source}"
@@ -130,9 +131,10 @@ def measured(what: str, size: Size, root: Path, folder: Path, source: Path) -> d
     file = folder / f"{size.vocabulary}.toml"
     file.write_text(RUN_FILE.format(folder=folder, vocabulary=size.vocabulary, source=source))
     words = [str(file), *(word for key, value in size.settings.items() for word in (f"--{key}", value))]
-    lockstep(root, folder, "data", "prepare", *words)
-    trained = lockstep(root, folder, "train", *words, "--train.steps", "2", "--overwrite")
-    checked = lockstep(root, folder, "parity", *words, "--steps", "1")
+    lockstep(root, folder, "data", "prepare", str(file))
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        trained = lockstep(root, Path(place), "train", *words, "--train.steps", "2")
+        checked = lockstep(root, Path(place), "parity", *words, "--steps", "1")
     versions = {name: version(name) for name in ("torch", "jax", "numpy")}
     row = {"what": what, **asdict(size), "train": trained, "parity": checked, "cores": os.cpu_count()}
     print(f"{what}: {row}", file=sys.stderr, flush=True)
