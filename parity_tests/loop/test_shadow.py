@@ -13,6 +13,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep.core.backend import StepRecord
@@ -367,6 +368,24 @@ def test_training_does_not_wait_for_what_is_written(monkeypatch: pytest.MonkeyPa
         go_on.set()
         (check,) = shadow.drain()
     assert isinstance(check, Check) and check.verdict == "agreed", "the step that was written is the one that was made"
+
+
+def test_evidence_without_one_of_its_tensors_is_lost(reference: Shadow, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = FolderStore.put
+
+    def fails_once(self: FolderStore, kind: str, name: str, array: np.ndarray) -> None:
+        if (kind, name) == ("taps", "embed"):
+            raise RuntimeError("no luck")
+        put(self, kind, name, array)
+
+    session = TorchSession(checked())
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderStore, "put", fails_once)
+        step(reference, session, 0)
+    assert skipped(list(reference.drain())) == {1: "its evidence is lost: taps/embed: RuntimeError: no luck"}
+    step(reference, session, 1)
+    (check,) = reference.drain()
+    assert isinstance(check, Check) and check.verdict == "agreed"
 
 
 @pytest.mark.parametrize("room", [0, lasting.BEHIND_BYTES])

@@ -38,6 +38,7 @@ class LastingStore(NoStore):
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
         """Take a tensor that is not written to any more, when there is room for it."""
+        array = np.asarray(array)
         with self._written:
             self._written.wait_for(lambda: not self._waiting or self._waiting + array.nbytes <= BEHIND_BYTES)
             self._waiting += array.nbytes
@@ -49,6 +50,8 @@ class LastingStore(NoStore):
                 self._store.put(kind, name, array)
         except UserError as error:
             self._lost = error
+        except Exception as error:  # without one of its tensors, evidence would accuse or pass another step
+            self._lost = UserError(f"{kind}/{name}: {type(error).__name__}: {error}")
         finally:
             with self._written:
                 self._waiting -= array.nbytes
