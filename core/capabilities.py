@@ -44,7 +44,7 @@ def ask_stream(of: object, capability: type[Capability], method: str) -> Capabil
     what it wants to show there, and the streaming method of its base class does not know of that.
     """
     plain = getattr(getattr(of, method, None), "__func__", None)
-    # What wraps a marked method may have its attributes, and is another function.
+    # A function that wraps a marked method may copy its attributes, and is another function.
     if plain is None or getattr(plain, "collects", None) is not plain:
         raise NotSupported(f"the session gives what {method} gives at once")
     return ask(of, capability)

@@ -9,7 +9,7 @@ from lockstep.core.checkpoint.format import checkpoint_step
 
 CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records.jsonl", "parity.jsonl", "checkpoints"
 OBSERVATIONS, CAPSULES, SPIKES, SAVED = "observations", "capsules", "spikes", "checkpoints.jsonl"
-# Of checks that have not come back; what a killed run left there is removed when the run goes on.
+# The evidence of pending checks. A run that goes on removes what a killed run left there.
 EVIDENCE = "evidence"
 LINES = RECORDS, CHECKS, SAVED
 _OBSERVED = re.compile(r"step_(\d{6,})\.npz")

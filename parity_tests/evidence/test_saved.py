@@ -38,7 +38,7 @@ def into(folder, session=TorchSession, config=CONFIG, probe=False):
 
 
 def same(one, other):
-    """Whether two values hold the same bits, but for times."""
+    """Return whether two values hold the same bits, times aside."""
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
     if isinstance(one, Mapping):

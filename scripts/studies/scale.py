@@ -1,4 +1,4 @@
-"""What a check costs as the model grows: memory and time against layers, width, vocabulary and tokens. Resumable.
+"""The cost of a check as the model grows: memory and time against layers, width, vocabulary and tokens. Resumable.
 
     python -m lockstep.scripts.studies.scale                    run what is missing, then write docs/results/scale.md
     python -m lockstep.scripts.studies.scale --page             only write the page
@@ -200,7 +200,7 @@ def page(rows: Mapping[str, Mapping[str, Any]]) -> str:
     first = next(iter(rows.values()))
     versions = ", ".join(f"{name} {of}" for name, of in first["versions"].items())
     lines = [
-        "# What a check costs as the model grows",
+        "# The cost of a check as the model grows",
         "",
         "Made by `python -m lockstep.scripts.studies.scale` (resumable; rows in [scale.jsonl](scale.jsonl)); "
         f"{first['cores']} cores, {first['machine']}, {versions}. Every row is `lockstep train --train.steps 2` and "

@@ -192,7 +192,7 @@ def gather(
     except NotFinite as found:
         record, not_finite = found.record, found.where
         stepped = stepped if in_passing is None else gradients_into(into, "stepped again", session, batch)
-    # What keeping the step's gradients took is no part of the step.
+    # The time in which the step's gradients were kept is no part of the step.
     record = replace(record, seconds=time.perf_counter() - started - keeping)
     gathering += keeping
     started = time.perf_counter()

@@ -73,9 +73,9 @@ def observed_step(
     Raises NotSupported before the step if the session cannot show them; a session whose step does not is empty.
     """
     try:
-        record, found = ask(session, SketchesStep).step_and_sketches(batch, norms=norms)
-        return record, found or {}
+        sketches = ask(session, SketchesStep)
     except NotSupported:
-        step_and_gradients = ask(session, ShowsStepGradients).step_and_gradients
-    record, shown = step_and_gradients(batch, norms=norms)
-    return record, observations(shown, {}, config.model)
+        record, shown = ask(session, ShowsStepGradients).step_and_gradients(batch, norms=norms)
+        return record, observations(shown, {}, config.model)
+    record, found = sketches.step_and_sketches(batch, norms=norms)
+    return record, found or {}

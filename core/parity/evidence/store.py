@@ -149,7 +149,7 @@ class FolderStore:
         self._same: dict[tuple[Any, ...], Entry] = {}
         self._segments: dict[str, list[_Segment]] = {}
         self._verified: set[tuple[str, int, str]] = set()
-        # Whether its index is written.
+        # True once the index is written.
         self.finished = False
 
     @classmethod

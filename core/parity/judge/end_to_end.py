@@ -62,7 +62,7 @@ class Repeated:
 
 
 class Shown(Protocol):
-    """What takes twin's and truth's gradient of a parameter on the tapped micro-batch, while both are there."""
+    """Take the twin's and the truth's gradient of a parameter on the tapped micro-batch while both are in memory."""
 
     def __call__(self, name: str, twin: np.ndarray, truth: np.ndarray, errors: int) -> None:
         """name: of the parameter. errors: as in `Repeated`."""

@@ -83,7 +83,7 @@ class Sums:
         """The measures. `stream` is the dtype whose ulp sets the floor.
 
         noise: an L2 norm below which errors are not told apart, where that is known to be above the floor.
-        What is not finite makes every measure infinite. Raises ValueError if there is nothing to compare.
+        A value that is not finite makes every measure infinite. Raises ValueError if there is nothing to compare.
         """
         if not self.size:
             raise ValueError("nothing to compare: the arrays are empty")

@@ -165,7 +165,7 @@ class Chain:
         return found
 
     def _taps(self, segment: Segment, part: _Part, weights: Arrays) -> dict[str, np.ndarray]:
-        """What the segment's operations write; at once if it is there still."""
+        """Compute what the segment's operations write; return nothing if all of it is still there."""
         if all(one.tap in part.taps for one in segment.operations):
             return {}
         found: dict[str, np.ndarray] = {}
