@@ -38,9 +38,9 @@ def written(run: Path, step: int) -> None:
 
 
 def settled(run: Path) -> None:
-    """Wait until no checkpoint is being written."""
+    """Wait until no checkpoint and no evidence is being written."""
     until = time.monotonic() + 60
-    while any((run / "checkpoints").glob(".step_*")):
+    while any((run / "checkpoints").glob(".step_*")) or any((run / "evidence").glob(".*.tmp")):
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -66,7 +66,7 @@ class Refusing:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, part: str, number: int) -> None:
         self._part, self._number = part, number
         self.on = False
-        self.asked = 0
+        self.asked = self.failures = 0
         for name in ("write", "fsync"):
             monkeypatch.setattr(os, name, self._of_descriptor(getattr(os, name)))
         monkeypatch.setattr(os, "mkdir", self._of_path(os.mkdir))
@@ -74,13 +74,24 @@ class Refusing:
     def turn(self, on: bool) -> None:
         self.on = on
 
+    def refused(self) -> None:
+        """Wait until it has refused something: threads of the run write too."""
+        until = time.monotonic() + 60
+        while not self.failures:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    def _failure(self) -> OSError:
+        self.failures += 1
+        return OSError(self._number, os.strerror(self._number))
+
     def _of_descriptor(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(descriptor: int, *data: Any) -> Any:
             if self.on and self._part in path_of(descriptor):
                 self.asked += 1
                 if data and self.asked % 2 and len(data[0]) > 1:  # a part of it still fits
                     return call(descriptor, data[0][: len(data[0]) // 2])
-                raise OSError(self._number, os.strerror(self._number))
+                raise self._failure()
             return call(descriptor, *data)
 
         return refusing
@@ -89,7 +100,7 @@ class Refusing:
         def refusing(path: Any, *more: Any, **named: Any) -> Any:
             if self.on and self._part in os.fspath(path):
                 self.asked += 1
-                raise OSError(self._number, os.strerror(self._number))
+                raise self._failure()
             return call(path, *more, **named)
 
         return refusing

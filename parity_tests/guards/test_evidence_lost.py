@@ -13,7 +13,7 @@ from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.evidence.saved import save_evidence
 from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.parity.modes import shadow
-from lockstep.parity_tests.guards.events import BROKEN, NO_SPACE, QUOTA, Refusing, before_steps
+from lockstep.parity_tests.guards.events import BROKEN, NO_SPACE, QUOTA, Refusing, before_steps, in_turn, settled
 from lockstep.parity_tests.loop.runs import STEPS, Folder
 
 Straight = Callable[[str], Folder]
@@ -39,10 +39,16 @@ def test_a_disk_that_refuses(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """At its last tensors: those before the step are written."""
+    """Not at its first: the folder is made before."""
     with monkeypatch.context() as patch:
         disk = Refusing(patch, "/run/evidence/", number)
-        before_steps(patch, {4: lambda: disk.turn(True), 5: lambda: disk.turn(False)})
+        run = folder.path / "run"
+        events = {
+            3: lambda: settled(run),
+            4: lambda: disk.turn(True),
+            5: in_turn(disk.refused, lambda: disk.turn(False)),
+        }
+        before_steps(patch, events)
         assert folder.train("run", EVERY_FOUR) == 0
     assert_one_is_lost(folder, straight, capsys.readouterr().out, "its evidence is lost: cannot write the evidence")
 
