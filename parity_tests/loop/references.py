@@ -9,6 +9,8 @@ from typing import Any
 from lockstep.core.backend import Session
 from lockstep.core.config.schema import RunConfig
 
+LATE_SECONDS = 60.0
+
 
 class Late:
     """Takes its time to open."""
@@ -16,7 +18,7 @@ class Late:
     name = "late"
 
     def open(self, config: RunConfig) -> Session:
-        time.sleep(60)
+        time.sleep(LATE_SECONDS)
         raise AssertionError("nobody waits for this")
 
 
