@@ -17,7 +17,9 @@ from lockstep.torch_backend.precision import Policy
 from lockstep.torch_backend.session import TorchSession
 
 
-class _Bf16RopeAttention(Attention):
+class Bf16RopeAttention(Attention):
+    """cos and sin rounded to bf16."""
+
     def rotate(self, x_BSHE: Tensor, rope: Rope) -> Tensor:
         return super().rotate(x_BSHE, rope._replace(cos=bf16(rope.cos), sin=bf16(rope.sin)))
 
@@ -25,7 +27,7 @@ class _Bf16RopeAttention(Attention):
 class RopeInBf16(TorchBackend):
     """RoPE's cos and sin rounded to bf16 (transformers #29285)."""
 
-    session_class = swapped(Attention, _Bf16RopeAttention)
+    session_class = swapped(Attention, Bf16RopeAttention)
 
 
 def _from_one(model: Llama) -> None:

@@ -174,7 +174,9 @@ class _Bf16Activation(torch.autograd.Function):
         return grads[0] * up * share * (1 + gate * (1 - share)), grads[0] * gate * share
 
 
-class _RecomputingSwiGLU(SwiGLU):
+class RecomputingSwiGLU(SwiGLU):
+    """The activation computed again in bf16 on the way back."""
+
     def activate(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
         act_BSF: Tensor = _Bf16Activation.apply(gate_BSF, up_BSF)
         return act_BSF
@@ -183,7 +185,7 @@ class _RecomputingSwiGLU(SwiGLU):
 class ActivationRecomputedInBf16(TorchBackend):
     """SwiGLU's backward recomputes the activation in bf16, unlike the forward (as pytorch #190758)."""
 
-    session_class = swapped(SwiGLU, _RecomputingSwiGLU)
+    session_class = swapped(SwiGLU, RecomputingSwiGLU)
 
 
 class _TailLinear(torch.autograd.Function):
