@@ -269,3 +269,9 @@ def test_no_json_and_no_document_are_refused(tmp_path):
     store.finish()
     with pytest.raises(UserError, match=r"names no evidence\.json"):
         open_evidence(tmp_path / "none")
+
+
+def test_no_gradients_are_held_while_a_step_is_judged():
+    session = TorchSession(CONFIG)
+    gathered(lambda config: session)
+    assert [name for name, p in session.parameters.items() if p.grad is not None] == []
