@@ -1,8 +1,10 @@
 """The cost of a check as the model grows: memory and time against layers, width, vocabulary and tokens. Resumable.
 
     python -m lockstep.scripts.studies.scale                    run what is missing, then write docs/results/scale.md
-    python -m lockstep.scripts.studies.scale --page             only write the page
+    python -m lockstep.scripts.studies.scale --page             only write the page and its plot
     python -m lockstep.scripts.studies.scale --before ../older  the 64.5M model by another checkout as well
+
+The plot needs matplotlib (`pip install "lockstep[studies]"`).
 
 Each row is two processes: `lockstep train` for two steps, whose peak is plain training's, and `lockstep parity
 --steps 1`. Peaks are of the proportional set size (PSS) of the whole tree of processes, sampled each half second; pages
@@ -30,7 +32,7 @@ import tyro
 from lockstep.core.files.jsonl import JsonLines, read_lines
 from lockstep.scripts.studies.repository import ROOT
 
-RESULTS, PAGE = (ROOT / f"docs/results/scale.{ending}" for ending in ("jsonl", "md"))
+RESULTS, PAGE, PLOT = (ROOT / f"docs/results/scale.{ending}" for ending in ("jsonl", "md", "png"))
 SAMPLE_SECONDS = 0.5
 AXES = ("layers", "hidden", "vocabulary", "tokens")
 
@@ -108,6 +110,7 @@ def main() -> None:
                     rows.append(measured(what, size, root, Path(folder), options.source))
     found = {row["what"]: row for row in read_lines(RESULTS)}
     PAGE.write_text(page(found))
+    plot(found)
 
 
 def wanted(options: Scale) -> Iterator[tuple[str, Size, Path]]:
@@ -195,6 +198,35 @@ def above(row: Mapping[str, Any]) -> float:
     return float(row["parity"]["peak"] - row["train"]["peak"])
 
 
+def along(axis: str, rows: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of an axis that were measured, the smallest first."""
+    return [rows[named(size)] for size in SWEEPS[axis] if named(size) in rows]
+
+
+def plot(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw docs/results/scale.png: peaks and seconds along each axis, both scales logarithmic."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    panels = figure.subplots(2, len(AXES), sharey="row", squeeze=False)
+    for column, axis in enumerate(AXES):
+        of_axis = along(axis, rows)
+        sizes = [row[axis] for row in of_axis]
+        memory, time_taken = panels[0][column], panels[1][column]
+        for command, label in (("parity", "lockstep parity --steps 1"), ("train", "lockstep train, 2 steps")):
+            memory.loglog(sizes, [row[command]["peak"] / 1e9 for row in of_axis], marker="o", label=label)
+            time_taken.loglog(sizes, [row[command]["seconds"] for row in of_axis], marker="o", label=label)
+        for panel in (memory, time_taken):
+            panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
+            panel.minorticks_off()
+            panel.grid(alpha=0.3)
+        time_taken.set_xlabel(axis)
+    panels[0][0].set_ylabel("peak, GB")
+    panels[1][0].set_ylabel("seconds")
+    panels[0][0].legend()
+    figure.savefig(PLOT, dpi=100)
+
+
 def page(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """docs/results/scale.md."""
     first = next(iter(rows.values()))
@@ -217,7 +249,7 @@ def page(rows: Mapping[str, Mapping[str, Any]]) -> str:
     lines += ["", "Fitted exponents (log against log, least squares), the peak of a check and its seconds:", ""]
     lines += ["| along | peak of the check | peak of training | seconds |", "|---|---|---|---|"]
     for axis in AXES:
-        of_axis = [rows[named(size)] for size in SWEEPS[axis] if named(size) in rows]
+        of_axis = along(axis, rows)
         if len(of_axis) > 2:
             sizes_along = [float(row[axis]) for row in of_axis]
             fits = [
