@@ -298,12 +298,28 @@ def read_moments(
 
 def moment_of(optimizer: torch.optim.Optimizer, p: nn.Parameter, kind: str) -> Tensor:
     """One moment of a parameter, as `read_moments` gives it."""
+    value = kept_moment(optimizer, p, kind)
+    part = local(value)
+    return as_part(numbers_of(part), like=p) if in_codes(part) else value
+
+
+def kept_moment(optimizer: torch.optim.Optimizer, p: nn.Parameter, kind: str) -> Tensor:
+    """One moment of a parameter as the optimizer keeps it: torchao's in codes and scales."""
     entry = optimizer.state[p]
     if "state1" in entry:  # bitsandbytes'
         return read_moment(entry, kind)
     value: Tensor = entry.get(kind, torch.zeros_like(p)).detach()
-    part: Any = local(value)
-    return as_part(part.dequantize(), like=p) if hasattr(part, "codes") else value
+    return value
+
+
+def in_codes(tensor: Tensor) -> bool:
+    """Return whether a tensor is torchao's, of 8-bit codes and scales."""
+    return hasattr(tensor, "codes")
+
+
+def numbers_of(tensor: Any) -> Any:
+    """Return the float32 numbers that torchao's codes and scales stand for; any other tensor as it is."""
+    return tensor.dequantize() if in_codes(tensor) else tensor
 
 
 def write_moments(

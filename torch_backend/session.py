@@ -152,8 +152,9 @@ class TorchSession(Observes):
     def load(self, state: State) -> None:
         """Take over a canonical state. Raises ValueError if names or shapes are not this model's."""
         check_state(self.config, state)
-        # Those of another state, which nobody reads: a check that judges in this process needs their memory.
+        # Gradients and copies of another state, which nobody reads: a check that judges beside it needs their memory.
         self.optimizer.zero_grad(set_to_none=not self.replays)
+        self._writer.release()
         self._load_parameters(state.params)
         write_moments(self.config, self.optimizer, self.parameters, state)
         self._go_on_from(state.step, state.scalars)
