@@ -26,6 +26,7 @@ from lockstep.jax_backend.optim import orthogonal as orthogonal_in_jax
 from lockstep.parity_tests.cross.variants import ALL_BIASES, relative, same_bits, shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.scripts.studies.clean_runs import initial_state
+from lockstep.torch_backend import optim
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.optim import build_optimizer, eight_bits, orthogonal, set_learning_rate
 from lockstep.torch_backend.session import TorchSession
@@ -145,6 +146,23 @@ def test_eight_bit_moments_come_back_bit_for_bit(signed):
     again = OptimState8bit.zeros((64, 512), signed, BLOCK)
     again.copy_(state.dequantize())
     assert torch.equal(again.scale, state.scale) is not signed
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_block_has_the_same_codes_whatever_stands_beside_it(signed, monkeypatch):
+    """Numbers that no codes stand for are rounded as torchao does."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    x = torch.tensor(moments_at_random(signed))
+    x[2] = 0  # its one number has a scale that torchao does not find
+    whole = eight_bits(x, signed)
+    monkeypatch.setattr(optim, "BLOCKS_AT_ONCE", 7)
+    cut = eight_bits(x, signed)
+    assert torch.equal(cut.codes, whole.codes) and torch.equal(cut.scale, whole.scale)
+    by_torchao = OptimState8bit.zeros(x.shape, signed, BLOCK)
+    by_torchao.copy_(x)
+    assert torch.equal(cut.codes, by_torchao.codes) and torch.equal(cut.scale, by_torchao.scale)
+    assert not torch.equal(cut.dequantize(), x)
 
 
 @pytest.fixture
