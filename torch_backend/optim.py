@@ -33,7 +33,7 @@ The factor gives an update the root mean square that AdamW's has (Liu et al. 202
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,21 +162,57 @@ def is_fused(optim: OptimConfig) -> bool:
 def eight_bit_adamw(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
     """AdamW8bit of torchao. Its step is compiled by Inductor where the run's programs are, and eager elsewhere.
 
-    It compiles itself, once a shape; `torch.compiler.set_stance` is torch's switch for that.
+    Compiled, it is torchao's own. Eager, its function goes over each parameter a stretch of blocks at a time: over a
+    whole one it makes a dozen tensors of the size, some of int64. The numbers are the same, each by itself.
     """
     with quiet_import():
         from torchao.optim import AdamW8bit
+        from torchao.optim.adam import single_param_adam
 
     class Adam(AdamW8bit):
+        @torch.no_grad()
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            with torch.compiler.set_stance("default" if step_is_compiled(config) else "force_eager"):
+            if step_is_compiled(config):
                 return super().step(closure)
+            for group in self.param_groups:
+                rest = (None, group["lr"], *group["betas"], group["weight_decay"], group["eps"], self.is_adamw, False)
+                for p in group["params"]:
+                    if p.grad is None:
+                        continue
+                    state = self.state[p]
+                    if not state:
+                        state["step"] = torch.tensor(0.0)
+                        state["exp_avg"] = self._new_buffer(p, True)
+                        state["exp_avg_sq"] = self._new_buffer(p, False)
+                    state["step"] += 1
+                    tensors = [local(one) for one in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+                    for weight, grad, mean, square in _in_stretches(tensors):
+                        single_param_adam(weight, grad, state["step"], mean, square, *rest)
+            return None
 
     optim = config.optim
     optimizer: torch.optim.Optimizer = Adam(
         groups, lr=optim.peak_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, block_size=BLOCK
     )
     return optimizer
+
+
+def _in_stretches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Stretches of tensors of one shape, flat, in the same memory; the tensors whole if one is not contiguous."""
+    if not all(one.is_contiguous() for one in tensors if not in_codes(one)):
+        yield list(tensors)
+        return
+    at_once = BLOCK * BLOCKS_AT_ONCE
+    for start in range(0, tensors[0].numel(), at_once):
+        yield [_stretch(one, slice(start, start + at_once)) for one in tensors]
+
+
+def _stretch(tensor: Any, which: slice) -> Any:
+    """Some elements of a tensor, flat; those of torchao's are whole blocks."""
+    if not in_codes(tensor):
+        return tensor.view(-1)[which]
+    scale = tensor.scale[which.start // BLOCK : which.stop // BLOCK]
+    return type(tensor)(tensor.codes.view(-1)[which], scale, tensor.qmap, tensor.signed, tensor.dtype)
 
 
 def step_is_compiled(config: RunConfig) -> bool:

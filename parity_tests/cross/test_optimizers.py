@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep.torch_backend.optim
 from lockstep.core.backend import State
@@ -409,3 +410,48 @@ def test_torchao_compiles_nothing_in_an_eager_run():
     torch._dynamo.utils.counters.clear()
     steps(TorchBackend().open(run_of("adamw8bit")), range(1))
     assert not torch._dynamo.utils.counters["stats"]
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many numbers the largest new tensor holds."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in args if type(one) in PLAIN}
+        if type(found) is torch.Tensor and found.untyped_storage().data_ptr() not in given:
+            self.numbers = max(self.numbers, found.numel())
+        return found
+
+
+def test_an_eager_step_of_eight_bit_adamw_is_torchaos_without_copies_of_whole_weights(monkeypatch):
+    """Small tensors, whose moments are no codes, and one without a gradient among them."""
+    from torchao.optim import AdamW8bit
+
+    monkeypatch.setattr(optim, "BLOCKS_AT_ONCE", 2)
+    config = tiny_config()
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in ((64, 512), (4096,), (100, 64), (7,), (3,))]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    settings = {"betas": (config.optim.beta1, config.optim.beta2), "eps": config.optim.eps, "block_size": BLOCK}
+    one = optim.eight_bit_adamw(config, [{"params": ours, "weight_decay": 0.1}])
+    other = AdamW8bit([{"params": theirs, "weight_decay": 0.1}], lr=config.optim.peak_lr, **settings)
+    for _ in range(3):
+        for p, q in zip(ours[:-1], theirs[:-1], strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        one.step()
+        with torch.compiler.set_stance("force_eager"):
+            other.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+        for kind in one.state[p]:
+            assert torch.equal(optim.numbers_of(one.state[p][kind]), optim.numbers_of(other.state[q][kind]))
+    assert not one.state[ours[-1]] and len(one.state[ours[0]]) == 3
+    with Largest() as largest:
+        one.step()
+    assert largest.numbers <= 2 * BLOCK
