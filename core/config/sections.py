@@ -16,6 +16,7 @@ from lockstep.core.config.curriculum import pieces
 from lockstep.core.files.paths import path_problem
 
 Positive = Annotated[int, Field(gt=0)]
+Gigabytes = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
 Interval = Annotated[int, Field(ge=0, description="in optimizer steps; 0 = never")]
 
@@ -359,6 +360,13 @@ class ParityConfig(Section):
     )
     reference_devices: Positive = Field(
         1, description="devices of the reference: sequences, weights and moments are cut over them (JAX)"
+    )
+    disk_gb: Gigabytes = Field(
+        0.0,
+        description="GB (10^9) of evidence on the disk; fewer checks wait where it ends; 0 = no bound",
+    )
+    memory_gb: Gigabytes = Field(
+        0.0, description="GB (10^9) of host memory that a check may take beside the candidate's own; 0 = no bound"
     )
     on_alarm: Literal["log", "stop", "roll_back"] = Field(
         "log", description="after a check that disagreed: go on, stop, or stop at the last checkpoint before it"

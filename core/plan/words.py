@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.budget import flops_per_token, parameter_count, parameter_count_by_group
+from lockstep.core.plan.checks import checks_waiting, cost_of_check
 from lockstep.core.plan.choices import Choice, micro_batches, own_name
 from lockstep.core.plan.estimate import Estimate
 from lockstep.core.plan.gpus import Gpu
@@ -79,6 +80,26 @@ def time_rows(estimate: Estimate, price: float) -> Rows:
     tokens = train.steps * train.batch_size * train.sequence_length
     rows.append([f"{tokens:,} tokens", f"{estimate.days:,.2f} days on {train.ranks} × {estimate.gpu.title}"])
     rows.append([f"at ${price:g} a GPU hour (an assumption: --price)", f"${estimate.cost(price):,.0f}"])
+    return rows
+
+
+def check_rows(config: RunConfig) -> Rows:
+    """A check during training, and one of `lockstep parity`: bytes on the disk and in memory, seconds."""
+    parity, train = config.parity, config.train
+    during, thorough = (cost_of_check(config, thorough=one) for one in (False, True))
+    every = f"every {parity.every} steps" if parity.every else "none: parity.every = 0"
+    rows: Rows = [["during training", every], ["evidence on the disk", gb(during.kept)]]
+    rows += [[f"  {what}", gb(size)] for what, size in during.evidence.items()]
+    waiting = checks_waiting(config)
+    rows.append([f"  of the {waiting} that may wait", gb(waiting * during.disk)])
+    rows.append(["host memory: trainer, gathering", gb(during.gathering)])
+    rows.append(["host memory: the process that judges", gb(during.judging)])
+    rows.append(["judging on two cores; on a GPU", f"{during.seconds:,.0f} s; not measured"])
+    rows.append(["lockstep parity", f"{train.batch_size * train.sequence_length:,} tokens a step"])
+    rows.append(["evidence on the disk", gb(thorough.kept)])
+    rows.append(["  with the round trip's checkpoint", gb(thorough.disk)])
+    rows.append(["host memory beside the candidate's", gb(max(thorough.gathering, thorough.judging))])
+    rows.append(["judging on two cores; on a GPU", f"{thorough.seconds:,.0f} s; not measured"])
     return rows
 
 
@@ -155,6 +176,11 @@ def as_data(estimate: Estimate, found: Sequence[Choice], price: float) -> dict[s
         "tokens_per_second": estimate.tokens_per_second,
         "mfu": estimate.mfu,
         "days": estimate.days,
+        "checks": {
+            name: {**asdict(cost), "kept": cost.kept, "disk": cost.disk}
+            for name, thorough in (("during_training", False), ("thorough", True))
+            for cost in [cost_of_check(config, thorough=thorough)]
+        },
         "price_per_gpu_hour": price,
         "cost": estimate.cost(price),
         "choices": [

@@ -25,7 +25,10 @@ from lockstep.core.parity.evidence.saved import save_evidence, store_of
 from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.modes import shadow as shadow_module
-from lockstep.core.parity.modes.shadow import Result, Shadow, judge_all
+from lockstep.core.parity.modes.shadow import Result, Shadow, ShadowPart, judge_all
+from lockstep.core.parity.modes.side_by_side import check_steps
+from lockstep.core.plan.checks import BEHIND_BYTES, GB, cost_of_check
+from lockstep.core.run.ranks import ONE
 from lockstep.parity_tests.faults import forward, loss, optimizer, state
 from lockstep.parity_tests.guards.events import NO_SPACE, Refusing
 from lockstep.parity_tests.loop.references import LATE_SECONDS
@@ -121,6 +124,35 @@ def test_a_late_reference_delays_no_step_and_is_skipped_and_counted() -> None:
     assert time.perf_counter() - began < LATE_SECONDS / 2
     assert not alive(pid)
     shadow.close()
+
+
+def with_budget(config: RunConfig, **budgets: float) -> RunConfig:
+    return config.model_copy(update={"parity": config.parity.model_copy(update=budgets)})
+
+
+def test_no_more_checks_wait_than_the_budget_of_the_disk_holds() -> None:
+    two = 2.5 * cost_of_check(checked(), thorough=False).disk / GB
+    session = TorchSession(checked())
+    with Shadow(with_budget(checked(queue=9), disk_gb=two), f"{REFERENCES}:Late") as shadow:
+        for seed in range(3):
+            step(shadow, session, seed)
+        said = f"the reference is still busy with 2 earlier checks; parity.disk_gb = {two:g} holds no more"
+        assert skipped(list(shadow.collect())) == {3: said}
+        size = sum(file.stat().st_size for file in shadow._folder.rglob("*.safetensors"))
+        assert size <= two * GB
+
+
+@pytest.mark.parametrize("setting", ["disk_gb", "memory_gb"])
+def test_a_run_whose_checks_cannot_keep_its_budget_does_not_begin(setting: str, tmp_path: Path) -> None:
+    config = with_budget(checked(), **{setting: 1e-3})
+    for part in (
+        lambda: Shadow(config, JAX, folder=tmp_path / "evidence"),
+        lambda: ShadowPart(config, ONE),
+        lambda: next(check_steps(TorchBackend(), TorchBackend(), config, [])),
+    ):
+        with pytest.raises(UserError, match=rf"and parity\.{setting} is 0\.001: [\d.]+ would do"):
+            part()
+    assert not list(tmp_path.iterdir())
 
 
 def test_large_evidence_does_not_hold_the_step_up() -> None:
@@ -389,7 +421,7 @@ def test_evidence_without_one_of_its_tensors_is_lost(reference: Shadow, monkeypa
     assert isinstance(check, Check) and check.verdict == "agreed"
 
 
-@pytest.mark.parametrize("room", [0, lasting.BEHIND_BYTES])
+@pytest.mark.parametrize("room", [0, BEHIND_BYTES])
 def test_seconds_are_not_those_of_keeping_the_steps_gradients(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     put = FolderStore.put
 

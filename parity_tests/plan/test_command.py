@@ -26,6 +26,20 @@ def test_the_published_run(capsys, tmp_path):
     assert data["cost"] == pytest.approx(data["days"] * 24 * GPUS["h100"].price)
 
 
+def test_checks_are_planned_and_what_does_not_fit_is_said(capsys, tmp_path):
+    small = ["--train.batch-size", "2", "--train.micro-batch-size", "1", "--train.curriculum", ""]
+    budgets = ["--parity.disk-gb", "20", "--parity.memory-gb", "40", "--parity.every", "500"]
+    assert cli.run(["plan", LLAMA, *small, *budgets, "--json", str(tmp_path / "plan.json")]) == 0
+    printed = capsys.readouterr()
+    checks = json.loads((tmp_path / "plan.json").read_text())["checks"]
+    during, thorough = checks["during_training"], checks["thorough"]
+    for said in ("every 500 steps", f"{during['kept'] / 1e9:,.2f} GB", f"{thorough['disk'] / 1e9:,.2f} GB"):
+        assert said in printed.out
+    assert "of the 0 that may wait" in printed.out and printed.out.count("s; not measured") == 2
+    assert during["kept"] == sum(during["evidence"].values()) and thorough["transient"] == 3 * 4 * 1_241_581_568
+    assert "GB on the disk, and parity.disk_gb is 20: " in printed.err and "memory_gb" not in printed.err
+
+
 def test_steps_of_another_length_take_their_own_time():
     config = load_config(REPO / "configs/llama-1b.toml")
     alone = {n: fits(at_length(config, n), "h100") for n in (2048, 4096)}

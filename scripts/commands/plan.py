@@ -49,6 +49,7 @@ class Plan:
 def main(argv: list[str]) -> int:
     """Print the plan."""
     from lockstep.core.config.file import load_config
+    from lockstep.core.plan.checks import over_budget
     from lockstep.core.plan.choices import choices, smallest_change
     from lockstep.core.plan.estimate import fits
     from lockstep.core.plan.gpus import gpu_named
@@ -71,6 +72,8 @@ def main(argv: list[str]) -> int:
             options.json.write_text(json.dumps(as_data(estimate, found, price), indent=1) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {options.json}: {error.strerror}") from error
+    for line in dict.fromkeys(one for thorough in (False, True) for one in over_budget(config, thorough=thorough)):
+        print(f"lockstep: {line}", file=sys.stderr)
     if estimate.fits:
         return 0
     changes = smallest_change(config, found)
@@ -94,6 +97,7 @@ def print_plan(console: Console, estimate: Estimate, found: list[Choice], price:
     console.print(table(f"Memory of each device, estimated: {micro}", ("", ""), words.memory_rows(estimate)))
     if rows := words.time_rows(estimate, price):
         console.print(table("Time of a step and of the run, estimated", ("", ""), rows))
+    console.print(table("Checks, at most", ("", ""), words.check_rows(config)))
     headers, rows = words.choice_table(config, found)
     title = "GB needed by micro-batch; → and (…) as configured, ! does not fit"
     wide.print(table(title, headers, rows))

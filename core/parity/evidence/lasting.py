@@ -14,9 +14,7 @@ import numpy as np
 from lockstep.core.backend import Arrays
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.store import FolderStore, NoStore, Stored
-
-# Bytes of tensors that may wait to be hashed and written; gathering waits for more.
-BEHIND_BYTES = 512 << 20
+from lockstep.core.plan.checks import BEHIND_BYTES
 
 
 class LastingStore(NoStore):

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.model.names import parameter_shapes
 from lockstep.core.parity.evidence.store import FolderStore, MemoryStore, Store
+from lockstep.core.plan.checks import GB, cost_of_check
 
-# Bytes of evidence a parameter: weights and moments before and after, three gradients, and as much of taps.
-BYTES_A_PARAMETER = 40
 # Evidence of more bytes lies in a folder.
 LARGE = 256_000_000
 
 
 def is_large(config: RunConfig) -> bool:
-    """Return whether the evidence of a check of this model is too large for memory."""
-    return BYTES_A_PARAMETER * sum(map(math.prod, parameter_shapes(config.model).values())) > LARGE
+    """Return whether the evidence of a check is too large for memory, or for what `parity.memory_gb` leaves of it."""
+    cost, budget = cost_of_check(config, thorough=True), config.parity.memory_gb
+    return cost.kept > LARGE or (budget > 0 and cost.judging + cost.kept > budget * GB)
 
 
 @contextmanager

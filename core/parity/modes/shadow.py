@@ -48,6 +48,7 @@ from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.modes.coverage import BUSY
 from lockstep.core.parity.reference.self_check import sound_reference
+from lockstep.core.plan.checks import checks_waiting, require_budget
 from lockstep.core.run.ranks import ONE, Ranks
 from lockstep.core.train.finite import NotFinite
 
@@ -80,7 +81,11 @@ class Shadow:
         """`observations`: the folder that keeps the sketches of each checked step, or None to keep none.
 
         folder: holds the evidence of pending checks, and is removed by `close`; by default a temporary one.
+
+        Raises UserError if a check does not keep the run's budgets.
         """
+        require_budget(config, thorough=False)
+        self._most_waiting = checks_waiting(config)
         self._config, self._ranks = config, ranks
         self._waiting: set[int] = set()
         self._folder = Path(mkdtemp(prefix="lockstep-evidence-")) if folder is None else folder.absolute()
@@ -227,11 +232,13 @@ class Shadow:
         self.close(at_once=kind is not None)
 
     def _ready(self) -> bool:
-        return self._worker.is_alive() and len(self._waiting) < self._config.parity.queue
+        return self._worker.is_alive() and len(self._waiting) < self._most_waiting
 
     def _reason(self) -> str:
         if self._worker.is_alive():
-            return f"{BUSY} {len(self._waiting)} earlier checks"
+            by_disk = self._most_waiting < self._config.parity.queue
+            where = f"; parity.disk_gb = {self._config.parity.disk_gb:g} holds no more" if by_disk else ""
+            return f"{BUSY} {len(self._waiting)} earlier checks{where}"
         how = f"process has died (exit code {self._worker.exitcode})"
         if self._given_up:
             how = f"process gave no answer within {self._config.parity.timeout_seconds} s and was ended"
@@ -285,6 +292,8 @@ class ShadowPart:
     pending = 0
 
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+        """Raises UserError as rank 0's."""
+        require_budget(config, thorough=False)
         self._config, self._ranks = config, ranks
 
     def due(self, step: int) -> bool:

@@ -15,6 +15,7 @@ from lockstep.core.parity.evidence.place import store_for
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.reference.self_check import sound_reference
+from lockstep.core.plan.checks import require_budget
 
 Alarmed = Callable[[Session, Evidence, Check], Check]
 
@@ -31,7 +32,10 @@ def check_steps(
     State-synchronised: before each judgement the reference takes the candidate's state, so every check judges one step.
     alarm: what is made of a check that disagreed (core/parity/diagnose/disagreement.py); it leaves the session's state
     as it was.
+
+    Raises UserError if the candidate lacks what a check needs, or if a check does not keep the run's budgets.
     """
+    require_budget(config, thorough=True)
     with ExitStack() as stack:
         session = candidate.open(config)
         try:

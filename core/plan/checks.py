@@ -1,0 +1,172 @@
+"""The cost of a run's checks, from its configuration: bytes on the disk and in memory, and seconds on a CPU.
+
+A check gathers *evidence* (core/parity/evidence/gather.py) into a folder, and judges it a tensor, and the reference's
+passes a segment of the model, at a time. What it takes is bounded by `parity.disk_gb` and `parity.memory_gb`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from lockstep.core.components.precision import FORMATS
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.model.budget import flops_per_token
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.groups import moment_names
+from lockstep.core.model.names import probe_shapes, tap_names
+
+GB = 1e9
+# Sequences with weight in the micro-batch whose stages are judged, unless all are looked at.
+LOOKED_AT = 2
+# Bytes of tensors that may wait to be hashed and written while training goes on; gathering waits for more.
+BEHIND_BYTES = 512 << 20
+# Host memory of a process in which JAX has compiled the programs of a check; measured (docs/results/scale.md).
+PROCESS_BYTES = 1.0e9
+# The reference computes in FP32 and, for the truth, in FP64.
+TWIN, TRUTH = 4, 8
+# A check's seconds on two cores of a server's CPU, fitted to docs/results/scale.jsonl: to open the reference and to
+# compile, a GB of evidence, and 10¹² FLOPs of the reference.
+OPENING_SECONDS, SECONDS_A_GB, SECONDS_A_TERAFLOP = 19.0, 6.0, 30.0
+
+
+@dataclass(frozen=True)
+class CheckCost:
+    """One check takes at most so much.
+
+    evidence: bytes on the disk by what they are. transient: bytes on the disk that are gone when evidence is gathered.
+    gathering, judging: bytes of host memory beside the candidate's own. seconds: of judging, on a CPU of two cores.
+    """
+
+    evidence: dict[str, float]
+    transient: float
+    gathering: float
+    judging: float
+    seconds: float
+
+    @property
+    def kept(self) -> float:
+        """Bytes of the evidence."""
+        return sum(self.evidence.values())
+
+    @property
+    def disk(self) -> float:
+        """The most bytes on the disk at a time."""
+        return self.kept + self.transient
+
+
+def cost_of_check(config: RunConfig, *, thorough: bool) -> CheckCost:
+    """The cost of one check.
+
+    thorough: as `lockstep parity` makes them; otherwise one during training (`parity.every`), which leaves the state
+    alone.
+    """
+    number = FORMATS[config.precision.stream].bytes
+    parameters = graph_of(config.model).parameters
+    weights = number * sum(one.size for one in parameters.values())
+    moments = number * sum(parameters[name].size for names in moment_names(config).values() for name in names)
+    rows = rows_looked_at(config)
+    tapped = number * _tapped(config, rows)
+    accumulates = thorough and config.train.accumulation > 1
+    reduced = (2 * config.train.ranks + 1) * weights if thorough and config.train.ranks > 1 else 0
+    evidence = {
+        "state before and after": 2 * (weights + moments),
+        "gradients of step and micro-batch": 2 * weights,
+        "taps, their and weights' gradients": tapped + weights,
+        "gradients apart and together": (2 * weights if accumulates else 0) + reduced,
+    }
+    largest = number * max(one.size for one in parameters.values())
+    tokens = config.train.batch_size * config.train.sequence_length if thorough else rows * config.train.sequence_length
+    return CheckCost(
+        evidence={what: float(size) for what, size in evidence.items() if size},
+        # The checkpoint of the round trip, in FP32 whatever the moments are kept in.
+        transient=float(weights + moments) if thorough else 0.0,
+        gathering=float(min(BEHIND_BYTES, sum(evidence.values())) + largest),
+        judging=PROCESS_BYTES + _segments(config) + _crossing(config, tokens),
+        seconds=OPENING_SECONDS
+        + SECONDS_A_GB * sum(evidence.values()) / GB
+        + SECONDS_A_TERAFLOP * _flops(config, tokens, rows * config.train.sequence_length) / 1e12,
+    )
+
+
+def rows_looked_at(config: RunConfig) -> int:
+    """Return how many sequences of a micro-batch hold the weight of the one that is looked at stage by stage."""
+    micro = config.train.micro_batch_size
+    return micro if config.precision.couples_sequences else min(LOOKED_AT, micro)
+
+
+def checks_waiting(config: RunConfig) -> int:
+    """Return how many checks may wait for the reference: `parity.queue`, or fewer if the disk's budget ends there."""
+    if not config.parity.disk_gb:
+        return config.parity.queue
+    each = cost_of_check(config, thorough=False).disk
+    return min(config.parity.queue, int(config.parity.disk_gb * GB / each))
+
+
+def over_budget(config: RunConfig, *, thorough: bool) -> list[str]:
+    """Say, in a line each, which budget a single check does not keep, and what would; nothing if it fits."""
+    cost, found = cost_of_check(config, thorough=thorough), []
+    for setting, needed, what in (
+        ("disk_gb", cost.disk, "on the disk"),
+        ("memory_gb", max(cost.gathering, cost.judging), "of host memory"),
+    ):
+        budget = getattr(config.parity, setting)
+        if budget and needed > budget * GB:
+            enough = math.ceil(needed / GB * 10) / 10
+            found.append(
+                f"a check of {config.name} takes up to {needed / GB:,.1f} GB {what}, "
+                f"and parity.{setting} is {budget:g}: {enough:g} would do"
+            )
+    return found
+
+
+def require_budget(config: RunConfig, *, thorough: bool) -> None:
+    """Raise UserError if a single check does not keep the run's budgets."""
+    if found := over_budget(config, thorough=thorough):
+        raise UserError("; ".join(found))
+
+
+def _tapped(config: RunConfig, rows: int) -> int:
+    """Numbers of all taps, and of the gradients at taps and edges."""
+    shapes = probe_shapes(config.model, rows, config.train.sequence_length)
+    taps = set(tap_names(config.model))
+    return sum(math.prod(shape) * (2 if name in taps else 1) for name, shape in shapes.items())
+
+
+def _segments(config: RunConfig) -> float:
+    """Bytes of the dearest segment: its weights and the sums of their gradients, and one operation's new gradients.
+
+    The sum of a matrix that an earlier segment reads too (a tied head's) waits for that one.
+    """
+    operations = graph_of(config.model, config.attention, config.loss).operations
+    sizes = [
+        {parameter.name: parameter.size for one in group for parameter in one.parameters.values()}
+        for _, group in itertools.groupby(operations, key=lambda one: one.layer)
+    ]
+    first = {name: number for number in reversed(range(len(sizes))) for name in sizes[number]}
+    waiting: dict[str, int] = {}
+    most = 0
+    for number in reversed(range(len(sizes))):
+        own = sizes[number]
+        waiting |= own
+        most = max(most, sum(own.values()) + sum(waiting.values()) + max(own.values(), default=0))
+        waiting = {name: size for name, size in waiting.items() if first[name] < number}
+    return float((TWIN + TRUTH) * most)
+
+
+def _crossing(config: RunConfig, tokens: int) -> float:
+    """Bytes of what crosses from block to block in both precisions, and of the logits of one chunk of tokens."""
+    model = config.model
+    logits = min(tokens * model.vocab_size, max(model.vocab_size * model.hidden, (128 << 20) // TRUTH))
+    return float((TWIN + TRUTH) * (tokens * model.hidden * (model.layers + 2) + 2 * logits))
+
+
+def _flops(config: RunConfig, tokens: int, looked_at: int) -> float:
+    """FLOPs of twin and truth: the pass with its second forward pass, and every stage by itself.
+
+    flops_per_token counts a forward and a backward pass, three forward passes' worth.
+    """
+    of_a_token = flops_per_token(config.model, config.train.sequence_length)["full"]
+    return 2 * of_a_token * (tokens * 4 / 3 + looked_at)
