@@ -187,7 +187,12 @@ class TorchSession(Observes):
 
     @part("checkpoint")
     def write(self, folder: Path) -> WritingTorch:
-        """Begin to write the state by torch.distributed.checkpoint; every rank of the session calls it."""
+        """Begin to write the state by torch.distributed.checkpoint; every rank of the session calls it.
+
+        Gradients are let go first: where weights are in host memory, the copy takes as much.
+        """
+        if not self.replays:
+            self.optimizer.zero_grad(set_to_none=True)
         return self._writer.begin(folder)
 
     def random_state(self) -> dict[str, np.ndarray]:

@@ -230,6 +230,14 @@ def test_eight_bit_moments_are_copied_as_codes_and_scales() -> None:
     session.close()
 
 
+def test_gradients_do_not_lie_beside_the_copy_of_a_state(tmp_path: Path) -> None:
+    session = opened(TorchBackend(), "bf16")
+    session.step(text_batch(session.config))  # type: ignore[attr-defined]
+    begin_checkpoint(tmp_path / "c", 0, writer_of(session), {"config": {}}).commit()
+    assert all(p.grad is None for p in session.parameters.values())  # type: ignore[attr-defined]
+    session.close()
+
+
 def test_the_host_memory_of_a_checkpoint_is_let_go_when_another_state_is_taken_over(tmp_path: Path) -> None:
     """A check's round trip would hold the whole state while its step is judged."""
     session = opened(TorchBackend(), "bf16")
