@@ -30,6 +30,12 @@ def _can_be_a_path(text: str) -> str:
 PathText = Annotated[str, AfterValidator(_can_be_a_path)]
 
 
+def _is_positive(number: int | str) -> int | str:
+    if isinstance(number, int) and number < 1:
+        raise ValueError("must be at least 1")
+    return number
+
+
 def _is_a_curriculum(text: str) -> str:
     pieces(text)
     return text
@@ -360,6 +366,9 @@ class ParityConfig(Section):
     )
     reference_devices: Positive = Field(
         1, description="devices of the reference: sequences, weights and moments are cut over them (JAX)"
+    )
+    update: Annotated[int | Literal["all"], AfterValidator(_is_positive)] = Field(
+        "all", description="elements of each tensor whose moments and update a check judges; others in other checks"
     )
     disk_gb: Gigabytes = Field(
         0.0,

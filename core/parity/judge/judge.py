@@ -37,6 +37,7 @@ def judge(evidence: Evidence, reference: Reference) -> Check:
 def _judge(evidence: Evidence, reference: Reference) -> Check:
     started = time.perf_counter()
     missing = [*evidence.not_covered, *reference.not_asked]
+    missing += update.not_judged(reference.config, evidence.before.step)
     known = known_scalars(reference.config, evidence.batch, evidence.record, evidence.before.step + 1)
     reference = replace(reference, known=known)
     state = list(update.weights(evidence, reference))

@@ -121,7 +121,7 @@ class _Updated:
         self._before, self._after = evidence.before, evidence.after
         config = reference.config
         self._rule = update_rules(config)[name]
-        self._shape = parameter_shapes(config.model)[name]
+        self._where, self._shape = part_judged(config, name, self._before.step)
         self._alias = _same_update(config, name)
         self._arrays = {"params": self._before.params, "grads": evidence.stepped.grads}
         self._arrays |= {kind: self._before.optimizer[kind] for kind in self._rule.moments}
@@ -132,7 +132,7 @@ class _Updated:
         }
 
     def findings(self) -> Iterator[Finding]:
-        """Every kind of moment, then the update."""
+        """Every kind of moment, then the update; of the part that is due in this check."""
         outputs = (*self._rule.moments, "params")
         compared = {kind: self._comparison(kind) for kind in outputs}
         for where in self._stretches():
@@ -156,8 +156,9 @@ class _Updated:
         return calibrated_bounds.update_kind(self._reference.config, self._name, what)
 
     def _stretches(self) -> Iterator[slice]:
-        size = math.prod(self._shape)
-        return stretches(size, size if self._rule.together is None else LENGTHS[-1])
+        first, size = self._where.start, math.prod(self._shape)
+        for where in stretches(size, size if self._rule.together is None else LENGTHS[-1]):
+            yield slice(first + where.start, first + where.stop)
 
     def _inputs(self, where: slice) -> dict[str, np.ndarray]:
         """The inputs of a stretch by kind, in a shape that many stretches share; it ends in zeros, which stay zeros."""
@@ -198,6 +199,36 @@ class _Updated:
             apart = np.subtract(*(x.astype(np.float64) for x in sides))
             power += float(apart @ apart)
         return calibrated_bounds.NOISE_MARGIN * math.sqrt(power)
+
+
+def part_judged(config: RunConfig, name: str, step: int) -> tuple[slice, Shape]:
+    """The elements of a parameter whose moments and update are judged after `step` steps, row-major, and their shape.
+
+    `parity.update` elements, filled up to whole rows and to whole blocks of 8-bit codes. Which rows is drawn by the
+    run's seed and the step: whichever checks a run comes to make, no row is left out for good. A parameter that moves
+    as a whole (Muon's matrices), or is no larger, is judged whole.
+    """
+    shape, together = parameter_shapes(config.model)[name], update_rules(config)[name].together
+    size, asked = math.prod(shape), config.parity.update
+    if asked == "all" or together is None or size <= asked:
+        return slice(0, size), shape
+    row = size // shape[0]
+    at_once = together // math.gcd(row, together)
+    rows = min(shape[0], -(-asked // (row * at_once)) * at_once)
+    parts = -(-shape[0] // rows)
+    drawn = int(np.random.Generator(np.random.Philox(key=(config.seed, step))).integers(1 << 32)) * parts >> 32
+    first = min(drawn * rows, shape[0] - rows)
+    return slice(first * row, (first + rows) * row), (rows, *shape[1:])
+
+
+def not_judged(config: RunConfig, step: int) -> list[str]:
+    """Say how much of moments and update a check does not judge, if it is not all of them."""
+    sizes = [math.prod(shape) for shape in parameter_shapes(config.model).values()]
+    judged = sum(math.prod(part_judged(config, name, step)[1]) for name in parameter_shapes(config.model))
+    if judged == sum(sizes):
+        return []
+    share = 100 * (1 - judged / sum(sizes))
+    return [f"{share:.3g} % of moments and update (parity.update = {config.parity.update}): in other checks"]
 
 
 def _same_update(config: RunConfig, name: str) -> str:
