@@ -19,6 +19,8 @@ from lockstep.core.model.groups import moment_names
 from lockstep.core.model.names import probe_shapes, tap_names
 
 GB = 1e9
+# A part of the evidence.
+TAPS = "taps, their and weights' gradients"
 # Sequences with weight in the micro-batch whose stages are judged, unless all are looked at.
 LOOKED_AT = 2
 # Bytes of tensors that may wait to be hashed and written while training goes on; gathering waits for more.
@@ -37,14 +39,19 @@ class CheckCost:
     """One check takes at most so much.
 
     evidence: bytes on the disk by what they are. transient: bytes on the disk that are gone when evidence is gathered.
-    gathering, judging: bytes of host memory beside the candidate's own. seconds: of judging, on a CPU of two cores.
+    gathering, judging: bytes of host memory beside the candidate's own. teraflops: 10¹² FLOPs of the reference.
     """
 
     evidence: dict[str, float]
     transient: float
     gathering: float
     judging: float
-    seconds: float
+    teraflops: float
+
+    @property
+    def seconds(self) -> float:
+        """Time to judge on two cores of a server's CPU."""
+        return OPENING_SECONDS + SECONDS_A_GB * self.kept / GB + SECONDS_A_TERAFLOP * self.teraflops
 
     @property
     def kept(self) -> float:
@@ -74,7 +81,7 @@ def cost_of_check(config: RunConfig, *, thorough: bool) -> CheckCost:
     evidence = {
         "state before and after": 2 * (weights + moments),
         "gradients of step and micro-batch": 2 * weights,
-        "taps, their and weights' gradients": tapped + weights,
+        TAPS: tapped + weights,
         "gradients apart and together": (2 * weights if accumulates else 0) + reduced,
     }
     largest = number * max(one.size for one in parameters.values())
@@ -85,9 +92,7 @@ def cost_of_check(config: RunConfig, *, thorough: bool) -> CheckCost:
         transient=float(weights + moments) if thorough else 0.0,
         gathering=float(min(BEHIND_BYTES, sum(evidence.values())) + largest),
         judging=PROCESS_BYTES + _segments(config) + _crossing(config, tokens),
-        seconds=OPENING_SECONDS
-        + SECONDS_A_GB * sum(evidence.values()) / GB
-        + SECONDS_A_TERAFLOP * _flops(config, tokens, rows * config.train.sequence_length) / 1e12,
+        teraflops=_flops(config, tokens, rows * config.train.sequence_length) / 1e12,
     )
 
 

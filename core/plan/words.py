@@ -177,7 +177,7 @@ def as_data(estimate: Estimate, found: Sequence[Choice], price: float) -> dict[s
         "mfu": estimate.mfu,
         "days": estimate.days,
         "checks": {
-            name: {**asdict(cost), "kept": cost.kept, "disk": cost.disk}
+            name: {**asdict(cost), "kept": cost.kept, "disk": cost.disk, "seconds": cost.seconds}
             for name, thorough in (("during_training", False), ("thorough", True))
             for cost in [cost_of_check(config, thorough=thorough)]
         },

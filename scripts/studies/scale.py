@@ -29,7 +29,10 @@ from typing import Any
 import numpy as np
 import tyro
 
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.files.jsonl import JsonLines, read_lines
+from lockstep.core.model.budget import parameter_count
+from lockstep.core.plan.checks import TAPS, cost_of_check
 from lockstep.scripts.studies.repository import ROOT
 
 RESULTS, PAGE, PLOT = (ROOT / f"docs/results/scale.{ending}" for ending in ("jsonl", "md", "png"))
@@ -257,7 +260,52 @@ def page(rows: Mapping[str, Mapping[str, Any]]) -> str:
                 for command, key in (("parity", "peak"), ("train", "peak"), ("parity", "seconds"))
             ]
             lines.append(f"| {axis} | " + " | ".join(f"{fit:.2f}" for fit in fits) + " |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", "![peaks and seconds along each axis](scale.png)", "", *on_paper(), ""])
+
+
+# Llama 3 (Grattafiori et al. 2024, table 3), untied.
+PUBLISHED = {
+    "8B": {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336},
+    "70B": {"hidden": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672},
+}
+RANKS = (8, 64, 1024)
+ASSUMED_FLOPS = 1e12
+
+
+def on_paper() -> list[str]:
+    """Lines of the estimate for models that were not run, from core/plan/checks.py."""
+    lines = [
+        "## 8B and 70B under FSDP, on paper",
+        "",
+        "Nothing here was run. One check during training, two sequences of 4,096 tokens looked at, AdamW, bf16, by the "
+        "formulas of `lockstep plan` (core/plan/checks.py), which the table above holds on a small scale.",
+        "",
+        "| model | evidence, GB | of it taps, GB | judge's memory, GB | judging, hours | "
+        + " | ".join(f"a rank's share on {ranks:,}, GB" for ranks in RANKS)
+        + " |",
+        "|---|---|---|---|---|" + "---|" * len(RANKS),
+    ]
+    for name, shape in PUBLISHED.items():
+        config = RunConfig.model_validate(
+            {
+                "model": {**shape, "vocab_size": 128256, "tied": False},
+                "train": {"batch_size": 2, "micro_batch_size": 2, "sequence_length": 4096},
+            }
+        )
+        cost = cost_of_check(config, thorough=False)
+        weights = 4 * parameter_count(config.model)
+        taps = cost.evidence[TAPS] - weights
+        hours = cost.teraflops * 1e12 / ASSUMED_FLOPS / 3600
+        shares = " | ".join(f"{(cost.kept - taps) / ranks / 1e9:,.1f}" for ranks in RANKS)
+        sizes = " | ".join(f"{size / 1e9:,.0f}" for size in (cost.kept, taps, cost.judging))
+        lines.append(f"| {name} | {sizes} | {hours:,.1f} | {shares} |")
+    return [
+        *lines,
+        "",
+        "Assumed: an FP64 and FP32 rate of 10¹² FLOP/s for the reference (a server's CPU; on a GPU not measured); each "
+        "rank writes its own parts of weights, moments and gradients. Today rank 0 writes all of them, gathered one "
+        "tensor at a time, and judges alone; taps are those of one rank's micro-batch.",
+    ]
 
 
 if __name__ == "__main__":
