@@ -167,18 +167,18 @@ class TorchSession(Observes):
         if self.root is None:
             self.load(read_state(folder, step, scalars))
             return
-        with Stored(folder) as stored:
-            check_state(self.config, stored.shaped(step, scalars))
-            for name, p in self.parameters.items():
-                local(p).copy_(torch.from_numpy(stored.read(PARAMS, name, rows_of(p))))
-            updates = State(step, {}, {}, scalars).updates
-            put_moments(
-                self.config,
-                self.optimizer,
-                self.parameters,
-                updates,
-                lambda kind, name: stored.read(kind, name, rows_of(self.parameters[name])),
-            )
+        stored = Stored(folder)
+        check_state(self.config, stored.shaped(step, scalars))
+        for name, p in self.parameters.items():
+            local(p).copy_(torch.from_numpy(stored.read(PARAMS, name, rows_of(p))))
+        updates = State(step, {}, {}, scalars).updates
+        put_moments(
+            self.config,
+            self.optimizer,
+            self.parameters,
+            updates,
+            lambda kind, name: stored.read(kind, name, rows_of(self.parameters[name])),
+        )
         self._go_on_from(step, scalars)
 
     def _go_on_from(self, step: int, scalars: Mapping[str, float]) -> None:

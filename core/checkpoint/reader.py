@@ -7,10 +7,9 @@ whichever number of ranks. (Its own `HuggingFaceStorageReader` knows the second 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
 
 import numpy as np
 
@@ -30,40 +29,35 @@ from lockstep.core.checkpoint.format import (
 
 @dataclass(frozen=True)
 class _Part:
-    """Locate a part of a tensor: its key in an open file, its offset in the whole, and its shape."""
+    """Locate a part of a tensor: its file and key, its offset in the whole, and its shape."""
 
-    file: Any
+    path: Path
     key: str
     begin: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 class Stored:
-    """A context; while it is open, so are the folder's files. Raises ValueError if parts of a tensor are missing."""
+    """A folder's tensors. A file is open, and its pages in memory, while something of it is read.
+
+    Raises ValueError for names that no tensor of a state has, and what safetensors raises.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open = ExitStack()
-        self._parts: dict[tuple[str, str], list[_Part]] = {}
-
-    def __enter__(self) -> Self:
         from safetensors import safe_open
 
-        for path in sorted(self._folder.glob("*.safetensors")):
+        self._parts: dict[tuple[str, str], list[_Part]] = {}
+        for path in sorted(folder.glob("*.safetensors")):
             if path.name == RANDOM:
                 continue
-            file = self._open.enter_context(safe_open(path, framework="numpy"))
-            offsets = offsets_of(file)
-            for key in file.keys():  # noqa: SIM118 - not a mapping
-                kind, name = (path.stem, key) if offsets is None else key.split("/", 1)
-                require_names(kind, name)
-                shape = tuple(file.get_slice(key).get_shape())
-                begin = tuple(offsets[key]) if offsets else (0,) * len(shape)
-                self._parts.setdefault((kind, name), []).append(_Part(file, key, begin, shape))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+            with safe_open(path, framework="numpy") as file:
+                offsets = offsets_of(file)
+                for key in file.keys():  # noqa: SIM118 - not a mapping
+                    kind, name = (path.stem, key) if offsets is None else key.split("/", 1)
+                    require_names(kind, name)
+                    shape = tuple(file.get_slice(key).get_shape())
+                    begin = tuple(offsets[key]) if offsets else (0,) * len(shape)
+                    self._parts.setdefault((kind, name), []).append(_Part(path, key, begin, shape))
 
     def state(self, step: int, scalars: Mapping[str, float]) -> State:
         """The state, each tensor read when it is asked for."""
@@ -89,12 +83,17 @@ class Stored:
         """A whole tensor, also one without axes. Raises ValueError if parts of it are missing."""
         if self.shape(kind, name):
             return self.read(kind, name, slice(None))
+        from safetensors import safe_open
+
         only = self._parts[kind, name][0]
-        found: np.ndarray = only.file.get_tensor(only.key)
+        with safe_open(only.path, framework="numpy") as file:
+            found: np.ndarray = file.get_tensor(only.key)
         return found
 
     def read(self, kind: str, name: str, rows: slice) -> np.ndarray:
         """Some rows (a stretch of the first axis) of a tensor. Raises ValueError if parts of them are missing."""
+        from safetensors import safe_open
+
         shape = self.shape(kind, name)
         first, last, _ = rows.indices(shape[0])
         found, filled = None, 0
@@ -102,7 +101,8 @@ class Stored:
             begin, end = max(first, part.begin[0]), min(last, part.begin[0] + part.shape[0])
             if begin >= end and first < last:
                 continue
-            piece = part.file.get_slice(part.key)[begin - part.begin[0] : max(begin, end) - part.begin[0]]
+            with safe_open(part.path, framework="numpy") as file:
+                piece = file.get_slice(part.key)[begin - part.begin[0] : max(begin, end) - part.begin[0]]
             if found is None:
                 found = np.empty((last - first, *shape[1:]), piece.dtype)
             across = tuple(slice(at, at + n) for at, n in zip(part.begin[1:], part.shape[1:], strict=True))
@@ -144,7 +144,6 @@ def opened_checkpoint(folder: Path, read: Read | None = None) -> Iterator[State]
     from safetensors import SafetensorError
 
     try:
-        with Stored(folder) as stored:
-            yield stored.state(manifest["step"], manifest.get("scalars", {}))
+        yield Stored(folder).state(manifest["step"], manifest.get("scalars", {}))
     except SafetensorError as error:
         raise CorruptCheckpoint(f"{folder}: {error}") from error

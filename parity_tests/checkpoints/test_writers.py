@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from lockstep.core.backend import Backend, Session
 from lockstep.core.checkpoint.format import PoisonedState, begin_checkpoint, load_checkpoint, read_state, writer_of
 from lockstep.core.checkpoint.random_state import random_state, restore_random_state
+from lockstep.core.checkpoint.reader import opened_checkpoint
 from lockstep.core.errors import UserError
 from lockstep.core.parity.judge.update import flat
 from lockstep.jax_backend.backend import JaxBackend
@@ -227,6 +228,16 @@ def test_eight_bit_moments_are_copied_as_codes_and_scales() -> None:
     moments = [t for name, t in made._tensors.items() if name.startswith("exp_avg/") and in_codes(t)]
     assert moments
     assert all(t.codes.dtype == torch.uint8 and t.codes.shape == t.shape for t in moments)  # type: ignore[attr-defined]
+    session.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux lists a process's memory maps")
+def test_a_checkpoint_that_is_read_a_tensor_at_a_time_is_not_in_memory_as_a_whole(tmp_path: Path) -> None:
+    session = opened(TorchBackend(), "bf16")
+    path = begin_checkpoint(tmp_path / "c", 0, writer_of(session), {"config": {}}).commit()
+    with opened_checkpoint(path) as state:
+        assert all(array.size for array in state.params.values())
+        assert str(path) not in Path("/proc/self/maps").read_text()
     session.close()
 
 

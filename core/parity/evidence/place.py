@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,6 +20,15 @@ def is_large(config: RunConfig) -> bool:
     """Return whether the evidence of a check is too large for memory, or for what `parity.memory_gb` leaves of it."""
     cost, budget = cost_of_check(config, thorough=True), config.parity.memory_gb
     return cost.kept > LARGE or (budget > 0 and cost.judging + cost.kept > budget * GB)
+
+
+def return_freed_memory() -> None:
+    """Give the system back what the C library keeps of freed memory, if it is one that can be asked (glibc).
+
+    After the evidence of the 1.24B model is gathered it keeps some gigabytes, which the judge needs in other pieces.
+    """
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

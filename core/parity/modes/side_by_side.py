@@ -11,7 +11,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
-from lockstep.core.parity.evidence.place import store_for
+from lockstep.core.parity.evidence.place import is_large, return_freed_memory, store_for
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.reference.self_check import sound_reference
@@ -51,6 +51,8 @@ def check_steps(
         for number, batch in enumerate(batches):
             with store_for(config) as store:
                 evidence = gather(session, config, uneven_weights(batch, config.seed + number), store=store)
+                if is_large(config):
+                    return_freed_memory()
                 evidence, check = recheck_rows(session, config, evidence, judge(evidence, references), references)
                 if check.verdict == "disagreed":
                     check = alarm(session, evidence, check)
