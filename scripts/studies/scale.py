@@ -3,6 +3,7 @@
     python -m lockstep.scripts.studies.scale                    run what is missing, then write docs/results/scale.md
     python -m lockstep.scripts.studies.scale --page             only write the page and its plot
     python -m lockstep.scripts.studies.scale --before ../older  the 64.5M model by another checkout as well
+    python -m lockstep.scripts.studies.scale --llama            the 1.24B model alone, honest and with planted faults
 
 The plot needs matplotlib (`pip install "lockstep[studies]"`).
 
@@ -13,13 +14,14 @@ of files that are mapped count. Rows are lines of docs/results/scale.jsonl.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -96,6 +98,8 @@ class Scale:
 
     page: bool = False
     """only write the page from the rows that there are"""
+    llama: bool = False
+    """check configs/llama-1b.toml: 24 GB of memory, 60 GB of disk, and a quarter of an hour for each of three checks"""
     before: Path | None = None
     """another checkout, by which the 64.5M model is checked too"""
     source: Path = Path(os.__file__).parent
@@ -108,12 +112,53 @@ def main() -> None:
     if not options.page:
         seen = [row["what"] for row in read_lines(RESULTS)]
         with tempfile.TemporaryDirectory() as folder, closing(JsonLines(RESULTS)) as rows:
-            for what, size, root in wanted(options):
+            for candidate in LLAMA_CANDIDATES if options.llama else ():
+                if candidate not in seen:
+                    rows.append(checked_llama(candidate, Path(folder), options.source))
+            for what, size, root in () if options.llama else wanted(options):
                 if what not in seen:
                     rows.append(measured(what, size, root, Path(folder), options.source))
     found = {row["what"]: row for row in read_lines(RESULTS)}
     PAGE.write_text(page(found))
     plot(found)
+
+
+# The 1.24B model: honest, and with a fault in one block.
+LLAMA_CANDIDATES = (
+    "torch",
+    "lockstep.parity_tests.faults.one_block:RopeInBf16InBlock11",
+    "lockstep.parity_tests.faults.one_block:SwiGLUBackwardInBlock3",
+)
+LLAMA = {
+    "optim.name": "adamw8bit",
+    "train.batch-size": "2",
+    "train.micro-batch-size": "1",
+    "train.sequence-length": "256",
+    "train.curriculum": "",
+    "compile.enabled": "false",
+}
+
+
+def checked_llama(candidate: str, folder: Path, source: Path) -> dict[str, Any]:
+    """One row: a check of configs/llama-1b.toml with one candidate, its verdict and its origin."""
+    config, verdict = str(ROOT / "configs/llama-1b.toml"), folder / "verdict.json"
+    data = ["--data.path", str(folder / "data_llama"), "--data.source", str(source)]
+    if not (folder / "data_llama").exists():
+        lockstep(ROOT, folder, "data", "prepare", config, *data)
+    settings = [word for key, value in LLAMA.items() for word in (f"--{key}", value)]
+    words = [config, *data, *settings, "--steps", "1", "--quick", "--candidate", candidate, "--json", str(verdict)]
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        cost = lockstep(ROOT, Path(place), "parity", *words, ends=(0, 1))
+    found = json.loads(verdict.read_text())
+    row = {"what": candidate, "parity": cost, "verdict": found["verdict"], "origin": found["origin"]}
+    print(f"{candidate}: {row}", file=sys.stderr, flush=True)
+    return {**row, "cores": os.cpu_count(), **of_this_machine()}
+
+
+def of_this_machine() -> dict[str, Any]:
+    """Machine and versions, for a row."""
+    versions = {name: version(name) for name in ("torch", "jax", "numpy")}
+    return {"machine": platform.machine(), "versions": {**versions, "python": platform.python_version()}}
 
 
 def wanted(options: Scale) -> Iterator[tuple[str, Size, Path]]:
@@ -141,27 +186,27 @@ def measured(what: str, size: Size, root: Path, folder: Path, source: Path) -> d
     with tempfile.TemporaryDirectory(dir=folder) as place:
         trained = lockstep(root, Path(place), "train", *words, "--train.steps", "2")
         checked = lockstep(root, Path(place), "parity", *words, "--steps", "1")
-    versions = {name: version(name) for name in ("torch", "jax", "numpy")}
     row = {"what": what, **asdict(size), "train": trained, "parity": checked, "cores": os.cpu_count()}
     print(f"{what}: {row}", file=sys.stderr, flush=True)
-    return {**row, "machine": platform.machine(), "versions": {**versions, "python": platform.python_version()}}
+    return {**row, **of_this_machine()}
 
 
-def lockstep(root: Path, folder: Path, *words: str) -> dict[str, float]:
+def lockstep(root: Path, folder: Path, *words: str, ends: Collection[int] = (0,)) -> dict[str, float]:
     """Run a command of a checkout; its seconds, its CPU seconds and the peak of its processes' PSS in bytes.
 
-    Raises RuntimeError if it ends with anything but 0.
+    Its temporary files lie in `folder`. Raises RuntimeError if it ends with anything but one of `ends`.
     """
     log, peak, started = folder / "log.txt", 0, time.monotonic()
     before = os.times()
     with log.open("wb") as out:
         command = [sys.executable, "-m", "lockstep", *words]
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_WAIT_POLICY": "PASSIVE", "JAX_PLATFORMS": "cpu"}
+        environment["TMPDIR"] = str(folder)
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
         while process.poll() is None:
             peak = max(peak, sum(map(pss, tree(process.pid))))
             time.sleep(SAMPLE_SECONDS)
-    if process.returncode:
+    if process.returncode not in ends:
         raise RuntimeError(f"lockstep {' '.join(words)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
     after = os.times()
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
@@ -230,8 +275,9 @@ def plot(rows: Mapping[str, Mapping[str, Any]]) -> None:
     figure.savefig(PLOT, dpi=100)
 
 
-def page(rows: Mapping[str, Mapping[str, Any]]) -> str:
+def page(found: Mapping[str, Mapping[str, Any]]) -> str:
     """docs/results/scale.md."""
+    rows = {what: row for what, row in found.items() if what not in LLAMA_CANDIDATES}
     first = next(iter(rows.values()))
     versions = ", ".join(f"{name} {of}" for name, of in first["versions"].items())
     lines = [
@@ -260,7 +306,31 @@ def page(rows: Mapping[str, Mapping[str, Any]]) -> str:
                 for command, key in (("parity", "peak"), ("train", "peak"), ("parity", "seconds"))
             ]
             lines.append(f"| {axis} | " + " | ".join(f"{fit:.2f}" for fit in fits) + " |")
-    return "\n".join([*lines, "", "![peaks and seconds along each axis](scale.png)", "", *on_paper(), ""])
+    lines += ["", "![peaks and seconds along each axis](scale.png)", ""]
+    return "\n".join([*lines, *of_llama(found), *on_paper(), ""])
+
+
+def of_llama(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Lines of the checks of the 1.24B model that were made."""
+    made = [rows[candidate] for candidate in LLAMA_CANDIDATES if candidate in rows]
+    if not made:
+        return []
+    settings = " ".join(f"--{key} {value or chr(34) * 2}" for key, value in LLAMA.items())
+    lines = [
+        "## The 1.24B model on two cores and 24 GB",
+        "",
+        f"`lockstep parity configs/llama-1b.toml {settings} --steps 1 --quick`, with `--candidate` for the planted "
+        "faults (`--llama` of the study). Peaks of PSS as above.",
+        "",
+        "| candidate | verdict | origin | peak, GB | seconds |",
+        "|---|---|---|---|---|",
+    ]
+    for row in made:
+        origin = row["origin"]
+        named = f"`{origin['stage']} {origin['phase']} {origin['layer']}`" if origin else ""
+        cost = f"{row['parity']['peak'] / 1e9:.2f} | {row['parity']['seconds']:,.0f}"
+        lines.append(f"| {row['what'].rpartition(':')[2]} | {row['verdict']} | {named} | {cost} |")
+    return [*lines, ""]
 
 
 # Llama 3 (Grattafiori et al. 2024, table 3), untied.
