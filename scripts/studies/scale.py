@@ -112,9 +112,9 @@ def main() -> None:
     if not options.page:
         seen = [row["what"] for row in read_lines(RESULTS)]
         with tempfile.TemporaryDirectory() as folder, closing(JsonLines(RESULTS)) as rows:
-            for candidate in LLAMA_CANDIDATES if options.llama else ():
-                if candidate not in seen:
-                    rows.append(checked_llama(candidate, Path(folder), options.source))
+            for what in LLAMA_CANDIDATES if options.llama else ():
+                if what not in seen:
+                    rows.append(checked_llama(what, Path(folder), options.source))
             for what, size, root in () if options.llama else wanted(options):
                 if what not in seen:
                     rows.append(measured(what, size, root, Path(folder), options.source))
@@ -124,11 +124,12 @@ def main() -> None:
 
 
 # The 1.24B model: honest, and with a fault in one block.
-LLAMA_CANDIDATES = (
-    "torch",
-    "lockstep.parity_tests.faults.one_block:RopeInBf16InBlock11",
-    "lockstep.parity_tests.faults.one_block:SwiGLUBackwardInBlock3",
-)
+ONE_BLOCK = ROOT / "parity_tests/faults/one_block.py"
+LLAMA_CANDIDATES = {
+    "1.24B, honest": "torch",
+    "1.24B, RoPE in bf16 in block 11": f"{ONE_BLOCK}:RopeInBf16InBlock11",
+    "1.24B, SwiGLU's backward in bf16 in block 3": f"{ONE_BLOCK}:SwiGLUBackwardInBlock3",
+}
 LLAMA = {
     "optim.name": "adamw8bit",
     "train.batch-size": "2",
@@ -139,19 +140,20 @@ LLAMA = {
 }
 
 
-def checked_llama(candidate: str, folder: Path, source: Path) -> dict[str, Any]:
+def checked_llama(what: str, folder: Path, source: Path) -> dict[str, Any]:
     """One row: a check of configs/llama-1b.toml with one candidate, its verdict and its origin."""
     config, verdict = str(ROOT / "configs/llama-1b.toml"), folder / "verdict.json"
     data = ["--data.path", str(folder / "data_llama"), "--data.source", str(source)]
     if not (folder / "data_llama").exists():
         lockstep(ROOT, folder, "data", "prepare", config, *data)
     settings = [word for key, value in LLAMA.items() for word in (f"--{key}", value)]
-    words = [config, *data, *settings, "--steps", "1", "--quick", "--candidate", candidate, "--json", str(verdict)]
+    words = [config, *data, *settings, "--steps", "1", "--quick", "--json", str(verdict)]
+    words += ["--candidate", LLAMA_CANDIDATES[what]]
     with tempfile.TemporaryDirectory(dir=folder) as place:
         cost = lockstep(ROOT, Path(place), "parity", *words, ends=(0, 1))
     found = json.loads(verdict.read_text())
-    row = {"what": candidate, "parity": cost, "verdict": found["verdict"], "origin": found["origin"]}
-    print(f"{candidate}: {row}", file=sys.stderr, flush=True)
+    row = {"what": what, "parity": cost, "verdict": found["verdict"], "origin": found["origin"]}
+    print(f"{what}: {row}", file=sys.stderr, flush=True)
     return {**row, "cores": os.cpu_count(), **of_this_machine()}
 
 
@@ -312,7 +314,7 @@ def page(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 def of_llama(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Lines of the checks of the 1.24B model that were made."""
-    made = [rows[candidate] for candidate in LLAMA_CANDIDATES if candidate in rows]
+    made = [rows[what] for what in LLAMA_CANDIDATES if what in rows]
     if not made:
         return []
     settings = " ".join(f"--{key} {value or chr(34) * 2}" for key, value in LLAMA.items())
@@ -329,7 +331,7 @@ def of_llama(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
         origin = row["origin"]
         named = f"`{origin['stage']} {origin['phase']} {origin['layer']}`" if origin else ""
         cost = f"{row['parity']['peak'] / 1e9:.2f} | {row['parity']['seconds']:,.0f}"
-        lines.append(f"| {row['what'].rpartition(':')[2]} | {row['verdict']} | {named} | {cost} |")
+        lines.append(f"| {row['what']} | {row['verdict']} | {named} | {cost} |")
     return [*lines, ""]
 
 
