@@ -357,11 +357,15 @@ class TorchSession(Observes):
             self._of_step, self._show_step = None, None
 
     def hand_over(self, loss: Tensor, nll: list[Tensor], take: Take, release: bool = False) -> Gradients:
-        """Give what lies in each `.grad` to `take`, and `release` it; return NLL and loss."""
+        """Give what lies in each `.grad` to `take`, and `release` it; return NLL and loss.
+
+        Only what the optimizer would clear is released: a check that cleared the others would mend a candidate.
+        """
+        cleared = {id(p) for group in self.optimizer.param_groups for p in group["params"]} if release else set()
         for name, p in self.parameters.items():
             if p.grad is not None:
                 take(GRADS, name, to_numpy(p.grad))
-                p.grad = None if release else p.grad
+                p.grad = None if id(p) in cleared else p.grad
         return Gradients(np.concatenate([to_numpy(n) for n in nll]), loss.item(), {})
 
     def show_program(self, grads: Mapping[str, Tensor]) -> None:

@@ -19,6 +19,7 @@ from lockstep.core.parity.evidence.saved import DOCUMENT, open_evidence, save_ev
 from lockstep.core.parity.evidence.store import FolderStore, NoStore, Stored
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.streams import Collected
+from lockstep.parity_tests.faults.optimizer import ParameterNotInOptimizer
 from lockstep.parity_tests.replay.made import CONFIG, reference
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.session import TorchSession
@@ -209,6 +210,14 @@ def test_gradients_are_released_as_they_leave():
 def test_a_rank_that_keeps_nothing_takes_part():
     found = gathered(store=NoStore(), probe=True)
     assert found.record.step == 1 and not found.taps and not found.before.params
+
+
+def test_gathering_clears_no_gradient_that_the_optimizer_would_leave():
+    """Of a parameter that the optimizer was built without, it grows from pass to pass, and must be seen to."""
+    session = ParameterNotInOptimizer().open(CONFIG)
+    name = "blocks.1.attn.o_proj.weight"
+    once, twice = (session.gradients(BATCH).grads[name].copy() for _ in range(2))
+    assert np.array_equal(twice, 2 * once) and once.any()
 
 
 def test_a_candidate_that_hides_its_gradients_is_gathered(tmp_path):
