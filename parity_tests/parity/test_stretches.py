@@ -7,6 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from lockstep.core.arrays import part_of
 from lockstep.core.config.schema import OptimConfig
 from lockstep.core.model.names import parameter_shapes
 from lockstep.core.parity.evidence.gather import gather
@@ -15,7 +16,7 @@ from lockstep.core.parity.judge.update import update
 from lockstep.core.parity.measures import stretches as stretches_module
 from lockstep.core.parity.measures.compare import Comparison, Reference, compare, relative_difference
 from lockstep.core.parity.measures.distances import Sums, distances
-from lockstep.core.parity.measures.stretches import part_of, stretches
+from lockstep.core.parity.measures.stretches import stretches
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.parity.plain import plain_distances
 from lockstep.parity_tests.tiny import text_batch, tiny_config

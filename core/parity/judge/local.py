@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lockstep.core.arrays import part_of
 from lockstep.core.backend import Arrays, NotSupported
 from lockstep.core.model.graph import Operation
 from lockstep.core.model.names import GRADIENT, in_fp8, parameter_shapes
@@ -30,7 +31,7 @@ from lockstep.core.parity.measures.compare import (
     same_but_for_rounding,
 )
 from lockstep.core.parity.measures.distances import Distances, Sums
-from lockstep.core.parity.measures.stretches import part_of, stretches
+from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.reference.operations import run_operation
 from lockstep.core.parity.reference.stages import Shared, shared_tensors, stages_of

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from lockstep.core.arrays import HasDigests, part_of, shape_of
 from lockstep.core.backend import Arrays, NotSupported, Session, State
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.families import graph_of
@@ -18,7 +19,7 @@ from lockstep.core.model.names import groups_of, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import Comparison, Reference, exact, finding, perturbed
-from lockstep.core.parity.measures.stretches import HasDigests, part_of, shape_of, stretches
+from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.train.schedule import learning_rate
 from lockstep.core.train.skipped_steps import is_made, leaves_out, scalars_after
