@@ -195,11 +195,14 @@ class RankReport:
     """Report one data-parallel rank's last step.
 
     record: its own record of the step. state: SHA-256 of each array of its state after the step, by
-    `params/NAME` and `KIND/NAME`.
+    `params/NAME` and `KIND/NAME`. taps: the same of what it computed at the taps of the micro-batch that every rank
+    computes, as far as ranks must be equal there. processor: what it computes on; ranks on others round otherwise.
     """
 
     record: StepRecord
     state: Mapping[str, str]
+    taps: Mapping[str, str] = field(default_factory=dict)
+    processor: str = ""
 
 
 @runtime_checkable

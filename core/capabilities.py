@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -146,7 +147,10 @@ class StreamsTaps(Protocol):
     """A session that hands over taps and their gradients as its passes come to them."""
 
     def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
-        """Give each tensor of `observe` to `take`, of kind `taps`; in what order, it may choose."""
+        """Give each tensor of `observe` to `take`, of kind `taps`; in what order, it may choose.
+
+        Of a tap and its gradient, sequences without weight may be left out.
+        """
         ...
 
 
@@ -165,6 +169,24 @@ class ShowsRankGradients(Protocol):
 
     def rank_gradients(self, batch: Batch) -> Sequence[Arrays]:
         """Gradients of each micro-batch of `batch` by itself, made by the rank whose share it is and not reduced."""
+        ...
+
+
+@runtime_checkable
+class StreamsRankGradients(Protocol):
+    """A session of several ranks, each of which hands over what it computes by itself."""
+
+    def stream_rank_gradients(self, batch: Batch, take: Callable[[int, str, np.ndarray], None]) -> None:
+        """Give each gradient of `rank_gradients` to `take`, with its micro-batch's number, on the rank that made it."""
+        ...
+
+
+@runtime_checkable
+class GivesEachItsOwn(Protocol):
+    """A session of several ranks that can hand each of them what it holds, and no more."""
+
+    def each_its_own(self) -> AbstractContextManager[None]:
+        """While it lasts, streams give rank 0 what all ranks have, and each rank its rows of what is cut over them."""
         ...
 
 

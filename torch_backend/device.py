@@ -20,3 +20,10 @@ def resolve_device(config: RunConfig) -> torch.device:
             raise UserError(f"precision.policy = {asked!r} is a format of CUDA's tensor cores; on the CPU use fp32")
         return torch.device("cpu")
     return torch.device("cuda")
+
+
+def processor(device: torch.device) -> str:
+    """What decides how a device rounds: the GPU's name, or the CPU's instructions and the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"

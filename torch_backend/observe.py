@@ -28,9 +28,7 @@ from lockstep.torch_backend.optim import (
 )
 from lockstep.torch_backend.precision import POLICIES
 from lockstep.torch_backend.programs import Programs
-from lockstep.torch_backend.ranks.sharded_tensors import (
-    to_numpy,
-)
+from lockstep.torch_backend.ranks.sharded_tensors import to_numpy, whole
 from lockstep.torch_backend.ranks.sharing import MicroLoss
 from lockstep.torch_backend.stages import run_stage, stage_functions
 from lockstep.torch_backend.tools.attention_logits import largest_logits
@@ -55,6 +53,8 @@ class Observes(Programs):
     # By the names that they show.
     _tapped_programs: dict[frozenset[str], Any]
     _sketching: tuple[Any, Any, Tensor] | None
+    # Brings a tensor of the state or a gradient to the host.
+    _shown: Callable[[Tensor | None], np.ndarray]
 
     def attention_logits(self, batch: Batch) -> np.ndarray:
         """(layers,) the largest attention logit of each layer (torch_backend/tools/attention_logits.py), in eager."""
@@ -72,21 +72,36 @@ class Observes(Programs):
         tap is left out. Raises NotSupported for a name that no Llama has.
         """
         found = Collected()
-        self.stream_taps(batch, taps, found)
+        self._stream_taps(batch, taps, found, lambda value: value)
         return found.arrays(TAPS)
 
     def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
-        """Give each tensor of `observe` to `take`: in eager on one rank when the passes come to it, else at the end."""
+        """Give each tensor of `observe` to `take`: in eager when the passes come to it, else at the end.
+
+        Of a tap, and of its gradient, the sequences with weight alone leave the device.
+        """
+        rows = torch.tensor(np.flatnonzero(batch.weights.any(axis=1)), device=self.device)
+        size = len(batch.tokens)
+
+        def weighted(value: Tensor) -> Tensor:
+            return value[rows] if value.ndim and len(value) == size != len(rows) else value
+
+        self._stream_taps(batch, taps, take, weighted)
+
+    def _stream_taps(self, batch: Batch, taps: Sequence[str], take: Take, rows: Callable[[Tensor], Tensor]) -> None:
+        """rows: gives the sequences of a tap that are handed over."""
         taps_of_model = tap_names(self.config.model)
         probed = (*taps_of_model, *edge_names(self.config.model), *self.parameters)
         if unknown := sorted(set(taps) - {*taps_of_model, *(GRADIENT + name for name in probed)}):
             raise NotSupported(f"no such tap: {', '.join(unknown)}")
-        if self._compiles_whole or self.ranks is not None:
-            self._observe_tapped(batch, frozenset(taps), take)
+        if self._compiles_whole or (self.root is not None and self.config.compile.enabled):
+            self._observe_tapped(batch, frozenset(taps), take, rows)
         else:
-            self._observe_passing(batch, frozenset(taps), take)
+            self._observe_passing(batch, frozenset(taps), take, rows)
 
-    def _observe_tapped(self, batch: Batch, names: frozenset[str], take: Take) -> None:
+    def _observe_tapped(
+        self, batch: Batch, names: frozenset[str], take: Take, rows: Callable[[Tensor], Tensor]
+    ) -> None:
         program = self._tapped_programs.get(names)
         if program is None:
             program = partial(self.tapped_micro_loss, frozenset(n for n in names if not n.startswith(GRADIENT)))
@@ -105,9 +120,12 @@ class Observes(Programs):
         grads = self._grads(loss, list(wanted.values())) if wanted else ()
         found = seen | {GRADIENT + n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
         for name, value in found.items():
-            take(TAPS, name, to_numpy(value / self.scale if name.startswith(GRADIENT) else value))
+            part = value if name.removeprefix(GRADIENT) in self.parameters else rows(value)
+            take(TAPS, name, self._shown(part / self.scale if name.startswith(GRADIENT) else part))
 
-    def _observe_passing(self, batch: Batch, names: frozenset[str], take: Take) -> None:
+    def _observe_passing(
+        self, batch: Batch, names: frozenset[str], take: Take, rows: Callable[[Tensor], Tensor]
+    ) -> None:
         """Give taps away in the forward pass and gradients in the backward, so that no more than one is kept for it.
 
         A zero that requires a gradient is added to each probed tensor, as in the tapped program: its bits are the same.
@@ -120,10 +138,13 @@ class Observes(Programs):
             # A recomputed tensor passes twice. The first time is the forward pass.
             if name not in given:
                 given.add(name)
-                take(TAPS, name, to_numpy(value))
+                take(TAPS, name, self._shown(value))
+
+        def scaled(gradient: Tensor) -> Tensor:
+            return gradient.detach().to(self.policy.stream) / self.scale
 
         def give_gradient(name: str, gradient: Tensor) -> None:
-            give(GRADIENT + name, gradient.detach().to(self.policy.stream) / self.scale)
+            give(GRADIENT + name, scaled(rows(gradient)))
 
         def tap(name: str, value: Tensor) -> Tensor:
             if name in asked and name not in self.parameters:
@@ -131,31 +152,39 @@ class Observes(Programs):
                 value = value + zeros[-1].to(value.dtype)
                 value.register_hook(partial(give_gradient, name))
             if name in names:
-                give(name, value.detach())
+                give(name, rows(value.detach()))
             return value
 
         def give_own(name: str, p: Tensor) -> None:
             assert p.grad is not None
-            give_gradient(name, p.grad)
+            give(GRADIENT + name, scaled(p.grad))
             p.grad = None
 
-        self.switches.require()
         inputs = *self.to_device(batch), self._total_alone(batch), *self.documents(batch)
         with torch.set_grad_enabled(bool(asked)):
-            loss = self._through(tap, *inputs)
-        own = {name: p for name, p in self.parameters.items() if name in asked}
+            loss = self._run(partial(self._through, tap), *inputs)
         if not asked:
             return
-        before = {name: p.grad for name, p in own.items()}
-        hooks = [p.register_post_accumulate_grad_hook(partial(give_own, name)) for name, p in own.items()]
+        own = {name: p for name, p in self.parameters.items() if name in asked}
+        # Where weights are cut, what autograd knows are the gathered ones: all of them get a gradient.
+        touched = own if self.root is None else self.parameters
+        before = {name: p.grad for name, p in touched.items()}
+        hooks: list[Any] = []
+        if self.root is None:
+            hooks = [p.register_post_accumulate_grad_hook(partial(give_own, name)) for name, p in own.items()]
         try:
-            for p in own.values():
+            for p in touched.values():
                 p.grad = None
-            loss.backward(inputs=[*zeros, *own.values()])
+            if self.ranks is None or self.root is None:
+                loss.backward(inputs=[*zeros, *own.values()])
+            else:
+                self.ranks.backward(loss)
+                for name, p in own.items():
+                    give_own(name, p)
         finally:
             for hook in hooks:
                 hook.remove()
-            for name, p in own.items():
+            for name, p in touched.items():
                 p.grad = before[name]
 
     def sketch(self, batch: Batch) -> dict[str, Observation]:
@@ -179,7 +208,7 @@ class Observes(Programs):
         loss, seen = self._run(of_taps, *inputs, torch.tensor(rows, device=self.device), zeros, table, *documents)
         by_tap = self._grads(loss, list(zeros.values()))
         loss, _ = self._micro_loss(*inputs, *documents)
-        by_parameter = self._grads(loss, list(self.parameters.values()))
+        by_parameter = [None if g is None else whole(g) for g in self._grads(loss, list(self.parameters.values()))]
         found = {name: whole_observation(kept, shapes[name]) for name, kept in seen.items()}
         for name, grad in zip(zeros, by_tap, strict=True):
             if grad is not None:
@@ -208,8 +237,12 @@ class Observes(Programs):
     def _sketched_gradients(self, loss: Tensor, nll: list[Tensor]) -> dict[str, Observation]:
         """Observations of a step's NLL and gradients, which stay on the device but for their sketches."""
         if self.root is not None:  # no rank has a whole gradient but while it is shown
-            taken = Collected()
-            return observations(taken.gradients(self.hand_over(loss, nll, taken)), {}, self.config.model)
+            seen: dict[str, Observation] = {}
+
+            def see(kind: str, name: str, gradient: np.ndarray) -> None:
+                seen[PARAMETER + name] = observed(gradient)
+
+            return observations(self.hand_over(loss, nll, see), {}, self.config.model) | seen
         _, of_gradients, table = self._sketches(0)
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         found = _of_gradients(of_gradients(grads, table), grads)

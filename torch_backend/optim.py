@@ -52,7 +52,7 @@ from lockstep.torch_backend.kernels.bitsandbytes_adamw import (
     read_moment,
     written_moment,
 )
-from lockstep.torch_backend.ranks.sharded_tensors import as_part, local, rows_of, whole
+from lockstep.torch_backend.ranks.sharded_tensors import as_part, local, own_rows, rows_of, whole
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
 # Newton–Schulz: the quintic's coefficients, and the least norm that is divided by (Jordan 2024).
@@ -369,7 +369,7 @@ def write_moments(
         optimizer,
         parameters,
         state.updates,
-        lambda kind, name: np.array(state.optimizer[kind][name][rows_of(parameters[name])]),
+        lambda kind, name: np.array(own_rows(state.optimizer[kind], name, parameters[name])),
     )
 
 

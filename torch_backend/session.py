@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lockstep.core.model.groups import check_state, moment_names
 from lockstep.core.model.init import init_parameter, init_parameters
 from lockstep.core.model.names import groups_of
 from lockstep.core.parity.evidence.observations import Observation
+from lockstep.core.run.ranks import is_sharded
 from lockstep.core.streams import GRADS, PROGRAM, Collected
 from lockstep.core.train.finite import NotFinite, first_place
 from lockstep.core.train.loss_scale import SCALE
@@ -51,8 +53,10 @@ from lockstep.torch_backend.ranks.fsdp import ShardedRanks
 from lockstep.torch_backend.ranks.sharded_tensors import (
     Root,
     cut,
-    is_sharded,
     local,
+    own_rows,
+    part_shape,
+    part_to_numpy,
     put,
     rows_of,
     to_numpy,
@@ -87,6 +91,8 @@ class TorchSession(Observes):
         self.clock = StepClock(self.device)
         # The outermost module of a model whose weights are cut over ranks.
         self.root: Root | None = None
+        # How a tensor of the state or a gradient is shown: whole, or this rank's part of it.
+        self._shown: Callable[[Tensor | None], np.ndarray] = to_numpy
         self.model = self.build_model()
         if has_own_head(self.model):
             self.model.fused_loss = None
@@ -143,15 +149,27 @@ class TorchSession(Observes):
         """Give copies of weights and moments to `take`, one at a time; return the state without them."""
         kinds = moment_names(self.config)
         for name, p in self.parameters.items():
-            take(PARAMS, name, to_numpy(p))
+            take(PARAMS, name, self._shown(p))
         for kind, names in kinds.items():
             for name in names:
-                take(kind, name, to_numpy(moment_of(self.optimizer, self.parameters[name], kind)))
+                take(kind, name, self._shown(moment_of(self.optimizer, self.parameters[name], kind)))
         return State(self.steps_done, {}, {kind: {} for kind in kinds}, dict(self.scalars))
 
+    @contextmanager
+    def showing_parts(self) -> Iterator[None]:
+        """While it lasts, streams give of each weight, moment and gradient what this rank holds."""
+        self._shown = part_to_numpy
+        try:
+            yield
+        finally:
+            self._shown = to_numpy
+
     def load(self, state: State) -> None:
-        """Take over a canonical state. Raises ValueError if names or shapes are not this model's."""
-        check_state(self.config, state)
+        """Take over a canonical state. Raises ValueError if names or shapes are not this model's.
+
+        Where weights are cut over ranks, its arrays may be whole, or this rank's rows.
+        """
+        check_state(self.config, state, {name: part_shape(p) for name, p in self.parameters.items()})
         # Gradients and copies of another state, which nobody reads: a check that judges beside it needs their memory.
         self.optimizer.zero_grad(set_to_none=not self.replays)
         self._writer.release()
@@ -323,12 +341,18 @@ class TorchSession(Observes):
         self.optimizer.zero_grad(set_to_none=True)
         return found
 
-    def own_gradients(self, micro: Batch) -> Arrays:
-        """Gradients of a micro-batch as this rank by itself has them; all ranks call it, each with its own."""
+    def stream_own_gradients(self, micro: Batch, take: Take) -> None:
+        """Give gradients of a micro-batch as this rank by itself has them; all ranks call it, each with its own."""
         if not isinstance(self.ranks, ShardedRanks):
-            return self.gradients(micro).grads
+            for name, gradient in self.gradients(micro).grads.items():
+                take(GRADS, name, gradient)
+            return
+        names = {id(p): name for name, p in self.parameters.items()}
         inputs = *self.to_device(micro), self.total_weight(micro), *self.documents(micro)
-        return {n: to_numpy(g / self.scale) for n, g in self.ranks.unreduced(self.micro_loss, *inputs).items()}
+        self.switches.require()
+        self.ranks.unreduced(
+            lambda p, gradient: take(GRADS, names[id(p)], to_numpy(gradient / self.scale)), self.micro_loss, *inputs
+        )
 
     @collects
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
@@ -364,7 +388,7 @@ class TorchSession(Observes):
         cleared = {id(p) for group in self.optimizer.param_groups for p in group["params"]} if release else set()
         for name, p in self.parameters.items():
             if p.grad is not None:
-                take(GRADS, name, to_numpy(p.grad))
+                take(GRADS, name, self._shown(p.grad))
                 p.grad = None if id(p) in cleared else p.grad
         return Gradients(np.concatenate([to_numpy(n) for n in nll]), loss.item(), {})
 
@@ -373,7 +397,7 @@ class TorchSession(Observes):
         if self._take_program is None:
             return
         for name, grad in grads.items():
-            self._take_program(PROGRAM, name, to_numpy(grad / self.scale))
+            self._take_program(PROGRAM, name, self._shown(grad / self.scale))
 
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
         """Time of forward and backward pass / time without `deterministic = true`, several times."""
@@ -440,11 +464,11 @@ class TorchSession(Observes):
             self._load_parameters(init_parameters(model, seed))
             return
         for name, parameter in graph_of(model).parameters.items():
-            put(self.parameters[name], init_parameter(parameter, seed))
+            put(p := self.parameters[name], init_parameter(parameter, seed)[rows_of(p)])
 
     def _load_parameters(self, params: Arrays) -> None:
         for name, p in self.parameters.items():
-            put(p, params[name])
+            put(p, own_rows(params, name, p))
 
     def _norms(self, tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
         present = {name: local(t) for name, t in tensors.items() if t is not None}

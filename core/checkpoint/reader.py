@@ -124,11 +124,18 @@ class _Tensors(Mapping[str, np.ndarray]):
             raise KeyError(name)
         return self._stored.whole(self._kind, name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it."""
+        return self._stored.shape(self._kind, name)
 
 
 @contextmanager

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from lockstep.core.arrays import shape_of
 from lockstep.core.backend import State
 from lockstep.core.components.optimizers import OPTIMIZERS, UpdateRule
 from lockstep.core.config.schema import ModelConfig, OptimConfig, RunConfig
 from lockstep.core.model.families import graph_of
+from lockstep.core.model.graph import Shape
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,11 @@ def moment_names(config: RunConfig) -> dict[str, list[str]]:
     return found
 
 
-def check_state(config: RunConfig, state: State) -> None:
-    """Raise ValueError unless weights and moments have exactly the names and shapes of this run's."""
+def check_state(config: RunConfig, state: State, parts: Mapping[str, Shape] | None = None) -> None:
+    """Raise ValueError unless weights and moments have exactly the names and shapes of this run's.
+
+    parts: shapes that are allowed as well, of the part of each parameter that a rank holds.
+    """
     parameters, kinds = graph_of(config.model).parameters, moment_names(config)
     if kinds.keys() != state.optimizer.keys():
         raise ValueError(f"{config.optim.name} keeps {', '.join(kinds)}; the state has {', '.join(state.optimizer)}")
@@ -78,5 +83,6 @@ def check_state(config: RunConfig, state: State) -> None:
         if missing or extra:
             raise ValueError(f"{kind}: names differ from the model's: missing {missing}, not the model's {extra}")
         for name in names:
-            if tuple(arrays[name].shape) != (shape := parameters[name].shape):
-                raise ValueError(f"{kind}: {name} has shape {tuple(arrays[name].shape)}, the model's is {shape}")
+            found, shape = shape_of(arrays, name), parameters[name].shape
+            if found != shape and found != (parts or {}).get(name):
+                raise ValueError(f"{kind}: {name} has shape {found}, the model's is {shape}")

@@ -7,7 +7,10 @@ the same order. torch_backend/ranks/peers.py implements both for several process
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from lockstep.core.config.schema import RunConfig
 
 T = TypeVar("T")
 
@@ -46,3 +49,15 @@ class _One:
 
 
 ONE: Ranks = _One()
+
+
+def rows_of_rank(count: int, rank: int, ranks: int) -> slice:
+    """Return which of `count` rows of a tensor a rank holds where weights are cut: as `torch.chunk` and FSDP2 cut."""
+    size = -(-count // ranks)
+    first = min(rank * size, count)
+    return slice(first, min(first + size, count))
+
+
+def is_sharded(config: RunConfig) -> bool:
+    """Return whether a run's weights are cut over ranks: one rank has nothing to share."""
+    return config.parallel.strategy == "fsdp" and config.train.ranks > 1

@@ -180,7 +180,7 @@ def _peer() -> int:
                 # Rank 0 says who made it, and packs it.
                 sound(session, evidence, check, config, Path(), candidate="", reference="", versions={})
 
-        with interrupts(told=False) as interrupted:
+        with part or contextlib.nullcontext(), interrupts(told=False) as interrupted:
             ranks.of_first(bool, "begin")
             train(session, data, None, [], interrupted, done + 1, "", watch, alarm, ranks)
         return 0

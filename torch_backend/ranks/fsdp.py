@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.core.backend import Batch
 from lockstep.torch_backend.programs import Programs
-from lockstep.torch_backend.ranks.sharded_tensors import Gather, SumAndCut, parts, sum_of_squares, whole
+from lockstep.torch_backend.ranks.sharded_tensors import Gather, NotSummed, SumAndCut, parts, sum_of_squares
 from lockstep.torch_backend.ranks.sharing import MicroLoss, Sharing
 from lockstep.torch_backend.tools.step_timer import REDUCING
 
@@ -37,11 +37,14 @@ class ShardedRanks(Sharing):
         # What rank 0 alone counts in is summed with zeros, which is no reduction, and nothing rounds it.
         self._shared = False
         self._parts = parts(session.root)
+        # What sums the gradients of each part, which a look at what is not summed takes the place of.
+        self._sums: dict[str, SumAndCut] = {}
         for name, part in self._parts.items():
             called = name.removeprefix("model.") or "embedding, final norm and head"
             members = [p for p in self._parameters if any(p is own for own in _own(part))]
             part.set_custom_all_gather(self.gather(called))
-            part.set_custom_reduce_scatter(self.sum_and_cut(called, members))
+            self._sums[name] = self.sum_and_cut(called, members)
+            part.set_custom_reduce_scatter(self._sums[name])
             # One for all ranks' sum. torch asks for a mean, and nccl for a product with its factor, unless told.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -105,31 +108,35 @@ class ShardedRanks(Sharing):
                 # No backward pass will free them, and the next call would take them for what they no longer are.
                 self.root.reshard()
 
-    def grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Whole gradients. They come by a backward pass: what autograd knows are the gathered weights."""
+    def backward(self, loss: Tensor) -> None:
+        """Parts of the gradients of what rank 0 computes alone, into each `.grad`."""
         self.root.set_requires_gradient_sync(True)
         self._shared = False
         loss.backward()
-        found = [None if t.grad is None else whole(t.grad) for t in wanted]
+
+    def grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Gradients, of parameters this rank's parts. They come by a backward pass: autograd knows gathered weights."""
+        self.backward(loss)
+        found = [t.grad for t in wanted]
         for tensor in (*wanted, *self._parameters):
             tensor.grad = None
         return found
 
-    def unreduced(self, program: Callable[..., Any], *inputs: Any) -> dict[str, Tensor]:
-        """Whole gradients of this rank's own micro-batch by parameter, as no sum over ranks has touched them."""
-        self.root.set_requires_gradient_sync(False)
-        self.root.set_reshard_after_backward(False)
+    def unreduced(self, take: Callable[[Tensor, Tensor], None], program: Callable[..., Any], *inputs: Any) -> None:
+        """Give `take` each parameter and the whole gradient of this rank's own micro-batch, which no sum has touched.
+
+        A part's gradients come when its backward pass is done, and go when they are taken.
+        """
+        self.root.set_requires_gradient_sync(True)
+        for part in self._parts.values():
+            part.set_custom_reduce_scatter(NotSummed(_own(part), take))
         try:
             self.root(partial(program, *inputs))[0].backward()
-            gathered = dict(self._model.named_parameters())
-            found = {name: p.grad.clone() for name, p in gathered.items() if p.grad is not None}
-            for p in gathered.values():
-                p.grad = None
         finally:
-            self.root.set_reshard_after_backward(True)
-            for part in self._parts.values():
-                part.reshard()
-        return found
+            for name, part in self._parts.items():
+                part.set_custom_reduce_scatter(self._sums[name])
+            for p in self._parameters:
+                p.grad = None
 
     def norm(self, norms: Tensor) -> Tensor:
         """The root of the sum of squares over ranks."""

@@ -8,21 +8,36 @@ ranks, all take part in whatever needs them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from lockstep.core.backend import Arrays, Batch, Gradients, RankReport, State, StepRecord
+from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, State, StepRecord
+from lockstep.core.capabilities import (
+    StreamsGradients,
+    StreamsState,
+    StreamsStepGradients,
+    StreamsTaps,
+    Take,
+    ask_stream,
+    collects,
+)
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.model.names import GRADIENT
 from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.parity.judge.update import flat
+from lockstep.core.streams import Collected, step_stream, stream_gradients, stream_state, stream_taps
 from lockstep.core.train.finite import NotFinite
 from lockstep.torch_backend.checkpoint import WritingTorch
+from lockstep.torch_backend.device import processor
 from lockstep.torch_backend.ranks.node_check import place_of_rank, token
 from lockstep.torch_backend.ranks.peers import Peers, joined
+from lockstep.torch_backend.ranks.sharded_tensors import rows_of
 from lockstep.torch_backend.ranks.sharing import Sharing
 from lockstep.torch_backend.session import TorchSession
 
@@ -63,10 +78,31 @@ class PeerSession:
         self.own: TorchSession = peers.do("open the run", opened, None, together=True)
         peers.be_patient_for(config.parallel.timeout_seconds)
         self._record: StepRecord | None = None
+        self._by_rank = False
+        # Digests of the last taps that each rank was given its own of.
+        self._seen: dict[str, str] = {}
 
+    @contextmanager
+    def each_its_own(self) -> Iterator[None]:
+        """While it lasts, streams give each rank what it holds, and rank 0 what all of them do.
+
+        Of weights, moments and gradients that are cut over ranks a rank is given its rows; of the rest nothing.
+        """
+        self._by_rank = True
+        try:
+            yield
+        finally:
+            self._by_rank = False
+
+    @collects
     def state(self) -> State:
         """A copy of the state, gathered from all ranks where it is cut."""
-        return self._look("state", self.own.state)
+        found = Collected()
+        return found.state(self.stream_state(found))
+
+    def stream_state(self, take: Take) -> State:
+        """Give each tensor of `state` to `take`."""
+        return self._look("state", lambda: self._giving(StreamsState, "state", take, partial(stream_state, self.own)))
 
     def load(self, state: State) -> None:
         """Take the state over. Raises ValueError if names or shapes are not the model's."""
@@ -123,18 +159,39 @@ class PeerSession:
         record: StepRecord = self._step(batch, lambda: self.own.step(batch, norms=norms))
         return record
 
+    @collects
     def gradients(self, batch: Batch) -> Gradients:
         """Per-token NLL, loss and gradients of `batch`, reduced over ranks if they share it."""
-        if not self._shared(batch) and self.own.root is None:
-            return self.own.gradients(batch)
-        return self._do("gradients", lambda: self.own.gradients(batch))
+        found = Collected()
+        return found.gradients(self.stream_gradients(batch, found))
 
+    def stream_gradients(self, batch: Batch, take: Take) -> Gradients:
+        """Give each gradient of `gradients` to `take`."""
+
+        def own() -> Gradients:
+            of_own = partial(stream_gradients, self.own, batch)
+            return self._giving(StreamsGradients, "gradients", take, of_own)
+
+        if not self._shared(batch) and self.own.root is None:
+            return own()
+        return self._do("gradients", own)
+
+    @collects
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
         """`step`, and the gradients that it made before clipping."""
+        taken = Collected()
+        record, found = self.stream_step(batch, taken, norms=norms)
+        return record, None if found is None else taken.gradients(found)
+
+    def stream_step(self, batch: Batch, take: Take, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
+        """`step_and_gradients`, whose gradients go to `take`."""
         norms = norms and self._wanted
-        found: tuple[StepRecord, Gradients | None] = self._step(
-            batch, lambda: self.own.step_and_gradients(batch, norms=norms)
-        )
+
+        def own() -> tuple[StepRecord, Gradients | None]:
+            step = step_stream(self.own)
+            return self._giving(StreamsStepGradients, "step_and_gradients", take, lambda give: step(batch, give, norms))
+
+        found: tuple[StepRecord, Gradients | None] = self._step(batch, own)
         return found
 
     def step_and_sketches(
@@ -157,26 +214,56 @@ class PeerSession:
 
         Of all ranks on rank 0; elsewhere this rank's.
         """
+        found: dict[int, dict[str, np.ndarray]] = {}
+
+        def take(number: int, name: str, gradient: np.ndarray) -> None:
+            found.setdefault(number, {})[name] = gradient
+
+        self.stream_rank_gradients(batch, take)
+        return [arrays for of_rank in self.peers.to_first(found) for arrays in of_rank.values()]
+
+    def stream_rank_gradients(self, batch: Batch, take: Callable[[int, str, np.ndarray], None]) -> None:
+        """Give each gradient of `rank_gradients` to `take` on the rank that made it, with its micro-batch's number."""
         self._require_shared(batch)
         ranks = self.own.ranks
         assert ranks is not None
         # Not as the session shares them, which may be what is wrong.
         mine = Sharing.share(ranks, batch.cut(self.config.train))
-        found = self._do(
-            "own gradients", lambda: [self.own.own_gradients(micro) for micro in mine], self.own.root is not None
-        )
-        return [one for of_rank in self.peers.to_first(found) for one in of_rank]
+
+        def own() -> None:
+            for number, micro in enumerate(mine, len(mine) * ranks.rank):
+                self.own.stream_own_gradients(micro, lambda _, name, gradient: take(number, name, gradient))  # noqa: B023
+
+        self._do("own gradients", own, self.own.root is not None)
 
     def rank_reports(self) -> list[RankReport]:
         """Return each rank's report on the last step, rank 0 first."""
         assert self._record is not None
-        state = flat(self.state())
-        digests = {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in state.items()}
-        return self.peers.gather(RankReport(self._record, digests), "report on the step")
+        digests: dict[str, str] = {}
 
+        def take(kind: str, name: str, array: np.ndarray) -> None:
+            digests[f"{kind}/{name}"] = _digest(array)
+
+        by_rank, self._by_rank = self._by_rank, False
+        try:
+            state = self.stream_state(take)
+        finally:
+            self._by_rank = by_rank
+        digests |= {name: _digest(array) for name, array in flat(state).items()}
+        report = RankReport(self._record, digests, self._seen, processor(self.own.device))
+        return self.peers.gather(report, "report on the step")
+
+    @collects
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
         """As the session of one rank."""
         return self._look("observe", lambda: self.own.observe(batch, taps))
+
+    def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
+        """Give each tensor of `observe` to `take`."""
+        of_own = partial(stream_taps, self.own, batch, taps)
+        if self._by_rank:
+            self._seen = {}
+        self._look("observe", lambda: self._giving(StreamsTaps, "observe", self._noting(take), of_own))
 
     def sketch(self, batch: Batch) -> dict[str, Observation]:
         """As the session of one rank."""
@@ -225,6 +312,47 @@ class PeerSession:
         """Return whether this rank computes what rank 0 reports: norms of whole weights are equal on all ranks."""
         return self.peers.rank == 0 or self.own.root is not None
 
+    def _giving(self, streams: type[Any], method: str, take: Take, call: Callable[[Take], T]) -> T:
+        """`call`, which hands tensors over, with what takes them as `each_its_own` says.
+
+        streams, method: by which the session of this rank shows its parts; one that shows whole tensors is cut.
+        """
+        if not self._by_rank:
+            return call(take)
+        if self.own.root is None:
+            return call(take if self.peers.rank == 0 or streams is StreamsTaps else _drop)
+
+        def cut(kind: str, name: str, array: np.ndarray) -> None:
+            p = self.own.parameters.get(name.removeprefix(GRADIENT))
+            take(kind, name, array if p is None or array.shape != tuple(p.shape) else array[rows_of(p)])
+
+        try:
+            ask_stream(self.own, streams, method)
+        except NotSupported:
+            return call(cut)
+        with self.own.showing_parts():
+            return call(take)
+
+    def _noting(self, take: Take) -> Take:
+        """What notes the digest of each tap that all ranks compute alike, and gives `take` what this rank gives.
+
+        Where weights are cut, the gradients of all but rank 0 are zero. On a GPU sums of a backward pass vary, unless
+        the run is deterministic; and each rank chooses kernels of its own where they are chosen by time.
+        """
+        if not self._by_rank:
+            return take
+        by_time = self.config.compile.enabled and "autotune" in self.config.compile.mode
+        sharded, first = self.own.root is not None, self.peers.rank == 0
+        backward = not sharded and (self.own.device.type == "cpu" or self.config.deterministic)
+
+        def note(kind: str, name: str, array: np.ndarray) -> None:
+            if not by_time and (backward or not name.startswith(GRADIENT)):
+                self._seen[name] = _digest(array)
+            if first or (sharded and name.removeprefix(GRADIENT) in self.own.parameters):
+                take(kind, name, array)
+
+        return note
+
     def _look(self, what: str, own: Callable[[], T]) -> T:
         """Something that changes nothing: on this rank alone, or on all where the weights are cut."""
         return own() if self.own.root is None else self._do(what, own)
@@ -242,3 +370,11 @@ class PeerSession:
                 f"a batch of {len(batch.tokens)} sequences gives no equal number of micro-batches to each of "
                 f"{self.peers.count} ranks"
             )
+
+
+def _digest(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data).hexdigest()
+
+
+def _drop(kind: str, name: str, array: np.ndarray) -> None:
+    """Take a tensor that rank 0 has as well."""

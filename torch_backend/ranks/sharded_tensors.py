@@ -24,12 +24,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
+from lockstep.core.arrays import part_of, shape_of
+from lockstep.core.backend import Arrays
 from lockstep.core.components.optimizers import BLOCK, LEAST_IN_EIGHT_BITS
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.graph import Shape
 from lockstep.core.model.groups import update_rules
 from lockstep.core.model.names import parameter_shapes
+from lockstep.core.run.ranks import is_sharded, rows_of_rank
 
 # Losses by token come out as a view; nobody changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -45,11 +48,6 @@ class Root(nn.Module):
     def forward(self, program: Callable[[], Any]) -> Any:
         """`program()`. FSDP sees none of its inputs: it would give one that is unused a gradient of zeros."""
         return program()
-
-
-def is_sharded(config: RunConfig) -> bool:
-    """Return whether a run's weights are cut over ranks: one rank has nothing to share."""
-    return config.parallel.strategy == "fsdp" and config.train.ranks > 1
 
 
 def cut(model: nn.Module, config: RunConfig, device: torch.device) -> Root:
@@ -106,6 +104,25 @@ class SumAndCut(DefaultReduceScatter):
         return work
 
 
+class NotSummed(DefaultReduceScatter):
+    """In the place of the sum: gives `take` each of a module's parameters and this rank's own whole gradient of it."""
+
+    def __init__(self, members: Sequence[Tensor], take: Callable[[Tensor, Tensor], None]) -> None:
+        self._members, self._take = members, take
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        """input_tensor: a row a rank, of that rank's part of every gradient, filled up to equal parts."""
+        by_rank = input_tensor.view(group.size(), -1)
+        begin = 0
+        for p in self._members:
+            rows, row = -(-p.shape[0] // group.size()), p.shape[1:]
+            size = rows * row.numel()
+            padded = by_rank[:, begin : begin + size].reshape(group.size() * rows, *row)
+            self._take(p, padded[: p.shape[0]])
+            begin += size
+        output_tensor.zero_()
+
+
 # A tensor and its part. What is not cut is its own part.
 
 
@@ -130,18 +147,21 @@ def as_part(value: Tensor, like: Tensor) -> Tensor:
 
 
 def rows_of(tensor: Tensor) -> slice:
-    """Which rows of the whole this rank has: the r-th part of `torch.chunk`, as FSDP2 cuts."""
+    """Which rows of the whole this rank has."""
     count = tensor.shape[0]
     if not isinstance(tensor, DTensor):
         return slice(0, count)
-    size = -(-count // tensor.device_mesh.size())
-    first = min(tensor.device_mesh.get_local_rank() * size, count)
-    return slice(first, min(first + size, count))
+    return rows_of_rank(count, tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())
 
 
-def put(tensor: Tensor, array: np.ndarray) -> None:
-    """Copy this rank's rows of a whole array into its part."""
-    local(tensor).copy_(torch.from_numpy(np.ascontiguousarray(array[rows_of(tensor)])))
+def part_shape(tensor: Tensor) -> Shape:
+    """The shape of this rank's part."""
+    return tuple(local(tensor).shape)
+
+
+def put(tensor: Tensor, rows: np.ndarray) -> None:
+    """Copy this rank's rows into its part."""
+    local(tensor).copy_(torch.from_numpy(np.ascontiguousarray(rows)))
 
 
 def sum_of_squares(norms: Tensor) -> Tensor:
@@ -170,12 +190,9 @@ def check_sharded(config: RunConfig) -> None:
 
 def _blocks_stay_whole(shape: Shape, ranks: int) -> bool:
     row = int(np.prod(shape[1:]))
-    return all(size % BLOCK == 0 and size >= LEAST_IN_EIGHT_BITS for size in (n * row for n in _parts(shape[0], ranks)))
-
-
-def _parts(rows: int, ranks: int) -> Sequence[int]:
-    size = -(-rows // ranks)
-    return [max(0, min(size, rows - rank * size)) for rank in range(ranks)]
+    parts = (rows_of_rank(shape[0], rank, ranks) for rank in range(ranks))
+    sizes = [(part.stop - part.start) * row for part in parts]
+    return all(size % BLOCK == 0 and size >= LEAST_IN_EIGHT_BITS for size in sizes)
 
 
 def to_numpy(tensor: Tensor | None) -> np.ndarray:
@@ -183,3 +200,21 @@ def to_numpy(tensor: Tensor | None) -> np.ndarray:
     assert tensor is not None
     array: np.ndarray = whole(tensor.detach()).to("cpu", copy=True).numpy()
     return array
+
+
+def part_to_numpy(tensor: Tensor | None) -> np.ndarray:
+    """Copy this rank's part of a tensor to host memory."""
+    assert tensor is not None
+    array: np.ndarray = local(tensor).to("cpu", copy=True).numpy()
+    return array
+
+
+def own_rows(arrays: Arrays, name: str, like: Tensor) -> np.ndarray:
+    """This rank's rows of an array by name, which is there whole or, where `like` is cut, as these rows alone."""
+    if not isinstance(like, DTensor):
+        return arrays[name]
+    rows = rows_of(like)
+    if shape_of(arrays, name) != tuple(like.shape):
+        return arrays[name]
+    row = int(np.prod(like.shape[1:]))
+    return part_of(arrays, name, slice(rows.start * row, rows.stop * row)).reshape(-1, *like.shape[1:])

@@ -70,6 +70,10 @@ class Sharing:
         """Return the divisor of the loss of a micro-batch that rank 0 computes alone."""
         return total
 
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of what rank 0 computes alone, into each `.grad`."""
+        loss.backward()
+
     def grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Gradients of what rank 0 computes alone, None for what the loss does not depend on."""
         return torch.autograd.grad(loss, wanted, allow_unused=True)

@@ -6,7 +6,7 @@ What does not repeat, from the same state on the same batch, is not the program'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,19 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.backend import NotSupported, Session, State
-from lockstep.core.capabilities import Loads, ask, ranks_of
+from lockstep.core.capabilities import GivesEachItsOwn, Loads, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.cause import decoded
 from lockstep.core.parity.evidence.capsule import write_capsule
 from lockstep.core.parity.evidence.gather import Evidence, gather
-from lockstep.core.parity.evidence.place import store_for
-from lockstep.core.parity.judge.update import flat
+from lockstep.core.parity.evidence.into_store import state_into
+from lockstep.core.parity.evidence.place import of_all_ranks, store_for
+from lockstep.core.parity.evidence.store import Store
+from lockstep.core.parity.judge.update import flat, tensors
 from lockstep.core.parity.measures.verdict import Check, Finding
+from lockstep.core.run.ranks import is_sharded
+from lockstep.core.streams import stream_state
 
 # What a step's record holds besides its arithmetic.
 CLOCK = ("seconds", "tokens_per_second", "mfu", "metrics", "host", "sample")
@@ -111,25 +115,31 @@ def repeated(
     judge_again: Callable[[Evidence], Check] | None = None,
 ) -> Repeat:
     """Run the identical step again and compare what it gives bit by bit; the session's state is put back."""
-    now = session.state()
-    try:
-        ask(session, Loads).load(evidence.before)
-    except NotSupported as reason:
-        return _not_run_again(reason)
-    except UserError as lost:
-        _put_back(session, now)
-        return _not_run_again(lost)
+    ranks = ranks_of(session)
     with ExitStack() as stack:
         try:
-            store = stack.enter_context(store_for(config))
+            kept = stack.enter_context(store_for(config, ranks))
+            now = _state_into(kept, session, config)
+        except UserError as full:
+            return _not_run_again(full)
+        try:
+            ask(session, Loads).load(evidence.before)
+        except NotSupported as reason:
+            return _not_run_again(reason)
+        except UserError as lost:
+            _put_back(session, now, config)
+            return _not_run_again(lost)
+        try:
+            store = stack.enter_context(store_for(config, ranks))
             probe, tapped = evidence.given_probe, evidence.given_tapped
             again = gather(session, config, evidence.batch, probe, due=evidence.due, tapped=tapped, store=store)
+            again = of_all_ranks(again, store, ranks)
         except Exception as error:  # a candidate is somebody else's code, and training goes on after an alarm
             return _not_run_again(error)
         finally:
-            _put_back(session, now)
+            _put_back(session, now, config)
         try:
-            differed = tuple(different(evidence, again))
+            differed = ranks.of_first(lambda: tuple(different(evidence, again)))
         except UserError as lost:
             return _not_run_again(lost)
         if not differed:
@@ -187,12 +197,33 @@ def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
             yield f"reloaded: {name}", array
 
 
-def _put_back(session: Session, state: State) -> None:
+def _own(session: Session, config: RunConfig) -> AbstractContextManager[None]:
+    """In which the session's streams give a rank its rows of what is cut over ranks."""
+    return ask(session, GivesEachItsOwn).each_its_own() if is_sharded(config) else nullcontext()
+
+
+def _state_into(store: Store, session: Session, config: RunConfig) -> State:
+    """The session's state, of which each rank keeps what it holds."""
+    with _own(session, config):
+        return state_into(store, "now", session)
+
+
+def _put_back(session: Session, state: State, config: RunConfig) -> None:
+    """Load the session's own state, and read it back. Raises RuntimeError if it is not the same."""
     session.load(state)
-    before, after = flat(state), flat(session.state())
-    lost = [name for name in before if name not in after or not bit_equal(before[name], after[name])]
-    if lost:
-        raise RuntimeError(f"the session did not take its state back after a step was run again: {', '.join(lost[:5])}")
+    left = {f"{kind}/{name}" for kind, arrays in tensors(state).items() for name in arrays}
+
+    def take(kind: str, name: str, array: np.ndarray) -> None:
+        if bit_equal(tensors(state)[kind][name], array):
+            left.discard(f"{kind}/{name}")
+
+    with _own(session, config):
+        after = stream_state(session, take)
+    then, now = ({**one.scalars, "step": one.step} for one in (state, after))
+    wrong = [*sorted(left), *sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))]
+    if wrong:
+        said = ", ".join(wrong[:5])
+        raise RuntimeError(f"the session did not take its state back after a step was run again: {said}")
 
 
 def _same_origin(one: Check, other: Check) -> bool:

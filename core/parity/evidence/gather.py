@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, Session, State, StepRecord
 from lockstep.core.capabilities import (
+    GivesEachItsOwn,
     ReportsRanks,
     ShowsRankGradients,
+    StreamsRankGradients,
     Take,
     ask,
+    ranks_of,
 )
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
 from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into
 from lockstep.core.parity.evidence.round_trip import round_trip
-from lockstep.core.parity.evidence.store import MemoryStore, Store
+from lockstep.core.parity.evidence.store import FolderStore, MemoryStore, Store
 from lockstep.core.streams import (
     GRADS,
     TAPS,
@@ -131,12 +134,29 @@ def gather(
     one, with other sequences every step.
     store: takes the tensors, each as it comes, by default one in memory. It is not finished here (`save_evidence`).
 
+    Into a store of several ranks each rank puts what it holds, and its evidence is as much: `place.of_all_ranks`.
+
     Raises whatever the session and the store raise, except NotSupported, which is listed as not covered, and NotFinite:
     such a step is judged like any other.
     """
+    into = MemoryStore() if store is None else store
+    shown = ask(session, GivesEachItsOwn).each_its_own() if into.ranks > 1 else nullcontext()
+    with shown:
+        return _gather(session, config, batch, probe, norms, due, tapped, into)
+
+
+def _gather(
+    session: Session,
+    config: RunConfig,
+    batch: Batch,
+    probe: Batch | None,
+    norms: bool,
+    due: str | None,
+    tapped: Batch | None,
+    into: Store,
+) -> Evidence:
     started = time.perf_counter()
     missing: list[str] = []
-    into = MemoryStore() if store is None else store
 
     def attempt(what: str, of: Batch, name: str) -> Gradients | None:
         try:
@@ -146,6 +166,8 @@ def gather(
             return None
 
     before = state_into(into, "before", session)
+    if isinstance(into, FolderStore) and into.ranks > 1:
+        into.lend(ranks_of(session), "before/")
     if probe is not None:
         tapped = probe
     elif tapped is None:
@@ -370,9 +392,14 @@ def _reduce(
     shares = (1.0 / count,) * count if SCALE in before.scalars else rank_shares(count)
     _, whole = _of_shares(micros, shares)
     try:
-        by_rank = ask(session, ShowsRankGradients).rank_gradients
         with _scaled(session, before, shares[0]):
-            parts = tuple(put_all(store, f"reduced/{i}", part) for i, part in enumerate(by_rank(whole)))
+            if store.ranks > 1:
+                by_rank = ask(session, StreamsRankGradients).stream_rank_gradients
+                by_rank(whole, lambda number, name, gradient: store.put(f"reduced/{number}", name, gradient))
+                parts = tuple(store.arrays(f"reduced/{number}") for number in range(count))
+            else:
+                shown = ask(session, ShowsRankGradients).rank_gradients(whole)
+                parts = tuple(put_all(store, f"reduced/{number}", part) for number, part in enumerate(shown))
         return Accumulation(parts, shares, gradients_into(store, "reduced", session, whole).grads)
     except NotSupported as reason:
         missing.append(f"reduced gradients against each rank's own: {reason}")

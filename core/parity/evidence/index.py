@@ -47,12 +47,13 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REMEDY = "its evidence is lost"
 
-Entries = dict[str, dict[str, "Entry"]]
+# By kind and name the parts of a tensor, one after another along its first axis: what each rank put of it.
+Entries = dict[str, dict[str, tuple["Entry", ...]]]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Locate one tensor. dtype: its own; stored: that in the file. begin: offset in the file's data, in bytes.
+    """Locate a tensor, or a part of one. dtype: its own; stored: that in the file. begin: offset in the data, in bytes.
 
     sha256: of each piece of its bytes, PIECE long but for the last.
     """
@@ -117,20 +118,27 @@ def index_bytes(sizes: Mapping[str, int], entries: Entries, documents: Mapping[s
             "tensors": [
                 [kind, name, e.file, e.dtype, e.stored, e.shape, e.begin, e.sha256]
                 for kind, by_name in entries.items()
-                for name, e in by_name.items()
+                for name, parts in by_name.items()
+                for e in parts
             ],
         },
         indent=None,
     )
 
 
-def read_index(folder: Path) -> tuple[Entries, dict[str, str]]:
-    """Read a folder's index: its entries, and the SHA-256 of its documents by name.
+def shape_of(parts: Sequence[Entry]) -> tuple[int, ...]:
+    """Return the shape of the tensor that these parts are together."""
+    first, *others = parts
+    return (first.shape[0] + sum(e.shape[0] for e in others), *first.shape[1:]) if others else first.shape
+
+
+def read_index(folder: Path, name: str = INDEX) -> tuple[Entries, dict[str, str], dict[str, int]]:
+    """Read a folder's index: its entries, the SHA-256 of its documents, and the sizes of its files, by name.
 
     Raises UserError if the index is missing, damaged, of another schema, or says what cannot be, and if one of its
     files is missing or of another size.
     """
-    path = folder / INDEX
+    path = folder / name
     found = read_sealed_json(path, indent=None, remedy=_REMEDY)
     if found.get("schema") != SCHEMA:
         raise UserError(f"{path} has schema {found.get('schema')!r}; this Lockstep reads {SCHEMA}")
@@ -141,12 +149,14 @@ def read_index(folder: Path) -> tuple[Entries, dict[str, str]]:
         for kind, name, *raw in found["tensors"]:
             if not isinstance(kind, str) or not isinstance(name, str):
                 raise ValueError(f"{kind!r}, {name!r} are no names")
-            entries.setdefault(kind, {})[name] = _entry(raw, sizes)
+            of_kind, part = entries.setdefault(kind, {}), _entry(raw, sizes)
+            of_kind[name] = (*of_kind.get(name, ()), part)
+            _require_alike(of_kind[name])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"{path} is no index of evidence: {type(error).__name__}: {error}") from error
     for name, size in sizes.items():
         require_size(folder / name, size)
-    return entries, documents
+    return entries, documents, sizes
 
 
 def require_size(path: Path, size: int) -> None:
@@ -182,6 +192,14 @@ def _entry(raw: list[Any], sizes: Mapping[str, int]) -> Entry:
     if len(entry.sha256) != max(1, -(-entry.size // entry.per_piece)):
         raise ValueError(f"a tensor of shape {shape!r} has {len(entry.sha256)} digests")
     return entry
+
+
+def _require_alike(parts: Sequence[Entry]) -> None:
+    """Raise ValueError unless the last part may belong to the others': each rank's lies in a file of its own."""
+    *others, last = parts
+    for one in others:
+        if not last.shape or last.shape[1:] != one.shape[1:] or last.dtype != one.dtype or last.file == one.file:
+            raise ValueError(f"parts of shapes {one.shape!r} and {last.shape!r} are not of one tensor")
 
 
 def _plain(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -24,8 +25,9 @@ class LastingStore(NoStore):
     gathering goes on.
     """
 
-    def __init__(self, make: Callable[[], FolderStore], thread: ThreadPoolExecutor) -> None:
-        super().__init__()
+    def __init__(self, make: Callable[[], FolderStore], thread: ThreadPoolExecutor, ranks: int = 1) -> None:
+        """ranks: how many put into it, each what it holds."""
+        super().__init__(ranks)
         self._thread, self._waiting, self._written = thread, 0, threading.Condition()
         self._lost: UserError | None = None
         self._store: FolderStore | None = None
@@ -58,6 +60,21 @@ class LastingStore(NoStore):
     def arrays(self, kind: str) -> Arrays:
         """As in `Store`: to be read when all of it is written; nothing if there is no folder."""
         return {} if self._store is None else Stored(self._store, kind)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it is written; None if that could not be made."""
+        return None if self._store is None else self._store.folder
+
+    def finish_part(self) -> None:
+        """Let rank 0 know that all is there, or that something is lost. `thread` calls it, after the last `put`."""
+        if self._store is None:
+            return
+        if self._lost is not None:
+            self._store.remove()
+            return
+        with contextlib.suppress(UserError):  # rank 0 says that the evidence is lost
+            self._store.finish()
 
     def finish(self, save: Callable[[FolderStore], object], place: Path) -> None:
         """Let `save` finish the folder, and rename it to `place`, where whatever was there is removed.

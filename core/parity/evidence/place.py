@@ -9,8 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
 from lockstep.core.parity.evidence.store import FolderStore, MemoryStore, Store
 from lockstep.core.plan.checks import GB, cost_of_check
+from lockstep.core.run.ranks import ONE, Ranks
 
 # Evidence of more bytes lies in a folder.
 LARGE = 256_000_000
@@ -32,13 +35,35 @@ def return_freed_memory() -> None:
 
 
 @contextmanager
-def store_for(config: RunConfig) -> Iterator[Store]:
+def store_for(config: RunConfig, ranks: Ranks = ONE) -> Iterator[Store]:
     """Give the store for a check of this model; a folder is removed at the end, unless it was moved away.
 
-    Raises UserError if it cannot be made.
+    Several ranks have one folder, which rank 0 makes. Raises UserError if it cannot be made, or a rank does not see it.
     """
-    if not is_large(config):
+    if ranks.count == 1 and not is_large(config):
         yield MemoryStore()
         return
-    with TemporaryDirectory(prefix="lockstep-evidence-", ignore_cleanup_errors=True) as folder:
-        yield FolderStore.create(Path(folder) / "evidence")
+    if ranks.rank:
+        yield FolderStore.join(Path(ranks.of_first(str)), ranks.rank, ranks.count)
+        ranks.gather(None)
+        return
+    with TemporaryDirectory(prefix="lockstep-evidence-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary) / "evidence"
+        store = FolderStore.create(folder, ranks.count, config.parallel.timeout_seconds)
+        ranks.of_first(lambda: str(folder))
+        yield store
+        # Who still reads it has come here too.
+        ranks.gather(None)
+
+
+def of_all_ranks(evidence: Evidence, store: Store, ranks: Ranks) -> Evidence:
+    """Return evidence that each rank gathered its part of, whole: its tensors are read from where all ranks put them.
+
+    Every rank calls it. Raises UserError if the disk refuses any of them.
+    """
+    if not isinstance(store, FolderStore) or ranks.count == 1:
+        return evidence
+    if ranks.rank:
+        store.finish()
+    ranks.of_first(lambda: save_evidence(evidence, store) and None)
+    return open_evidence(store.folder)

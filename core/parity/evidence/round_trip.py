@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.core.backend import NotSupported, Session, State
 from lockstep.core.capabilities import Loads, ask, ranks_of
-from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, reader_of
+from lockstep.core.checkpoint.format import begin_checkpoint, reader_of
 from lockstep.core.checkpoint.of_ranks import begin_on_all, part_of, write_part
 from lockstep.core.checkpoint.reader import opened_checkpoint
 from lockstep.core.parity.evidence.into_store import state_into
@@ -42,22 +42,20 @@ def round_trip(session: Session, before: State, after: State, missing: list[str]
 def _read_back(
     session: Session, load: Callable[[State], None], before: State, step: int, final: Path
 ) -> Iterator[State]:
-    """The session's state as a checkpoint gives it back; rank 0 reads it, where there are several.
+    """The session's state as a checkpoint gives it back, read a tensor at a time, when it is asked for.
 
-    On one rank it is read a tensor at a time, when it is asked for.
+    Of several ranks, which write it together, each reads it by itself.
     """
     ranks = ranks_of(session)
     if ranks.rank == 0:
         pending = begin_on_all(session, ranks, lambda write: begin_checkpoint(final, step, write, {}))
         load(before)
-        if ranks.count == 1:
-            with opened_checkpoint(pending.commit(), reader_of(session)) as state:
-                yield state
-        else:
-            yield ranks.of_first(lambda: load_checkpoint(pending.commit(), reader_of(session))[0])
-        return
-    writing = part_of(session, ranks)
-    if writing is not None:
-        load(before)
-        write_part(writing)
-    yield ranks.of_first(lambda: before)
+        written = ranks.of_first(lambda: str(pending.commit()))
+    else:
+        writing = part_of(session, ranks)
+        if writing is not None:
+            load(before)
+            write_part(writing)
+        written = ranks.of_first(str)
+    with opened_checkpoint(Path(written), reader_of(session)) as state:
+        yield state

@@ -7,15 +7,21 @@ A tensor has a kind (`before/params`, `taps`, …) and a name. A folder holds
                            and `blocks.3-1.safetensors` and so on where the header of the one before is full
 
 and is readable by safetensors alone: each key is KIND/NAME. A folder without its index is no evidence.
+
+Several ranks put into one folder, each into files of its own (`rank-1.blocks.3.safetensors`), of each tensor the rows
+that it holds. A rank that has put everything leaves its entries in `rank-1.json`; rank 0 waits for them, and makes them
+part of the index.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,12 +47,22 @@ from lockstep.core.parity.evidence.index import (
     index_bytes,
     pieces,
     read_index,
+    shape_of,
     stored_dtype,
 )
+from lockstep.core.run.ranks import Ranks
+
+# So often rank 0 looks whether the other ranks have put everything.
+LOOK_SECONDS = 0.02
 
 
 class Store(Protocol):
     """Where evidence goes, a tensor at a time."""
+
+    @property
+    def ranks(self) -> int:
+        """How many put into it, each what it holds."""
+        ...
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
         """Take a tensor, of any shape. Raises UserError if the disk refuses, ValueError if it is there already."""
@@ -79,6 +95,8 @@ class Store(Protocol):
 
 class MemoryStore:
     """A store in memory, which keeps what it is given."""
+
+    ranks = 1
 
     def __init__(self) -> None:
         self._kinds: dict[str, dict[str, np.ndarray]] = {}
@@ -117,6 +135,10 @@ class MemoryStore:
 class NoStore(MemoryStore):
     """Keeps nothing: for a rank that takes part in gathering what rank 0 keeps."""
 
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__()
+        self.ranks = ranks
+
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
         """Drop the tensor."""
 
@@ -136,7 +158,7 @@ class _Segment:
 
 
 class FolderStore:
-    """A store in a folder. Made by `create`, to put into and read from, or by `open`, to read.
+    """A store in a folder. Made by `create` or `join`, to put into and read from, or by `open`, to read.
 
     Each tensor that is read is a view of a memory map of its own, private and writable; nothing else is kept. Its
     SHA-256 is verified when it is first read.
@@ -144,7 +166,11 @@ class FolderStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # Whose part this is, of how many, and how long rank 0 waits for the others, in seconds.
+        self.rank, self.ranks, self._patience = 0, 1, 0.0
         self._entries: Entries = {}
+        # Of rank 0, to read.
+        self._lent: Entries = {}
         self._documents: dict[str, str] = {}
         self._same: dict[tuple[Any, ...], Entry] = {}
         self._segments: dict[str, list[_Segment]] = {}
@@ -153,19 +179,36 @@ class FolderStore:
         self.finished = False
 
     @classmethod
-    def create(cls, folder: Path) -> Self:
-        """Make the folder, which must not be there, in one that is. Raises UserError if it cannot be made."""
+    def create(cls, folder: Path, ranks: int = 1, patience: float = 0.0) -> Self:
+        """Make the folder, which must not be there, in one that is. Raises UserError if it cannot be made.
+
+        ranks: how many put into it, this one as rank 0. patience: how long it waits for the others, in seconds.
+        """
         try:
             folder.mkdir()
         except OSError as error:
             raise UserError(f"cannot write the evidence {folder}: {error.strerror or error}") from error
-        return cls(folder)
+        made = cls(folder)
+        made.ranks, made._patience = ranks, patience
+        return made
+
+    @classmethod
+    def join(cls, folder: Path, rank: int, ranks: int) -> Self:
+        """Put into the folder that rank 0 has made. Raises UserError if this rank does not see it."""
+        if not folder.is_dir():
+            raise UserError(
+                f"rank {rank} does not see {folder}, where rank 0 keeps evidence: it must lie where all nodes have it, "
+                "by the same name (TMPDIR names another place)"
+            )
+        made = cls(folder)
+        made.rank, made.ranks = rank, ranks
+        return made
 
     @classmethod
     def open(cls, folder: Path) -> Self:
         """Open a finished one. Raises UserError as `read_index`."""
         made = cls(folder)
-        made._entries, made._documents = read_index(folder)
+        made._entries, made._documents, _ = read_index(folder)
         made.finished = True
         return made
 
@@ -190,39 +233,58 @@ class FolderStore:
                 self.remove()
                 raise UserError(f"cannot write the evidence {self.folder}: {error.strerror or error}") from error
             self._same[dtype, array.shape, hashes] = entry
-        of_kind[name] = entry
+        of_kind[name] = (entry,)
 
     def get(self, kind: str, name: str) -> np.ndarray:
         """As in `Store`."""
-        entry = self._entries[kind][name]
-        return self._read(entry, 0, entry.size).reshape(entry.shape)
+        parts = self._parts(kind, name)
+        if len(parts) == 1:
+            return self._read(parts[0], 0, parts[0].size).reshape(parts[0].shape)
+        found = np.empty(shape_of(parts), DTYPES[parts[0].dtype])
+        rows = 0
+        for entry in parts:
+            found[rows : rows + entry.shape[0]] = self._read(entry, 0, entry.size).reshape(entry.shape)
+            rows += entry.shape[0]
+        return found
 
     def part(self, kind: str, name: str, start: int, stop: int) -> np.ndarray:
         """As in `Store`; the pieces in which the part lies are verified."""
-        entry = self._entries[kind][name]
-        start, stop, _ = slice(start, stop).indices(entry.size)
-        return self._read(entry, start, max(start, stop))
+        parts = self._parts(kind, name)
+        start, stop, _ = slice(start, stop).indices(sum(entry.size for entry in parts))
+        found, begin = [], 0
+        for entry in parts:
+            first, last = max(start - begin, 0), min(stop - begin, entry.size)
+            if first < last or len(parts) == 1:
+                found.append(self._read(entry, first, max(first, last)))
+            begin += entry.size
+        return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, DTYPES[parts[0].dtype])])
 
     def digest(self, kind: str, name: str) -> str:
-        """As in `Store`, from the index."""
-        return self._entries[kind][name].digest
+        """As in `Store`, from the index; of a tensor in parts from its bytes."""
+        parts = self._parts(kind, name)
+        return parts[0].digest if len(parts) == 1 else digest_of(self.get(kind, name))
 
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, from the index. Raises KeyError if it is not there."""
-        return self._entries[kind][name].shape
+        return shape_of(self._parts(kind, name))
 
     def names(self, kind: str) -> KeysView[str]:
         """Return the names of a kind, in the order in which they were put."""
-        return self._entries.get(kind, {}).keys()
+        return (self._entries.get(kind) or self._lent.get(kind, {})).keys()
 
     def arrays(self, kind: str) -> Stored:
         """As in `Store`, read when asked for."""
         return Stored(self, kind)
 
+    def lend(self, ranks: Ranks, of: str) -> None:
+        """Let every rank read what rank 0 alone has put under the kinds that begin with `of`, before it is finished."""
+        lent = ranks.of_first(lambda: {k: dict(tensors) for k, tensors in self._entries.items() if k.startswith(of)})
+        self._lent |= lent if self.rank else {}
+
     def scratch(self) -> FolderStore:
         """As in `Store`, in a folder inside this one."""
-        number = len(list(self.folder.glob("scratch-*")))
-        return FolderStore.create(self.folder / f"scratch-{number}")
+        number = len(list(self.folder.glob(f"scratch-{self.rank}-*")))
+        return FolderStore.create(self.folder / f"scratch-{self.rank}-{number}")
 
     def document(self, name: str) -> bytes:
         """Return what was given to `finish` under this name. Raises UserError if it is missing or damaged."""
@@ -237,27 +299,64 @@ class FolderStore:
         return raw
 
     def finish(self, documents: Mapping[str, bytes] | None = None) -> None:
-        """Fill in the headers, write `documents` beside them, and at last the index. Raises UserError if it fails."""
+        """Fill in the headers, write `documents` beside them, and at last the index. Raises UserError if it fails.
+
+        Rank 0 waits until the others are done; they write no documents.
+        """
         written = [s for of_name in self._segments.values() for s in of_name]
+        sizes = {s.file: DATA + s.size for s in written}
         documents = documents or {}
-        aside = self.folder / f".{INDEX}"
         try:
             for segment in written:
                 with (self.folder / segment.file).open("r+b") as file:
                     file.write(_header(segment))
             for name, raw in documents.items():
                 (self.folder / name).write_bytes(raw)
-            aside.write_bytes(index_bytes({s.file: DATA + s.size for s in written}, self._entries, documents))
-            os.replace(aside, self.folder / INDEX)
+            if self.rank == 0:
+                sizes |= self._take_in()
+            name = _of_rank(self.rank) if self.rank else INDEX
+            aside = self.folder / f".{name}"
+            aside.write_bytes(index_bytes(sizes, self._entries, documents))
+            os.replace(aside, self.folder / name)
         except OSError as error:
             self.remove()
             raise UserError(f"cannot write the evidence {self.folder}: {error.strerror or error}") from error
+        except UserError:
+            self.remove()
+            raise
         self._documents = {name: hashlib.sha256(raw).hexdigest() for name, raw in documents.items()}
         self.finished = True
 
+    def _take_in(self) -> dict[str, int]:
+        """Wait for the entries of the other ranks, and append them; return the sizes of their files.
+
+        Raises UserError if one of them has lost its part, or is not done in time.
+        """
+        until, sizes = time.monotonic() + self._patience, dict[str, int]()
+        for rank in range(1, self.ranks):
+            path = self.folder / _of_rank(rank)
+            while not path.exists():
+                if (self.folder / _lost(rank)).exists():
+                    raise UserError(f"rank {rank} could not write its part of the evidence")
+                if time.monotonic() > until:
+                    raise UserError(f"rank {rank} gave no part of the evidence within {self._patience:g} s")
+                time.sleep(LOOK_SECONDS)
+            entries, _, of_rank = read_index(self.folder, path.name)
+            path.unlink()
+            for kind, by_name in entries.items():
+                of_kind = self._entries.setdefault(kind, {})
+                for name, parts in by_name.items():
+                    of_kind[name] = (*of_kind.get(name, ()), *parts)
+            sizes |= of_rank
+        return sizes
+
     def remove(self) -> None:
-        """As in `Store`: its folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """As in `Store`: its folder. Another rank leaves it to rank 0, and says that its own part is lost."""
+        if self.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return
+        with contextlib.suppress(OSError):
+            (self.folder / _lost(self.rank)).touch()
 
     def move(self, folder: Path) -> None:
         """Move to `folder`, which must not be there: rename where the file system can, else copy. Raises OSError."""
@@ -277,6 +376,9 @@ class FolderStore:
         """Pickle the path alone: whoever unpickles it opens the folder."""
         return type(self).open, (self.folder.resolve(),)
 
+    def _parts(self, kind: str, name: str) -> tuple[Entry, ...]:
+        return (self._entries.get(kind) or self._lent.get(kind, {}))[name]
+
     def _append(
         self, key: str, segment: str, flat: np.ndarray, shape: tuple[int, ...], dtype: str, hashes: tuple[str, ...]
     ) -> Entry:
@@ -284,7 +386,9 @@ class FolderStore:
         length = flat.size * stored_dtype(stored).itemsize
         files = self._segments.setdefault(segment, [])
         if not files or not files[-1].has_room(_described(key, stored, shape, files[-1].size, length)):
-            files.append(_Segment(f"{segment}-{len(files)}.safetensors" if files else f"{segment}.safetensors"))
+            of_rank = f"rank-{self.rank}." if self.rank else ""
+            number = f"-{len(files)}" if files else ""
+            files.append(_Segment(f"{of_rank}{segment}{number}.safetensors"))
         file = files[-1]
         described = _described(key, stored, shape, file.size, length)
         if not file.has_room(described):
@@ -381,6 +485,14 @@ def segment_of(name: str) -> str:
     if first == "blocks" and rest and rest[0].isascii() and rest[0].isdigit() and len(rest[0]) < 9:
         return f"blocks.{int(rest[0])}"
     return "embedding" if first == "embed" else "head"
+
+
+def _of_rank(rank: int) -> str:
+    return f"rank-{rank}.json"
+
+
+def _lost(rank: int) -> str:
+    return f"rank-{rank}.lost"
 
 
 def _piece(entry: Entry, number: int) -> tuple[str, int, str]:

@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lockstep.core.backend import Backend, Batch, NotSupported, State
+from lockstep.core.capabilities import ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence import observations
 from lockstep.core.parity.evidence.capsule import Capsule
 from lockstep.core.parity.evidence.gather import gather
-from lockstep.core.parity.evidence.place import store_for
+from lockstep.core.parity.evidence.place import of_all_ranks, store_for
 from lockstep.core.parity.evidence.recorded import probe_of
 from lockstep.core.parity.evidence.saved import open_evidence
 from lockstep.core.parity.judge.judge import Reference, judge_observations
@@ -82,9 +83,11 @@ def replay_capsule(
             session.load(capsule.state)
         except (ValueError, KeyError, NotSupported) as error:
             raise UserError(f"the candidate does not take the capsule's state: {error}") from error
-        with store_for(config) as store:
+        ranks = ranks_of(session)
+        with store_for(config, ranks) as store:
             due = capsule.about.get("due")
             evidence = gather(session, config, capsule.batch, capsule.given_probe, due=due, store=store)
+            evidence = of_all_ranks(evidence, store, ranks)
             _, check = recheck_rows(session, config, evidence, judged(evidence, opened), opened)
     finally:
         session.close()

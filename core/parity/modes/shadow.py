@@ -49,7 +49,7 @@ from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.modes.coverage import BUSY
 from lockstep.core.parity.reference.self_check import sound_reference
 from lockstep.core.plan.checks import checks_waiting, require_budget
-from lockstep.core.run.ranks import ONE, Ranks
+from lockstep.core.run.ranks import ONE, Ranks, is_sharded
 from lockstep.core.train.finite import NotFinite
 
 POLL_SECONDS = 0.2
@@ -141,11 +141,12 @@ class Shadow:
 
         Raises NotFinite after its evidence was handed over.
         """
-        if not self._ranks.of_first(self._ready):
+        store = self._opened() if self._ready() else None
+        self._ranks.of_first(lambda: None if store is None else str(store.folder or ""))
+        if store is None:
             record = _unchecked(session, batch, norms)
             self._lost.append((record.step, self._reason()))
             return record
-        store = LastingStore(self._begin, self._writer)
         evidence = gather(session, self._config, batch, probe_of(batch, self._config), norms, due, store=store)
         if not self._waiting:
             self._heard = time.monotonic()
@@ -155,11 +156,17 @@ class Shadow:
             raise NotFinite(evidence.record, evidence.not_finite)
         return evidence.record
 
+    def _opened(self) -> LastingStore:
+        return LastingStore(self._begin, self._writer, self._ranks.count)
+
     def _begin(self) -> FolderStore:
         with contextlib.suppress(OSError):  # no more than that: a run that was deleted meanwhile is not made anew
             self._folder.mkdir(exist_ok=True)
         self._begun += 1
-        return FolderStore.create(self._folder / f".{os.getpid()}-{self._begun}.tmp")
+        folder = self._folder / f".{os.getpid()}-{self._begun}.tmp"
+        if not is_sharded(self._config):
+            return FolderStore.create(folder)
+        return FolderStore.create(folder, self._ranks.count, self._config.parallel.timeout_seconds)
 
     def _send(self, evidence: Evidence, store: LastingStore) -> None:
         """Save the evidence and send the worker its path, on the writer's thread, behind the evidence's tensors."""
@@ -295,6 +302,8 @@ class ShadowPart:
         """Raises UserError as rank 0's."""
         require_budget(config, thorough=False)
         self._config, self._ranks = config, ranks
+        # Writes this rank's part of the evidence, beside training.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="lockstep-evidence")
 
     def due(self, step: int) -> bool:
         """As rank 0's."""
@@ -302,13 +311,20 @@ class ShadowPart:
 
     def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
         """Run the step, and gather its evidence if rank 0 can have it judged. Raises NotFinite as rank 0's."""
-        if not self._ranks.of_first(bool):
+        told: str | None = self._ranks.of_first(lambda: None)
+        if told is None:
             return _unchecked(session, batch, norms)
-        probe = probe_of(batch, self._config)
-        evidence = gather(session, self._config, batch, probe, norms, due, store=NoStore())
+        store = self._opened(Path(told)) if told and is_sharded(self._config) else NoStore(self._ranks.count)
+        evidence = gather(session, self._config, batch, probe_of(batch, self._config), norms, due, store=store)
+        if isinstance(store, LastingStore):
+            self._writer.submit(store.finish_part)
         if evidence.not_finite:
             raise NotFinite(evidence.record, evidence.not_finite)
         return evidence.record
+
+    def _opened(self, folder: Path) -> LastingStore:
+        ranks = self._ranks
+        return LastingStore(lambda: FolderStore.join(folder, ranks.rank, ranks.count), self._writer, ranks.count)
 
     def collect(self) -> Iterator[Result]:
         """Nothing: what comes back comes to rank 0."""
@@ -317,6 +333,13 @@ class ShadowPart:
     def drain(self) -> Iterator[Result]:
         """Nothing, as `collect`."""
         yield from ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Wait for what is being written: a thread that frees memory while the interpreter shuts down aborts it."""
+        self._writer.shutdown(cancel_futures=kind is not None)
 
 
 def _unchecked(session: Session, batch: Batch, norms: bool) -> StepRecord:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 
 from lockstep.core.backend import Backend, Batch, NotSupported, Session
-from lockstep.core.capabilities import Candidate, ask
+from lockstep.core.capabilities import Candidate, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
-from lockstep.core.parity.evidence.place import is_large, return_freed_memory, store_for
+from lockstep.core.parity.evidence.place import is_large, of_all_ranks, return_freed_memory, store_for
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.reference.self_check import sound_reference
@@ -46,11 +46,13 @@ def check_steps(
                 "what it cannot do may raise lockstep.core.backend.NotSupported"
             ) from lacking
         stack.callback(session.close)
+        ranks = ranks_of(session)
         references = sound_reference(reference, config).over_a_run()
         stack.callback(references.close)
         for number, batch in enumerate(batches):
-            with store_for(config) as store:
+            with store_for(config, ranks) as store:
                 evidence = gather(session, config, uneven_weights(batch, config.seed + number), store=store)
+                evidence = of_all_ranks(evidence, store, ranks)
                 if is_large(config):
                     return_freed_memory()
                 evidence, check = recheck_rows(session, config, evidence, judge(evidence, references), references)
