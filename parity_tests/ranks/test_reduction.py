@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import RankReport, StepRecord
+from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
 from lockstep.core.parity.evidence.gather import Accumulation, rank_shares
 from lockstep.core.parity.judge import local
 from lockstep.core.parity.measures.verdict import Finding
@@ -103,3 +104,66 @@ def test_norms_that_are_nan_on_every_rank_are_the_same() -> None:
     ]
     assert broken(judged(ranks=tuple(reports))) == []
     assert ("grad_norm", "grad_norm_of_ranks") in broken(judged(ranks=(reports[0], SAME)))
+
+
+def tapped(*differing: str) -> RankReport:
+    """A rank whose digests differ from rank 0's at these names."""
+    names = [*tap_names(MODEL), *edge_names(MODEL), *parameter_shapes(MODEL)]
+    every = {prefix + name: "same" for name in names for prefix in ("", GRADIENT)}
+    return replace(SAME, taps=every | dict.fromkeys(differing, "other"))
+
+
+def after(first: str, *, forward: bool) -> list[str]:
+    """What a difference at `first` reaches: all taps after it, or all gradients of what is before it."""
+    taps = list(tap_names(MODEL))
+    at = taps.index(first)
+    return taps[at:] if forward else [GRADIENT + name for name in taps[:at]]
+
+
+MODEL = tiny_config().model
+Q, UP = "blocks.1.attn.q_rope", "blocks.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("differing", "named"),
+    [
+        ((), []),
+        ((*after(Q, forward=True), *after("nll", forward=False)), [("q_rope", Q, "forward")]),
+        ((GRADIENT + UP,), [("up", UP, "backward")]),
+        ((GRADIENT + "nll", *after("nll", forward=False)), [("loss", "nll", "backward")]),
+        (("no.tap",), [("gradients", "taps_of_ranks", "backward")]),
+    ],
+    ids=["honest", "forward", "weight", "loss", "unknown"],
+)
+def test_a_rank_that_computes_otherwise_is_named_with_its_stage(
+    differing: tuple[str, ...], named: list[tuple[str, str, str]]
+) -> None:
+    """Of what differs on rank 2, the first in the chain; what follows from it accuses nobody."""
+    found = [f for f in judged(ranks=(tapped(), tapped(), tapped(*differing))) if not f.ok]
+    assert [(f.stage, f.tap, f.phase) for f in found][: len(named) or None] == named
+    assert all(f.note.endswith("on rank 2") for f in found)
+    assert len(found) <= 1 or {f.phase for f in found} == {"forward"}
+
+
+def test_a_rank_on_another_processor_is_not_held_to_rank_0s_bits() -> None:
+    """It rounds otherwise, and that says nothing."""
+    other = replace(tapped(Q), processor="another")
+    assert [f.tap for f in judged(ranks=(tapped(), other)) if f.stage == "gradients"] == []
+    evidence: Any = SimpleNamespace(ranks=(tapped(), other))
+    (said,) = local.not_compared(evidence)
+    assert said.startswith("stages on rank 1: it computes on another")
+    assert broken(judged(ranks=(tapped(), other, tapped(Q)))) == [("q_rope", Q)]
+
+
+def test_only_some_ranks_rows_are_wrong() -> None:
+    """Weights cut over two ranks: a sum that is wrong on rank 1's rows names them, one that is wrong on all none."""
+    config = tiny_config(train={"ranks": 2})
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"strategy": "fsdp"})})
+    reference: Any = SimpleNamespace(config=config, stream=np.float32)
+    right, parts = np.ones((5, 3), np.float32), ({"a": np.ones((5, 3), np.float32)},)
+    for rows, note in ((slice(3, 5), "rows 3 to 4 of rank 1 alone"), (slice(0, 5), "")):
+        wrong = right.copy()
+        wrong[rows] *= 2
+        evidence: Any = SimpleNamespace(reduced=Accumulation(parts, (1.0,), {"a": wrong}), ranks=())
+        (found,) = local.reduction(evidence, reference)
+        assert (found.ok, found.note) == (False, note)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -122,6 +123,28 @@ def test_a_fault_between_ranks_gives_the_exit_code_1(run_file: Path, tmp_path: P
     done = lockstep(tmp_path, "parity", str(run_file), *CHECKED, *settings)
     assert done.code == 1, done.err
     assert "reduction" in done.out and done.err == ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fault", "named"),
+    [
+        ("ddp", "NoGradient", r"up \(backward, layer 1, at blocks\.1\.mlp\.up_proj\.weight.*\) on rank 1"),
+        ("ddp", "RopeInBf16", r"q_rope \(forward, layer 0, at blocks\.0\.attn\.q_rope.*\) on rank 1"),
+        ("fsdp", "RopeInBf16", r"q_rope \(forward, layer 0, at blocks\.0\.attn\.q_rope.*\) on rank 1"),
+        ("fsdp", "NotUpdated", r"update \(update, layer 1, at blocks\.1\.mlp\.up.*\) rows \d+ to \d+ of rank 1 alone"),
+        ("fsdp", "GradientsDoubled", r"down_proj \(backward, layer 1, .*\) rows \d+ to \d+ of rank 1 alone"),
+    ],
+    ids=["no-gradient-ddp", "rope-ddp", "rope-fsdp", "not-updated-fsdp", "doubled-fsdp"],
+)
+def test_a_fault_of_one_rank_is_named_with_its_rank(
+    strategy: str, fault: str, named: str, run_file: Path, tmp_path: Path
+) -> None:
+    candidate = f"lockstep.parity_tests.ranks.on_one_rank:{fault}OnRankOne"
+    settings = ("--precision.policy", "fp32", "--compile.enabled", "false", "--parallel.strategy", strategy)
+    done = lockstep(tmp_path, "parity", str(run_file), *CHECKED, *settings, "--candidate", candidate)
+    assert done.code == 1, done.err
+    (said,) = [line for line in done.out.splitlines() if line.startswith("first bad step 1; origin: ")]
+    assert re.search(named, said), said
 
 
 def test_deterministic_ranks_stopped_in_the_midst_of_the_warm_up_end_with_the_same_bits(

@@ -19,6 +19,7 @@ from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.decode import known_scalars
 from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.parity.reference.stages import place
+from lockstep.core.run.ranks import is_sharded
 from lockstep.core.train.loss_scale import SCALE
 
 __all__ = ["Reference", "judge", "judge_observations"]
@@ -70,6 +71,9 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
         missing.append(f"local checks of {unseen} of the micro-batch's sequences")
     if reference.config.train.ranks == 1:
         missing.append("reduction over ranks: one process")
+    missing += local.not_compared(evidence)
+    if is_sharded(reference.config) and evidence.taps:
+        missing.append("local checks of the backward stages on other ranks than 0: their losses do not count there")
     seconds = time.perf_counter() - started + evidence.seconds
     return Check(evidence.record.step, in_order(findings), tuple(missing), seconds)
 

@@ -11,14 +11,16 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from lockstep.core.arrays import part_of
-from lockstep.core.backend import Arrays, NotSupported
+from lockstep.core.arrays import part_of, shape_of
+from lockstep.core.backend import Arrays, NotSupported, RankReport
 from lockstep.core.model.graph import Operation
 from lockstep.core.model.names import GRADIENT, in_fp8, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import (
     Comparison,
@@ -162,21 +164,30 @@ def reduction(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     found, dtype = evidence.reduced, reference.config.parallel.gradient_dtype
     if found is not None:
         for name, whole in found.whole.items():
-            parts = [part.get(name) for part in found.parts]
-            if any(part is None or part.shape != whole.shape for part in parts):
+            shapes = [shape_of(part, name) if name in part else None for part in found.parts]
+            if any(shape != whole.shape for shape in shapes):
                 yield exact("reduction", name, 1, 1, "every rank has this gradient")
                 continue
-            scaled = [
-                whole.dtype.type(s) * part for s, part in zip(found.shares, parts, strict=True) if part is not None
-            ]
-            total = np.zeros_like(whole)
-            for part in scaled:
-                total += part
-            if dtype == "fp32":
-                yield same_but_for_rounding(reference, "reduction", name, whole, total)
-            else:
-                yield _narrowly_reduced(name, whole, total, scaled, reference)
-    yield from _same_on_every_rank(evidence)
+            total, together = np.zeros_like(whole), np.zeros(whole.shape) if dtype != "fp32" else None
+            for share, part in zip(found.shares, found.parts, strict=True):
+                scaled = whole.dtype.type(share) * part[name]
+                total += scaled
+                if together is not None:
+                    together += np.abs(scaled)
+
+            def compared(
+                where: slice = slice(None),
+                name: str = name,
+                whole: np.ndarray = whole,
+                total: np.ndarray = total,
+                together: np.ndarray | None = together,
+            ) -> Finding:
+                if together is None:
+                    return same_but_for_rounding(reference, "reduction", name, whole[where], total[where])
+                return _narrowly_reduced(name, whole[where], total[where], together[where], reference)
+
+            yield with_ranks(compared(), reference.config, whole.shape, lambda rows, _: compared(rows))
+    yield from _same_on_every_rank(evidence, reference)
 
 
 # Unit roundoff of the formats in which gradients may be summed, and half their smallest spacing.
@@ -184,16 +195,15 @@ NARROW = {"bf16": (2.0**-8, 2.0**-134), "fp16": (2.0**-11, 2.0**-25)}
 
 
 def _narrowly_reduced(
-    name: str, whole: np.ndarray, total: np.ndarray, parts: list[np.ndarray], reference: Reference
+    name: str, whole: np.ndarray, total: np.ndarray, together: np.ndarray, reference: Reference
 ) -> Finding:
     """A sum in a declared narrow format: one rounding when a rank's part is cast, one an addition.
 
     Each is at most u of what it rounds, and that no larger than the sum of the parts' magnitudes (Higham 2002, 4.2),
-    or half the smallest spacing.
+    or half the smallest spacing. together: the sum of the parts' magnitudes, float64.
     """
     train, dtype = reference.config.train, reference.config.parallel.gradient_dtype
     roundoff, smallest = NARROW[dtype]
-    together = np.sum([np.abs(part, dtype=np.float64) for part in parts], axis=0)
     size = float(np.linalg.norm(total.astype(np.float64)))
     lost = train.ranks * (roundoff * float(np.linalg.norm(together)) + smallest * math.sqrt(total.size))
     basis = f"summed over {train.ranks} ranks in {dtype}: {train.ranks} roundings of {roundoff:.1e} of the parts' sizes"
@@ -211,7 +221,7 @@ OF_EVERY_RANK = {
 }
 
 
-def _same_on_every_rank(evidence: Evidence) -> Iterator[Finding]:
+def _same_on_every_rank(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     """Each rank's record and state against rank 0's: equal, bit for bit."""
     if len(evidence.ranks) < 2:
         return
@@ -230,6 +240,59 @@ def _same_on_every_rank(evidence: Evidence) -> Iterator[Finding]:
     note = ", ".join(unequal[:5]) + (f" and {len(unequal) - 5} more" if len(unequal) > 5 else "")
     basis = "equal bits on every rank after the step, by SHA-256"
     yield exact("update", "state_of_ranks", len(unequal), len(others) * len(first.state), basis, note)
+    yield from _same_taps(first, others, reference)
+
+
+def _same_taps(first: RankReport, others: Sequence[RankReport], reference: Reference) -> Iterator[Finding]:
+    """What each rank computes of one micro-batch against rank 0's, whose stages are judged: equal bits at every tap.
+
+    A stage is named where a rank was given what rank 0 was, and made something else of it.
+    """
+    if not first.taps:
+        return
+    differs = {
+        rank: {name for name in first.taps.keys() | one.taps.keys() if one.taps.get(name) != first.taps.get(name)}
+        for rank, one in enumerate(others, 1)
+        if one.processor == first.processor
+    }
+    if not differs:
+        return
+    basis, named = "equal bits on every rank, by SHA-256", set[int]()
+
+    def told(stage: str, tap: str, phase: str, ranks: Sequence[int]) -> Iterator[Finding]:
+        if ranks:
+            named.update(ranks)
+            said = f"on rank {', '.join(map(str, ranks))}"
+            yield exact(stage, tap, len(ranks), len(differs), basis, said, phase)
+
+    stages = stages_of(reference.config)
+    for stage in stages:
+        given = [rank for rank, names in differs.items() if names.isdisjoint(stage.reads.values())]
+        yield from told(stage.id, stage.tap, "forward", [rank for rank in given if stage.tap in differs[rank]])
+        sent_to = [rank for rank in given if differs[rank].isdisjoint((stage.tap, GRADIENT + stage.tap))]
+        for role in (*stage.reads, *stage.params):
+            name = stage.sends(role)
+            wrong = [rank for rank in sent_to if GRADIENT + name in differs[rank]]
+            yield from map(partial(_at, stage=stage), told(stage.id, name, "backward", wrong))
+    last = stages[-1].tap
+    began = [rank for rank, names in differs.items() if GRADIENT + last in names and last not in names]
+    yield from told("loss", last, "backward", began)
+    left = [f"{min(names)} on rank {rank}" for rank, names in differs.items() if names and rank not in named]
+    yield exact("gradients", "taps_of_ranks", len(left), len(differs) * len(first.taps), basis, ", ".join(left[:5]))
+
+
+def not_compared(evidence: Evidence) -> list[str]:
+    """What of several ranks could not be held to rank 0's, in words."""
+    if len(evidence.ranks) < 2:
+        return []
+    first, *others = evidence.ranks
+    if not first.taps:
+        return ["stages on other ranks than 0: they show no taps that must be equal"]
+    return [
+        f"stages on rank {rank}: it computes on {one.processor}, and rank 0 on {first.processor}"
+        for rank, one in enumerate(others, 1)
+        if one.processor != first.processor
+    ]
 
 
 def _inputs(stage: Operation, evidence: Evidence) -> dict[str, np.ndarray]:
@@ -303,7 +366,14 @@ def _sent_back(
     note = "" if c is not None else "no gradient came back"
     c = np.zeros_like(t) if c is None else c
     kind = calibrated_bounds.local_kind(stage.id, role)
-    return compare(reference, stage.id, kind, name, "local", c, w, t, "backward", note, noise, stage.layer)
+
+    def compared(rows: slice = slice(None)) -> Finding:
+        part = c[rows], w[rows], t[rows]
+        return compare(reference, stage.id, kind, name, "local", *part, "backward", note, noise, stage.layer)
+
+    if role not in stage.params or c.shape != t.shape:
+        return compare(reference, stage.id, kind, name, "local", c, w, t, "backward", note, noise, stage.layer)
+    return with_ranks(compared(), reference.config, t.shape, lambda rows, _: compared(rows))
 
 
 def _at(found: Finding, stage: Operation) -> Finding:

@@ -17,6 +17,7 @@ from lockstep.core.model.groups import group_settings, moment_names, update_rule
 from lockstep.core.model.init import init_parameter
 from lockstep.core.model.names import groups_of, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import Comparison, Reference, exact, finding, perturbed
 from lockstep.core.parity.measures.stretches import stretches
@@ -116,13 +117,16 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 class _Updated:
     """One parameter's moments and update, a stretch at a time."""
 
-    def __init__(self, evidence: Evidence, reference: Reference, name: str) -> None:
+    def __init__(
+        self, evidence: Evidence, reference: Reference, name: str, part: tuple[slice, Shape] | None = None
+    ) -> None:
+        """part: the elements that are looked at, and their shape; by default those that are due."""
         assert evidence.stepped is not None
-        self._reference, self._name = reference, name
+        self._evidence, self._reference, self._name = evidence, reference, name
         self._before, self._after = evidence.before, evidence.after
         config = reference.config
         self._rule = update_rules(config)[name]
-        self._where, self._shape = part_judged(config, name, self._before.step)
+        self._where, self._shape = part or part_judged(config, name, self._before.step)
         self._alias = _same_update(config, name)
         self._arrays = {"params": self._before.params, "grads": evidence.stepped.grads}
         self._arrays |= {kind: self._before.optimizer[kind] for kind in self._rule.moments}
@@ -146,7 +150,18 @@ class _Updated:
             compared["params"].add(*(x.astype(np.float64) - old for x in new))
         for kind in outputs:
             rounded = calibrated_bounds.is_rounded_update(self._band(kind))
-            yield compared[kind].finding(partial(self._noise, kind) if rounded else None)
+            found = compared[kind].finding(partial(self._noise, kind) if rounded else None)
+            whole = parameter_shapes(self._reference.config.model)[self._name]
+            if self._shape == whole and self._rule.together is not None:
+                found = with_ranks(found, self._reference.config, whole, partial(self._of_rows, kind))
+            yield found
+
+    def _of_rows(self, kind: str, rows: slice, shape: Shape) -> Finding:
+        """What `findings` gives of one kind, of some rows alone."""
+        row = math.prod(shape[1:])
+        part = slice(rows.start * row, rows.stop * row), shape
+        *moments, update = _Updated(self._evidence, self._reference, self._name, part).findings()
+        return update if kind == "params" else moments[self._rule.moments.index(kind)]
 
     def _comparison(self, kind: str) -> Comparison:
         stage, tap = ("update", self._name) if kind == "params" else ("moments", f"{kind}/{self._name}")
