@@ -393,7 +393,7 @@ DOORS: dict[str, dict[str, str]] = {
     "scripts/studies/large_vocabulary.py": {"subprocess.run": "this Python"},
     "scripts/studies/parity_matrix.py": {"subprocess.run": "this Python"},
     "scripts/studies/chaos_process.py": {"subprocess.Popen": "this Python"},
-    "scripts/studies/scale.py": {"subprocess.Popen": "this Python"},
+    "scripts/studies/peaks.py": {"subprocess.Popen": "this Python"},
 }
 MODULES = {
     "pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "runpy", "code", "importlib", "subprocess",

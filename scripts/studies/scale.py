@@ -4,6 +4,7 @@
     python -m lockstep.scripts.studies.scale --page             only write the page and its plot
     python -m lockstep.scripts.studies.scale --before ../older  the 64.5M model by another checkout as well
     python -m lockstep.scripts.studies.scale --llama            the 1.24B model alone, honest and with planted faults
+    python -m lockstep.scripts.studies.scale --ranks            the 64.5M model over ranks, DDP and FSDP
 
 The plot needs matplotlib (`pip install "lockstep[studies]"`).
 
@@ -17,11 +18,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -35,10 +34,10 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.files.jsonl import JsonLines, read_lines
 from lockstep.core.model.budget import parameter_count
 from lockstep.core.plan.checks import TAPS, cost_of_check
+from lockstep.scripts.studies.peaks import lockstep
 from lockstep.scripts.studies.repository import ROOT
 
 RESULTS, PAGE, PLOT = (ROOT / f"docs/results/scale.{ending}" for ending in ("jsonl", "md", "png"))
-SAMPLE_SECONDS = 0.5
 AXES = ("layers", "hidden", "vocabulary", "tokens")
 
 
@@ -92,6 +91,19 @@ enabled = false
 """
 
 
+# Four micro-batches a step on however many ranks; under FSDP no rank sums whole gradients.
+OVER_RANKS = {
+    f"64.5M, {words}": {"train.batch_size": "4", "train.ranks": str(ranks), "parallel.strategy": strategy, **more}
+    for words, ranks, strategy, more in (
+        ("1 rank", 1, "ddp", {}),
+        ("DDP over 2 ranks", 2, "ddp", {}),
+        ("DDP over 4 ranks", 4, "ddp", {}),
+        ("FSDP over 2 ranks", 2, "fsdp", {"parallel.reduce_every_micro_batch": "true"}),
+        ("FSDP over 4 ranks", 4, "fsdp", {"parallel.reduce_every_micro_batch": "true"}),
+    )
+}
+
+
 @dataclass(frozen=True)
 class Scale:
     """Choose what is measured."""
@@ -100,6 +112,8 @@ class Scale:
     """only write the page from the rows that there are"""
     llama: bool = False
     """check configs/llama-1b.toml: 24 GB of memory, 60 GB of disk, and a quarter of an hour for each of three checks"""
+    ranks: bool = False
+    """the 64.5M model over 1, 2 and 4 ranks of this machine"""
     before: Path | None = None
     """another checkout, by which the 64.5M model is checked too"""
     source: Path = Path(os.__file__).parent
@@ -115,7 +129,10 @@ def main() -> None:
             for what in LLAMA_CANDIDATES if options.llama else ():
                 if what not in seen:
                     rows.append(checked_llama(what, Path(folder), options.source))
-            for what, size, root in () if options.llama else wanted(options):
+            for what, over in OVER_RANKS.items() if options.ranks else ():
+                if what not in seen:
+                    rows.append(measured(what, LARGE, ROOT, Path(folder), options.source, over))
+            for what, size, root in () if options.llama or options.ranks else wanted(options):
                 if what not in seen:
                     rows.append(measured(what, size, root, Path(folder), options.source))
     found = {row["what"]: row for row in read_lines(RESULTS)}
@@ -179,11 +196,16 @@ def named(size: Size) -> str:
     return ", ".join(f"{axis} {value:,}" for axis, value in others.items()) or "base"
 
 
-def measured(what: str, size: Size, root: Path, folder: Path, source: Path) -> dict[str, Any]:
-    """One row: plain training, then a check, each in a process of its own."""
+def measured(
+    what: str, size: Size, root: Path, folder: Path, source: Path, over: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """One row: plain training, then a check, each in a process of its own. over: settings of ranks."""
     file = folder / f"{size.vocabulary}.toml"
     file.write_text(RUN_FILE.format(folder=folder, vocabulary=size.vocabulary, source=source))
-    words = [str(file), *(word for key, value in size.settings.items() for word in (f"--{key}", value))]
+    words = [
+        str(file),
+        *(word for key, value in {**size.settings, **(over or {})}.items() for word in (f"--{key}", value)),
+    ]
     lockstep(root, folder, "data", "prepare", str(file))
     with tempfile.TemporaryDirectory(dir=folder) as place:
         trained = lockstep(root, Path(place), "train", *words, "--train.steps", "2")
@@ -191,51 +213,6 @@ def measured(what: str, size: Size, root: Path, folder: Path, source: Path) -> d
     row = {"what": what, **asdict(size), "train": trained, "parity": checked, "cores": os.cpu_count()}
     print(f"{what}: {row}", file=sys.stderr, flush=True)
     return {**row, **of_this_machine()}
-
-
-def lockstep(root: Path, folder: Path, *words: str, ends: Collection[int] = (0,)) -> dict[str, float]:
-    """Run a command of a checkout; its seconds, its CPU seconds and the peak of its processes' PSS in bytes.
-
-    Its temporary files lie in `folder`. Raises RuntimeError if it ends with anything but one of `ends`.
-    """
-    log, peak, started = folder / "log.txt", 0, time.monotonic()
-    before = os.times()
-    with log.open("wb") as out:
-        command = [sys.executable, "-m", "lockstep", *words]
-        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_WAIT_POLICY": "PASSIVE", "JAX_PLATFORMS": "cpu"}
-        environment["TMPDIR"] = str(folder)
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
-        while process.poll() is None:
-            peak = max(peak, sum(map(pss, tree(process.pid))))
-            time.sleep(SAMPLE_SECONDS)
-    if process.returncode not in ends:
-        raise RuntimeError(f"lockstep {' '.join(words)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
-    after = os.times()
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return {"seconds": time.monotonic() - started, "cpu_seconds": cpu, "peak": peak}
-
-
-def tree(root: int) -> list[int]:
-    """A process and all that it has started."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
-        except OSError:  # it has ended
-            continue
-    found = [root]
-    for process in found:
-        found += children.get(process, [])
-    return found
-
-
-def pss(process: int) -> int:
-    """Proportional set size in bytes; 0 if the process has ended."""
-    try:
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
 
 
 def exponent(sizes: list[float], values: list[float]) -> float:
@@ -279,7 +256,7 @@ def plot(rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 def page(found: Mapping[str, Mapping[str, Any]]) -> str:
     """docs/results/scale.md."""
-    rows = {what: row for what, row in found.items() if what not in LLAMA_CANDIDATES}
+    rows = {what: row for what, row in found.items() if what not in LLAMA_CANDIDATES and what not in OVER_RANKS}
     first = next(iter(rows.values()))
     versions = ", ".join(f"{name} {of}" for name, of in first["versions"].items())
     lines = [
@@ -309,7 +286,7 @@ def page(found: Mapping[str, Mapping[str, Any]]) -> str:
             ]
             lines.append(f"| {axis} | " + " | ".join(f"{fit:.2f}" for fit in fits) + " |")
     lines += ["", "![peaks and seconds along each axis](scale.png)", ""]
-    return "\n".join([*lines, *of_llama(found), *on_paper(), ""])
+    return "\n".join([*lines, *of_llama(found), *of_ranks(found), *on_paper(), ""])
 
 
 def of_llama(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -332,6 +309,32 @@ def of_llama(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
         named = f"`{origin['stage']} {origin['phase']} {origin['layer']}`" if origin else ""
         cost = f"{row['parity']['peak'] / 1e9:.2f} | {row['parity']['seconds']:,.0f}"
         lines.append(f"| {row['what']} | {row['verdict']} | {named} | {cost} |")
+    return [*lines, ""]
+
+
+def of_ranks(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Lines of the checks over ranks that were made."""
+    made = [rows[what] for what in OVER_RANKS if what in rows]
+    if not made:
+        return []
+    lines = [
+        "## Over ranks",
+        "",
+        "The 64.5M model, four micro-batches of one sequence a step, gloo on the CPU (`--ranks` of the study): "
+        "`lockstep parity --steps 1`, of each rank the peak of PSS, rank 0 judging; and of plain training. Under FSDP "
+        "with `parallel.reduce_every_micro_batch`.",
+        "",
+        "| ranks | training, GB a rank | check, rank 0, GB | check, other ranks, GB | check, all ranks, GB | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in made:
+        train, check = row["train"].get("ranks", [row["train"]["peak"]]), row["parity"].get("ranks", [])
+        others = ", ".join(f"{size / 1e9:.2f}" for size in check[1:])
+        first = (check or [row["parity"]["peak"]])[0]
+        lines.append(
+            f"| {row['what'].removeprefix('64.5M, ')} | {max(train) / 1e9:.2f} | {first / 1e9:.2f} | {others} | "
+            f"{row['parity']['peak'] / 1e9:.2f} | {row['parity']['seconds']:.0f} |"
+        )
     return [*lines, ""]
 
 
@@ -375,8 +378,8 @@ def on_paper() -> list[str]:
         *lines,
         "",
         "Assumed: an FP64 and FP32 rate of 10¹² FLOP/s for the reference (a server's CPU; on a GPU not measured); each "
-        "rank writes its own parts of weights, moments and gradients. Today rank 0 writes all of them, gathered one "
-        "tensor at a time, and judges alone; taps are those of one rank's micro-batch.",
+        "rank writes its own parts of weights, moments and gradients, as it does today; rank 0 judges alone, and its "
+        "hours do not fall with ranks. Taps are those of one micro-batch, and rank 0 writes them.",
     ]
 
 
