@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,9 +16,11 @@ from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State
 from lockstep.core.capabilities import Take, collects
 from lockstep.core.model.groups import moment_names
 from lockstep.core.model.names import GRADIENT, edge_names, probe_shapes, tap_names
+from lockstep.core.model.windows import Window, device_bytes, summed_edges, windows_of
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed
 from lockstep.core.parity.evidence.sketch import K
 from lockstep.core.parity.judge.end_to_end import observations
+from lockstep.core.plan.checks import GB
 from lockstep.core.streams import TAPS, Collected
 from lockstep.torch_backend.optim import (
     build_optimizer,
@@ -32,6 +34,7 @@ from lockstep.torch_backend.ranks.sharded_tensors import to_numpy, whole
 from lockstep.torch_backend.ranks.sharing import MicroLoss
 from lockstep.torch_backend.stages import run_stage, stage_functions
 from lockstep.torch_backend.tools.attention_logits import largest_logits
+from lockstep.torch_backend.tools.memory import free_memory
 from lockstep.torch_backend.tools.scores import scores
 from lockstep.torch_backend.tools.sketch import (
     Kept,
@@ -50,8 +53,12 @@ class Observes(Programs):
     _micro_loss: MicroLoss
     # Hands over what a step made, from its loss and NLL, before it is clipped.
     hand_over: Callable[[Tensor, list[Tensor], Take], Gradients]
-    # By the names that they show.
-    _tapped_programs: dict[frozenset[str], Any]
+    # By the names that they show, and whether of all sequences.
+    _tapped_programs: dict[tuple[frozenset[str], bool], Any]
+    # What is shown by windows whose programs give the same bits.
+    _sound_windows: set[frozenset[str]]
+    # Bytes that were free on the GPU when taps were first asked for.
+    _free_at_first: float | None
     _sketching: tuple[Any, Any, Tensor] | None
     # Brings a tensor of the state or a gradient to the host.
     _shown: Callable[[Tensor | None], np.ndarray]
@@ -80,8 +87,12 @@ class Observes(Programs):
 
         Of a tap, and of its gradient, the sequences with weight alone leave the device.
         """
+        self._require_taps(taps)
         rows = torch.tensor(np.flatnonzero(batch.weights.any(axis=1)), device=self.device)
         size = len(batch.tokens)
+        if self._compiles_whole and (budget := self._budget_of_taps(size)):
+            self._observe_windows(batch, frozenset(taps), take, rows, budget)
+            return
 
         def weighted(value: Tensor) -> Tensor:
             return value[rows] if value.ndim and len(value) == size != len(rows) else value
@@ -90,38 +101,106 @@ class Observes(Programs):
 
     def _stream_taps(self, batch: Batch, taps: Sequence[str], take: Take, rows: Callable[[Tensor], Tensor]) -> None:
         """rows: gives the sequences of a tap that are handed over."""
-        taps_of_model = tap_names(self.config.model)
-        probed = (*taps_of_model, *edge_names(self.config.model), *self.parameters)
-        if unknown := sorted(set(taps) - {*taps_of_model, *(GRADIENT + name for name in probed)}):
-            raise NotSupported(f"no such tap: {', '.join(unknown)}")
+        self._require_taps(taps)
         if self._compiles_whole or (self.root is not None and self.config.compile.enabled):
             self._observe_tapped(batch, frozenset(taps), take, rows)
         else:
             self._observe_passing(batch, frozenset(taps), take, rows)
 
+    def _require_taps(self, taps: Sequence[str]) -> None:
+        taps_of_model = tap_names(self.config.model)
+        probed = (*taps_of_model, *edge_names(self.config.model), *self.parameters)
+        if unknown := sorted(set(taps) - {*taps_of_model, *(GRADIENT + name for name in probed)}):
+            raise NotSupported(f"no such tap: {', '.join(unknown)}")
+
     def _observe_tapped(
         self, batch: Batch, names: frozenset[str], take: Take, rows: Callable[[Tensor], Tensor]
     ) -> None:
-        program = self._tapped_programs.get(names)
+        for name, value in self._tapped(batch, names, None, {}).items():
+            take(TAPS, name, self._shown(value if name.removeprefix(GRADIENT) in self.parameters else rows(value)))
+
+    def _budget_of_taps(self, size: int) -> float:
+        """Bytes that windows of blocks may take, or 0 where a program of the whole model may show all of it.
+
+        Unless it is configured, on a GPU what is free at the first check, if not all of it fits there.
+        """
+        if (given := self.config.parity.device_gb) or self.device.type != "cuda":
+            return given * GB
+        if self._free_at_first is None:
+            self._free_at_first = free_memory(self.device)
+        return 0.0 if device_bytes(self.config, size, 0.0) <= self._free_at_first else self._free_at_first
+
+    def _observe_windows(self, batch: Batch, names: frozenset[str], take: Take, rows: Tensor, budget: float) -> None:
+        """What `_observe_tapped` gives, a window of blocks at a time; `rows` alone are shown.
+
+        Before the first time, what two windows show is compared. Raises NotSupported if their bits differ: what a stage
+        was given and what it made would be of two programs.
+        """
+        parts = windows_of(self.config, names, len(rows), budget)
+        if names not in self._sound_windows:
+            self._require_alike(batch, parts, rows)
+            self._sound_windows.add(names)
+        left = {total: {total, *edges} for total, edges in summed_edges(self.config, parts).items()}
+        sums: dict[str, Tensor] = {}
+        for window, found in self._by_windows(batch, parts, rows):
+            for name in window.names & found.keys():
+                if name not in left:
+                    take(TAPS, name, self._shown(found[name]))
+                for total in [total for total, edges in left.items() if name in edges]:
+                    left[total].discard(name)
+                    sums[total] = sums[total] + found[name] if total in sums else found[name]
+                    if not left[total]:
+                        take(TAPS, total, self._shown(sums.pop(total)))
+
+    def _by_windows(
+        self, batch: Batch, parts: Sequence[Window], rows: Tensor
+    ) -> Iterator[tuple[Window, dict[str, Tensor]]]:
+        """Each window with what its program shows, the last one first."""
+        given: dict[str, Tensor] = {}
+        for window in reversed(parts):
+            found = self._tapped(batch, window.names | window.border, rows, given)
+            yield window, found
+            at_border = {name: found.get(GRADIENT + name) for name in window.border}
+            given = {name: gradient * self.scale for name, gradient in at_border.items() if gradient is not None}
+
+    def _require_alike(self, batch: Batch, parts: Sequence[Window], rows: Tensor) -> None:
+        shown: dict[str, Tensor] = {}
+        for window, found in self._by_windows(batch, parts, rows):
+            for name in shown.keys() & found.keys():
+                if not torch.equal(shown[name], found[name]):
+                    raise NotSupported(
+                        f"a program for each window of blocks does not give the same bits at {name}, and the device "
+                        "has no room for one of the whole model (parity.device_gb)"
+                    )
+            shown = {name: found[name] for name in window.border & found.keys()}
+
+    def _tapped(
+        self, batch: Batch, names: frozenset[str], rows: Tensor | None, given: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What one tapped program shows, on the device; parameters' gradients whole, or this rank's part.
+
+        given: gradients where its backward pass begins, if not at the loss.
+        """
+        key = names, rows is None
+        program = self._tapped_programs.get(key)
         if program is None:
             program = partial(self.tapped_micro_loss, frozenset(n for n in names if not n.startswith(GRADIENT)))
-            program = self._tapped_programs[names] = self.compiled(program) if self._compiles_whole else program
+            program = self._tapped_programs[key] = self.compiled(program) if self._compiles_whole else program
         asked = [name.removeprefix(GRADIENT) for name in names if name.startswith(GRADIENT)]
-        shapes = probe_shapes(self.config.model, *batch.tokens.shape)
+        count = len(batch.tokens) if rows is None else len(rows)
+        shapes = probe_shapes(self.config.model, count, batch.tokens.shape[1])
         probes = {
             name: torch.zeros(shapes[name], dtype=self.policy.stream, device=self.device, requires_grad=True)
             for name in sorted(asked)
             if name not in self.parameters
         }
-        inputs = *self.to_device(batch), self._total_alone(batch), probes, *self.documents(batch)
+        inputs = *self.to_device(batch), self._total_alone(batch), rows, probes, given, *self.documents(batch)
         with torch.set_grad_enabled(bool(asked)):
             loss, seen = self._run(program, *inputs)
         wanted = probes | {name: p for name, p in self.parameters.items() if name in asked}
         grads = self._grads(loss, list(wanted.values())) if wanted else ()
-        found = seen | {GRADIENT + n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
-        for name, value in found.items():
-            part = value if name.removeprefix(GRADIENT) in self.parameters else rows(value)
-            take(TAPS, name, self._shown(part / self.scale if name.startswith(GRADIENT) else part))
+        gradients = zip(wanted, grads, strict=True)
+        return seen | {GRADIENT + n: g / self.scale for n, g in gradients if g is not None}
 
     def _observe_passing(
         self, batch: Batch, names: frozenset[str], take: Take, rows: Callable[[Tensor], Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -104,21 +104,36 @@ class Programs:
         targets: Tensor,
         weights: Tensor,
         total: Tensor,
+        rows: Tensor | None,
         probes: Tensors,
+        given: Tensors,
         *documents: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`micro_loss`, and the taps that it passed; a zero is added to each probed one: its gradient is the tap's."""
+        """`micro_loss`, and the taps that it passed; a zero is added to each probed one: its gradient is the tap's.
+
+        rows: the sequences whose taps are shown and probed; None for all of them. Then a zero is added to what is not
+        probed too: gradients that meet are summed in the same order, whichever of them are shown. given: gradients of
+        taps, where the backward pass begins in the place of the loss.
+        """
         seen: dict[str, Tensor] = {}
+        ends: list[Tensor] = []
 
         def tap(name: str, value: Tensor) -> Tensor:
-            if name in probes:
-                value = value + probes[name].to(value.dtype)
+            if name not in probes:
+                value = value if rows is None else value + total.new_zeros((), dtype=value.dtype)
+            else:
+                probe = probes[name].to(value.dtype)
+                all_rows = rows is None or probe.shape == value.shape
+                value = value + probe if all_rows else value.index_add(0, cast(Tensor, rows), probe)
             # A recomputed tensor passes here twice. The first time is the forward pass.
             if name in wanted and name not in seen:
-                seen[name] = value.detach()
+                seen[name] = value.detach() if rows is None else value.detach()[rows]
+            if name in given:
+                ends.append(((value if rows is None else value[rows]).to(given[name].dtype) * given[name]).sum())
             return value
 
-        return self._through(tap, tokens, targets, weights, total, *documents), seen
+        loss = self._through(tap, tokens, targets, weights, total, *documents)
+        return torch.stack(ends).sum() if ends else loss, seen
 
     def sketched_micro_loss(
         self,

@@ -101,7 +101,9 @@ class TorchSession(Observes):
         self._micro_loss = self.build_program() if config.compile.enabled else self.micro_loss
         # A compiled block that was tapped would be another program the second time. Kept, it has the same bits.
         apply_recompute(self.model, config.recompute, tapped=self.root is None or not config.compile.enabled)
-        self._tapped_programs: dict[frozenset[str], Any] = {}
+        self._tapped_programs: dict[tuple[frozenset[str], bool], Any] = {}
+        self._sound_windows: set[frozenset[str]] = set()
+        self._free_at_first: float | None = None
         self._sketching: tuple[Any, Any, Tensor] | None = None
         # Kept only while `stream_gradients` asks.
         self._take_program: Take | None = None

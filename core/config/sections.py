@@ -377,6 +377,10 @@ class ParityConfig(Section):
     memory_gb: Gigabytes = Field(
         0.0, description="GB (10^9) of host memory that a check may take beside the candidate's own; 0 = no bound"
     )
+    device_gb: Gigabytes = Field(
+        0.0,
+        description="GB (10^9) of the device for a compiled model's taps: fewer blocks at a time; 0 = no bound",
+    )
     on_alarm: Literal["log", "stop", "roll_back"] = Field(
         "log", description="after a check that disagreed: go on, stop, or stop at the last checkpoint before it"
     )

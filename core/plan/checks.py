@@ -17,6 +17,8 @@ from lockstep.core.model.budget import flops_per_token
 from lockstep.core.model.families import graph_of
 from lockstep.core.model.groups import moment_names
 from lockstep.core.model.names import probe_shapes, tap_names
+from lockstep.core.model.windows import device_bytes
+from lockstep.core.run.ranks import is_sharded
 
 GB = 1e9
 # A part of the evidence.
@@ -40,6 +42,8 @@ class CheckCost:
 
     evidence: bytes on the disk by what they are. transient: bytes on the disk that are gone when evidence is gathered.
     gathering, judging: bytes of host memory beside the candidate's own. teraflops: 10¹² FLOPs of the reference.
+    device: bytes of the candidate's device for what its program shows, beside what a step takes. least: the same by the
+    smallest windows (core/model/windows.py).
     """
 
     evidence: dict[str, float]
@@ -47,6 +51,8 @@ class CheckCost:
     gathering: float
     judging: float
     teraflops: float
+    device: float
+    least: float
 
     @property
     def seconds(self) -> float:
@@ -93,6 +99,8 @@ def cost_of_check(config: RunConfig, *, thorough: bool) -> CheckCost:
         gathering=float(min(BEHIND_BYTES, sum(evidence.values())) + largest),
         judging=PROCESS_BYTES + _segments(config) + _crossing(config, tokens),
         teraflops=_flops(config, tokens, rows * config.train.sequence_length) / 1e12,
+        device=_shown(config, rows, config.parity.device_gb * GB),
+        least=_shown(config, rows, 1.0),
     )
 
 
@@ -116,6 +124,7 @@ def over_budget(config: RunConfig, *, thorough: bool) -> list[str]:
     for setting, needed, what in (
         ("disk_gb", cost.disk, "on the disk"),
         ("memory_gb", max(cost.gathering, cost.judging), "of host memory"),
+        ("device_gb", cost.device, "of the device"),
     ):
         budget = getattr(config.parity, setting)
         if budget and needed > budget * GB:
@@ -131,6 +140,19 @@ def require_budget(config: RunConfig, *, thorough: bool) -> None:
     """Raise UserError if a single check does not keep the run's budgets."""
     if found := over_budget(config, thorough=thorough):
         raise UserError("; ".join(found))
+
+
+def _shown(config: RunConfig, rows: int, budget: float) -> float:
+    """Bytes that taps take on the device: in eager one goes before the next comes; a compiled program shows a window.
+
+    Without a budget it shows every sequence of the micro-batch, and all blocks at once.
+    """
+    if config.compile.enabled and not is_sharded(config):
+        return device_bytes(config, rows if budget else config.train.micro_batch_size, budget)
+    number = FORMATS[config.precision.stream].bytes
+    shapes = probe_shapes(config.model, config.train.micro_batch_size, config.train.sequence_length)
+    weights = (one.size for one in graph_of(config.model).parameters.values())
+    return float(number * (max(map(math.prod, shapes.values())) + max(weights)))
 
 
 def _tapped(config: RunConfig, rows: int) -> int:

@@ -18,3 +18,9 @@ def memory(device: torch.device) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats(device)
     found = {name: float(stats.get(f"{name}_bytes.all.current", 0)) for name in ("allocated", "reserved")}
     return {**found, "peak": float(stats.get("allocated_bytes.all.peak", 0))}
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes of a GPU that a tensor may still take: what nobody has, and what torch has reserved and does not use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
