@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import sealed_json
 from lockstep.core.parity.evidence import store as stores
 from lockstep.core.parity.evidence.index import digest_of
+from lockstep.core.parity.evidence.lasting import LastingStore
 from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.run.ranks import rows_of_rank
 
@@ -138,3 +140,27 @@ def test_parts_that_are_not_of_one_tensor_are_refused(harm: str, tmp_path: Path)
     path.write_bytes(sealed_json(index, indent=None))
     with pytest.raises(UserError, match="are not of one tensor"):
         FolderStore.open(tmp_path / "evidence")
+
+
+def test_behind_training_a_rank_that_loses_its_part_costs_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1's disk refuses while its thread writes: its step goes on, and rank 0 says that the evidence is lost."""
+    folder, put = tmp_path / "evidence", FolderStore.put
+
+    def refused(self: FolderStore, kind: str, name: str, array: np.ndarray) -> None:
+        if self.rank == 1 and name == "b.weight":
+            raise TypeError("no such dtype")
+        put(self, kind, name, array)
+
+    monkeypatch.setattr(FolderStore, "put", refused)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        first = LastingStore(lambda: FolderStore.create(folder, 2, 5.0), one, 2)
+        second = LastingStore(lambda: FolderStore.join(folder, 1, 2), other, 2)
+        for store in (first, second):
+            store.put("before/params", "a.weight", WHOLE[:3])
+            store.put("before/params", "b.weight", WHOLE[:3])
+        other.submit(second.finish_part)
+        said = one.submit(first.finish, lambda store: store.finish(), tmp_path / "step").exception()
+    assert "rank 1 could not write its part" in str(said)
+    assert not folder.exists() and not (tmp_path / "step").exists()

@@ -26,6 +26,9 @@ RANKS = (
 )
 
 
+ONE_RANK = "lockstep.parity_tests.ranks.on_one_rank"
+
+
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
@@ -139,12 +142,33 @@ def test_a_fault_between_ranks_gives_the_exit_code_1(run_file: Path, tmp_path: P
 def test_a_fault_of_one_rank_is_named_with_its_rank(
     strategy: str, fault: str, named: str, run_file: Path, tmp_path: Path
 ) -> None:
-    candidate = f"lockstep.parity_tests.ranks.on_one_rank:{fault}OnRankOne"
+    candidate = f"{ONE_RANK}:{fault}OnRankOne"
     settings = ("--precision.policy", "fp32", "--compile.enabled", "false", "--parallel.strategy", strategy)
     done = lockstep(tmp_path, "parity", str(run_file), *CHECKED, *settings, "--candidate", candidate)
     assert done.code == 1, done.err
     (said,) = [line for line in done.out.splitlines() if line.startswith("first bad step 1; origin: ")]
     assert re.search(named, said), said
+
+
+@pytest.mark.parametrize(
+    ("backend", "code"), [("torch", 0), (f"{ONE_RANK}:NotUpdatedOnRankOne", 1)], ids=["honest", "planted"]
+)
+def test_each_rank_keeps_its_rows_of_a_training_runs_evidence(
+    backend: str, code: int, run_file: Path, tmp_path: Path
+) -> None:
+    """The worker of rank 0 judges what both have written, and a capsule holds the files of both."""
+    settings = ("--compile.enabled", "false", "--parallel.strategy", "fsdp", "--parity.every", "2")
+    done = lockstep(tmp_path, "train", str(run_file), *RANKS, *settings, "--backend", backend)
+    assert done.code == code, done.err
+    run = tmp_path / "runs/tiny"
+    assert not (run / "evidence").exists()
+    assert (f"parity {2 - 2 * code}/2 agreed" in done.out) and (run / "capsules").exists() == bool(code)
+    if code:
+        assert len(re.findall(r"step \d: update .* rows \d+ to \d+ of rank 1 alone; packed in", done.out)) == 2
+        packed = run / "capsules/step_000002"
+        assert (packed / "evidence/rank-1.blocks.1.safetensors").is_file()
+        again = lockstep(tmp_path, "replay", str(packed))
+        assert again.code == 1 and "the verdict is the one that was packed" in again.out
 
 
 def test_deterministic_ranks_stopped_in_the_midst_of_the_warm_up_end_with_the_same_bits(
