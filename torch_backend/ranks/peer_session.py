@@ -337,13 +337,14 @@ class PeerSession:
         """What notes the digest of each tap that all ranks compute alike, and gives `take` what this rank gives.
 
         Where weights are cut, the gradients of all but rank 0 are zero. On a GPU sums of a backward pass vary, unless
-        the run is deterministic; and each rank chooses kernels of its own where they are chosen by time.
+        the run is deterministic; and Inductor chooses a GPU's kernels by time, each rank its own.
         """
         if not self._by_rank:
             return take
-        by_time = self.config.compile.enabled and "autotune" in self.config.compile.mode
+        on_cpu, compiled = self.own.device.type == "cpu", self.config.compile
+        by_time = compiled.enabled and (not on_cpu or "autotune" in compiled.mode)
         sharded, first = self.own.root is not None, self.peers.rank == 0
-        backward = not sharded and (self.own.device.type == "cpu" or self.config.deterministic)
+        backward = not sharded and (on_cpu or self.config.deterministic)
 
         def note(kind: str, name: str, array: np.ndarray) -> None:
             if not by_time and (backward or not name.startswith(GRADIENT)):
