@@ -16,10 +16,10 @@ SAMPLE_SECONDS = 0.5
 def lockstep(root: Path, folder: Path, *words: str, ends: Collection[int] = (0,)) -> dict[str, Any]:
     """Run a command of a checkout; its seconds, its CPU seconds and the peak of its processes' PSS in bytes.
 
-    `ranks`: the peak of each rank's processes, where it starts ranks. Its temporary files lie in `folder`. Raises
-    RuntimeError if it ends with anything but one of `ends`.
+    `own`: the peak of its own process. `ranks`: of each rank's processes, where it starts ranks. Its temporary files
+    lie in `folder`. Raises RuntimeError if it ends with anything but one of `ends`.
     """
-    log, peak, started = folder / "log.txt", 0, time.monotonic()
+    log, peak, own, started = folder / "log.txt", 0, 0, time.monotonic()
     of_ranks: dict[int, int] = {}
     before = os.times()
     with log.open("wb") as out:
@@ -29,7 +29,7 @@ def lockstep(root: Path, folder: Path, *words: str, ends: Collection[int] = (0,)
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
         while process.poll() is None:
             now = {one: pss(one) for one in tree(process.pid)}
-            peak = max(peak, sum(now.values()))
+            peak, own = max(peak, sum(now.values())), max(own, now[process.pid])
             by_rank: dict[int, int] = {}
             for one, size in now.items():
                 if (rank := rank_of(one)) is not None:
@@ -40,7 +40,7 @@ def lockstep(root: Path, folder: Path, *words: str, ends: Collection[int] = (0,)
         raise RuntimeError(f"lockstep {' '.join(words)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
     after = os.times()
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    found = {"seconds": time.monotonic() - started, "cpu_seconds": cpu, "peak": peak}
+    found = {"seconds": time.monotonic() - started, "cpu_seconds": cpu, "peak": peak, "own": own}
     return found | ({"ranks": [of_ranks[rank] for rank in sorted(of_ranks)]} if of_ranks else {})
 
 

@@ -2,6 +2,7 @@
 
     python -m lockstep.scripts.studies.scale                    run what is missing, then write docs/results/scale.md
     python -m lockstep.scripts.studies.scale --page             only write the page and its plot
+    python -m lockstep.scripts.studies.scale --beside           the 64.5M model checked while it trains
     python -m lockstep.scripts.studies.scale --before ../older  the 64.5M model by another checkout as well
     python -m lockstep.scripts.studies.scale --llama            the 1.24B model alone, honest and with planted faults
     python -m lockstep.scripts.studies.scale --ranks            the 64.5M model over ranks, DDP and FSDP
@@ -104,6 +105,9 @@ OVER_RANKS = {
 }
 
 
+BESIDE = "64.5M, checked while it trains"
+
+
 @dataclass(frozen=True)
 class Scale:
     """Choose what is measured."""
@@ -114,6 +118,8 @@ class Scale:
     """check configs/llama-1b.toml: 24 GB of memory, 60 GB of disk, and a quarter of an hour for each of three checks"""
     ranks: bool = False
     """the 64.5M model over 1, 2 and 4 ranks of this machine"""
+    beside: bool = False
+    """training of the 64.5M model, of whose 6 steps 4 are checked beside it"""
     before: Path | None = None
     """another checkout, by which the 64.5M model is checked too"""
     source: Path = Path(os.__file__).parent
@@ -132,7 +138,10 @@ def main() -> None:
             for what, over in OVER_RANKS.items() if options.ranks else ():
                 if what not in seen:
                     rows.append(measured(what, LARGE, ROOT, Path(folder), options.source, over))
-            for what, size, root in () if options.llama or options.ranks else wanted(options):
+            if options.beside and BESIDE not in seen:
+                rows.append(checked_beside(Path(folder), options.source))
+            alone = options.llama or options.ranks or options.beside
+            for what, size, root in () if alone else wanted(options):
                 if what not in seen:
                     rows.append(measured(what, size, root, Path(folder), options.source))
     found = {row["what"]: row for row in read_lines(RESULTS)}
@@ -174,6 +183,18 @@ def checked_llama(what: str, folder: Path, source: Path) -> dict[str, Any]:
     return {**row, "cores": os.cpu_count(), **of_this_machine()}
 
 
+def checked_beside(folder: Path, source: Path) -> dict[str, Any]:
+    """One row: training with checks, and training alone; memory of the trainer and of the worker apart."""
+    words = prepared(folder, LARGE, ROOT, source, {"train.steps": "6", "parity.queue": "4"})
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        alone = lockstep(ROOT, Path(place), "train", *words, "--out", str(folder / "alone"))
+        checked = lockstep(ROOT, Path(place), "train", *words, "--out", str(folder / "checked"), "--parity.every", "2")
+    verdicts = [line["verdict"] for line in read_lines(folder / "checked/scale/parity.jsonl")]
+    row = {"what": BESIDE, "alone": alone, "checked": checked, "verdicts": verdicts}
+    print(f"{BESIDE}: {row}", file=sys.stderr, flush=True)
+    return {**row, "cores": os.cpu_count(), **of_this_machine()}
+
+
 def of_this_machine() -> dict[str, Any]:
     """Machine and versions, for a row."""
     versions = {name: version(name) for name in ("torch", "jax", "numpy")}
@@ -200,19 +221,21 @@ def measured(
     what: str, size: Size, root: Path, folder: Path, source: Path, over: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """One row: plain training, then a check, each in a process of its own. over: settings of ranks."""
-    file = folder / f"{size.vocabulary}.toml"
-    file.write_text(RUN_FILE.format(folder=folder, vocabulary=size.vocabulary, source=source))
-    words = [
-        str(file),
-        *(word for key, value in {**size.settings, **(over or {})}.items() for word in (f"--{key}", value)),
-    ]
-    lockstep(root, folder, "data", "prepare", str(file))
+    words = prepared(folder, size, root, source, over or {})
     with tempfile.TemporaryDirectory(dir=folder) as place:
         trained = lockstep(root, Path(place), "train", *words, "--train.steps", "2")
         checked = lockstep(root, Path(place), "parity", *words, "--steps", "1")
     row = {"what": what, **asdict(size), "train": trained, "parity": checked, "cores": os.cpu_count()}
     print(f"{what}: {row}", file=sys.stderr, flush=True)
     return {**row, **of_this_machine()}
+
+
+def prepared(folder: Path, size: Size, root: Path, source: Path, more: Mapping[str, str]) -> list[str]:
+    """The words of a command for a model of this size, whose data is prepared. more: settings."""
+    file = folder / f"{size.vocabulary}.toml"
+    file.write_text(RUN_FILE.format(folder=folder, vocabulary=size.vocabulary, source=source))
+    lockstep(root, folder, "data", "prepare", str(file))
+    return [str(file), *(word for key, value in {**size.settings, **more}.items() for word in (f"--{key}", value))]
 
 
 def exponent(sizes: list[float], values: list[float]) -> float:
@@ -256,7 +279,8 @@ def plot(rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 def page(found: Mapping[str, Mapping[str, Any]]) -> str:
     """docs/results/scale.md."""
-    rows = {what: row for what, row in found.items() if what not in LLAMA_CANDIDATES and what not in OVER_RANKS}
+    others = {*LLAMA_CANDIDATES, *OVER_RANKS, BESIDE}
+    rows = {what: row for what, row in found.items() if what not in others}
     first = next(iter(rows.values()))
     versions = ", ".join(f"{name} {of}" for name, of in first["versions"].items())
     lines = [
@@ -286,7 +310,7 @@ def page(found: Mapping[str, Mapping[str, Any]]) -> str:
             ]
             lines.append(f"| {axis} | " + " | ".join(f"{fit:.2f}" for fit in fits) + " |")
     lines += ["", "![peaks and seconds along each axis](scale.png)", ""]
-    return "\n".join([*lines, *of_llama(found), *of_ranks(found), *on_paper(), ""])
+    return "\n".join([*lines, *of_llama(found), *of_training(found), *of_ranks(found), *on_paper(), ""])
 
 
 def of_llama(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -310,6 +334,23 @@ def of_llama(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
         cost = f"{row['parity']['peak'] / 1e9:.2f} | {row['parity']['seconds']:,.0f}"
         lines.append(f"| {row['what']} | {row['verdict']} | {named} | {cost} |")
     return [*lines, ""]
+
+
+def of_training(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Lines of the checks beside training, if they were made."""
+    if (row := rows.get(BESIDE)) is None:
+        return []
+    alone, checked, verdicts = row["alone"], row["checked"], row["verdicts"]
+    trainer, both = checked["own"], checked["peak"]
+    return [
+        "## While it trains",
+        "",
+        "`lockstep train` of the 64.5M model, 6 steps, with `--parity.every 2` (`--beside` of the study): "
+        f"{len(verdicts)} checks came back, {verdicts.count('agreed')} agreed. The trainer's peak is "
+        f"{trainer / 1e9:.2f} GB, {alone['own'] / 1e9:.2f} GB without checks; trainer and worker together take "
+        f"{both / 1e9:.2f} GB at most.",
+        "",
+    ]
 
 
 def of_ranks(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
