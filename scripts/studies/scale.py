@@ -143,6 +143,7 @@ def main() -> None:
             alone = options.llama or options.ranks or options.beside
             for what, size, root in () if alone else wanted(options):
                 if what not in seen:
+                    seen.append(what)
                     rows.append(measured(what, size, root, Path(folder), options.source))
     found = {row["what"]: row for row in read_lines(RESULTS)}
     PAGE.write_text(page(found))
