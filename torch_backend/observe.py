@@ -185,7 +185,7 @@ class Observes(Programs):
         program = self._tapped_programs.get(key)
         if program is None:
             program = partial(self.tapped_micro_loss, frozenset(n for n in names if not n.startswith(GRADIENT)))
-            program = self._tapped_programs[key] = self.compiled(program) if self._compiles_whole else program
+            program = self._tapped_programs[key] = self.compiled_loss(program) if self._compiles_whole else program
         asked = [name.removeprefix(GRADIENT) for name in names if name.startswith(GRADIENT)]
         count = len(batch.tokens) if rows is None else len(rows)
         shapes = probe_shapes(self.config.model, count, batch.tokens.shape[1])
@@ -305,7 +305,7 @@ class Observes(Programs):
             if self.config.compile.enabled:
                 of_gradients = self.compiled(of_gradients)
             if self._compiles_whole:
-                of_taps = self.compiled(of_taps)
+                of_taps = self.compiled_loss(of_taps)
             self._sketching = of_taps, of_gradients, sign_table(largest, self.device)
         of_taps, of_gradients, table = self._sketching
         if len(table) < largest + K:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -35,6 +36,13 @@ Tensors = Mapping[str, Tensor]
 SESSIONS = 64
 
 
+def _of_array(
+    program: Callable[..., Any], tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *others: Any
+) -> Any:
+    """`program` of a total [1], which it takes as a scalar."""
+    return program(tokens, targets, weights, total.reshape(()), *others)
+
+
 class Programs:
     """The model, optimizer and settings of one run, with the programs of a micro-batch.
 
@@ -63,7 +71,7 @@ class Programs:
         The blocks' program is compiled once; what stands between them runs eagerly.
         """
         if self.config.compile.scope == "model":
-            return self.compiled(self.micro_loss)
+            return self.compiled_loss(self.micro_loss)
         for block in self.model.blocks:
             block.forward = self.compiled(block.forward)
         if self.model.fused_loss is not None and not self.config.loss.of_library:
@@ -90,6 +98,20 @@ class Programs:
                 return made(*arguments)
 
         return made if budget == 1.0 else run
+
+    def compiled_loss(self, program: Any) -> Any:
+        """`program`, whose arguments begin with tokens, targets, weights and total, through torch.compile.
+
+        total goes in as an array of one number. A 0-d FP64 tensor on the CPU may be a number that `item()` asks for:
+        torch.compile gives it a symbol, finds that nothing reads that (torch/fx/passes/_tensorify_python_scalars.py),
+        and traces the whole program a second time.
+        """
+        made = self.compiled(partial(_of_array, program))
+
+        def run(tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *others: Any) -> Any:
+            return made(tokens, targets, weights, total.reshape(1), *others)
+
+        return run
 
     def micro_loss(
         self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor

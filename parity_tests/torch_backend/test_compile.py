@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 from lockstep.core.backend import Batch
 from lockstep.core.parity.evidence.gather import uneven_weights
@@ -97,3 +97,20 @@ def test_the_tapped_program_is_a_graph_of_its_own_and_the_trained_one_stays(grap
         after = session.gradients(micro)
     assert graphs() == 2 and not counters["graph_break"]
     assert all((after.grads[name] == grad).all() for name, grad in before.grads.items())
+
+
+def restarts():
+    """Why dynamo has traced a program again, of every program since the test began."""
+    return [reason for one in get_compilation_metrics() for reason in one.restart_reasons or ()]
+
+
+def test_no_program_is_traced_twice(graphs):
+    clear_compilation_metrics()
+    session, micro = TorchBackend().open(CONFIG), text_batch(CONFIG).micro_batches(2)[0]
+    session.step(text_batch(CONFIG))
+    session.observe(micro, ["embed", "grad/blocks.0.attn.q"])
+    session.sketch(micro)
+    assert graphs() == 4 and not restarts()
+    # The negative twin: the total as a scalar.
+    session.compiled(session.micro_loss)(*session.to_device(micro), session.total_weight(micro))
+    assert restarts()
