@@ -13,6 +13,7 @@ import optax
 
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
+from lockstep.jax_backend.device import use_device
 from lockstep.jax_backend.optim import in_words
 from lockstep.jax_backend.session import KERNELS, JaxSession, kernel_followed
 from lockstep.jax_backend.sharding import Shards
@@ -27,15 +28,17 @@ class JaxBackend:
     name = "jax"
 
     def open(self, config: RunConfig) -> JaxSession:
-        """A session at the initial weights of `config`. Raises UserError if it asks for more devices than there are."""
+        """A session at the initial weights of `config`. Raises UserError if it asks for devices that are not there."""
+        use_device(config)
         return JaxSession(config)
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
         """Versions, device and what is in force.
 
-        Raises UserError if XLA must be told to be deterministic, or has fewer devices than were asked for, or orbax,
+        Raises UserError if XLA must be told to be deterministic, or has not the devices that were asked for, or orbax,
         which writes the checkpoints of a run, is not installed.
         """
+        use_device(config)
         if find_spec("orbax.checkpoint") is None:
             raise UserError("checkpoints of JAX are written by orbax: pip install orbax-checkpoint")
         if config.deterministic and jax.default_backend() == "gpu" and XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):

@@ -40,7 +40,8 @@ class NotRead:
 
 def what_is_read(config: RunConfig) -> str:
     """Return the part of a configuration that decides what a session of the reference computes, as JSON."""
-    return f"{config.parity.reference_devices} {config.model_dump_json(exclude={*NOT_READ, 'parity'})}"
+    others = config.model_dump_json(exclude={*NOT_READ, "parity"})
+    return f"{config.parity.reference_device} {config.parity.reference_devices} {others}"
 
 
 def is_jax(backend: Any) -> bool:
@@ -77,7 +78,8 @@ class Shared:
 
 
 def _opened(backend: Any, config: RunConfig) -> Any:
-    parity = NotRead("parity", reference_devices=config.parity.reference_devices)
+    read = {name: getattr(config.parity, name) for name in ("reference_device", "reference_devices")}
+    parity = NotRead("parity", **read)
     others = {section: NotRead(section) for section in NOT_READ}
     return backend.open(config.model_copy(update={**others, "parity": parity}))
 

@@ -93,9 +93,9 @@ fi
 
 if wanted parity; then
     # The reference on the same GPU if JAX sees it, its products under "highest", beside torch (jax_backend/__init__.py).
-    platform=cpu
+    platform=cpu on_gpu=()
     if [ -z "$tiny" ] && JAX_PLATFORMS=cuda,cpu "$python" -c 'import jax, lockstep.jax_backend; jax.devices("cuda")' 2>/dev/null; then
-        platform=cuda,cpu
+        platform=cuda on_gpu=(--parity.reference-device cuda --parity.device-gb 8)
     fi
     printf 'the reference runs on %s\n' "$platform" | tee "$out/parity_reference.txt"
     data=(--data.source "$repo/core" --data.path "$out/data")
@@ -105,7 +105,7 @@ if wanted parity; then
     for program in $programs; do
         compiled=false
         [ "$program" = eager ] || compiled=true
-        JAX_PLATFORMS=$platform part "parity_$program" "$python" -m lockstep parity "$config" "${data[@]}" \
+        part "parity_$program" "$python" -m lockstep parity "$config" "${data[@]}" ${on_gpu[@]+"${on_gpu[@]}"} \
             --device "$device" --steps 2 --precision.policy bf16 --compile.enabled "$compiled" --train.batch-size 8 \
             --train.micro-batch-size 4 --json "$out/parity_$program.json" --capsules "$out/capsules"
     done

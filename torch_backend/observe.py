@@ -20,7 +20,7 @@ from lockstep.core.model.windows import Window, device_bytes, summed_edges, wind
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed
 from lockstep.core.parity.evidence.sketch import K
 from lockstep.core.parity.judge.end_to_end import observations
-from lockstep.core.plan.checks import GB
+from lockstep.core.plan.checks import taps_budget
 from lockstep.core.streams import TAPS, Collected
 from lockstep.torch_backend.optim import (
     build_optimizer,
@@ -124,8 +124,8 @@ class Observes(Programs):
 
         Unless it is configured, on a GPU what is free at the first check, if not all of it fits there.
         """
-        if (given := self.config.parity.device_gb) or self.device.type != "cuda":
-            return given * GB
+        if (given := taps_budget(self.config)) or self.device.type != "cuda":
+            return given
         if self._free_at_first is None:
             self._free_at_first = free_memory(self.device)
         return 0.0 if device_bytes(self.config, size, 0.0) <= self._free_at_first else self._free_at_first

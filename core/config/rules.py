@@ -42,6 +42,12 @@ def _batch_divides(batch: int, ranks: int, micro: int) -> str | None:
     return None
 
 
+def _reference_on_a_gpu_is_bounded(device: str, budget: float) -> str | None:
+    if device == "cuda" and not budget:
+        return "a reference on the trainer's GPU needs parity.device_gb, what checks may take there (lockstep plan)"
+    return None
+
+
 def _warmup_fits(warmup: int, steps: int) -> str | None:
     return f"{warmup} warm-up steps do not fit in {steps} steps" if warmup >= steps and warmup else None
 
@@ -209,6 +215,7 @@ RULES = (
     Rule(("compile.mode", "compile.enabled", "compile.backend"), _mode_needs_inductor),
     Rule(("compile.mode", "device"), _mode_suits_device),
     Rule(("compile.mode", "deterministic"), _mode_is_deterministic),
+    Rule(("parity.reference_device", "parity.device_gb"), _reference_on_a_gpu_is_bounded),
     Rule(("model.family",), _family_is_known),
     Rule(("precision.fp8_layers", "precision.policy", "model.family", "model.layers"), _fp8_layers_are_there),
     Rule(("model.hidden", "model.heads"), _heads_divide_hidden),

@@ -364,6 +364,9 @@ class ParityConfig(Section):
     timeout_seconds: Positive = Field(
         1800, description="a reference that gives nothing for so long, with a check to judge, is ended"
     )
+    reference_device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="where the reference computes (JAX); cuda: on the trainer's GPU, within device_gb"
+    )
     reference_devices: Positive = Field(
         1, description="devices of the reference: sequences, weights and moments are cut over them (JAX)"
     )
@@ -379,7 +382,7 @@ class ParityConfig(Section):
     )
     device_gb: Gigabytes = Field(
         0.0,
-        description="GB (10^9) of the device for a compiled model's taps: fewer blocks at a time; 0 = no bound",
+        description="GB (10^9) of the GPU for a compiled model's taps and a reference there; 0 = no bound",
     )
     on_alarm: Literal["log", "stop", "roll_back"] = Field(
         "log", description="after a check that disagreed: go on, stop, or stop at the last checkpoint before it"

@@ -43,7 +43,7 @@ class CheckCost:
     evidence: bytes on the disk by what they are. transient: bytes on the disk that are gone when evidence is gathered.
     gathering, judging: bytes of host memory beside the candidate's own. teraflops: 10¹² FLOPs of the reference.
     device: bytes of the candidate's device for what its program shows, beside what a step takes. least: the same by the
-    smallest windows (core/model/windows.py).
+    smallest windows (core/model/windows.py). reference: bytes of that device for a reference which computes there.
     """
 
     evidence: dict[str, float]
@@ -53,6 +53,7 @@ class CheckCost:
     teraflops: float
     device: float
     least: float
+    reference: float
 
     @property
     def seconds(self) -> float:
@@ -92,16 +93,35 @@ def cost_of_check(config: RunConfig, *, thorough: bool) -> CheckCost:
     }
     largest = number * max(one.size for one in parameters.values())
     tokens = config.train.batch_size * config.train.sequence_length if thorough else rows * config.train.sequence_length
+    computing = _segments(config) + _crossing(config, tokens)
+    on_device = config.parity.reference_device != "cpu"
     return CheckCost(
         evidence={what: float(size) for what, size in evidence.items() if size},
         # The checkpoint of the round trip, in FP32 whatever the moments are kept in.
         transient=float(weights + moments) if thorough else 0.0,
         gathering=float(min(BEHIND_BYTES, sum(evidence.values())) + largest),
-        judging=PROCESS_BYTES + _segments(config) + _crossing(config, tokens),
+        # On a GPU, one tensor of the evidence at a time is in host memory.
+        judging=PROCESS_BYTES + (TRUTH * largest / number if on_device else computing),
         teraflops=_flops(config, tokens, rows * config.train.sequence_length) / 1e12,
-        device=_shown(config, rows, config.parity.device_gb * GB),
+        device=_shown(config, rows, taps_budget(config)),
         least=_shown(config, rows, 1.0),
+        reference=computing if on_device else 0.0,
     )
+
+
+def taps_budget(config: RunConfig) -> float:
+    """Bytes of the candidate's device that taps may take, by `parity.device_gb`; 0 without one.
+
+    A reference on that device has a half of it: `reference_share` is what taps leave.
+    """
+    budget = config.parity.device_gb * GB
+    return budget if config.parity.reference_device == "cpu" else budget / 2
+
+
+def reference_share(config: RunConfig) -> float:
+    """Bytes of its devices that a reference there may take: what is left of `parity.device_gb` beside taps."""
+    rows = rows_looked_at(config)
+    return config.parity.device_gb * GB - _shown(config, rows, taps_budget(config))
 
 
 def rows_looked_at(config: RunConfig) -> int:
@@ -121,14 +141,17 @@ def checks_waiting(config: RunConfig) -> int:
 def over_budget(config: RunConfig, *, thorough: bool) -> list[str]:
     """Say, in a line each, which budget a single check does not keep, and what would; nothing if it fits."""
     cost, found = cost_of_check(config, thorough=thorough), []
-    for setting, needed, what in (
-        ("disk_gb", cost.disk, "on the disk"),
-        ("memory_gb", max(cost.gathering, cost.judging), "of host memory"),
-        ("device_gb", cost.device, "of the device"),
+    host, on_device = max(cost.gathering, cost.judging), cost.device + cost.reference
+    # Half of a larger budget is the taps', which take windows as large as it allows.
+    halves = 2 * max(cost.least, cost.reference) if cost.reference else on_device
+    for setting, needed, most, what in (
+        ("disk_gb", cost.disk, cost.disk, "on the disk"),
+        ("memory_gb", host, host, "of host memory"),
+        ("device_gb", on_device, halves, "of the device"),
     ):
         budget = getattr(config.parity, setting)
         if budget and needed > budget * GB:
-            enough = math.ceil(needed / GB * 10) / 10
+            enough = math.ceil(most / GB * 10) / 10
             found.append(
                 f"a check of {config.name} takes up to {needed / GB:,.1f} GB {what}, "
                 f"and parity.{setting} is {budget:g}: {enough:g} would do"

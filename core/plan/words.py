@@ -95,6 +95,8 @@ def check_rows(config: RunConfig) -> Rows:
     rows.append(["host memory: trainer, gathering", gb(during.gathering)])
     rows.append(["host memory: the process that judges", gb(during.judging)])
     rows.append(["device: what the candidate's program shows", f"{gb(during.device)}; by windows {gb(during.least)}"])
+    if parity.reference_device != "cpu":
+        rows.append(["device: the reference", gb(during.reference)])
     rows.append(["judging on two cores; on a GPU", f"{during.seconds:,.0f} s; not measured"])
     rows.append(["lockstep parity", f"{train.batch_size * train.sequence_length:,} tokens a step"])
     rows.append(["evidence on the disk", gb(thorough.kept)])

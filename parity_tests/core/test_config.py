@@ -187,6 +187,7 @@ BROKEN = {
         {"parallel.reduce_every_micro_batch": "true"},
         {**FSDP, "parallel.reduce_every_micro_batch": "true", "parallel.gradient_dtype": "bf16"},
     ],
+    ("parity.reference_device", "parity.device_gb"): [{"parity.reference_device": "cuda"}],
     ("loss.head", "loss.z_loss"): [
         {"loss.head": "torch", "loss.z_loss": "1e-4"},
         {"loss.head": "cce", "compile.scope": "blocks", "loss.z_loss": "1e-4"},

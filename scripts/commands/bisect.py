@@ -58,6 +58,11 @@ class Bisect:
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as recorded)")
     ] = None
     """devices of the reference (docs/guide/reference_sharding.md)"""
+    reference_device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        tyro.conf.arg(metavar="cpu|cuda", help_behavior_hint="(default: as recorded)"),
+    ] = None
+    """where the reference computes"""
     no_cause: bool = False
     """stop at the origin: do not vary the configuration to find what makes it vanish"""
 
@@ -67,7 +72,7 @@ def main(argv: list[str]) -> int:
     """Bisect, print, write the JSON; the exit code is the verdict."""
     options, _ = parse(Bisect, "bisect", argv, with_settings=False)
     check_file("json", options.json)
-    run, data = open_run(options.run, options.branch, options.reference_devices)
+    run, data = open_run(options.run, options.branch, options.reference_devices, options.reference_device)
     require_bands(run)
     name = Maker.of_run(run).named("--candidate", options.candidate, ["bisect", *argv])
     candidate = open_named(name)

@@ -68,6 +68,11 @@ class Replay:
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as recorded)")
     ] = None
     """devices of the reference (docs/guide/reference_sharding.md)"""
+    reference_device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        tyro.conf.arg(metavar="cpu|cuda", help_behavior_hint="(default: as recorded)"),
+    ] = None
+    """where the reference computes"""
 
 
 @on_every_rank
@@ -101,7 +106,7 @@ def _capsule(console: Console, options: Replay, words: Sequence[str]) -> int:
     maker = Maker.of_capsule(capsule)
     name = str(maker) if kept else maker.named("--candidate", options.candidate, words)
     calibrated_bounds.require(capsule.config)
-    config = on_reference_devices(capsule.config, options.reference_devices)
+    config = on_reference_devices(capsule.config, options.reference_devices, options.reference_device)
     if not kept:
         candidate = open_named(name)
         config = attempt(lambda: on_device(config, options.device, candidate))
@@ -170,7 +175,7 @@ def _run_of_spike(path: Path, branch: int | None) -> tuple[Path, int | None]:
 
 
 def _run(console: Console, options: Replay, words: Sequence[str]) -> int:
-    run, data = open_run(options.path, options.branch, options.reference_devices)
+    run, data = open_run(options.path, options.branch, options.reference_devices, options.reference_device)
     require_bands(run)
     named = open_named(options.candidate) if options.candidate and run.config.train.ranks > 1 else None
     if needs_start(run.config, named):
@@ -264,16 +269,23 @@ def _said(verdict: Any) -> str:
     return f"{verdict['verdict']}, origin {origin['stage']} ({origin['phase']}{layer}) at {origin['tap']}"
 
 
-def on_reference_devices(config: RunConfig, count: int | None) -> RunConfig:
-    """The configuration with so many devices of the reference, if a number is given."""
-    if count is None:
-        return config
-    if count < 1:
+def on_reference_devices(config: RunConfig, count: int | None, device: str | None) -> RunConfig:
+    """The configuration with so many devices of the reference, and of this kind, where they are given.
+
+    Raises UserError for less than one, and for a GPU of which the run does not say how much a check may take.
+    """
+    if count is not None and count < 1:
         raise UserError(f"reference_devices = {count}: must be at least 1")
-    return config.model_copy(update={"parity": config.parity.model_copy(update={"reference_devices": count})})
+    if device == "cuda" and not config.parity.device_gb:
+        raise UserError("reference_device = cuda: the run has no parity.device_gb, which bounds the reference there")
+    given = {"reference_devices": count, "reference_device": device}
+    changed = {name: value for name, value in given.items() if value is not None}
+    return config.model_copy(update={"parity": config.parity.model_copy(update=changed)})
 
 
-def open_run(path: Path, branch: int | None = None, reference_devices: int | None = None) -> tuple[RunDir, RunData]:
+def open_run(
+    path: Path, branch: int | None = None, reference_devices: int | None = None, reference_device: str | None = None
+) -> tuple[RunDir, RunData]:
     """A run directory, or a branch of it, to read, and its data. Raises UserError if either is not there."""
     from lockstep.core.run.branches import Branch
     from lockstep.core.run.directory import RunDir
@@ -283,7 +295,7 @@ def open_run(path: Path, branch: int | None = None, reference_devices: int | Non
         raise UserError(f"no such run: {path}")
     run = RunDir.open(path)
     run = Branch(run, branch) if branch is not None else run
-    run.read_through(lambda config: on_reference_devices(config, reference_devices))
+    run.read_through(lambda config: on_reference_devices(config, reference_devices, reference_device))
     data = open_data(run.config, path / CONFIG, {})
     made_with = run.info.get("data", {}).get("fingerprint")
     if made_with != data.dataset.fingerprint:

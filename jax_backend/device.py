@@ -1,0 +1,59 @@
+"""Where the reference computes: JAX's own choice, or the GPU within a part of its memory.
+
+JAX takes its settings when it first looks for devices, once for a process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import jax
+
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.plan.checks import reference_share
+
+# The share of a GPU's memory that XLA's allocator may take (jaxlib/xla_client.py); the second name is the older one.
+SHARE, OLDER = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+ASK = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+MIB = 1 << 20
+
+
+def use_device(config: RunConfig) -> None:
+    """Put JAX on the GPU, if `parity.reference_device` says so, within what `parity.device_gb` leaves it.
+
+    With "cpu" JAX chooses: the CPU under the command `lockstep`, unless JAX_PLATFORMS says otherwise.
+
+    Raises UserError if there is no GPU, JAX cannot use it, or has begun elsewhere in this process.
+    """
+    if config.parity.reference_device == "cpu":
+        return
+    count = config.parity.reference_devices
+    share = reference_share(config) / (_smallest_memory(count) * count)
+    if not {SHARE, OLDER} & os.environ.keys():
+        os.environ[SHARE] = f"{min(share, 0.95):.6f}"
+    # Devices that it does not use would each hold a context of its own.
+    jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(count))))
+    jax.config.update("jax_platforms", "cuda,cpu")
+    try:
+        jax.devices("cuda")
+    except RuntimeError as error:
+        said = next(iter(str(error).splitlines()), "")
+        raise UserError(f"parity.reference_device = 'cuda', and JAX has no GPU in this process: {said}") from error
+
+
+def _smallest_memory(count: int) -> float:
+    """Bytes of the smallest of the first `count` GPUs that this process may use. Raises UserError if there is none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = [f"--id={','.join(visible.split(',')[:count])}"] if visible else []
+    try:
+        done = subprocess.run([*ASK, *chosen], capture_output=True, text=True, timeout=60, check=True)
+        found = [float(line) * MIB for line in done.stdout.splitlines()[:count]]
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        said = f"nvidia-smi does not say what memory the GPU has ({type(error).__name__})"
+        raise UserError(f"parity.reference_device = 'cuda': {said}") from error
+    if len(found) < count or visible == "":
+        seen = 0 if visible == "" else len(found)
+        raise UserError(f"parity.reference_device = 'cuda' wants {count} GPUs, and nvidia-smi sees {seen}")
+    return min(found)
