@@ -15,6 +15,8 @@ import tempfile
 # share them), and the reference stays off the GPU that the trainer needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# NumPy's BLAS has threads of its own, which spin between products and take the cores of torch's and JAX's.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # On a GPU that it shares with the trainer JAX would take three quarters of the memory before it needs any.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
