@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.train.loss_scale import SCALE
+from lockstep.torch_backend import program_cache
 from lockstep.torch_backend.model import Llama, Tap, no_tap
 from lockstep.torch_backend.precision import Policy
 from lockstep.torch_backend.ranks.sharded_tensors import (
@@ -90,14 +91,24 @@ class Programs:
             # Inductor drops a cast to bf16 and back inside a fusion, and with it the policy's rounding of the head's
             # operands.
             options = {"emulate_precision_casts": True, **INDUCTOR, **torch._inductor.list_mode_options(config.mode)}
-        made = torch.compile(program, fullgraph=True, dynamic=False, backend=config.backend, options=options)
-        budget = self.config.recompute.memory_budget
+            options |= program_cache.options_of(type(self))
+        made: Any = torch.compile(program, fullgraph=True, dynamic=False, backend=config.backend, options=options)
+        if config.backend != "inductor":
+            return made
+        settings = {"activation_memory_budget": self.config.recompute.memory_budget}
+        settings |= program_cache.settings_of(type(self))
+        # DDP takes nothing but a module.
+        module = isinstance(program, nn.Module)
+        inner = made.forward if module else made
 
         def run(*arguments: Any) -> Any:
-            with torch._functorch.config.patch(activation_memory_budget=budget):
-                return made(*arguments)
+            with torch._functorch.config.patch(settings):
+                return inner(*arguments)
 
-        return made if budget == 1.0 else run
+        if not module:
+            return run
+        made.forward = run
+        return made
 
     def compiled_loss(self, program: Any) -> Any:
         """`program`, whose arguments begin with tokens, targets, weights and total, through torch.compile.

@@ -17,6 +17,8 @@ from lockstep.parity_tests.cross.variants import fresh_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.parity_tests.torch_backend.programs import EAGER, GENERATED, TRACED, fresh_compiler, under
 from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.program_cache import options_of
+from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.switches import INDUCTOR
 
 CONFIG = tiny_config("bf16", layers=1)
@@ -71,6 +73,6 @@ def test_without_the_option_the_rounding_is_lost(measure, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", without_options)
     found = measure(GENERATED)
-    assert seen == [{"emulate_precision_casts": True, **INDUCTOR}]
+    assert seen == [{"emulate_precision_casts": True, **INDUCTOR, **options_of(TorchSession)}]
     assert found.excess < 0.1
     assert found.twin_distance > 0.9

@@ -1,0 +1,55 @@
+"""A program that was compiled before is loaded where all of its code is Lockstep's own, and else traced again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from torch._dynamo.utils import counters
+
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.parity_tests.torch_backend.programs import GENERATED, fresh_compiler
+from lockstep.torch_backend import program_cache
+from lockstep.torch_backend.session import TorchSession
+
+CONFIG = tiny_config(layers=1, compiled=True, train={"sequence_length": 32})
+CONFIG = CONFIG.model_copy(update={"compile": GENERATED})
+
+
+class Somebodys(TorchSession):
+    """A session of a class that lies elsewhere: its code may have a formula that no key holds."""
+
+
+@pytest.fixture
+def gradients(tmp_path, monkeypatch) -> Callable[[type[TorchSession]], Mapping[str, Any]]:
+    """Gradients of the first batch by a process that has compiled nothing yet; no earlier test's program is found."""
+    monkeypatch.setattr(program_cache, "installed", lambda: str(tmp_path))
+
+    def computed(session: type[TorchSession]) -> Mapping[str, Any]:
+        counters.clear()
+        with fresh_compiler():
+            return session(CONFIG).gradients(text_batch(CONFIG)).grads
+
+    return computed
+
+
+def found() -> dict[str, int]:
+    """How often a program was in the cache, and was not, since the last computation began."""
+    return {name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "bypass")}
+
+
+def test_own_programs_are_loaded_and_give_equal_bits(gradients, monkeypatch, tmp_path):
+    traced = gradients(TorchSession)
+    assert found() == {"hit": 0, "miss": 1, "bypass": 0}
+    loaded = gradients(TorchSession)
+    assert found() == {"hit": 1, "miss": 0, "bypass": 0}
+    assert all((loaded[name] == traced[name]).all() for name in traced)
+    monkeypatch.setattr(program_cache, "installed", lambda: f"{tmp_path}, of other packages")
+    gradients(TorchSession)
+    assert found() == {"hit": 0, "miss": 1, "bypass": 0}
+
+
+def test_programs_of_anybody_elses_session_are_traced(gradients):
+    gradients(Somebodys)
+    assert found() == {"hit": 0, "miss": 0, "bypass": 0}
