@@ -42,7 +42,7 @@ def owned(folder: str) -> bool:
 
 if owned(_FOLDER):
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _FOLDER)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def own_inductor_cache() -> None:
