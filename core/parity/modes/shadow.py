@@ -40,6 +40,7 @@ from lockstep.core.files.atomic import write_atomically
 from lockstep.core.load_backend import load_backend
 from lockstep.core.parity.evidence.gather import Evidence, gather
 from lockstep.core.parity.evidence.lasting import LastingStore
+from lockstep.core.parity.evidence.place import return_large_blocks
 from lockstep.core.parity.evidence.recorded import probe_of, save_observations
 from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
 from lockstep.core.parity.evidence.store import FolderStore, NoStore
@@ -85,6 +86,7 @@ class Shadow:
         Raises UserError if a check does not keep the run's budgets.
         """
         require_budget(config, thorough=False)
+        return_large_blocks(config)
         self._most_waiting = checks_waiting(config)
         self._config, self._ranks = config, ranks
         self._waiting: set[int] = set()
@@ -301,6 +303,7 @@ class ShadowPart:
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
         """Raises UserError as rank 0's."""
         require_budget(config, thorough=False)
+        return_large_blocks(config)
         self._config, self._ranks = config, ranks
         # Writes this rank's part of the evidence, beside training.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lockstep-evidence")

@@ -11,7 +11,13 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
-from lockstep.core.parity.evidence.place import is_large, of_all_ranks, return_freed_memory, store_for
+from lockstep.core.parity.evidence.place import (
+    is_large,
+    of_all_ranks,
+    return_freed_memory,
+    return_large_blocks,
+    store_for,
+)
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.reference.self_check import sound_reference
@@ -36,6 +42,7 @@ def check_steps(
     Raises UserError if the candidate lacks what a check needs, or if a check does not keep the run's budgets.
     """
     require_budget(config, thorough=True)
+    return_large_blocks(config)
     with ExitStack() as stack:
         session = candidate.open(config)
         try:

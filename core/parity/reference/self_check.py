@@ -27,6 +27,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.model.graph import KINDS
 from lockstep.core.model.names import GRADIENT, parameter_shapes
 from lockstep.core.parity.evidence.gather import observed_names, uneven_weights
+from lockstep.core.parity.evidence.place import return_large_blocks
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import JudgeOfRanks, Reference, relative_difference
 from lockstep.core.parity.measures.verdict import Finding, Measure
@@ -73,6 +74,7 @@ def require_sound(reference: Backend, config: RunConfig) -> ReferenceCheck:
 
 def sound_reference(backend: Backend, config: RunConfig) -> Reference:
     """`Reference.open` of one that was judged. Raises UserError that names what it gets wrong."""
+    return_large_blocks(config)
     ranks = backend.ranks if isinstance(backend, JudgeOfRanks) else ONE
     not_asked = ranks.of_first(lambda: require_sound(backend, config).not_covered)
     return replace(Reference.open(backend, config), not_asked=not_asked)
