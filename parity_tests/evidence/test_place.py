@@ -19,7 +19,7 @@ from lockstep.parity_tests.tiny import tiny_config
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-place.return_large_blocks(tiny_config(vocab_size=100_000 if sys.argv[1] == "large" else 256))
+place.return_large_blocks(tiny_config(vocab_size=int(sys.argv[1])), trains=sys.argv[2] == "trains")
 np.ones(30 << 20, np.uint8)
 blocks, between = [], []
 start = resident()
@@ -33,7 +33,11 @@ print(resident() - start)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps memory by rules of its own")
-@pytest.mark.parametrize("check, left", [("large", False), ("small", True)])
-def test_holes_between_small_blocks_go_back(check: str, left: bool) -> None:
-    done = subprocess.run([sys.executable, "-c", HOLES, check], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize(
+    "vocabulary, process, left",
+    [(256, "judges", True), (100_000, "judges", False), (100_000, "trains", True), (400_000, "trains", False)],
+)
+def test_holes_between_small_blocks_go_back(vocabulary: int, process: str, left: bool) -> None:
+    command = [sys.executable, "-c", HOLES, str(vocabulary), process]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (int(done.stdout) > 100 << 20) == left
