@@ -257,6 +257,7 @@ def along(axis: str, rows: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str,
 def plot(rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Draw docs/results/scale.png: peaks and seconds along each axis, both scales logarithmic."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(12, 5.5), layout="constrained")
     panels = figure.subplots(2, len(AXES), sharey="row", squeeze=False)
@@ -269,6 +270,8 @@ def plot(rows: Mapping[str, Mapping[str, Any]]) -> None:
             time_taken.loglog(sizes, [row[command]["seconds"] for row in of_axis], marker="o", label=label)
         for panel in (memory, time_taken):
             panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_major_formatter("{x:g}")
             panel.minorticks_off()
             panel.grid(alpha=0.3)
         time_taken.set_xlabel(axis)
@@ -334,7 +337,7 @@ def of_llama(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
         named = f"`{origin['stage']} {origin['phase']} {origin['layer']}`" if origin else ""
         cost = f"{row['parity']['peak'] / 1e9:.2f} | {row['parity']['seconds']:,.0f}"
         lines.append(f"| {row['what']} | {row['verdict']} | {named} | {cost} |")
-    return [*lines, ""]
+    return [*lines, "", *sorted({row["note"] for row in made if "note" in row}), ""]
 
 
 def of_training(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
