@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.core.config.schema import OptimConfig, RunConfig
+from lockstep.core.parity.evidence.behind import BehindStore
 from lockstep.core.parity.evidence.gather import gather, probe_of, uneven_weights
 from lockstep.core.parity.evidence.index import DATA
 from lockstep.core.parity.evidence.place import is_large, store_for
@@ -84,7 +85,7 @@ def test_what_does_not_fit_is_said_with_what_would() -> None:
 def test_evidence_lies_in_a_folder_where_memory_has_no_room_for_it() -> None:
     config = tiny_config()
     cost = cost_of_check(config, thorough=True)
-    for memory, kind in ((0.0, MemoryStore), (2.0, MemoryStore), ((cost.judging + cost.kept / 2) / GB, FolderStore)):
+    for memory, kind in ((0.0, MemoryStore), (2.0, MemoryStore), ((cost.judging + cost.kept / 2) / GB, BehindStore)):
         with store_for(budgeted(config, memory_gb=memory)) as store:
             assert type(store) is kind
     assert is_large(tiny_config(vocab_size=100_000))

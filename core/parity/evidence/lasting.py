@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 
 from lockstep.core.backend import Arrays
 from lockstep.core.errors import UserError
+from lockstep.core.parity.evidence.behind import Behind
 from lockstep.core.parity.evidence.store import FolderStore, NoStore, Stored
 from lockstep.core.plan.checks import BEHIND_BYTES
 
@@ -28,7 +28,7 @@ class LastingStore(NoStore):
     def __init__(self, make: Callable[[], FolderStore], thread: ThreadPoolExecutor, ranks: int = 1) -> None:
         """ranks: how many put into it, each what it holds."""
         super().__init__(ranks)
-        self._thread, self._waiting, self._written = thread, 0, threading.Condition()
+        self._behind = Behind(thread, BEHIND_BYTES)
         self._lost: UserError | None = None
         self._store: FolderStore | None = None
         try:
@@ -39,10 +39,7 @@ class LastingStore(NoStore):
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
         """Take a tensor that is not written to any more, when there is room for it."""
         array = np.asarray(array)
-        with self._written:
-            self._written.wait_for(lambda: not self._waiting or self._waiting + array.nbytes <= BEHIND_BYTES)
-            self._waiting += array.nbytes
-        self._thread.submit(self._put, kind, name, array)
+        self._behind.submit(array, lambda: self._put(kind, name, array))
 
     def _put(self, kind: str, name: str, array: np.ndarray) -> None:
         try:
@@ -52,10 +49,6 @@ class LastingStore(NoStore):
             self._lost = error
         except Exception as error:  # without one of its tensors, evidence would accuse or pass another step
             self._lost = UserError(f"{kind}/{name}: {type(error).__name__}: {error}")
-        finally:
-            with self._written:
-                self._waiting -= array.nbytes
-                self._written.notify_all()
 
     def arrays(self, kind: str) -> Arrays:
         """As in `Store`: to be read when all of it is written; nothing if there is no folder."""

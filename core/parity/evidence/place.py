@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.behind import BehindStore
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
 from lockstep.core.parity.evidence.store import FolderStore, MemoryStore, Store
@@ -17,8 +18,8 @@ from lockstep.core.run.ranks import ONE, Ranks
 
 # Evidence of more bytes lies in a folder.
 LARGE = 256_000_000
-# Training of a model whose evidence takes more bytes spares memory (`return_large_blocks`).
-LARGE_TRAINED = 1_000_000_000
+# Ranks whose checks have evidence of more bytes spare memory (`return_large_blocks`).
+LARGE_ON_RANKS = 1_000_000_000
 # glibc's name for the size from which a block of memory is the system's, and goes back to it when it is freed.
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK = 4 << 20
@@ -30,20 +31,15 @@ def is_large(config: RunConfig) -> bool:
     return cost.kept > LARGE or (budget > 0 and cost.judging + cost.kept > budget * GB)
 
 
-def return_large_blocks(config: RunConfig, trains: bool = False) -> None:
-    """Where a check is large: have the C library give this process's large blocks back as they are freed.
+def return_large_blocks(config: RunConfig) -> None:
+    """On each of several ranks, where a check is large: have the C library give large blocks back as they are freed.
 
     glibc raises the size of what it gives back up to 32 MiB, and keeps freed blocks below it among small ones that are
-    still in use: of a rank that showed the 64.5M model under FSDP, two fifths of its memory was such holes. It lasts as
-    long as the process. Nothing happens where the C library cannot be asked.
-
-    trains: whether the process trains too. Blocks that are the system's are zeroed each time they are taken: steps of
-    the quickstart take 3 % longer, those of the 64.5M model do not.
+    still in use: of a rank that showed the 64.5M model under FSDP, two fifths of its memory was such holes. Of one rank
+    alone they are little, and blocks that the system zeroes each time cost a twentieth of a check's time, and of a
+    small model's steps. It lasts as long as the process. Nothing happens where the C library cannot be asked.
     """
-    large = is_large(config)
-    if trains:
-        large = cost_of_check(config, thorough=False).kept > LARGE_TRAINED
-    if large:
+    if config.train.ranks > 1 and cost_of_check(config, thorough=True).kept > LARGE_ON_RANKS:
         with suppress(AttributeError, OSError):
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
@@ -72,9 +68,14 @@ def store_for(config: RunConfig, ranks: Ranks = ONE) -> Iterator[Store]:
         return
     with TemporaryDirectory(prefix="lockstep-evidence-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "evidence"
-        store = FolderStore.create(folder, ranks.count, config.parallel.timeout_seconds)
+        if ranks.count == 1:
+            with closing(BehindStore.create(folder)) as store:
+                yield store
+            return
+        # Several ranks have no core to spare for a thread that writes.
+        of_rank = FolderStore.create(folder, ranks.count, config.parallel.timeout_seconds)
         ranks.of_first(lambda: str(folder))
-        yield store
+        yield of_rank
         # Who still reads it has come here too.
         ranks.gather(None)
 

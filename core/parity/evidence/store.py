@@ -281,10 +281,10 @@ class FolderStore:
         lent = ranks.of_first(lambda: {k: dict(tensors) for k, tensors in self._entries.items() if k.startswith(of)})
         self._lent |= lent if self.rank else {}
 
-    def scratch(self) -> FolderStore:
+    def scratch(self) -> Self:
         """As in `Store`, in a folder inside this one."""
         number = len(list(self.folder.glob(f"scratch-{self.rank}-*")))
-        return FolderStore.create(self.folder / f"scratch-{self.rank}-{number}")
+        return type(self).create(self.folder / f"scratch-{self.rank}-{number}")
 
     def document(self, name: str) -> bytes:
         """Return what was given to `finish` under this name. Raises UserError if it is missing or damaged."""
@@ -374,7 +374,7 @@ class FolderStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path alone: whoever unpickles it opens the folder."""
-        return type(self).open, (self.folder.resolve(),)
+        return FolderStore.open, (self.folder.resolve(),)
 
     def _parts(self, kind: str, name: str) -> tuple[Entry, ...]:
         return (self._entries.get(kind) or self._lent.get(kind, {}))[name]

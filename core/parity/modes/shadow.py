@@ -86,7 +86,7 @@ class Shadow:
         Raises UserError if a check does not keep the run's budgets.
         """
         require_budget(config, thorough=False)
-        return_large_blocks(config, trains=True)
+        return_large_blocks(config)
         self._most_waiting = checks_waiting(config)
         self._config, self._ranks = config, ranks
         self._waiting: set[int] = set()
@@ -303,7 +303,7 @@ class ShadowPart:
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
         """Raises UserError as rank 0's."""
         require_budget(config, thorough=False)
-        return_large_blocks(config, trains=True)
+        return_large_blocks(config)
         self._config, self._ranks = config, ranks
         # Writes this rank's part of the evidence, beside training.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lockstep-evidence")

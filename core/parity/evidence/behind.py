@@ -1,0 +1,116 @@
+"""Write tensors by a thread of its own, while what comes next is computed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, KeysView, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from lockstep.core.parity.evidence.index import Entry
+from lockstep.core.parity.evidence.store import FolderStore
+
+# Bytes of tensors that may wait to be hashed and written, of a check that has its process to itself.
+WAITING_BYTES = 128 << 20
+
+
+class Behind:
+    """Tensors that wait for a thread, one after another, and take no more than so many bytes, or are one."""
+
+    def __init__(self, thread: ThreadPoolExecutor, most: int) -> None:
+        self._thread, self._most = thread, most
+        self._tensors, self._bytes, self._done = 0, 0, threading.Condition()
+
+    def submit(self, array: np.ndarray, work: Callable[[], None]) -> None:
+        """Have the thread do what it does with an array, when there is room for it. `work` raises nothing."""
+        with self._done:
+            self._done.wait_for(lambda: not self._tensors or self._bytes + array.nbytes <= self._most)
+            self._tensors, self._bytes = self._tensors + 1, self._bytes + array.nbytes
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._done:
+                    self._tensors, self._bytes = self._tensors - 1, self._bytes - array.nbytes
+                    self._done.notify_all()
+
+        self._thread.submit(run)
+
+    def wait(self) -> None:
+        """Wait until no tensor waits."""
+        with self._done:
+            self._done.wait_for(lambda: not self._tensors)
+
+
+class BehindStore(FolderStore):
+    """A folder that is written behind whoever puts into it. Who reads waits until all is written.
+
+    What the disk refuses is raised by the next `put`, or by whoever reads. `close` ends the thread.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-evidence")
+        self._behind = Behind(self._thread, WAITING_BYTES)
+        self._failed: Exception | None = None
+        self._scratches: list[BehindStore] = []
+
+    def put(self, kind: str, name: str, array: np.ndarray) -> None:
+        """As in `Store`: takes a tensor that is not written to any more, when there is room for it."""
+        array = np.asarray(array)
+        self._behind.submit(array, lambda: self._write(kind, name, array))
+        self._raise_failure()
+
+    def _write(self, kind: str, name: str, array: np.ndarray) -> None:
+        if self._failed is None:
+            try:
+                super().put(kind, name, array)
+            except Exception as error:
+                self._failed = error
+
+    def _wait(self) -> None:
+        self._behind.wait()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def scratch(self) -> Self:
+        """As in `Store`."""
+        self._scratches.append(made := super().scratch())
+        return made
+
+    def close(self) -> None:
+        """Wait until the thread has ended: it writes into no folder that is being removed."""
+        for made in self._scratches:
+            made.close()
+        self._thread.shutdown()
+
+    def names(self, kind: str) -> KeysView[str]:
+        """As in `FolderStore`."""
+        self._wait()
+        return super().names(kind)
+
+    def finish(self, documents: Mapping[str, bytes] | None = None) -> None:
+        """As in `FolderStore`."""
+        self._wait()
+        super().finish(documents)
+
+    def move(self, folder: Path) -> None:
+        """As in `FolderStore`."""
+        self._wait()
+        super().move(folder)
+
+    def flush(self) -> None:
+        """As in `FolderStore`."""
+        self._wait()
+        super().flush()
+
+    def _parts(self, kind: str, name: str) -> tuple[Entry, ...]:
+        self._wait()
+        return super()._parts(kind, name)
