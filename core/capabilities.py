@@ -216,6 +216,13 @@ class OpensRanks(Protocol):
 
 
 @runtime_checkable
+class ServesThreads(Protocol):
+    """A backend whose sessions several threads may open and ask at once. threads: whether they may."""
+
+    threads: bool
+
+
+@runtime_checkable
 class OfRanks(Protocol):
     """A session that several ranks share. peers: those ranks; each holds its own, and makes the same calls on it."""
 

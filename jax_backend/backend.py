@@ -26,6 +26,7 @@ class JaxBackend:
     """Opens `JaxSession`s."""
 
     name = "jax"
+    threads = True
 
     def open(self, config: RunConfig) -> JaxSession:
         """A session at the initial weights of `config`. Raises UserError if it asks for devices that are not there."""

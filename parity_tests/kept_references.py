@@ -69,6 +69,8 @@ def kept(make: Callable[[Any, Any], T], key: Callable[[Any], str]) -> Callable[[
 class Shared:
     """The JAX reference, whose sessions are shared."""
 
+    threads = True
+
     def __init__(self, backend: Any) -> None:
         self._backend = backend
 

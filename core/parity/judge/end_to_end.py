@@ -31,10 +31,11 @@ Observations = Mapping[str, Observation]
 
 def observations(probed: Gradients | None, taps: Arrays, model: ModelConfig) -> dict[str, Observation]:
     """Return a step's observations: sketch and statistics of every tap, its gradient and each parameter's gradient."""
-    kept = {name: taps[name] for tap in tap_names(model) for name in (tap, GRADIENT + tap) if name in taps}
+    kept = {name: observed(taps[name]) for name in _taps_observed(taps, model)}
     if probed is not None:
-        kept |= {PROBE_NLL: probed.nll, **{PARAMETER + name: grad for name, grad in probed.grads.items()}}
-    return {name: observed(array) for name, array in kept.items()}
+        kept[PROBE_NLL] = observed(probed.nll)
+        kept |= {PARAMETER + name: observed(grad) for name, grad in probed.grads.items()}
+    return kept
 
 
 def observations_of(evidence: Evidence, model: ModelConfig) -> dict[str, Observation]:
@@ -43,6 +44,18 @@ def observations_of(evidence: Evidence, model: ModelConfig) -> dict[str, Observa
     if probed is not None and _same(evidence.probe, evidence.tapped):
         probed = replace(probed, nll=probed.nll[weighted_rows(evidence.tapped)])
     return observations(probed, evidence.taps, model)
+
+
+def names_observed(evidence: Evidence, model: ModelConfig) -> set[str]:
+    """The names of `observations_of`, before anything is observed."""
+    names = set(_taps_observed(evidence.taps, model))
+    if evidence.probed is not None:
+        names |= {PROBE_NLL, *(PARAMETER + name for name in evidence.probed.grads)}
+    return names
+
+
+def _taps_observed(taps: Arrays, model: ModelConfig) -> list[str]:
+    return [name for tap in tap_names(model) for name in (tap, GRADIENT + tap) if name in taps]
 
 
 def _same(one: Batch, other: Batch) -> bool:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +27,8 @@ from lockstep.core.run.ranks import is_sharded
 from lockstep.core.train.loss_scale import SCALE
 
 __all__ = ["Reference", "judge", "judge_observations"]
+
+T = TypeVar("T")
 
 
 def judge(evidence: Evidence, reference: Reference) -> Check:
@@ -44,24 +50,18 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
     state = list(update.weights(evidence, reference))
     findings = [*update.data(evidence), *state]
     if state[0].ok:
-        model = reference.config.model
-        kept = end_to_end.observations_of(evidence, model)
         program = local.Program(evidence, reference)
-        repeated = _repeated(kept, evidence, reference, missing, program)
-        parts: tuple[Callable[[], Iterator[Finding]], ...] = (
-            lambda: local.stages(evidence, reference, missing),
-            program.findings,
-            lambda: local.accumulation(evidence, reference),
-            lambda: local.reduction(evidence, reference),
-            lambda: end_to_end.compare_with(kept, repeated, reference) if repeated else iter(()),
-            lambda: update.step_scalars(evidence, reference),
-            lambda: update.update(evidence, reference),
-            lambda: update.loss_scale(evidence, reference),
-            lambda: update.checkpoint(evidence),
-            lambda: reference.over_steps.findings() if reference.over_steps else iter(()),
-        )
-        for part in parts:
-            findings += _as_far_as_it_goes(part, missing)
+        with _beside(reference, partial(_of_evidence, evidence, reference)) as of_evidence:
+            repeated = _repeated(evidence, reference, missing, program)
+            kept, of_model, of_step, lost = of_evidence()
+        missing += lost
+        findings += [*of_model, *_as_far_as_it_goes(program.findings, missing)]
+        if repeated:
+            compared = partial(end_to_end.compare_with, kept, repeated, reference)
+            findings += _as_far_as_it_goes(compared, missing)
+        findings += of_step
+        if reference.over_steps:
+            findings += reference.over_steps.findings()
         if repeated:
             findings = _finite_or_blamed(findings, evidence.before, kept, repeated, missing)
     else:
@@ -76,6 +76,38 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
         missing.append("local checks of the backward stages on other ranks than 0: their losses do not count there")
     seconds = time.perf_counter() - started + evidence.seconds
     return Check(evidence.record.step, in_order(findings), tuple(missing), seconds)
+
+
+@contextmanager
+def _beside(reference: Reference, work: Callable[[], T]) -> Iterator[Callable[[], T]]:
+    """Begin some work; the result is waited for. Where one thread at a time may ask the reference, it is done then."""
+    if not reference.threads:
+        yield work
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="lockstep-judge") as thread:
+        # The context holds NumPy's handling of floating-point errors.
+        yield thread.submit(copy_context().run, work).result
+
+
+def _of_evidence(
+    evidence: Evidence, reference: Reference
+) -> tuple[end_to_end.Observations, list[Finding], list[Finding], list[str]]:
+    """What needs no repetition of the model: observations, findings of stages and of the step, and what is missing."""
+    lost: list[str] = []
+    of_model: tuple[Callable[[], Iterator[Finding]], ...] = (
+        lambda: local.stages(evidence, reference, lost),
+        lambda: local.accumulation(evidence, reference),
+        lambda: local.reduction(evidence, reference),
+    )
+    of_step: tuple[Callable[[], Iterator[Finding]], ...] = (
+        lambda: update.step_scalars(evidence, reference),
+        lambda: update.update(evidence, reference),
+        lambda: update.loss_scale(evidence, reference),
+        lambda: update.checkpoint(evidence),
+    )
+    kept = end_to_end.observations_of(evidence, reference.config.model)
+    found = [found for part in of_model for found in _as_far_as_it_goes(part, lost)]
+    return kept, found, [found for part in of_step for found in _as_far_as_it_goes(part, lost)], lost
 
 
 def judge_observations(
@@ -141,14 +173,11 @@ def _overflows(found: Mapping[str, Observation]) -> bool:
 
 
 def _repeated(
-    kept: Mapping[str, Observation],
-    evidence: Evidence,
-    reference: Reference,
-    missing: list[str],
-    program: local.Program,
+    evidence: Evidence, reference: Reference, missing: list[str], program: local.Program
 ) -> end_to_end.Repeated | None:
+    asked = end_to_end.names_observed(evidence, reference.config.model)
     try:
-        return end_to_end.repeat(kept, evidence.before, evidence.probe, evidence.tapped, reference, missing, program)
+        return end_to_end.repeat(asked, evidence.before, evidence.probe, evidence.tapped, reference, missing, program)
     except NotSupported as reason:
         missing.append(f"what is compared end to end: {reason}")
         return None

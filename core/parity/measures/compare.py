@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.backend import Arrays, Backend, Session
+from lockstep.core.capabilities import ServesThreads
 from lockstep.core.config.schema import CompileConfig, PrecisionConfig, RecomputeConfig, RunConfig
 from lockstep.core.model.names import layer_of
 from lockstep.core.parity.evidence.observations import Observation, sketch_distances
@@ -40,6 +41,7 @@ class Reference:
     known: numbers that the judged step knows, for the decoder (core/parity/measures/decode.py).
     not_asked: what could not be asked of the reference itself (core/parity/reference/self_check.py).
     ranks: who hears its verdicts. Rank 0 has the sessions; on the others twin and truth are `NoSession`.
+    threads: whether two threads may ask them at once.
     """
 
     config: RunConfig
@@ -51,6 +53,7 @@ class Reference:
     known: Mapping[str, float] = field(default_factory=dict)
     not_asked: tuple[str, ...] = ()
     ranks: Ranks = ONE
+    threads: bool = False
 
     @classmethod
     def open(cls, backend: Backend, config: RunConfig) -> Reference:
@@ -75,13 +78,15 @@ class Reference:
         plain = _plain(config)
         rounded = config.parallel.gradient_dtype != "fp32"
         twin = backend.open(plain.model_copy(update={"train": config.train}) if rounded else plain)
+        # Within a budget of memory it does one thing at a time.
+        threads = isinstance(backend, ServesThreads) and backend.threads and not config.parity.memory_gb
         if config.precision.exact:
-            return cls(config, twin, twin)
+            return cls(config, twin, twin, threads=threads)
         truth = backend.open(plain.model_copy(update={"precision": PrecisionConfig(policy="fp64")}))
         if config.precision.chosen.in_fp32:
-            return cls(config, twin, truth)
+            return cls(config, twin, truth, threads=threads)
         in_stream = plain.model_copy(update={"precision": PrecisionConfig(policy="fp32")})
-        return cls(config, twin, truth, open_plain=cache(lambda: backend.open(in_stream)))
+        return cls(config, twin, truth, open_plain=cache(lambda: backend.open(in_stream)), threads=threads)
 
     def over_a_run(self) -> Reference:
         """The same sessions with sums of their own, begun now: for the checks of one run in their order."""

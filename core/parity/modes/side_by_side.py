@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 
 from lockstep.core.backend import Backend, Batch, NotSupported, Session
 from lockstep.core.capabilities import Candidate, ask, ranks_of
@@ -19,8 +20,9 @@ from lockstep.core.parity.evidence.place import (
     store_for,
 )
 from lockstep.core.parity.judge.judge import judge
+from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.verdict import Check
-from lockstep.core.parity.reference.self_check import sound_reference
+from lockstep.core.parity.reference.self_check import self_checked
 from lockstep.core.plan.checks import require_budget
 
 Alarmed = Callable[[Session, Evidence, Check], Check]
@@ -54,15 +56,30 @@ def check_steps(
             ) from lacking
         stack.callback(session.close)
         ranks = ranks_of(session)
-        references = sound_reference(reference, config).over_a_run()
-        stack.callback(references.close)
+        opened = stack.enter_context(_opening(reference, config))
         for number, batch in enumerate(batches):
             with store_for(config, ranks) as store:
                 evidence = gather(session, config, uneven_weights(batch, config.seed + number), store=store)
                 evidence = of_all_ranks(evidence, store, ranks)
                 if is_large(config):
                     return_freed_memory()
+                references = opened()
                 evidence, check = recheck_rows(session, config, evidence, judge(evidence, references), references)
                 if check.verdict == "disagreed":
                     check = alarm(session, evidence, check)
             yield check
+
+
+@contextmanager
+def _opening(backend: Backend, config: RunConfig) -> Iterator[Callable[[], Reference]]:
+    """Open the reference, and have it judge itself, beside the candidate's work where threads may ask it.
+
+    Gives what waits for that, and raises UserError if it is not sound. What cannot be opened is raised at once.
+    """
+    with closing(Reference.open(backend, config)) as opened:
+        if not opened.threads:
+            references = self_checked(opened, backend).over_a_run()
+            yield lambda: references
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="lockstep-reference") as thread:
+            yield thread.submit(lambda: self_checked(opened, backend).over_a_run()).result

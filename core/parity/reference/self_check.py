@@ -29,11 +29,10 @@ from lockstep.core.model.names import GRADIENT, parameter_shapes
 from lockstep.core.parity.evidence.gather import observed_names, uneven_weights
 from lockstep.core.parity.evidence.place import return_large_blocks
 from lockstep.core.parity.measures import calibrated_bounds
-from lockstep.core.parity.measures.compare import JudgeOfRanks, Reference, relative_difference
+from lockstep.core.parity.measures.compare import Reference, relative_difference
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.reference.closed_forms import DOCUMENTS, FORMS, LENGTH, ROWS, Subject, drawn
 from lockstep.core.parity.reference.stages import chain, rounds_operands, shared_tensors, stages_of
-from lockstep.core.run.ranks import ONE
 
 # Central differences with h = 2⁻¹⁶: of h² = 2e-10 times a third derivative, and ε/h = 1e-11 of rounding.
 WIDTH, DIFFERENCE_LIMIT = 2.0**-16, 1e-7
@@ -73,11 +72,20 @@ def require_sound(reference: Backend, config: RunConfig) -> ReferenceCheck:
 
 
 def sound_reference(backend: Backend, config: RunConfig) -> Reference:
-    """`Reference.open` of one that was judged. Raises UserError that names what it gets wrong."""
+    """`Reference.open` of one that judges itself first. Raises UserError that names what it gets wrong."""
     return_large_blocks(config)
-    ranks = backend.ranks if isinstance(backend, JudgeOfRanks) else ONE
-    not_asked = ranks.of_first(lambda: require_sound(backend, config).not_covered)
-    return replace(Reference.open(backend, config), not_asked=not_asked)
+    opened = Reference.open(backend, config)
+    try:
+        return self_checked(opened, backend)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def self_checked(opened: Reference, backend: Backend) -> Reference:
+    """Return an opened reference whose backend is sound. Raises UserError as `require_sound`, on every rank."""
+    not_asked = opened.ranks.of_first(lambda: require_sound(backend, opened.config).not_covered)
+    return replace(opened, not_asked=not_asked)
 
 
 def check_reference(reference: Backend, config: RunConfig) -> ReferenceCheck:
