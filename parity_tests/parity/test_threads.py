@@ -19,7 +19,8 @@ from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.core.parity.reference import self_check
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
-from lockstep.torch_backend.backend import TorchBackend, TorchSession
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 CONFIG = tiny_config("bf16", train={"batch_size": 4, "micro_batch_size": 2})
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.backend import Arrays, Backend, Session
-from lockstep.core.capabilities import ServesThreads
+from lockstep.core.backend import Arrays, Backend, NotSupported, Session
+from lockstep.core.capabilities import ServesThreads, ask
 from lockstep.core.config.schema import CompileConfig, PrecisionConfig, RecomputeConfig, RunConfig
 from lockstep.core.model.names import layer_of
 from lockstep.core.parity.evidence.observations import Observation, sketch_distances
@@ -79,7 +79,7 @@ class Reference:
         rounded = config.parallel.gradient_dtype != "fp32"
         twin = backend.open(plain.model_copy(update={"train": config.train}) if rounded else plain)
         # Within a budget of memory it does one thing at a time.
-        threads = isinstance(backend, ServesThreads) and backend.threads and not config.parity.memory_gb
+        threads = _serves_threads(backend) and not config.parity.memory_gb
         if config.precision.exact:
             return cls(config, twin, twin, threads=threads)
         truth = backend.open(plain.model_copy(update={"precision": PrecisionConfig(policy="fp64")}))
@@ -111,6 +111,13 @@ class Reference:
         """Close both sessions."""
         for session in self.sessions:
             session.close()
+
+
+def _serves_threads(backend: Backend) -> bool:
+    try:
+        return ask(backend, ServesThreads).threads
+    except NotSupported:
+        return False
 
 
 class NoSession:
