@@ -31,8 +31,13 @@ def before_steps(monkeypatch: pytest.MonkeyPatch, events: Mapping[int, Callable[
 
 def written(run: Path, step: int) -> None:
     """Wait for a checkpoint, which is written while the run goes on."""
+    there(run / "checkpoints" / f"step_{step:06d}")
+
+
+def there(path: Path) -> None:
+    """Wait for what a thread of the run writes."""
     until = time.monotonic() + 60
-    while not (run / "checkpoints" / f"step_{step:06d}").exists():
+    while not path.exists():
         assert time.monotonic() < until
         time.sleep(0.01)
 

@@ -21,6 +21,7 @@ from lockstep.parity_tests.guards.events import (
     fill,
     in_turn,
     settled,
+    there,
     written,
 )
 from lockstep.parity_tests.loop.runs import STEPS, Folder, one_line
@@ -91,7 +92,9 @@ def test_observations_that_cannot_be_written_are_said_and_missed_by_nobody_else(
 ) -> None:
     with monkeypatch.context() as patch:
         disk = Refusing(patch, "/run/observations/", NO_SPACE)
-        before_steps(patch, {4: lambda: disk.turn(True), 5: lambda: disk.turn(False)})
+        first = folder.path / "run" / "observations" / "step_000001.npz"
+        fails = in_turn(lambda: there(first), lambda: disk.turn(True))
+        before_steps(patch, {4: fails, 5: in_turn(disk.refused, lambda: disk.turn(False))})
         assert folder.train("run", {"parity.record_every": 4}) == 0
     said = capsys.readouterr()
     assert said.err == ""

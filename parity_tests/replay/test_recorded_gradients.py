@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 from lockstep.core.config.schema import ParityConfig
 from lockstep.core.model.names import parameter_shapes
+from lockstep.core.parity.evidence import recorder as recorders
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, load
 from lockstep.core.parity.evidence.recorder import Recorder
 from lockstep.core.parity.judge.judge import judge_observations
@@ -62,7 +65,7 @@ def recorded(session, folder, steps=2, config=EVERY_2):
     for step in range(1, steps + 1):
         made = recorder.step if recorder.due(step) else None
         records.append(made(session, BATCH, False) if made else session.step(BATCH))
-    return records, list(recorder.collect())
+    return records, list(recorder.drain())
 
 
 def judged(path):
@@ -117,3 +120,35 @@ def test_a_session_that_shows_nothing_makes_its_step_and_says_so(tmp_path):
     records, lost = recorded(ShowsNothing(TorchSession(CONFIG)), tmp_path, steps=1)
     assert records[0].step == 1 and not list(tmp_path.iterdir())
     assert lost == [(1, "its observations were not kept: the session has no step_and_gradients")]
+
+
+def test_the_next_step_runs_while_the_observations_of_the_last_are_written(tmp_path, monkeypatch):
+    """The test itself holds the writer up: a recorder that waited for its file would never come back."""
+    go_on, save = threading.Event(), recorders.save_observations
+
+    def slow(*of):
+        assert go_on.wait(60)
+        return save(*of)
+
+    monkeypatch.setattr(recorders, "save_observations", slow)
+    session, recorder = TorchSession(CONFIG), Recorder(EVERY_2, tmp_path, None)
+    assert recorder.due(1)
+    assert recorder.step(session, BATCH, False).step == 1
+    assert session.step(BATCH).step == 2
+    assert list(recorder.collect()) == [] and not list(tmp_path.iterdir())
+    go_on.set()
+    assert list(recorder.drain()) == []
+    monkeypatch.undo()
+    recorded(TorchSession(CONFIG), tmp_path / "alone", steps=1)
+    (behind, _), (alone, _) = (load(folder / "step_000001.npz") for folder in (tmp_path, tmp_path / "alone"))
+    assert behind.keys() == alone.keys()
+    for name, one in alone.items():
+        assert np.array_equal(behind[name].sketch, one.sketch) and behind[name].norm == one.norm
+
+
+def test_what_the_disk_refuses_is_said_of_each_step_and_ends_nothing(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    records, lost = recorded(TorchSession(CONFIG), tmp_path / "file", steps=4)
+    assert [one.step for one in records] == [1, 2, 3, 4]
+    assert [step for step, _ in lost] == [1, 2, 4]
+    assert all("its observations were not kept: cannot write" in said for _, said in lost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,9 @@ class Recorder:
         self._config, self._folder, self._shadow = config, folder, shadow
         self._lost: list[tuple[int, str]] = []
         self._asked = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-observations")
+        # The file that is being written while the next step runs, and its step.
+        self._writing: tuple[int, Future[Path]] | None = None
 
     @property
     def pending(self) -> int:
@@ -63,23 +67,36 @@ class Recorder:
             record = session.step(batch, norms=norms)
         record = replace(record, seconds=time.perf_counter() - started)
         if found and self._folder:
-            try:
-                save_observations(self._folder, record.step, batch, of, found)
-            except UserError as error:
-                said = str(error)
+            self._wait_for_file()
+            written = self._thread.submit(save_observations, self._folder, record.step, batch, of, found)
+            self._writing = record.step, written
         if said:
-            self._lost.append((record.step, f"its observations were not kept: {said}"))
+            self._lose(record.step, said)
         return record
+
+    def _wait_for_file(self) -> None:
+        if self._writing is not None:
+            (step, written), self._writing = self._writing, None
+            try:
+                written.result()
+            except UserError as error:
+                self._lose(step, str(error))
+
+    def _lose(self, step: int, said: str) -> None:
+        self._lost.append((step, f"its observations were not kept: {said}"))
 
     def collect(self) -> Iterator[Result]:
         """Return the checks that have come back, and the observations that were lost."""
+        if self._writing is not None and self._writing[1].done():
+            self._wait_for_file()
         lost, self._lost = self._lost, []
         yield from lost
         if self._shadow:
             yield from self._shadow.collect()
 
     def drain(self) -> Iterator[Result]:
-        """Wait for all checks that are still out."""
+        """Wait for all checks that are still out, and until the last observations are written."""
+        self._wait_for_file()
         if self._shadow:
             yield from self._shadow.drain()
         yield from self.collect()
