@@ -19,6 +19,10 @@ SCHEMA, SUITE = 1, "parity"
 # Modes of looking, as `modes` has them.
 OFF, GRADIENTS, TAPS = "taps off", "gradients every step", "taps every step"
 CHECK, SHADOW = "full check every N", "shadow every N"
+_PARTS = (
+    "One micro-batch a step, in its training steps. Each part of end to end and local is by itself, end to end on "
+    "every sequence of the micro-batch; a judgement during training repeats those with weight, end to end beside local."
+)
 
 
 def observation_names(config: RunConfig) -> list[str]:
@@ -102,7 +106,7 @@ def page(found: Mapping[str, Any]) -> str:
     for one in found["models"]:
         lines += _model(one, found["every"])
     steps, seconds = found["steps"], found["medians"]
-    lines += [f"## Parts of a check, {found['config']}", "", "One micro-batch a step, in its training steps.", ""]
+    lines += [f"## Parts of a check, {found['config']}", "", _PARTS, ""]
     lines += ["| what | seconds | in training steps |", "|---|---|---|"]
     lines += [f"| {name} | {value:.3f} | {steps[name]:.3g} |" for name, value in seconds.items()]
     return "\n".join([*lines, ""])

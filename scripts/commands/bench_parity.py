@@ -28,6 +28,7 @@ import jax
 import torch
 from torch import Tensor
 
+from lockstep.core.backend import Batch
 from lockstep.core.bench import parity_costs
 from lockstep.core.bench.files import read_results, write_page
 from lockstep.core.bench.parity_costs import CHECK, GRADIENTS, OFF, SHADOW, TAPS
@@ -37,7 +38,8 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import write_atomically
 from lockstep.core.model.budget import parameter_count
 from lockstep.core.parity.evidence.gather import gather
-from lockstep.core.parity.evidence.recorded import observe, observed_step, probe_of, save_observations
+from lockstep.core.parity.evidence.recorded import observe, probe_of
+from lockstep.core.parity.evidence.recorder import Recorder
 from lockstep.core.parity.judge import end_to_end, local
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.compare import Reference
@@ -109,6 +111,17 @@ def sketch_all(session: TorchSession, of_all: Callable[..., Any]) -> Callable[[]
     return lambda: program(grads, table)
 
 
+def recorded(session: TorchSession, config: RunConfig, folder: Path, batch: Batch) -> dict[str, Callable[[], Any]]:
+    """A step as training records it, by what is recorded of it; files of each lie in a folder of its own."""
+
+    def step(mode: str, **every: int) -> Callable[[], Any]:
+        settings = config.model_copy(update={"parity": config.parity.model_copy(update=every)})
+        recorder = Recorder(settings, folder / mode, None)
+        return lambda: recorder.due(1) and recorder.step(session, batch, False)
+
+    return {GRADIENTS: step(GRADIENTS, record_every=1), TAPS: step(TAPS, record_every=1, record_taps_every=1)}
+
+
 def measure(options: BenchParity) -> dict[str, Any]:
     """Every row, in seconds and in steps."""
     whole = load_config(options.config, {"device": "cpu", "compile.enabled": "true"})
@@ -136,13 +149,6 @@ def measure(options: BenchParity) -> dict[str, Any]:
 
     folder = tempfile.TemporaryDirectory()
 
-    def with_gradients() -> None:
-        save_observations(Path(folder.name), 1, batch, batch, observed_step(session, config, batch, False)[1])
-
-    def with_taps() -> None:
-        session.step(batch)
-        save_observations(Path(folder.name), 1, batch, probe, observe(session, config, probe))
-
     rows = {
         "training step": lambda: session.step(batch),
         "sketches of all gradients": sketch_all(session, sketches_alone),
@@ -152,23 +158,21 @@ def measure(options: BenchParity) -> dict[str, Any]:
         "end to end, truth": repeat("truth", True),
         "local stages, twin": every_stage("twin"),
         "local stages, truth": every_stage("truth"),
+        "judgement of a check during training": lambda: judge(evidence, reference),
         "evidence of a check during training": lambda: gather(session, config, batch, probe),
-        GRADIENTS: with_gradients,
-        TAPS: with_taps,
+        **recorded(session, config, Path(folder.name), batch),
         CHECK: lambda: judge(gather(session, config, batch, probe), reference),
     }
     seconds = in_turns(rows, options.repeats)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    size = save_observations(Path(folder.name), 1, batch, probe, kept).stat().st_size
-    of_gradients = observed_step(session, config, batch, False)[1]
-    least = save_observations(Path(folder.name), 1, batch, batch, of_gradients).stat().st_size
+    least, size = (next(Path(folder.name, mode).iterdir()).stat().st_size for mode in (GRADIENTS, TAPS))
     folder.cleanup()
     step, evident = medians["training step"], parity_costs.array_bytes(evidence)
-    shadow = shadow_overhead(whole, options.repeats, options.every)
+    recording, shadow = overheads(whole, options.repeats, options.every)
     waits = (medians[CHECK] - step) / options.every
     modes = {
         OFF: _mode(step, step, 0, 0),
-        GRADIENTS: _mode(medians[GRADIENTS], step, least, least),
+        GRADIENTS: _mode(step * (1 + recording["share"]), step, least, least),
         TAPS: _mode(medians[TAPS], step, size, size),
         CHECK: _mode(step + waits, step, (evident + size) / options.every, (evident + size) / options.every),
         SHADOW: _mode(step * (1 + shadow["share"]), step, *[(evident + size) / options.every] * 2),
@@ -179,6 +183,9 @@ def measure(options: BenchParity) -> dict[str, Any]:
         "modes": modes,
         "remarks": [
             f"A full check takes {medians[CHECK]:.3f} s with its step; the trainer waits for all of it.",
+            "A step whose gradients are recorded, with all its micro-batches, takes "
+            f"{recording['recorded_step']:.3f} s instead of {recording['step']:.3f} s; one of a single micro-batch "
+            f"{medians[GRADIENTS]:.3f} s instead of {step:.3f} s.",
             f"A step that the shadow checks, with all its micro-batches, takes {shadow['checked_step']:.3f} s instead "
             f"of {shadow['step']:.3f} s, the worker at work beside it.",
             f"A step's observations: {size:,} bytes; the evidence of a check, which is handed over and not kept: "
@@ -190,6 +197,7 @@ def measure(options: BenchParity) -> dict[str, Any]:
         "seconds": seconds,
         "medians": medians,
         "steps": {name: value / step for name, value in medians.items()},
+        "recording": recording,
         "shadow": shadow,
         "models": [model],
     }
@@ -206,21 +214,10 @@ def measure_large(options: BenchParity, threads: int) -> dict[str, Any]:
     whole = load_config(LARGE)
     config = load_config(LARGE, {**SCALED, "compile.enabled": "true"})
     session, batch = TorchBackend().open_rank(config), random_batches(config, 1)[0]
-    probe = probe_of(batch, config)
     with tempfile.TemporaryDirectory() as folder:
-
-        def with_gradients() -> int:
-            found = observed_step(session, config, batch, False)[1]
-            return save_observations(Path(folder), 1, batch, batch, found).stat().st_size
-
-        def with_taps() -> int:
-            session.step(batch)
-            found = observe(session, config, probe)
-            return save_observations(Path(folder), 1, batch, probe, found).stat().st_size
-
-        least, size = with_gradients(), with_taps()
-        rows = {OFF: lambda: session.step(batch), GRADIENTS: with_gradients, TAPS: with_taps}
+        rows = {OFF: lambda: session.step(batch), **recorded(session, config, Path(folder), batch)}
         taken = in_turns(rows, options.repeats)
+        least, size = (next(Path(folder, mode).iterdir()).stat().st_size for mode in (GRADIENTS, TAPS))
     step, lightly, seen = (statistics.median(taken[mode]) for mode in (OFF, GRADIENTS, TAPS))
     observed = parity_costs.observation_bytes(whole)
     handed = (parity_costs.evidence_bytes(whole) + observed) / options.every
@@ -254,27 +251,33 @@ def measure_large(options: BenchParity, threads: int) -> dict[str, Any]:
     }
 
 
-def shadow_overhead(config: RunConfig, repeats: int, every: int) -> dict[str, float]:
-    """Seconds that a check adds to the trainer's own step, the worker running beside it."""
+def overheads(config: RunConfig, repeats: int, every: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds that recording its gradients adds to the trainer's own step, and a check with the worker beside it."""
     data = RunData.open(config)
     session = TorchBackend().open_rank(config)
+    with tempfile.TemporaryDirectory() as folder:
+        batch = data.batch(1)
+        record = recorded(session, config, Path(folder), batch)[GRADIENTS]
+        taken = in_turns({OFF: lambda: session.step(batch), GRADIENTS: record}, 3 * repeats)
+    step, with_record = (statistics.median(taken[mode]) for mode in (OFF, GRADIENTS))
+    recording = {"step": step, "recorded_step": with_record, "share": with_record / step - 1}
     plain, checked = [], []
     parity = config.parity.model_copy(update={"every": every, "queue": 1})
     with Shadow(config.model_copy(update={"parity": parity}), REFERENCE) as shadow:
         for number in range(repeats + 1):
             started = time.perf_counter()
             shadow.step(session, data.batch(number + 1), False)
-            taken = time.perf_counter() - started
+            seconds = time.perf_counter() - started
             list(shadow.drain())
             for _ in range(3):
                 started = time.perf_counter()
                 session.step(data.batch(number + 1))
                 plain.append(time.perf_counter() - started)
             if number:  # the first compiles
-                checked.append(taken)
+                checked.append(seconds)
     step, check = statistics.median(plain), statistics.median(checked)
     extra = check - step
-    return {"step": step, "checked_step": check, "added": extra, "share": extra / (every * step)}
+    return recording, {"step": step, "checked_step": check, "added": extra, "share": extra / (every * step)}
 
 
 def main(argv: list[str]) -> int:
