@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -144,6 +145,21 @@ def test_the_next_step_runs_while_the_observations_of_the_last_are_written(tmp_p
     assert behind.keys() == alone.keys()
     for name, one in alone.items():
         assert np.array_equal(behind[name].sketch, one.sketch) and behind[name].norm == one.norm
+
+
+def test_a_run_that_ends_waits_for_its_last_file(tmp_path, monkeypatch):
+    """A folder that goes while a thread writes into it comes back, or cannot go."""
+    save = recorders.save_observations
+
+    def slow(*of):
+        time.sleep(1)
+        return save(*of)
+
+    monkeypatch.setattr(recorders, "save_observations", slow)
+    with Recorder(EVERY_2, tmp_path, None) as recorder:
+        assert recorder.due(1)
+        recorder.step(TorchSession(CONFIG), BATCH, False)
+    assert [file.name for file in tmp_path.iterdir()] == ["step_000001.npz"]
 
 
 def test_what_the_disk_refuses_is_said_of_each_step_and_ends_nothing(tmp_path):

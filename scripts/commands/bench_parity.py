@@ -13,8 +13,9 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -111,15 +112,19 @@ def sketch_all(session: TorchSession, of_all: Callable[..., Any]) -> Callable[[]
     return lambda: program(grads, table)
 
 
-def recorded(session: TorchSession, config: RunConfig, folder: Path, batch: Batch) -> dict[str, Callable[[], Any]]:
+@contextmanager
+def recorded(
+    session: TorchSession, config: RunConfig, folder: Path, batch: Batch
+) -> Iterator[dict[str, Callable[[], Any]]]:
     """A step as training records it, by what is recorded of it; files of each lie in a folder of its own."""
+    with ExitStack() as stack:
 
-    def step(mode: str, **every: int) -> Callable[[], Any]:
-        settings = config.model_copy(update={"parity": config.parity.model_copy(update=every)})
-        recorder = Recorder(settings, folder / mode, None)
-        return lambda: recorder.due(1) and recorder.step(session, batch, False)
+        def step(mode: str, **every: int) -> Callable[[], Any]:
+            settings = config.model_copy(update={"parity": config.parity.model_copy(update=every)})
+            recorder = stack.enter_context(Recorder(settings, folder / mode, None))
+            return lambda: recorder.due(1) and recorder.step(session, batch, False)
 
-    return {GRADIENTS: step(GRADIENTS, record_every=1), TAPS: step(TAPS, record_every=1, record_taps_every=1)}
+        yield {GRADIENTS: step(GRADIENTS, record_every=1), TAPS: step(TAPS, record_every=1, record_taps_every=1)}
 
 
 def measure(options: BenchParity) -> dict[str, Any]:
@@ -147,8 +152,6 @@ def measure(options: BenchParity) -> dict[str, Any]:
     def every_stage(side: str) -> Callable[[], Any]:
         return lambda: list(local.stages(evidence, of(side), []))
 
-    folder = tempfile.TemporaryDirectory()
-
     rows = {
         "training step": lambda: session.step(batch),
         "sketches of all gradients": sketch_all(session, sketches_alone),
@@ -160,13 +163,13 @@ def measure(options: BenchParity) -> dict[str, Any]:
         "local stages, truth": every_stage("truth"),
         "judgement of a check during training": lambda: judge(evidence, reference),
         "evidence of a check during training": lambda: gather(session, config, batch, probe),
-        **recorded(session, config, Path(folder.name), batch),
         CHECK: lambda: judge(gather(session, config, batch, probe), reference),
     }
-    seconds = in_turns(rows, options.repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        with recorded(session, config, Path(folder), batch) as recording_rows:
+            seconds = in_turns({**rows, **recording_rows}, options.repeats)
+        least, size = (next(Path(folder, mode).iterdir()).stat().st_size for mode in (GRADIENTS, TAPS))
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    least, size = (next(Path(folder.name, mode).iterdir()).stat().st_size for mode in (GRADIENTS, TAPS))
-    folder.cleanup()
     step, evident = medians["training step"], parity_costs.array_bytes(evidence)
     recording, shadow = overheads(whole, options.repeats, options.every)
     waits = (medians[CHECK] - step) / options.every
@@ -215,8 +218,8 @@ def measure_large(options: BenchParity, threads: int) -> dict[str, Any]:
     config = load_config(LARGE, {**SCALED, "compile.enabled": "true"})
     session, batch = TorchBackend().open_rank(config), random_batches(config, 1)[0]
     with tempfile.TemporaryDirectory() as folder:
-        rows = {OFF: lambda: session.step(batch), **recorded(session, config, Path(folder), batch)}
-        taken = in_turns(rows, options.repeats)
+        with recorded(session, config, Path(folder), batch) as rows:
+            taken = in_turns({OFF: lambda: session.step(batch), **rows}, options.repeats)
         least, size = (next(Path(folder, mode).iterdir()).stat().st_size for mode in (GRADIENTS, TAPS))
     step, lightly, seen = (statistics.median(taken[mode]) for mode in (OFF, GRADIENTS, TAPS))
     observed = parity_costs.observation_bytes(whole)
@@ -257,8 +260,8 @@ def overheads(config: RunConfig, repeats: int, every: int) -> tuple[dict[str, fl
     session = TorchBackend().open_rank(config)
     with tempfile.TemporaryDirectory() as folder:
         batch = data.batch(1)
-        record = recorded(session, config, Path(folder), batch)[GRADIENTS]
-        taken = in_turns({OFF: lambda: session.step(batch), GRADIENTS: record}, 3 * repeats)
+        with recorded(session, config, Path(folder), batch) as rows:
+            taken = in_turns({OFF: lambda: session.step(batch), GRADIENTS: rows[GRADIENTS]}, 3 * repeats)
     step, with_record = (statistics.median(taken[mode]) for mode in (OFF, GRADIENTS))
     recording = {"step": step, "recorded_step": with_record, "share": with_record / step - 1}
     plain, checked = [], []

@@ -172,15 +172,15 @@ def _peer() -> int:
             return 0
         if config.deterministic:
             prove(config, session, data.batch(done + 1), done + 1, ranks)
-        part = ShadowPart(config, ranks) if _checked(config, done) else None
-        watch = Recorder(config, None, part) if config.parity.records else part
+        part = stack.enter_context(ShadowPart(config, ranks)) if _checked(config, done) else None
+        watch = stack.enter_context(Recorder(config, None, part)) if config.parity.records else part
 
         def alarm(check: Check) -> None:
             if (evidence := ranks.of_first(lambda: None)) is not None:
                 # Rank 0 says who made it, and packs it.
                 sound(session, evidence, check, config, Path(), candidate="", reference="", versions={})
 
-        with part or contextlib.nullcontext(), interrupts(told=False) as interrupted:
+        with interrupts(told=False) as interrupted:
             ranks.of_first(bool, "begin")
             train(session, data, None, [], interrupted, done + 1, "", watch, alarm, ranks)
         return 0
@@ -228,7 +228,7 @@ def _train(
     kept = run.path / OBSERVATIONS
     folder = run.path / EVIDENCE
     shadow = stack.enter_context(Shadow(config, REFERENCE, kept, ranks, folder)) if _checked(config, done) else None
-    watch = Recorder(config, kept, shadow) if config.parity.records else shadow
+    watch = stack.enter_context(Recorder(config, kept, shadow)) if config.parity.records else shadow
     sinks.append(ConsoleSink(config.train.steps, done, console))
     for sink in sinks:
         stack.callback(sink.close)

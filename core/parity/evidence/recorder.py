@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from lockstep.core.backend import Batch, NotSupported, Session, StepRecord
 from lockstep.core.config.schema import RunConfig
@@ -21,7 +22,7 @@ class Recorder:
 
     Every `parity.record_every`th step: of the step's own gradients, which cost no pass. Every
     `parity.record_taps_every`th step: of a micro-batch's taps and gradients, by a forward and backward pass of its own.
-    A step that is checked has its observations kept by the check.
+    A step that is checked has its observations kept by the check. A `with` block ends when the last file is written.
     """
 
     def __init__(self, config: RunConfig, folder: Path | None, shadow: Shadow | ShadowPart | None) -> None:
@@ -32,6 +33,12 @@ class Recorder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-observations")
         # The file that is being written while the next step runs, and its step.
         self._writing: tuple[int, Future[Path]] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()
 
     @property
     def pending(self) -> int:
