@@ -1,7 +1,10 @@
 """The scoreboard as a page: runs what is missing of `lockstep faults`, then writes docs/results/faults.md.
 
-python -m lockstep.parity_tests.boards.board            goes on where it stopped: rows are kept in .cache/faults.json
+python -m lockstep.parity_tests.boards.board            goes on where it stopped
+python -m lockstep.parity_tests.boards.board --anew     begins again: kept rows do not know which code made them
 python -m lockstep.parity_tests.boards.board --page     only writes the page from the rows that are there
+
+Rows are kept in docs/results/faults.json.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from lockstep.parity_tests.faults import FAULTS, REFERENCE
 from lockstep.scripts.commands import faults
 from lockstep.scripts.shared.scoreboard import Row, from_json, in_words, place, totals
 
-ROWS, PAGE = REPO / ".cache/faults.json", REPO / "docs/results/faults.md"
+ROWS, PAGE = (REPO / f"docs/results/faults.{ending}" for ending in ("json", "md"))
 # FP16 and FP8 for the faults that only they can have.
 RECIPES = (
     "bf16/eager",
@@ -103,8 +106,11 @@ def page(rows: Sequence[Row]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run what is missing and write the page; the exit code is that of `lockstep faults`."""
     code = 0
+    argv = list(argv)
+    if "--anew" in argv:
+        argv.remove("--anew")
+        ROWS.unlink(missing_ok=True)
     if "--page" not in argv:
-        ROWS.parent.mkdir(exist_ok=True)
         os.chdir(REPO)
         options = ["--json", str(ROWS), "--resume", "--device", "cpu", "--recipe", *RECIPES]
         code = faults.main([*argv, *options])
