@@ -90,7 +90,8 @@ class Observes(Programs):
         self._require_taps(taps)
         rows = torch.tensor(np.flatnonzero(batch.weights.any(axis=1)), device=self.device)
         size = len(batch.tokens)
-        if self._compiles_whole and (budget := self._budget_of_taps(size)):
+        windows = self.config.compile.enabled and self.root is None
+        if windows and (budget := self._budget_of_taps(size)):
             self._observe_windows(batch, frozenset(taps), take, rows, budget)
             return
 
@@ -102,7 +103,7 @@ class Observes(Programs):
     def _stream_taps(self, batch: Batch, taps: Sequence[str], take: Take, rows: Callable[[Tensor], Tensor]) -> None:
         """rows: gives the sequences of a tap that are handed over."""
         self._require_taps(taps)
-        if self._compiles_whole or (self.root is not None and self.config.compile.enabled):
+        if self.config.compile.enabled:
             self._observe_tapped(batch, frozenset(taps), take, rows)
         else:
             self._observe_passing(batch, frozenset(taps), take, rows)

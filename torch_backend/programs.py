@@ -270,8 +270,8 @@ class Programs:
 
     @property
     def _compiles_whole(self) -> bool:
-        """Return whether a program of the whole model can be compiled: not around what gathers its weights."""
-        return self.config.compile.enabled and self.root is None
+        """Return whether torch.compile is given a program of the whole model, and not its blocks."""
+        return self.config.compile.enabled and self.config.compile.scope == "model"
 
     def _programs_made(self) -> int:
         """Graphs that torch.compile has compiled in this process."""

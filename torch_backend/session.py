@@ -100,7 +100,7 @@ class TorchSession(Observes):
         self.optimizer = self.build_optimizer()
         self._micro_loss = self.build_program() if config.compile.enabled else self.micro_loss
         # A compiled block that was tapped would be another program the second time. Kept, it has the same bits.
-        apply_recompute(self.model, config.recompute, tapped=self.root is None or not config.compile.enabled)
+        apply_recompute(self.model, config.recompute, tapped=not config.compile.enabled or self._compiles_whole)
         self._tapped_programs: dict[tuple[frozenset[str], bool], Any] = {}
         self._sound_windows: set[frozenset[str]] = set()
         self._free_at_first: float | None = None
