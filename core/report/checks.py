@@ -117,6 +117,7 @@ class Checks:
     counts: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     not_covered: Counter[str] = field(default_factory=Counter)
+    not_exercised: tuple[str, ...] | None = None  # levers that no check exercised; None before the first check
     unread: Counter[str] = field(default_factory=Counter)  # schema → lines that this page cannot read
     damaged: int = 0  # lines that are not what was written, here or set aside by a resume: nobody knows their verdicts
     first_bad: BadStep | None = None
@@ -162,6 +163,10 @@ class Checks:
         if verdict == "skipped":
             self.reasons[str(check.get("reason", "no reason given"))] += 1
         self.not_covered.update(str(item) for item in check.get("not_covered", []))
+        if findings:
+            idle = [str(item) for item in check.get("not_exercised", [])]
+            before = idle if self.not_exercised is None else self.not_exercised
+            self.not_exercised = tuple(lever for lever in before if lever in idle)
         roles, named = _roles(check, findings)
         if verdict == "disagreed" and (self.first_bad is None or step < self.first_bad.step):
             self.first_bad = _bad_step(step, check, roles, findings[named] if named is not None else None)

@@ -119,6 +119,8 @@ def _held(checks: Checks) -> str:
     parts = [f'<p class="say">{plural(total, "comparison")} in {plural(len(checks.steps), "check")}: {counted}.</p>']
     worst = sorted(checks.worst.items(), key=lambda item: -item[1].strain)
     parts.append(f'<ul class="nearest">{"".join(_nearest(s, w, not i) for i, (s, w) in enumerate(worst))}</ul>')
+    if checks.not_exercised:
+        parts.append(f"<p>Not exercised in any check: <b>{esc(', '.join(checks.not_exercised))}</b>.</p>")
     return "".join(parts)
 
 

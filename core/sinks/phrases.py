@@ -53,7 +53,7 @@ def verdicts(agreed: int, judged: int, skipped: int) -> str:
 
 def check_line(check: Check) -> str:
     """The verdict of one checked step, with the origin or the worst measure and its bound."""
-    head = f"step {check.step}: parity {check.verdict.replace('_', ' ')}"
+    head = f"step {check.step}: parity {headline(check.verdict, check.not_exercised)}"
     finding = check.origin or check.worst
     if finding is None or check.verdict == "could_not":
         what = "nothing" if finding is None else "nothing that the model computes"
@@ -64,6 +64,12 @@ def check_line(check: Check) -> str:
         return f"{head}; {kind}: {where}, nothing was compared"
     m = finding.worst
     return f"{head}; {kind}: {where}, {m.name.replace('_', ' ')} {m.value:.3g} ({bounds(m.low, m.high)})"
+
+
+def headline(verdict: str, idle: Sequence[str]) -> str:
+    """`agreed; not exercised: document mask, clipping`. idle: levers that agreement says nothing of."""
+    said = f"; not exercised: {', '.join(idle)}" if idle and verdict == "agreed" else ""
+    return verdict.replace("_", " ") + said
 
 
 def place_of(finding: Finding) -> str:

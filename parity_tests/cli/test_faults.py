@@ -63,6 +63,7 @@ def test_an_honest_trainer_agrees(candidate: str, lockstep: Lockstep, run_file: 
     found = json.loads(verdict.read_text())
     assert (found["verdict"], found["steps"], found["not_covered"]) == ("agreed", [1, 2], found["not_covered"])
     assert all("sequences" in item or "ranks" in item for item in found["not_covered"])
+    assert found["not_exercised"] == []
     local = {f["stage"] for f in found["stages"] if f["scope"] == "local"}
     assert {"embed", "q_rope", "attn", "act", "logits", "moments", "update"} <= local
 

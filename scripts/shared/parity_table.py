@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from lockstep.core.parity.measures.verdict import Check, Finding, overall
+from lockstep.core.parity.measures.verdict import Check, Finding, never_exercised, overall
 from lockstep.core.parity.modes.free_running import Drift
 from lockstep.core.parity.reference.stages import is_forward, place
-from lockstep.core.sinks.phrases import bounds, place_of
+from lockstep.core.sinks.phrases import bounds, headline, place_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +44,9 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str) -> Non
     console.print(table)
     verdict = overall(checks)
     console.print(
-        f"verdict: {verdict}", style={"agreed": "bold green", "disagreed": "bold red"}.get(verdict, "bold yellow")
+        f"verdict: {headline(verdict, never_exercised(checks))}",
+        style={"agreed": "bold green", "disagreed": "bold red"}.get(verdict, "bold yellow"),
+        soft_wrap=True,
     )
     first = next((c for c in checks if c.verdict == "disagreed"), None)
     if first and first.origin:

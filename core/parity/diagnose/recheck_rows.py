@@ -75,8 +75,9 @@ def _others(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
     """
     size = len(evidence.tapped.tokens)
     seen = set(weighted_rows(evidence.tapped).tolist())
-    for number, micro in enumerate(evidence.batch.micro_batches(size)):
-        rest = [row for row in range(size) if number or row not in seen]
+    for micro in evidence.batch.micro_batches(size):
+        of_seen = np.array_equal(micro.tokens, evidence.tapped.tokens)
+        rest = [row for row in range(size) if not of_seen or row not in seen]
         if config.precision.couples_sequences and rest:
             yield probe_of(micro, config)
             continue

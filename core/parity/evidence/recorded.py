@@ -25,7 +25,7 @@ def observation_file(folder: Path, step: int) -> Path:
 
 def probe_of(batch: Batch, config: RunConfig) -> Batch:
     """The micro-batch on which a step is observed during training: a function of the step's batch and the run."""
-    micro = batch.cut(config.train)[0]
+    micro = gather.micro_to_probe(batch, config)
     return gather.probe_of(micro, config, turn=int(batch.digest()[:8], 16))
 
 

@@ -19,6 +19,7 @@ from lockstep.core.model.names import tap_names
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.evidence.observations import PARAMETER, Observation
 from lockstep.core.parity.judge import end_to_end, local, update
+from lockstep.core.parity.judge.exercised import not_exercised
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.decode import known_scalars
 from lockstep.core.parity.measures.verdict import Check, Finding
@@ -74,8 +75,10 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
     missing += local.not_compared(evidence)
     if is_sharded(reference.config) and evidence.taps:
         missing.append("local checks of the backward stages on other ranks than 0: their losses do not count there")
+    idle = not_exercised(evidence, reference.config)
+    missing += [f"{lever}, which was not exercised: {why}" for lever, why in idle.items() if why]
     seconds = time.perf_counter() - started + evidence.seconds
-    return Check(evidence.record.step, in_order(findings), tuple(missing), seconds)
+    return Check(evidence.record.step, in_order(findings), tuple(missing), seconds, not_exercised=tuple(idle))
 
 
 @contextmanager

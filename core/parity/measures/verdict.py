@@ -99,13 +99,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """The findings of one checked step."""
+    """The findings of one checked step.
+
+    not_exercised: levers of the run that did nothing in what was compared (core/parity/judge/exercised.py).
+    """
 
     step: int
     findings: tuple[Finding, ...]
     not_covered: tuple[str, ...]
     seconds: float = 0.0
     cause: str | None = None
+    not_exercised: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Outcome:
@@ -155,6 +159,7 @@ class Check:
             "cause": self.cause,
             "stages": [f.to_json() | {"role": self.role(f)} for f in self.findings],
             "not_covered": list(self.not_covered),
+            "not_exercised": list(self.not_exercised),
             "seconds": self.seconds,
         }
 
@@ -172,6 +177,7 @@ def verdict_json(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
         **context,
         "stages": [f.to_json() | {"role": c.role(f), "step": c.step} for c in checks for f in c.findings],
         "not_covered": sorted({item for c in checks for item in c.not_covered}),
+        "not_exercised": list(never_exercised(checks)),
         "origins": [_origin_json(f) for f in first.origins] if first else [],
         "steps": [c.step for c in checks],
         "seconds": sum(c.seconds for c in checks),
@@ -185,6 +191,12 @@ def overall(checks: Sequence[Check]) -> Outcome:
     if not checks or any(c.verdict == "could_not" for c in checks):
         return "could_not"
     return "agreed"
+
+
+def never_exercised(checks: Sequence[Check]) -> tuple[str, ...]:
+    """Levers that no check exercised, in the order of the first check."""
+    first, *others = [c.not_exercised for c in checks] or [()]
+    return tuple(lever for lever in first if all(lever in other for other in others))
 
 
 def _origin_json(finding: Finding | None) -> dict[str, Any] | None:

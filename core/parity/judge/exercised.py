@@ -1,0 +1,47 @@
+"""Levers of a run that a check never saw at work: agreement says nothing of them.
+
+A document mask masks nothing where no sequence holds two documents, and clipping clips nothing below its norm: a
+trainer that lacks them makes the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.gather import Evidence, sequences_of_several_documents, weighted_part
+from lockstep.core.train.loss_scale import SCALE
+
+
+def not_exercised(evidence: Evidence, config: RunConfig) -> dict[str, str]:
+    """Levers that are on, and did nothing in what was compared → why; empty where `not_covered` says it already."""
+    return dict(_not_exercised(evidence, config))
+
+
+def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str, str]]:
+    attention, train, record = config.attention, config.train, evidence.record
+    compared = (weighted_part(evidence.probe), evidence.weighted)
+    if attention.needs_documents and not any(sequences_of_several_documents(batch).size for batch in compared):
+        why = "no sequence that was compared holds two documents"
+        if attention.document_mask:
+            yield "document mask", why
+        if attention.reset_positions:
+            yield "positions that begin anew", why
+    for length in sorted({*train.lengths} - {evidence.batch.tokens.shape[1]}):
+        yield f"sequences of {length:,} tokens", f"those of this step have {evidence.batch.tokens.shape[1]:,}"
+    if evidence.accumulated is None:
+        yield "accumulation", "the step is one micro-batch" if train.accumulation == 1 else ""
+    if train.ranks > 1 and evidence.reduced is None:
+        yield "reduction over ranks", ""
+    if config.optim.clip_norm > 0 and record.clip_coefficient >= 1:
+        yield (
+            "clipping",
+            f"the gradients' norm {record.grad_norm:.3g} is not above clip_norm = {config.optim.clip_norm:g}",
+        )
+    if train.on_not_finite == "skip" and not evidence.not_finite and evidence.after.updates > evidence.before.updates:
+        yield "leaving a step out", "all of the step was finite"
+    scale = evidence.before.scalars.get(SCALE)
+    if scale is not None and evidence.after.scalars.get(SCALE) == scale:
+        yield "a change of the loss scale", f"it stayed {scale:g}"
+    if record.lr == 0:
+        yield "update", "the learning rate is 0"

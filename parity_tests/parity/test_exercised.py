@@ -1,0 +1,121 @@
+"""Levers that did nothing in a check are named; those that are on are looked at where they do something."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lockstep.core.config.schema import AttentionConfig, RunConfig, TrainConfig
+from lockstep.core.parity.evidence import recorded
+from lockstep.core.parity.evidence.gather import gather, micro_to_probe, probe_of, uneven_weights, weighted_rows
+from lockstep.core.parity.judge.exercised import not_exercised
+from lockstep.core.parity.judge.judge import Reference, judge
+from lockstep.core.parity.measures.verdict import Check, never_exercised
+from lockstep.core.sinks.phrases import check_line
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
+
+CONFIG = tiny_config("fp32")
+MASKED = CONFIG.model_copy(update={"attention": AttentionConfig(document_mask=True)})
+
+
+class BlindToDocuments(TorchBackend.session_class):
+    """Never masks: every token sees all before it."""
+
+    def documents(self, batch):
+        return super().documents(replace(batch, documents=np.zeros_like(batch.documents)))
+
+
+def with_documents_in(rows, batch):
+    """The batch with a second document in these sequences alone."""
+    documents = np.zeros_like(batch.tokens)
+    documents[rows, batch.tokens.shape[1] // 2 :] = 1
+    return replace(batch, documents=documents)
+
+
+def checked(session, config, batch):
+    return judge(gather(session, config, uneven_weights(batch, 1)), Reference.open(JaxBackend(), config))
+
+
+def test_a_mask_that_masked_nothing_is_named_in_the_headline_and_elsewhere_it_is_looked_at():
+    """A candidate without the mask agrees where no sequence holds two documents, and nowhere else."""
+    batch = text_batch(MASKED)
+    apart = checked(BlindToDocuments(MASKED), MASKED, with_documents_in([], batch))
+    assert apart.verdict == "agreed" and "document mask" in apart.not_exercised
+    assert "agreed; not exercised: document mask" in check_line(apart)
+    assert any(item.startswith("document mask, which was not exercised: ") for item in apart.not_covered)
+    # One sequence, of the second micro-batch.
+    packed = with_documents_in([2], batch)
+    wrong = checked(BlindToDocuments(MASKED), MASKED, packed)
+    assert wrong.origin is not None and (wrong.origin.stage, wrong.origin.scope) == ("attn", "local")
+    honest = checked(TorchBackend().open(MASKED), MASKED, packed)
+    assert honest.verdict == "agreed" and "document mask" not in honest.not_exercised
+
+
+@pytest.mark.parametrize("rows", [[0], [1], [2], [1, 2], [3]])
+@pytest.mark.parametrize("turn", range(3))
+def test_a_sequence_of_several_documents_is_among_those_looked_at(rows, turn):
+    config = MASKED.model_copy(update={"train": TrainConfig(batch_size=4, micro_batch_size=4, sequence_length=32)})
+    chosen = weighted_rows(probe_of(with_documents_in(rows, text_batch(config)), config, turn=turn))
+    assert len(chosen) == 2 and set(chosen) & set(rows)
+
+
+def test_the_micro_batch_that_is_looked_at_has_several_documents_in_a_sequence_if_any_does():
+    batch = text_batch(MASKED)
+    for row, micro in ((0, 0), (3, 1)):
+        packed = with_documents_in([row], batch)
+        assert micro_to_probe(packed, MASKED).digest() == packed.cut(MASKED.train)[micro].digest()
+        assert row % 2 in weighted_rows(recorded.probe_of(packed, MASKED))
+    # Without the lever nothing changes: recorded runs are replayed on the sequences that they chose.
+    assert micro_to_probe(batch, CONFIG).digest() == batch.cut(CONFIG.train)[0].digest()
+
+
+def levers(config: RunConfig, probe=False, batch=None):
+    batch = uneven_weights(text_batch(config) if batch is None else batch, 1)
+    looked_at = recorded.probe_of(batch, config) if probe else None
+    return not_exercised(gather(TorchBackend().open(config), config, batch, looked_at), config)
+
+
+def changed(config: RunConfig, section: str, **values) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+@pytest.mark.parametrize(
+    "config, probe, named",
+    [
+        (CONFIG, False, []),
+        (CONFIG, True, ["accumulation"]),
+        (changed(CONFIG, "train", micro_batch_size=4), False, ["accumulation"]),
+        (changed(CONFIG, "optim", clip_norm=1e6), False, ["clipping"]),
+        (changed(CONFIG, "optim", clip_norm=0.0), False, []),
+        (changed(CONFIG, "train", on_not_finite="skip"), False, ["leaving a step out"]),
+        (changed(CONFIG, "train", curriculum="32:0.5, 64:0.5"), False, ["sequences of 64 tokens"]),
+        (tiny_config("fp16"), False, ["a change of the loss scale"]),
+        (changed(MASKED, "attention", reset_positions=True), False, []),
+    ],
+)
+def test_levers(config, probe, named):
+    assert list(levers(config, probe)) == named
+
+
+def test_a_step_that_is_left_out_exercises_leaving_out():
+    class Overflows(TorchBackend.session_class):
+        def accumulate(self, batch):
+            loss, nll = super().accumulate(batch)
+            return loss * np.inf, nll
+
+    config = changed(CONFIG, "train", on_not_finite="skip")
+    evidence = gather(Overflows(config), config, uneven_weights(text_batch(config), 1))
+    assert "leaving a step out" not in not_exercised(evidence, config)
+
+
+def test_over_several_checks_only_what_none_exercised_is_named():
+    def of(*idle: str) -> Check:
+        return Check(1, (), (), not_exercised=idle)
+
+    assert never_exercised([]) == ()
+    assert never_exercised([of("clipping", "document mask"), of("document mask")]) == ("document mask",)
+    assert never_exercised([of("clipping"), of()]) == ()
