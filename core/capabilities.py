@@ -113,6 +113,15 @@ class SketchesStep(Protocol):
 
 
 @runtime_checkable
+class SketchesGradients(Protocol):
+    """A session that sketches on the device what `gradients` gives."""
+
+    def sketch_gradients(self, batch: Batch) -> Mapping[str, Any]:
+        """`Observation` of each parameter's gradient on `batch`, by `gradient/NAME`; the state is left as it was."""
+        ...
+
+
+@runtime_checkable
 class StreamsState(Protocol):
     """A session that hands over its state a tensor at a time."""
 

@@ -29,7 +29,7 @@ from lockstep.torch_backend.optim import (
     write_moments,
 )
 from lockstep.torch_backend.precision import POLICIES
-from lockstep.torch_backend.programs import Programs
+from lockstep.torch_backend.programs import Programs, Tensors
 from lockstep.torch_backend.ranks.sharded_tensors import to_numpy, whole
 from lockstep.torch_backend.ranks.sharing import MicroLoss
 from lockstep.torch_backend.stages import run_stage, stage_functions
@@ -313,6 +313,11 @@ class Observes(Programs):
             table = sign_table(largest, self.device)
             self._sketching = of_taps, of_gradients, table
         return self._sketching
+
+    def sketched(self, grads: Tensors) -> dict[str, Observation]:
+        """Observe gradients by their parameters' names."""
+        _, _, table = self._sketches(0)
+        return _of_gradients(sketches_of(grads, table), grads)
 
     def _sketched_gradients(self, loss: Tensor, nll: list[Tensor]) -> dict[str, Observation]:
         """Observations of a step's NLL and gradients, which stay on the device but for their sketches."""

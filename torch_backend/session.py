@@ -343,6 +343,16 @@ class TorchSession(Observes):
         self.optimizer.zero_grad(set_to_none=True)
         return found
 
+    def sketch_gradients(self, batch: Batch) -> Mapping[str, Observation]:
+        """Observations of `gradients`; none of them leaves the device.
+
+        Sketched in eager: a few passes of a check do not earn back what a program takes to compile.
+        """
+        self.accumulate(batch)
+        found = self.sketched({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
+
     def stream_own_gradients(self, micro: Batch, take: Take) -> None:
         """Give gradients of a micro-batch as this rank by itself has them; all ranks call it, each with its own."""
         if not isinstance(self.ranks, ShardedRanks):

@@ -76,13 +76,15 @@ def evidence_bytes(config: RunConfig, sequences: int = 2) -> int:
 
     Weights and two moments before and after the step; gradients of the step, of the probe as they were accumulated and
     as its program gave them, and through the tapped program; every tap of the probed `sequences`, and the gradient of
-    every tap and edge.
+    every tap and edge; a sketch of each gradient of each micro-batch.
     """
     state = (3 + 3 + 1 + 2 + 1) * parameter_count(config.model)
     shapes = probe_shapes(config.model, sequences, config.train.sequence_length)
     taps = sum(math.prod(shapes[name]) for name in tap_names(config.model))
     gradients = sum(math.prod(shape) for shape in shapes.values())
-    return 4 * (state + taps + gradients)
+    micros = config.train.accumulation * config.train.ranks
+    sketches = micros * len(parameter_shapes(config.model)) * K if micros > 1 else 0
+    return 4 * (state + taps + gradients + sketches)
 
 
 def page(found: Mapping[str, Any]) -> str:

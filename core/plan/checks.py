@@ -18,6 +18,7 @@ from lockstep.core.model.families import graph_of
 from lockstep.core.model.groups import moment_names
 from lockstep.core.model.names import probe_shapes, tap_names
 from lockstep.core.model.windows import device_bytes
+from lockstep.core.parity.evidence.sketch import K
 from lockstep.core.run.ranks import is_sharded
 
 GB = 1e9
@@ -25,6 +26,8 @@ GB = 1e9
 TAPS = "taps, their and weights' gradients"
 # Sequences with weight in the micro-batch whose stages are judged, unless all are looked at.
 LOOKED_AT = 2
+# Bytes of an observation: a sketch in FP32, and its statistics.
+OBSERVATION_BYTES = 4 * K + 48
 # Bytes of tensors that may wait to be hashed and written while training goes on; gathering waits for more.
 BEHIND_BYTES = 512 << 20
 # Host memory of a process in which JAX has compiled the programs of a check; measured (docs/results/scale.md).
@@ -82,7 +85,8 @@ def cost_of_check(config: RunConfig, *, thorough: bool) -> CheckCost:
     weights = number * sum(one.size for one in parameters.values())
     moments = number * sum(parameters[name].size for names in moment_names(config).values() for name in names)
     rows = rows_looked_at(config)
-    tapped = number * _tapped(config, rows)
+    tapped = taps_bytes(config, rows)
+    micros = config.train.accumulation * config.train.ranks
     accumulates = thorough and config.train.accumulation > 1
     reduced = (2 * config.train.ranks + 1) * weights if thorough and config.train.ranks > 1 else 0
     evidence = {
@@ -90,10 +94,12 @@ def cost_of_check(config: RunConfig, *, thorough: bool) -> CheckCost:
         "gradients of step and micro-batch": 2 * weights,
         TAPS: tapped + weights,
         "gradients apart and together": (2 * weights if accumulates else 0) + reduced,
+        "sketches of each micro-batch's gradients": OBSERVATION_BYTES * len(parameters) * micros if micros > 1 else 0,
     }
     largest = number * max(one.size for one in parameters.values())
-    tokens = config.train.batch_size * config.train.sequence_length if thorough else rows * config.train.sequence_length
-    computing = _segments(config) + _crossing(config, tokens)
+    length = config.train.sequence_length
+    own = (config.train.batch_size if thorough else config.train.micro_batch_size) * length
+    computing = _segments(config) + _crossing(config, own)
     on_device = config.parity.reference_device != "cpu"
     return CheckCost(
         evidence={what: float(size) for what, size in evidence.items() if size},
@@ -102,11 +108,16 @@ def cost_of_check(config: RunConfig, *, thorough: bool) -> CheckCost:
         gathering=float(min(BEHIND_BYTES, sum(evidence.values())) + largest),
         # On a GPU, one tensor of the evidence at a time is in host memory.
         judging=PROCESS_BYTES + (TRUTH * largest / number if on_device else computing),
-        teraflops=_flops(config, tokens, rows * config.train.sequence_length) / 1e12,
+        teraflops=_flops(config, own + rows * length, rows * length) / 1e12,
         device=_shown(config, rows, taps_budget(config)),
         least=_shown(config, rows, 1.0),
         reference=computing if on_device else 0.0,
     )
+
+
+def taps_bytes(config: RunConfig, rows: int) -> float:
+    """Return the bytes of all taps, and of the gradients at taps and edges, of so many sequences."""
+    return FORMATS[config.precision.stream].bytes * _tapped(config, rows)
 
 
 def taps_budget(config: RunConfig) -> float:

@@ -28,7 +28,7 @@ def test_bytes_by_formula_are_the_bytes(tied, tmp_path):
     session, batch = TorchBackend().open(config), text_batch(config)
     probe = probe_of(batch, config)
     evidence = gather(session, config, batch, probe)
-    others = sum(array_bytes(b.arrays) for b in (evidence.batch, evidence.probe, evidence.tapped))
+    others = sum(array_bytes(b.arrays) for b in (evidence.batch, evidence.tapped))
     losses = array_bytes([evidence.stepped.nll, evidence.probed.nll])
     assert array_bytes(evidence) == pytest.approx(evidence_bytes(config) + others + losses, rel=1e-3)
     found = observe(session, config, probe)

@@ -43,22 +43,24 @@ def policy_of(fault: Fault) -> str:
     return "bf16" if "bf16" in policies else policies[0]
 
 
-def batch_of(config: RunConfig, fault: Fault | None, step: int) -> Batch:
+def batch_of(config: RunConfig, fault: Fault | None, step: int, own_weights: bool = False) -> Batch:
     def right(number: int) -> Batch:
         return text_batch(config, seed=number)
 
     handed = fault.loader(right) if fault is not None and fault.loader else right
-    return uneven_weights(handed(step), step)
+    return handed(step) if own_weights else uneven_weights(handed(step), step)
 
 
-def steps(config: RunConfig, backend: TorchBackend, fault: Fault | None, count: int) -> Iterator[tuple[Seen, Seen]]:
+def steps(
+    config: RunConfig, backend: TorchBackend, fault: Fault | None, count: int, own_weights: bool = False
+) -> Iterator[tuple[Seen, Seen]]:
     """(forward values, everything else) that a check could see of each step."""
     session = backend.open(config)
     model = config.model
     forward = tap_names(model)
     grads = [GRADIENT + name for name in (*forward, *edge_names(model), *parameter_shapes(model))]
     for step in range(1, count + 1):
-        before, batch = session.state(), batch_of(config, fault, step)
+        before, batch = session.state(), batch_of(config, fault, step, own_weights)
         of_batch = session.gradients(batch)
         micro = batch.micro_batches(config.train.micro_batch_size)[-1]
         of_micro = session.gradients(micro)
@@ -83,9 +85,9 @@ def steps(config: RunConfig, backend: TorchBackend, fault: Fault | None, count: 
 
 
 @cache
-def honest(config: RunConfig, count: int) -> list[tuple[Seen, Seen]]:
+def honest(config: RunConfig, count: int, own_weights: bool = False) -> list[tuple[Seen, Seen]]:
     torch._dynamo.reset()
-    return list(steps(config, TorchBackend(), None, count))
+    return list(steps(config, TorchBackend(), None, count, own_weights))
 
 
 def differing(one: Seen, other: Seen) -> list[str]:
@@ -99,8 +101,8 @@ def differing(one: Seen, other: Seen) -> list[str]:
 @pytest.mark.parametrize("fault", EAGER, ids=named)
 def test_a_fault_acts_from_its_first_step_on(fault: Fault) -> None:
     config = fault.configured(tiny_config(policy_of(fault)))
-    found = list(steps(config, fault.make(), fault, fault.first_step))
-    right = honest(config, RESUMED_AT)[: fault.first_step]
+    found = list(steps(config, fault.make(), fault, fault.first_step, fault.own_weights))
+    right = honest(config, RESUMED_AT, fault.own_weights)[: fault.first_step]
     for (values, rest), (right_values, right_rest) in list(zip(found, right, strict=True))[:-1]:
         assert differing(values, right_values) == []
         assert differing(rest, right_rest) == []

@@ -18,10 +18,11 @@ from lockstep.parity_tests.faults import (
     levers,
     loss,
     optimizer,
+    own_step,
     ranks,
     state,
 )
-from lockstep.parity_tests.faults.fault import BF16, Fault
+from lockstep.parity_tests.faults.fault import BF16, NOT_COMPILED, Fault
 
 TINY = 1e-3  # relative change of the loss that no curve shows
 
@@ -224,6 +225,43 @@ BEYOND = (
         loss_moves_less_than=TINY,
         note="the micro-batch that is tapped has its loss on two sequences: its gradients are larger than those of "
         "training, and few of them fall below the limit",
+    ),
+)
+
+MANY = {"train.micro_batch_size": "1"}
+OWN = (
+    Fault(own_step.NoMaskWithoutLossMask, "attn", layer=0, own_weights=True, recipes=NOT_COMPILED),
+    Fault(
+        own_step.NoGradientWithoutLossMask,
+        "act",
+        "backward",
+        1,
+        own_weights=True,
+        backward_only=True,
+        loss_moves_less_than=TINY,
+        recipes=NOT_COMPILED,
+    ),
+    Fault(
+        own_step.GradientsZeroedWithoutLossMask,
+        "gradients",
+        "backward",
+        1,
+        own_weights=True,
+        backward_only=True,
+        loss_moves_less_than=TINY,
+    ),
+    Fault(
+        own_step.MicroBatchesAfterTheThirdLost,
+        "accumulation",
+        backward_only=True,
+        loss_moves_less_than=TINY,
+        settings=MANY,
+    ),
+    Fault(
+        own_step.StepScalesItsGradients,
+        "accumulation",
+        loss_moves_less_than=TINY,
+        note="what the session gives as gradients is right: the step is not the sum of its micro-batches",
     ),
 )
 
@@ -540,6 +578,7 @@ FAULTS = (
     *DOCUMENTS,
     *BACKWARD,
     *BEYOND,
+    *OWN,
     *UPDATE,
     *STATE,
     *DATA,

@@ -14,6 +14,7 @@ Batches = Callable[[int], Batch]
 
 COMPILED = ("fp32/compiled", "bf16/compiled")
 BF16 = ("bf16/eager", "bf16/compiled")
+NOT_COMPILED = ("fp32/eager", "bf16/eager")
 EVERYWHERE = ("fp32/eager", "bf16/eager", *COMPILED)
 
 
@@ -26,6 +27,7 @@ class Fault:
     stage, phase, layer: the origin that must be named. A negative layer counts from the last, -1.
     required:       stands among those that `lockstep parity --candidate` is tried with.
     first_step:     the first step in which anything is wrong. within: in so many checks from there it must be found.
+    own_weights:    acts only where every loss weight is 1.
     only_compiled:  honest when eager. backward_only: forward values equal bit for bit, some gradient is not.
     loss_moves_less_than: relative change of the loss in the first step in which it acts, or None if it may be large.
     number:         of FAULTS.md, or None for one of our own. cause: a part of the cause that must be named, or None.
@@ -42,6 +44,7 @@ class Fault:
     within: int = 1
     only_compiled: bool = False
     backward_only: bool = False
+    own_weights: bool = False
     loss_moves_less_than: float | None = None
     number: int | None = None
     cause: str | None = None

@@ -92,7 +92,13 @@ def planted_capsule(path: Path, config: RunConfig = CONFIG, candidate: Any = Non
     for name, raw in own.items():
         (path / name).write_bytes(raw)
     checkpoint.save_checkpoint(path / capsule.STATE, state, {})
-    about = {"schema": capsule.SCHEMA, "step": 1, "candidate": candidate or plant(path), "reference": "jax"}
+    about = {
+        "schema": capsule.SCHEMA,
+        "step": 1,
+        "candidate": candidate or plant(path),
+        "reference": "jax",
+        "thorough": True,
+    }
     entries = {name: {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in own.items()}
     seal_capsule(path, about | {"versions": {}, "machine": {}, "due": batch.digest(), "files": entries})
     return path

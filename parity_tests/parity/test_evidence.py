@@ -117,7 +117,7 @@ def test_a_name_that_is_missing_disagrees(reference):
     check = judge(evidence, reference)
     assert check.verdict == "disagreed"
     assert check.origin is not None
-    assert (check.origin.stage, check.origin.note) == ("gradients", "final_norm.weight")
+    assert (check.origin.stage, check.origin.tap) == ("gradients", "final_norm.weight")
 
 
 def test_the_batch_that_the_data_order_prescribes_is_compared(reference):

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.core.backend import RankReport, StepRecord
+from lockstep.core.backend import Gradients, RankReport, StepRecord
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
-from lockstep.core.parity.evidence.gather import Accumulation, rank_shares
+from lockstep.core.parity.evidence.gather import Accumulation, shares_of
 from lockstep.core.parity.judge import local
 from lockstep.core.parity.measures.verdict import Finding
-from lockstep.parity_tests.tiny import tiny_config
+from lockstep.parity_tests.tiny import text_batch, tiny_config
 
 RECORD = StepRecord(1, 2.0, 4.0, 1e-3, 0.5, 1.0, "d", 8)
 SAME = RankReport(RECORD, {"params/a": "1", "params/b": "2"})
@@ -35,18 +35,23 @@ def broken(findings: list[Finding]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("count", [2, 4, 6, 8, 16])
 def test_shares_are_powers_of_two_and_uneven(count: int) -> None:
-    shares = rank_shares(count)
+    shares = shares_of(count)
     assert len(shares) == count and sum(shares) == 1
     assert all(np.log2(share).is_integer() for share in shares)
     assert count == 2 or max(shares) > sum(shares) / count
 
 
+def together(parts: Any, shares: tuple[float, ...], whole: np.ndarray) -> Accumulation:
+    batch = text_batch(tiny_config())
+    return Accumulation(parts, shares, Gradients(np.zeros(batch.tokens.shape), 0.0, {"a": whole}), batch)
+
+
 def reduced(change: Callable[[Any], Any] = lambda whole: whole) -> Accumulation:
     rng = np.random.default_rng(0)
-    shares = rank_shares(4)
+    shares = shares_of(4)
     parts = tuple({"a": rng.standard_normal((40, 30)).astype(np.float32)} for _ in shares)
     ranks = [sum(s * p["a"] for s, p in list(zip(shares, parts, strict=True))[r : r + 2]) for r in (0, 2)]
-    return Accumulation(parts, shares, {"a": change(ranks[0] + ranks[1])})
+    return together(parts, shares, change(ranks[0] + ranks[1]))
 
 
 def test_a_sum_in_another_order_is_the_same_sum() -> None:
@@ -164,6 +169,6 @@ def test_only_some_ranks_rows_are_wrong() -> None:
     for rows, note in ((slice(3, 5), "rows 3 to 4 of rank 1 alone"), (slice(0, 5), "")):
         wrong = right.copy()
         wrong[rows] *= 2
-        evidence: Any = SimpleNamespace(reduced=Accumulation(parts, (1.0,), {"a": wrong}), ranks=())
+        evidence: Any = SimpleNamespace(reduced=together(parts, (1.0,), wrong), ranks=())
         (found,) = local.reduction(evidence, reference)
         assert (found.ok, found.note) == (False, note)

@@ -121,7 +121,7 @@ class Bench:
         import torch
 
         from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
-        from lockstep.core.parity.evidence.gather import gather, uneven_weights
+        from lockstep.core.parity.evidence.gather import gather
         from lockstep.core.parity.judge.judge import judge
 
         torch._dynamo.reset()
@@ -129,11 +129,10 @@ class Bench:
         gc.collect()
         reference = self.reference.over_a_run() if last > HONEST_STEPS else self.reference
         session = backend.open(self.config)
-        handed, seed = loader(self.data.batch), self.config.seed - 1
+        handed = loader(self.data.batch)
         for step in range(1, last + 1):
-            batch = uneven_weights(handed(step), seed + step)
-            due = uneven_weights(self.data.batch(step), seed + step).digest()
-            evidence = gather(session, self.config, batch, due=due)
+            due = self.data.batch(step).digest()
+            evidence = gather(session, self.config, handed(step), due=due)
             evidence, check = recheck_rows(session, self.config, evidence, judge(evidence, reference), reference)
             row = replace(row, checks=step)
             if step == row.first_step and row.expected is not None:
@@ -172,12 +171,9 @@ class Bench:
     def _moved(self, loss: float, step: int) -> float | None:
         """Return |loss − honest| / honest of a step, both trained from initial weights; None if it is not finite."""
         if not self._losses:
-            from lockstep.core.parity.evidence.gather import uneven_weights
-
             session = self.honest.open(self.config)
             for number in range(1, HONEST_STEPS + 1):
-                batch = uneven_weights(self.data.batch(number), self.config.seed + number - 1)
-                self._losses.append(session.step(batch).loss)
+                self._losses.append(session.step(self.data.batch(number)).loss)
         right = self._losses[step - 1]
         moved = abs(loss - right) / right
         return moved if math.isfinite(moved) else None

@@ -176,7 +176,7 @@ def bit_equal(one: np.ndarray, other: np.ndarray) -> bool:
 def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
     for name, array in evidence.taps.items():
         yield name, array
-    given = {"probe": evidence.probed, "step": evidence.stepped, "micro-batch": evidence.micro}
+    given = {"micro-batch": evidence.probed, "step": evidence.stepped}
     for name, found in given.items():
         if found is not None:
             yield f"nll of the {name}", found.nll
@@ -184,7 +184,7 @@ def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
             for parameter, grad in {**found.program, **found.grads}.items():
                 yield f"gradient of the {name}: {parameter}", grad
     for what, sums in {"accumulation": evidence.accumulated, "reduction": evidence.reduced}.items():
-        for i, part in enumerate((*sums.parts, sums.whole) if sums else ()):
+        for i, part in enumerate((*sums.parts, sums.whole.grads) if sums else ()):
             for parameter, grad in part.items():
                 yield f"{what} {i} {parameter}", grad
     for name, value in asdict(evidence.record).items():

@@ -1,9 +1,10 @@
-"""Recheck the rows that a check left out, if the check sees an error end to end but not its stage.
+"""Recheck what a check left out, if the check sees an error end to end but not its stage.
 
-A check examines the stages of a micro-batch's first and last sequence, and the whole batch end to end. A fault that
-acts on other rows alone (an index that runs over in the middle, a tile, a sequence without padding) is seen end to end
-and has no origin. Then the step's state is loaded again, and the loss laid upon the other sequences, two at a time,
-until a stage is wrong on what it was given.
+A check examines the stages of two sequences of a micro-batch, with uneven loss weights, and the step itself end to end.
+A fault that acts on other rows alone (an index that runs over in the middle, a tile, a sequence without padding), or
+only with the step's own weights, is seen end to end and has no origin. Then the step's state is loaded again, and the
+loss laid upon the other sequences, two at a time, and upon whole micro-batches with their own weights, until a stage is
+wrong on what it was given.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.gather import Evidence, look, probe_batch, probe_of, weighted_rows
 from lockstep.core.parity.judge import local
 from lockstep.core.parity.judge.judge import in_order
+from lockstep.core.parity.judge.own_step import OWN
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.parity.reference.stages import is_forward
+from lockstep.core.plan.checks import LOOKED_AT, taps_bytes
+
+# Bytes of taps in memory that a micro-batch may show as it is.
+MOST_SHOWN = 2e9
 
 
 @np.errstate(invalid="ignore", over="ignore")
@@ -45,13 +51,13 @@ def recheck_rows(
     one_step = replace(reference, over_steps=None)
     try:
         load(evidence.before)
-        for tapped in _others(evidence, config):
+        alone = all(OWN in found.note for found in check.findings if not found.ok)
+        for tapped, note in _others(evidence, config, own_first=alone):
             seen = replace(evidence, tapped=tapped, taps=look(session, config, tapped, []), rechecked=True)
             broken = one_step.ranks.of_first(partial(_broken, seen, one_step))
             if broken:
-                rows = ", ".join(map(str, weighted_rows(tapped)))
-                seen = replace(seen, micro=session.gradients(tapped))
-                return seen, replace(check, findings=in_order([*check.findings, *_of_rows(broken, rows)]))
+                seen = replace(seen, probed=session.gradients(tapped))
+                return seen, replace(check, findings=in_order([*check.findings, *_noted(broken, note)]))
     except NotSupported:
         pass
     finally:
@@ -63,13 +69,34 @@ def _broken(seen: Evidence, one_step: Reference) -> list[Finding]:
     return [found for found in local.stages(seen, one_step, []) if not found.ok]
 
 
-def _of_rows(broken: list[Finding], rows: str) -> list[Finding]:
-    note = f"on sequences {rows} of the micro-batch"
+def _noted(broken: list[Finding], note: str) -> list[Finding]:
     return [replace(found, note="; ".join(n for n in (found.note, note) if n)) for found in broken]
 
 
-def _others(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
-    """Micro-batches whose loss lies on two sequences that were not examined: of the one that was, then of the others.
+def _others(evidence: Evidence, config: RunConfig, own_first: bool) -> Iterator[tuple[Batch, str]]:
+    """Micro-batches to look at: with the step's own weights, and with the loss on two sequences not yet examined.
+
+    Each comes with a note on what it is. own_first: begin with the former.
+    """
+    whole = ((micro, OWN) for micro in _whole(evidence, config))
+    pairs = ((pair, f"on sequences {_rows(pair)} of the micro-batch") for pair in _pairs(evidence, config))
+    for some in (whole, pairs) if own_first else (pairs, whole):
+        yield from some
+
+
+def _rows(batch: Batch) -> str:
+    return ", ".join(map(str, weighted_rows(batch)))
+
+
+def _whole(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
+    """The step's micro-batches as they are, where what they show is not far more than two sequences do."""
+    for micro in evidence.batch.cut(config.train):
+        if taps_bytes(config, len(micro.tokens)) <= max(MOST_SHOWN, taps_bytes(config, LOOKED_AT)):
+            yield micro
+
+
+def _pairs(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
+    """Pairs of sequences that were not examined: of the micro-batch that was, then of the others.
 
     An odd one comes with the one before it: the reference's programs are of two sequences.
     """

@@ -25,6 +25,7 @@ from lockstep.core.model.groups import group_settings, update_rules
 from lockstep.core.model.init import init_parameters
 from lockstep.core.model.names import GRADIENT, groups_of, in_fp8
 from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.judge.own_step import OWN
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.measures.compare import FEW_ULPS
 from lockstep.core.parity.measures.verdict import Check, Finding
@@ -120,9 +121,11 @@ def _parts(origin: Finding, evidence: Evidence, check: Check, config: RunConfig)
         return _update(origin, evidence, check, config)
     if origin.stage in ("gradients", "compiler"):
         return _two_programs(origin, evidence, check)
+    if origin.stage == "accumulation" and OWN in origin.note:
+        return _nothing(check, "the step's own micro-batches were observed by sketches alone")
     if origin.stage == "accumulation" and evidence.accumulated:
         parts = {f"part.{i}": part[origin.tap] for i, part in enumerate(evidence.accumulated.parts)}
-        whole = {"candidate.whole": evidence.accumulated.whole[origin.tap]}
+        whole = {"candidate.whole": evidence.accumulated.whole.grads[origin.tap]}
         facts = {"shares": evidence.accumulated.shares, "ulp": FEW_ULPS}
         return _Parts(("sum",), parts | whole, facts, "Gradients of micro-batches apart, and what they were summed to.")
     if origin.stage == "tokens":
@@ -270,11 +273,11 @@ def _scalar(origin: Finding, evidence: Evidence, config: RunConfig) -> _Parts:
     facts: dict[str, Any] = {"ulp": measure.high}
     dtype = OPERANDS[config.precision.stream]
     if origin.stage == "loss":
-        of, batch = (evidence.probed, evidence.probe) if origin.tap == "loss" else (evidence.stepped, evidence.batch)
+        of, batch = evidence.losses[origin.tap]
         assert of is not None
         tensors = {"input.nll": of.nll, "input.weights": batch.weights}
         dtype = of.nll.dtype.name
-        facts["stored"] = of.loss if origin.tap == "loss" else record.loss
+        facts["stored"] = record.loss if of is evidence.stepped else of.loss
     elif origin.stage == "grad_norm":
         assert evidence.stepped is not None
         tensors = {f"input.{name}": grad for name, grad in evidence.stepped.grads.items()}
@@ -319,7 +322,7 @@ def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig
 def _two_programs(origin: Finding, evidence: Evidence, check: Check) -> _Parts:
     """A parameter's gradient from two programs of the candidate, or only end to end."""
     name = origin.tap
-    micro = evidence.micro
+    micro = evidence.probed
     tapped, raw, given = evidence.taps.get(GRADIENT + name), None, None
     if micro is not None:
         raw, given = micro.program.get(name), micro.grads.get(name)

@@ -6,8 +6,8 @@
       config.toml    the run's configuration, resolved, what stands for `auto` on the CPU in its place
       record.json    what the step said of itself
       verdict.json   `Check.to_json()`
-      batch.npz      `batch.tokens` …, `probe.tokens` …, `tapped.tokens` …: int32 (B, S); weights float32 (B, S);
-                     `….documents` int32 (B, S) where attention asks for them
+      batch.npz      `batch.tokens` …, `tapped.tokens` …: int32 (B, S); weights float32 (B, S);
+                     `….documents` int32 (B, S) where attention asks for them; `probe.…` in capsules of before
       state/         weights and moments before the step, as a checkpoint
       evidence/      the evidence that was judged: `evidence.json`, and tensors of each segment of the model with their
                      index (core/parity/evidence/store.py); capsules had none at first
@@ -50,7 +50,7 @@ SCHEMA = 1
 ABOUT, CONFIG, RECORD, VERDICT, BATCH = "about.json", "config.toml", "record.json", "verdict.json", "batch.npz"
 STATE, STAGE, REPRO, EVIDENCE = "state", "stage.npz", "repro.py", "evidence"
 SEALED = (CONFIG, RECORD, VERDICT, BATCH, STAGE)
-BATCHES = ("batch", "probe", "tapped")
+BATCHES = ("batch", "tapped")
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Capsule:
     config: RunConfig
     state: State
     batch: Batch
-    probe: Batch
     tapped: Batch
+    thorough: bool
     record: StepRecord
     verdict: Mapping[str, Any]
     about: Mapping[str, Any]
@@ -79,8 +79,8 @@ class Capsule:
 
     @property
     def given_probe(self) -> Batch | None:
-        """The probe as `gather` takes it: None if the step's own batch was repeated."""
-        return None if self.probe.digest() == self.batch.digest() else self.tapped
+        """The probe as `gather` takes it: None if the check was thorough."""
+        return None if self.thorough else self.tapped
 
 
 def write_capsule(
@@ -123,6 +123,7 @@ def write_capsule(
         "versions": dict(versions),
         "machine": dict(machine or {}),
         "due": evidence.due,
+        "thorough": evidence.thorough,
         "files": {name: {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in files.items()},
     }
     try:
@@ -188,9 +189,12 @@ def read_capsule(path: Path) -> Capsule:
     kept = _evidence(path, about)
     name = BATCH
     try:
-        batch, probe, tapped = (_batch(arrays, name) for name in BATCHES)
-        for one in (batch, probe, tapped):
+        batch, tapped = (_batch(arrays, name) for name in BATCHES)
+        for one in (batch, tapped):
             one.require_tokens_below(config.model.vocab_size)
+        thorough = about.get("thorough")
+        if thorough is None:  # before, the probe of a thorough check was the step's batch
+            thorough = _batch(arrays, "probe").digest() == batch.digest()
         name = RECORD
         record = StepRecord(**json.loads(raw[name]))
         name = VERDICT
@@ -200,7 +204,7 @@ def read_capsule(path: Path) -> Capsule:
     config = load_config(path / CONFIG)
     # `auto` on the CPU was packed before capsules kept what it stands for.
     config = settled(config, config.device, BEFORE)
-    return Capsule(path, config, state, batch, probe, tapped, record, verdict, about, kept)
+    return Capsule(path, config, state, batch, tapped, bool(thorough), record, verdict, about, kept)
 
 
 def other_versions(capsule: Capsule, here: Mapping[str, str]) -> list[str]:

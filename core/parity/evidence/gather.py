@@ -16,6 +16,7 @@ import numpy as np
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, Session, State, StepRecord
 from lockstep.core.capabilities import (
     GivesEachItsOwn,
+    Loads,
     ReportsRanks,
     ShowsRankGradients,
     StreamsRankGradients,
@@ -26,6 +27,8 @@ from lockstep.core.capabilities import (
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
 from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into
+from lockstep.core.parity.evidence.observations import Observation
+from lockstep.core.parity.evidence.parts import observed_parts
 from lockstep.core.parity.evidence.round_trip import round_trip
 from lockstep.core.parity.evidence.store import FolderStore, MemoryStore, Store
 from lockstep.core.streams import (
@@ -38,9 +41,9 @@ from lockstep.core.streams import (
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.loss_scale import SCALE
 
-# Shares of the loss weight that the micro-batches of the accumulation check have: uneven, and powers of two, so that
-# a micro-batch's part of the sum is its own gradient scaled without a rounding.
-SHARES = (0.5, 0.25, 0.25)
+# The accumulation check is made with the run's own number of micro-batches, and with three at least: with two shares
+# that are powers of two, a mean of means is the mean.
+LEAST_PARTS = 3
 # The kind of the sum of their gradients.
 SUM = "accumulated/sum"
 
@@ -50,26 +53,29 @@ class Accumulation:
     """Gradients of several micro-batches, each on its own and summed by the candidate: on one rank, or over ranks.
 
     parts: of each micro-batch alone, or their sum, whose share is 1. shares: the part of the loss weight that each has
-    in the whole. whole: of all.
+    in the whole. whole: NLL, loss and gradients of all. batch: the micro-batches together.
     """
 
     parts: tuple[Arrays, ...]
     shares: tuple[float, ...]
-    whole: Arrays
+    whole: Gradients
+    batch: Batch
 
 
 @dataclass(frozen=True)
 class Evidence:
     """One step of a candidate.
 
-    before, after: state around the step. batch: what the step was given.
+    before, after: state around the step. batch: what the step was given, with its own loss weights.
     due:       digest of the batch that the data order prescribes for this step, where that is known.
-    stepped:   the candidate's NLL, loss and gradients on that batch.
-    probe:     the batch whose forward and backward pass the reference repeats (the step's own batch, or `tapped`).
-    probed:    the candidate's NLL, loss and gradients on the probe.
-    tapped:    a micro-batch whose loss lies on some of its sequences alone.
+    stepped:   the candidate's NLL, loss and gradients on that batch: those of the step itself, where it shows them.
+    own:       of each of the step's micro-batches by itself, with its own weights, the observations of the candidate's
+               gradients, by `gradient/PARAMETER`; empty where the step is one micro-batch.
+    thorough:  whether the reference repeats the whole step, and accumulation and the checkpoint are tried. Otherwise it
+               repeats one micro-batch of the step, another one from check to check.
+    tapped:    a micro-batch whose loss lies, with uneven weights, on some of its sequences. The reference repeats it.
+    probed:    the candidate's NLL, loss and gradients on `tapped`.
     taps:      taps and gradients on `tapped`, of those sequences; of parameters under `grad/`.
-    micro:     what the session gives as gradients of `tapped`.
     accumulated: gradients of several micro-batches apart and together. reloaded: the state after a checkpoint of
     `after` was written, read back and loaded.
     reduced: of several ranks, gradients of each rank's micro-batches by themselves, and reduced. ranks: what each rank
@@ -84,14 +90,14 @@ class Evidence:
     batch: Batch
     record: StepRecord
     stepped: Gradients | None
-    probe: Batch
-    probed: Gradients | None
     tapped: Batch
+    probed: Gradients | None
     taps: Arrays
     not_covered: tuple[str, ...]
     seconds: float
+    thorough: bool
+    own: tuple[Mapping[str, Observation], ...] = ()
     due: str | None = None
-    micro: Gradients | None = None
     accumulated: Accumulation | None = None
     reloaded: State | None = None
     reduced: Accumulation | None = None
@@ -102,12 +108,21 @@ class Evidence:
     @property
     def given_probe(self) -> Batch | None:
         """The probe with which `gather` gives the like of this: None for a thorough check."""
-        return None if self.probe.digest() == self.batch.digest() else self.tapped
+        return None if self.thorough else self.tapped
 
     @property
     def given_tapped(self) -> Batch | None:
         """The `tapped` of the same: None where it is the one of every thorough check."""
-        return self.tapped if self.rechecked and self.given_probe is None else None
+        return self.tapped if self.rechecked and self.thorough else None
+
+    @property
+    def losses(self) -> dict[str, tuple[Gradients | None, Batch]]:
+        """What the candidate computed a loss of, with the batch, by the loss's tap."""
+        found = {"loss": (self.probed, self.tapped), "loss_of_step": (self.stepped, self.batch)}
+        for what, sums in (("accumulation", self.accumulated), ("reduction", self.reduced)):
+            if sums is not None:
+                found[f"loss_of_{what}"] = sums.whole, sums.batch
+        return found
 
     @property
     def weighted(self) -> Batch:
@@ -127,9 +142,10 @@ def gather(
 ) -> Evidence:
     """Run one step of `session` on `batch` and keep what a check needs.
 
-    Without `probe` the check is thorough: the step's whole batch is repeated by the reference, accumulation is tried
-    on micro-batches of its own, and the state goes through a checkpoint. With one, made by `probe_batch` from a
-    micro-batch, only that is repeated, and the session's state is never touched but by its step.
+    The step has the weights of its batch; beside it a micro-batch with uneven weights is computed and shown.
+    Without `probe` the check is thorough: the whole step is repeated by the reference, accumulation is tried
+    on micro-batches with uneven weights too, and the state goes through a checkpoint. With one, made by `probe_batch`
+    from a micro-batch, the session's state is never touched but by its step.
     tapped: for a thorough check, the micro-batch whose stages are shown, made by `probe_batch`; by default the first
     one, with other sequences every step.
     store: takes the tensors, each as it comes, by default one in memory. It is not finished here (`save_evidence`).
@@ -168,29 +184,26 @@ def _gather(
     before = state_into(into, "before", session)
     if isinstance(into, FolderStore) and into.ranks > 1:
         into.lend(ranks_of(session), "before/")
+    thorough = probe is None
     if probe is not None:
         tapped = probe
     elif tapped is None:
         tapped = probe_of(micro_to_probe(batch, config), config, turn=before.step)
-    target = batch if probe is None else probe
-    probed = stepped = attempt("gradients and per-token NLL", target, "probed")
-    micro = probed
-    if probed is not None and probe is None:
-        micro = attempt("one micro-batch", tapped, "micro")
-    # During training the step itself tells its gradients, where the session can: to compute them twice costs a step.
-    in_passing = None
-    if probe is not None and probed is not None:
+    probed = attempt("gradients and per-token NLL", tapped, "probed")
+    # The step itself tells its gradients, where the session can: to compute them twice costs a step.
+    stepped = in_passing = None
+    if probed is not None:
         with suppress(NotSupported):
             in_passing = step_stream(session)
-    if probed is not None and probe is not None and in_passing is None:
-        stepped = gradients_into(into, "stepped", session, batch)
+        if in_passing is None:
+            stepped = gradients_into(into, "stepped", session, batch)
     taps = look(session, config, tapped, missing, into)
-    accumulated = None
-    if probe is None and probed is not None and config.train.accumulation > 1:
-        accumulated = _accumulate(session, before, batch.cut(config.train), into)
-    reduced = None
-    if probe is None and probed is not None and config.train.ranks > 1:
-        micros = batch.cut(config.train)
+    own = _own(session, config, batch, missing) if probed is not None else ()
+    micros = batch.cut(config.train)
+    accumulated = reduced = None
+    if thorough and probed is not None and config.train.accumulation > 1:
+        accumulated = _accumulate(session, before, micros, into)
+    if thorough and probed is not None and config.train.ranks > 1:
         reduced = _reduce(session, config, before, micros, missing, into)
     gathering = time.perf_counter() - started
     keeping = 0.0
@@ -207,8 +220,8 @@ def _gather(
         if in_passing is not None:
             record, shown = in_passing(batch, keep, norms)
             stepped = None if shown is None else gradients_of(into, "stepped", shown)
-            if stepped is None:
-                missing.append("moments and update: the session's step did not show its gradients")
+            if stepped is None and not thorough:
+                missing.append("the step's own gradients, moments and update: the session's step did not show them")
         else:
             record = session.step(batch, norms=True) if norms else session.step(batch)
     except NotFinite as found:
@@ -219,10 +232,14 @@ def _gather(
     gathering += keeping
     started = time.perf_counter()
     after = state_into(into, "after", session)
+    if stepped is None and probed is not None and thorough:
+        stepped = _computed_again(session, batch, before, after, missing, into)
     ranks = _reports(session, missing) if config.train.ranks > 1 else ()
-    reloaded = round_trip(session, before, after, missing, into) if probe is None else None
-    if probe is not None:
-        missing.append("accumulation and the checkpoint's round trip: a check during training leaves the state alone")
+    reloaded = round_trip(session, before, after, missing, into) if thorough else None
+    if not thorough:
+        missing.append("the checkpoint's round trip: a check during training leaves the state alone")
+        if config.train.accumulation > 1:
+            missing.append("accumulation of micro-batches that weigh differently: in `lockstep parity`")
         if config.train.ranks > 1:
             missing.append("reduced gradients against each rank's own: a check during training does not compute them")
     gathering += time.perf_counter() - started
@@ -232,20 +249,49 @@ def _gather(
         batch,
         record,
         stepped,
-        target,
-        probed,
         tapped,
+        probed,
         taps,
         tuple(missing),
         gathering,
+        thorough,
+        own,
         due=due,
-        micro=micro,
         accumulated=accumulated,
         reloaded=reloaded,
         reduced=reduced,
         ranks=ranks,
         not_finite=not_finite,
     )
+
+
+def _computed_again(
+    session: Session, batch: Batch, before: State, after: State, missing: list[str], store: Store
+) -> Gradients | None:
+    """Return the gradients of a step that did not show them, computed apart from it at the state before."""
+    try:
+        load = ask(session, Loads).load
+    except NotSupported as reason:
+        missing.append(f"the step's own gradients, moments and update: its step does not show them, and {reason}")
+        return None
+    load(before)
+    try:
+        return gradients_into(store, "stepped", session, batch)
+    finally:
+        load(after)
+
+
+def _own(
+    session: Session, config: RunConfig, batch: Batch, missing: list[str]
+) -> tuple[Mapping[str, Observation], ...]:
+    """Observe the gradients of each of the step's micro-batches by itself; of a single one, the step's own serve."""
+    if config.train.accumulation * config.train.ranks == 1 or len(batch.cut(config.train)) == 1:
+        return ()
+    try:
+        return tuple(observed_parts(session, config, batch))
+    except NotSupported as reason:
+        missing.append(f"the step's gradients against those of its micro-batches: {reason}")
+        return ()
 
 
 def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int = 0) -> Batch:
@@ -356,20 +402,22 @@ def weighted_tensor(name: str, value: np.ndarray, batch: Batch) -> np.ndarray:
     return value if whole else value[weighted_rows(batch)]
 
 
-def _accumulate(session: Session, before: State, micros: list[Batch], store: Store) -> Accumulation | None:
-    """Three micro-batches with loss weights that are each other's powers of two, apart and together.
+def _accumulate(session: Session, before: State, micros: list[Batch], store: Store) -> Accumulation:
+    """As many micro-batches as the step has, with loss weights that are each other's powers of two, apart and together.
 
     The parts are summed as they come, each by its share: none of them is kept.
     """
-    parts, whole = _of_shares(micros, SHARES)
+    shares = shares_of(max(LEAST_PARTS, len(micros)))
+    parts, whole = _of_shares(micros, shares)
     total: Store | None = None
-    for number, (part, share) in enumerate(zip(parts, SHARES, strict=True), 1):
+    for number, (part, share) in enumerate(zip(parts, shares, strict=True), 1):
         so_far, total = total, store if number == len(parts) else store.scratch()
         with _scaled(session, before, share):
             stream_gradients(session, part, _adding(share, so_far, total))
         if so_far is not None:
             so_far.remove()
-    return Accumulation((store.arrays(SUM),), (1.0,), gradients_into(store, "accumulated", session, whole).grads)
+    together = gradients_into(store, "accumulated", session, whole)
+    return Accumulation((store.arrays(SUM),), (1.0,), together, whole)
 
 
 def _adding(share: float, so_far: Store | None, total: Store) -> Take:
@@ -414,7 +462,7 @@ def _reduce(
     """The same over ranks, two micro-batches for each: by themselves, made where they are at home, and reduced."""
     count = 2 * config.train.ranks
     # One loss scale serves all ranks: where there is one, so must one share.
-    shares = (1.0 / count,) * count if SCALE in before.scalars else rank_shares(count)
+    shares = (1.0 / count,) * count if SCALE in before.scalars else shares_of(count)
     _, whole = _of_shares(micros, shares)
     try:
         with _scaled(session, before, shares[0]):
@@ -425,7 +473,7 @@ def _reduce(
             else:
                 shown = ask(session, ShowsRankGradients).rank_gradients(whole)
                 parts = tuple(put_all(store, f"reduced/{number}", part) for number, part in enumerate(shown))
-        return Accumulation(parts, shares, gradients_into(store, "reduced", session, whole).grads)
+        return Accumulation(parts, shares, gradients_into(store, "reduced", session, whole), whole)
     except NotSupported as reason:
         missing.append(f"reduced gradients against each rank's own: {reason}")
         return None
@@ -439,8 +487,8 @@ def _reports(session: Session, missing: list[str]) -> tuple[RankReport, ...]:
         return ()
 
 
-def rank_shares(count: int) -> tuple[float, ...]:
-    """Powers of two whose sum is 1, the first a half: whoever has it weighs more than every other."""
+def shares_of(count: int) -> tuple[float, ...]:
+    """Return powers of two whose sum is 1, the first a half: of three and more, it weighs more than every other."""
     shares = [0.5, 0.5]
     while len(shares) < count:
         largest = max(range(1, len(shares)), key=shares.__getitem__)

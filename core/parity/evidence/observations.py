@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,12 +83,9 @@ def sketch_distances(c: Observation, w: Observation, t: Observation, stream: typ
 
 def save(path: Path, observations: Mapping[str, Observation], about: Mapping[str, Any]) -> None:
     """Write one npz file, atomically. Raises UserError if the disk refuses."""
-    rows = list(observations.values())
     arrays: dict[str, np.ndarray] = {
         "names": np.asarray(list(observations), dtype=np.bytes_),
-        "sketch": np.stack([o.sketch for o in rows]) if rows else np.zeros((0, K), np.float32),
-        **{key: np.asarray([getattr(o, key) for o in rows], np.float64) for key in STATISTICS},
-        **{key: np.asarray([getattr(o, key) for o in rows], np.int64) for key in COUNTS},
+        **_columns(observations),
         "about": np.asarray(json.dumps({"schema": SCHEMA, **about})),
     }
     buffer = io.BytesIO()
@@ -97,6 +94,39 @@ def save(path: Path, observations: Mapping[str, Observation], about: Mapping[str
         write_atomically(path, [buffer.getvalue()])
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def to_arrays(observations: Mapping[str, Observation]) -> dict[str, np.ndarray]:
+    """Return observations as numeric arrays: the columns of the npz file, and names as ASCII bytes between newlines."""
+    return {"names": np.frombuffer("\n".join(observations).encode("ascii"), np.uint8), **_columns(observations)}
+
+
+def from_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, Observation]:
+    """Return what `to_arrays` was given. Raises ValueError if the arrays are no such thing."""
+    try:
+        names = bytes(arrays["names"].astype(np.uint8)).decode("ascii").split("\n") if arrays["names"].size else []
+        return _rows(names, arrays)
+    except (KeyError, UnicodeDecodeError) as error:
+        raise ValueError(f"no arrays of observations: {error}") from error
+
+
+def _columns(observations: Mapping[str, Observation]) -> dict[str, np.ndarray]:
+    rows = list(observations.values())
+    return {
+        "sketch": np.stack([o.sketch for o in rows]) if rows else np.zeros((0, K), np.float32),
+        **{key: np.asarray([getattr(o, key) for o in rows], np.float64) for key in STATISTICS},
+        **{key: np.asarray([getattr(o, key) for o in rows], np.int64) for key in COUNTS},
+    }
+
+
+def _rows(names: Sequence[str], arrays: Mapping[str, np.ndarray]) -> dict[str, Observation]:
+    """Raise ValueError if the columns are not as long as the names are many, KeyError if one is missing."""
+    columns = [arrays[key] for key in (*STATISTICS, *COUNTS)]
+    shapes = {column.shape for column in columns}
+    if arrays["sketch"].shape != (len(names), K) or shapes != {(len(names),)}:
+        raise ValueError("the arrays of observations do not belong together")
+    rows = zip(arrays["sketch"], *(column.tolist() for column in columns), strict=True)
+    return {name: Observation(*row) for name, row in zip(names, rows, strict=True)}
 
 
 def load(path: Path) -> tuple[dict[str, Observation], dict[str, Any]]:
@@ -110,13 +140,7 @@ def load(path: Path) -> tuple[dict[str, Observation], dict[str, Any]]:
         raise UserError(f"{path} is no file of observations: {type(error).__name__}: {error}") from error
     if schema != SCHEMA:
         raise UserError(f"{path} has schema {schema}; this Lockstep reads {SCHEMA}")
-    count = len(arrays["names"])
-    if arrays["sketch"].shape != (count, K) or any(arrays[key].shape != (count,) for key in (*STATISTICS, *COUNTS)):
-        raise UserError(f"{path} is damaged: its arrays do not belong together")
-    rows = zip(
-        arrays["sketch"],
-        *(arrays[key].tolist() for key in STATISTICS),
-        *(arrays[key].tolist() for key in COUNTS),
-        strict=True,
-    )
-    return {name.decode("ascii"): Observation(*row) for name, row in zip(arrays["names"], rows, strict=True)}, about
+    try:
+        return _rows([name.decode("ascii") for name in arrays["names"]], arrays), about
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from error

@@ -19,9 +19,10 @@ from lockstep.core.checkpoint.format import PARAMS
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.gather import Accumulation, Evidence
 from lockstep.core.parity.evidence.into_store import put_all
+from lockstep.core.parity.evidence.observations import from_arrays, to_arrays
 from lockstep.core.parity.evidence.store import FolderStore, Stored
 
-SCHEMA = 1
+SCHEMA = 2
 DOCUMENT = "evidence.json"
 NLL = "nll"
 # The arrays of a batch that `Batch` needs; `documents` may be absent.
@@ -53,7 +54,8 @@ class _Accumulation:
 
     parts: tuple[str, ...]
     shares: tuple[float, ...]
-    whole: str
+    whole: _Gradients
+    batch: str
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,14 @@ class _Document:
     batch: str
     record: StepRecord
     stepped: _Gradients | None
-    probe: str
-    probed: _Gradients | None
     tapped: str
+    probed: _Gradients | None
     taps: str
     not_covered: tuple[str, ...]
     seconds: float
+    thorough: bool
+    own: tuple[str, ...]
     due: str | None
-    micro: _Gradients | None
     accumulated: _Accumulation | None
     reloaded: _State | None
     reduced: _Accumulation | None
@@ -136,7 +138,6 @@ class _Writer:
 
     def __init__(self, store: FolderStore) -> None:
         self._store = store
-        self._written: dict[int, _Gradients] = {}
 
     def document(self, evidence: Evidence) -> _Document:
         """Put everything and return what `evidence.json` holds."""
@@ -147,14 +148,14 @@ class _Writer:
             self._kind("batch", evidence.batch.arrays),
             evidence.record,
             self._gradients("stepped", evidence.stepped),
-            self._kind("probe", evidence.probe.arrays),
-            self._gradients("probed", evidence.probed),
             self._kind("tapped", evidence.tapped.arrays),
+            self._gradients("probed", evidence.probed),
             self._kind("taps", evidence.taps),
             evidence.not_covered,
             evidence.seconds,
+            evidence.thorough,
+            tuple(self._kind(f"own/{i}", to_arrays(one)) for i, one in enumerate(evidence.own)),
             evidence.due,
-            self._gradients("micro", evidence.micro),
             self._accumulation("accumulated", evidence.accumulated),
             None if evidence.reloaded is None else self._state("reloaded", evidence.reloaded),
             self._accumulation("reduced", evidence.reduced),
@@ -178,29 +179,31 @@ class _Writer:
     def _gradients(self, name: str, found: Gradients | None) -> _Gradients | None:
         if found is None:
             return None
-        if id(found) not in self._written:  # one object may be the step's, the probe's and the micro-batch's
-            self._written[id(found)] = _Gradients(
-                found.loss,
-                self._kind(f"{name}/{NLL}", {NLL: found.nll}),
-                self._kind(f"{name}/grads", found.grads),
-                self._kind(f"{name}/program", found.program),
-            )
-        return self._written[id(found)]
+        return self._there(name, found)
+
+    def _there(self, name: str, found: Gradients) -> _Gradients:
+        return _Gradients(
+            found.loss,
+            self._kind(f"{name}/{NLL}", {NLL: found.nll}),
+            self._kind(f"{name}/grads", found.grads),
+            self._kind(f"{name}/program", found.program),
+        )
 
     def _accumulation(self, name: str, found: Accumulation | None) -> _Accumulation | None:
         if found is None:
             return None
         parts = tuple(self._kind(f"{name}/{i}", part) for i, part in enumerate(found.parts))
-        return _Accumulation(parts, found.shares, self._kind(f"{name}/whole", found.whole))
+        whole = self._there(f"{name}/whole", found.whole)
+        return _Accumulation(parts, found.shares, whole, self._kind(f"{name}/batch", found.batch.arrays))
 
 
 def _evidence(document: _Document, store: FolderStore) -> Evidence:
     """Evidence whose batches and NLL are read, and whose other tensors are `Stored`."""
 
-    @cache
     def gradients(of: _Gradients | None) -> Gradients | None:
-        if of is None:
-            return None
+        return None if of is None else there(of)
+
+    def there(of: _Gradients) -> Gradients:
         return Gradients(store.get(of.nll, NLL), of.loss, store.arrays(of.grads), store.arrays(of.program))
 
     def batch(kind: str) -> Batch:
@@ -215,7 +218,7 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
     def accumulation(of: _Accumulation | None) -> Accumulation | None:
         if of is None:
             return None
-        return Accumulation(tuple(map(store.arrays, of.parts)), of.shares, store.arrays(of.whole))
+        return Accumulation(tuple(map(store.arrays, of.parts)), of.shares, there(of.whole), batch(of.batch))
 
     return Evidence(
         before=state(document.before),
@@ -223,14 +226,14 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         batch=batch(document.batch),
         record=document.record,
         stepped=gradients(document.stepped),
-        probe=batch(document.probe),
-        probed=gradients(document.probed),
         tapped=batch(document.tapped),
+        probed=gradients(document.probed),
         taps=store.arrays(document.taps),
         not_covered=document.not_covered,
         seconds=document.seconds,
+        thorough=document.thorough,
+        own=tuple(from_arrays(store.arrays(kind)) for kind in document.own),
         due=document.due,
-        micro=gradients(document.micro),
         accumulated=accumulation(document.accumulated),
         reloaded=None if document.reloaded is None else state(document.reloaded),
         reduced=accumulation(document.reduced),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -283,8 +284,8 @@ class FolderStore:
 
     def scratch(self) -> Self:
         """As in `Store`, in a folder inside this one."""
-        number = len(list(self.folder.glob(f"scratch-{self.rank}-*")))
-        return type(self).create(self.folder / f"scratch-{self.rank}-{number}")
+        folders = (self.folder / f"scratch-{self.rank}-{number}" for number in itertools.count())
+        return type(self).create(next(folder for folder in folders if not folder.exists()))
 
     def document(self, name: str) -> bytes:
         """Return what was given to `finish` under this name. Raises UserError if it is missing or damaged."""

@@ -39,9 +39,9 @@ def observations(probed: Gradients | None, taps: Arrays, model: ModelConfig) -> 
 
 
 def observations_of(evidence: Evidence, model: ModelConfig) -> dict[str, Observation]:
-    """The observations of a candidate's step; NLL without those sequences that have no weight."""
+    """The observations of the tapped micro-batch; NLL without those sequences that have no weight."""
     probed = evidence.probed
-    if probed is not None and _same(evidence.probe, evidence.tapped):
+    if probed is not None:
         probed = replace(probed, nll=probed.nll[weighted_rows(evidence.tapped)])
     return observations(probed, evidence.taps, model)
 
@@ -121,6 +121,19 @@ def repeat(
             if of_probe and PROBE_NLL not in twin:
                 raise
             missing.append(f"taps end to end: the reference does not observe them: {reason}")
+    return Repeated(twin, truth, errors)
+
+
+def repeat_alone(state: State, batch: Batch, reference: Reference) -> Repeated:
+    """Run the reference on one batch for its NLL and parameter gradients. Raises NotSupported if it gives none."""
+    names = [PROBE_NLL, *(PARAMETER + name for name in parameter_shapes(reference.config.model))]
+    twin: dict[str, Observation] = {}
+    truth: dict[str, Observation] = {}
+    errors = K
+    for made in passes(reference, state, batch, names):
+        if made.name == PROBE_NLL:
+            errors = errors_of_loss(made.truth, batch)
+        twin[made.name], truth[made.name] = observed(made.twin), observed(made.truth)
     return Repeated(twin, truth, errors)
 
 

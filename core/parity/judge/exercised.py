@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.parity.evidence.gather import Evidence, sequences_of_several_documents, weighted_part
+from lockstep.core.parity.evidence.gather import Evidence, sequences_of_several_documents
+from lockstep.core.parity.judge.own_step import part_repeated
 from lockstep.core.train.loss_scale import SCALE
 
 
@@ -20,7 +21,9 @@ def not_exercised(evidence: Evidence, config: RunConfig) -> dict[str, str]:
 
 def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str, str]]:
     attention, train, record = config.attention, config.train, evidence.record
-    compared = (weighted_part(evidence.probe), evidence.weighted)
+    number = part_repeated(evidence, config)
+    own = evidence.batch if number is None else evidence.batch.cut(train)[number]
+    compared = (own, evidence.weighted)
     if attention.needs_documents and not any(sequences_of_several_documents(batch).size for batch in compared):
         why = "no sequence that was compared holds two documents"
         if attention.document_mask:
@@ -29,9 +32,9 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
             yield "positions that begin anew", why
     for length in sorted({*train.lengths} - {evidence.batch.tokens.shape[1]}):
         yield f"sequences of {length:,} tokens", f"those of this step have {evidence.batch.tokens.shape[1]:,}"
-    if evidence.accumulated is None:
+    if not evidence.own:
         yield "accumulation", "the step is one micro-batch" if train.accumulation == 1 else ""
-    if train.ranks > 1 and evidence.reduced is None:
+    if train.ranks > 1 and evidence.reduced is None and not evidence.own:
         yield "reduction over ranks", ""
     if config.optim.clip_norm > 0 and record.clip_coefficient >= 1:
         yield (

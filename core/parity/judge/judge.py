@@ -18,7 +18,7 @@ from lockstep.core.backend import Batch, NotSupported, State
 from lockstep.core.model.names import tap_names
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.evidence.observations import PARAMETER, Observation
-from lockstep.core.parity.judge import end_to_end, local, update
+from lockstep.core.parity.judge import end_to_end, local, own_step, update
 from lockstep.core.parity.judge.exercised import not_exercised
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.decode import known_scalars
@@ -60,11 +60,13 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
         if repeated:
             compared = partial(end_to_end.compare_with, kept, repeated, reference)
             findings += _as_far_as_it_goes(compared, missing)
+        of_own, shown, again = own_step.findings(evidence, reference, missing)
         findings += of_step
         if reference.over_steps:
             findings += reference.over_steps.findings()
         if repeated:
             findings = _finite_or_blamed(findings, evidence.before, kept, repeated, missing)
+        findings += _finite_or_blamed(of_own, evidence.before, shown, again, missing) if again else of_own
     else:
         missing.append("all that follows from the weights: the reference has no such parameters")
     unseen = len(evidence.tapped.tokens) - len(evidence.weighted.tokens)
@@ -180,7 +182,7 @@ def _repeated(
 ) -> end_to_end.Repeated | None:
     asked = end_to_end.names_observed(evidence, reference.config.model)
     try:
-        return end_to_end.repeat(asked, evidence.before, evidence.probe, evidence.tapped, reference, missing, program)
+        return end_to_end.repeat(asked, evidence.before, evidence.tapped, evidence.tapped, reference, missing, program)
     except NotSupported as reason:
         missing.append(f"what is compared end to end: {reason}")
         return None

@@ -119,7 +119,7 @@ class Program:
 
     def __call__(self, name: str, twin: np.ndarray, truth: np.ndarray, errors: int) -> None:
         """Compare a parameter's gradient of both programs while twin's and truth's are there."""
-        micro = self._evidence.micro
+        micro = self._evidence.probed
         if micro is None:
             return
         raw = micro.program if name in micro.program else micro.grads
@@ -131,7 +131,7 @@ class Program:
     def findings(self) -> Iterator[Finding]:
         """The comparisons that were made, and those of the candidate's own gradients with each other."""
         yield from self._bridges
-        micro = self._evidence.micro
+        micro = self._evidence.probed
         if micro is None:
             return
         for name in parameter_shapes(self._reference.config.model):
@@ -146,7 +146,7 @@ def accumulation(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     found = evidence.accumulated
     if found is None:
         return
-    for name, whole in found.whole.items():
+    for name, whole in found.whole.grads.items():
         parts = [part.get(name) for part in found.parts]
         if any(part is None or part.shape != whole.shape for part in parts):
             yield exact("accumulation", name, 1, 1, "every micro-batch has this gradient", phase="backward")
@@ -163,7 +163,7 @@ def reduction(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     """Gradients reduced over ranks against the sum of the ranks' own; whether ranks hold the same state afterwards."""
     found, dtype = evidence.reduced, reference.config.parallel.gradient_dtype
     if found is not None:
-        for name, whole in found.whole.items():
+        for name, whole in found.whole.grads.items():
             shapes = [shape_of(part, name) if name in part else None for part in found.parts]
             if any(shape != whole.shape for shape in shapes):
                 yield exact("reduction", name, 1, 1, "every rank has this gradient")

@@ -74,16 +74,13 @@ def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     """Loss, gradient norm, clip coefficient and learning rate from the candidate's own arrays."""
     config, record = reference.config, evidence.record
     dtype: np.dtype[np.floating] = np.dtype(reference.stream)
-    for tap, of, batch, said in (
-        ("loss", evidence.probed, evidence.probe, None),
-        ("loss_of_step", evidence.stepped, evidence.batch, record.loss),
-    ):
+    for tap, (of, batch) in evidence.losses.items():
         if of is not None and of.nll.shape != batch.targets.shape:
             note = f"candidate {of.nll.shape}, batch {batch.targets.shape}"
             yield exact("nll", "nll", 1, batch.targets.size, "shapes must be equal", note)
         # A loss of NLLs that are not finite only inherits that.
         elif of is not None and np.isfinite(of.nll).all():
-            value = of.loss if said is None else said
+            value = record.loss if of is evidence.stepped else of.loss
             yield finding("loss", tap, "local", (scalar_bounds.loss(value, of.nll, batch),), 1)
     if evidence.stepped:
         norm = scalar_bounds.gradient_norm(record.grad_norm, evidence.stepped.grads)

@@ -416,7 +416,7 @@ def _kept(check: Check, evidence: Evidence, config: RunConfig, folder: Path) -> 
     """The check, after the sketches of its step were written; what could not be written is not covered later."""
     try:
         kept = observations_of(evidence, config.model)
-        save_observations(folder, evidence.record.step, evidence.batch, evidence.probe, kept)
+        save_observations(folder, evidence.record.step, evidence.batch, evidence.tapped, kept)
     except UserError as error:
         return replace(check, not_covered=(*check.not_covered, f"a later replay of this step: {error}"))
     return check

@@ -11,7 +11,7 @@ from lockstep.core.capabilities import Candidate, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
-from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
+from lockstep.core.parity.evidence.gather import Evidence, gather
 from lockstep.core.parity.evidence.place import (
     is_large,
     of_all_ranks,
@@ -35,7 +35,7 @@ def check_steps(
     batches: Iterable[Batch],
     alarm: Alarmed = lambda session, evidence, check: check,
 ) -> Iterator[Check]:
-    """A check of each of the candidate's first steps, on these batches with uneven loss weights.
+    """A check of each of the candidate's first steps, on these batches.
 
     State-synchronised: before each judgement the reference takes the candidate's state, so every check judges one step.
     alarm: what is made of a check that disagreed (core/parity/diagnose/disagreement.py); it leaves the session's state
@@ -57,9 +57,9 @@ def check_steps(
         stack.callback(session.close)
         ranks = ranks_of(session)
         opened = stack.enter_context(_opening(reference, config))
-        for number, batch in enumerate(batches):
+        for batch in batches:
             with store_for(config, ranks) as store:
-                evidence = gather(session, config, uneven_weights(batch, config.seed + number), store=store)
+                evidence = gather(session, config, batch, store=store)
                 evidence = of_all_ranks(evidence, store, ranks)
                 if is_large(config):
                     return_freed_memory()

@@ -1,0 +1,53 @@
+"""Observe the gradients of a step's micro-batches, each computed by itself with the step's own loss weights.
+
+Sketches are linear: those of the parts, each by its share of the loss weight, add up to the sketch of what the step
+accumulated. So a step is held to its micro-batches from some kilobytes a tensor, and no gradient leaves the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from lockstep.core.backend import Batch, NotSupported, Session
+from lockstep.core.capabilities import SketchesGradients, StreamsRankGradients, ask, ask_stream, ranks_of
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.observations import PARAMETER, Observation, observed
+from lockstep.core.streams import GRADS, stream_gradients
+
+Observations = Mapping[str, Observation]
+
+
+def observed_parts(session: Session, config: RunConfig, batch: Batch) -> list[Observations]:
+    """Return, for each micro-batch of `batch` in its order, the observations of its gradients by `gradient/PARAMETER`.
+
+    Of several ranks, each computes its own micro-batches, and rank 0 gets those of all. Every rank calls it. Raises
+    NotSupported if the session gives no gradients.
+    """
+    if config.train.ranks == 1:
+        return [_sketched(session, micro) for micro in batch.cut(config.train)]
+    mine: dict[int, dict[str, Observation]] = {}
+
+    def take(number: int, name: str, gradient: np.ndarray) -> None:
+        mine.setdefault(number, {})[PARAMETER + name] = observed(gradient)
+
+    ask(session, StreamsRankGradients).stream_rank_gradients(batch, take)
+    of_all = ranks_of(session).gather(mine, "`observe the gradients of each micro-batch`")
+    together = {number: found for of_rank in of_all for number, found in of_rank.items()}
+    return [together[number] for number in sorted(together)]
+
+
+def _sketched(session: Session, micro: Batch) -> Observations:
+    try:
+        sketches = ask_stream(session, SketchesGradients, "gradients")
+    except NotSupported:
+        found: dict[str, Observation] = {}
+
+        def take(kind: str, name: str, gradient: np.ndarray) -> None:
+            if kind == GRADS:
+                found[PARAMETER + name] = observed(gradient)
+
+        stream_gradients(session, micro, take)
+        return found
+    return sketches.sketch_gradients(micro)

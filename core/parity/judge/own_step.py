@@ -1,0 +1,184 @@
+"""Judge the step that really runs: its own loss weights, on all of its sequences, and its own number of micro-batches.
+
+What is shown stage by stage has uneven weights on a few sequences. A program may have a branch for weights that are all
+1, or be wrong in rows, or in a fourth micro-batch, that are not among those. So the step's own NLL and gradients are
+held to the reference end to end, and what it accumulated to the sum of its micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lockstep.core.backend import Batch, NotSupported
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.names import parameter_shapes
+from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed, sketch_distances
+from lockstep.core.parity.evidence.sketch import K
+from lockstep.core.parity.judge import end_to_end
+from lockstep.core.parity.judge.end_to_end import Observations, Repeated
+from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures.compare import FEW_ULPS, Reference, exact, finding
+from lockstep.core.parity.measures.verdict import Finding, Measure
+from lockstep.core.train.loss_scale import SCALE
+
+# Stands in the note of each finding.
+OWN = "the step with its own weights"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The part of the step that the reference repeats. found: the candidate's observations of it. batch: of it."""
+
+    batch: Batch
+    found: Observations
+
+
+def shown(evidence: Evidence, reference: Reference, missing: list[str]) -> Shown | None:
+    """Return the whole step in a thorough check, else one of its micro-batches; None where its gradients are hidden."""
+    if evidence.stepped is None:
+        return None
+    number = part_repeated(evidence, reference.config)
+    if number is None:
+        return Shown(evidence.batch, end_to_end.observations(evidence.stepped, {}, reference.config.model))
+    if not evidence.own:
+        missing.append("the step's own gradients end to end: those of a single micro-batch are not known")
+        return None
+    micros = evidence.batch.cut(reference.config.train)
+    rows = len(micros[0].tokens)
+    nll = evidence.stepped.nll[number * rows : (number + 1) * rows]
+    missing.append(f"the step's own gradients end to end, of {len(micros) - 1} of its micro-batches: in other checks")
+    return Shown(micros[number], {PROBE_NLL: observed(nll), **evidence.own[number]})
+
+
+def part_repeated(evidence: Evidence, config: RunConfig) -> int | None:
+    """Return the number of the micro-batch that the reference repeats, drawn by the step's batch; None for all of them.
+
+    A thorough check repeats all.
+    """
+    count = len(evidence.batch.cut(config.train))
+    return None if evidence.thorough or count == 1 else int(evidence.batch.digest()[8:16], 16) % count
+
+
+def findings(
+    evidence: Evidence, reference: Reference, missing: list[str]
+) -> tuple[list[Finding], Observations, Repeated | None]:
+    """Compare the step end to end, and with its micro-batches. Return the candidate's observations and the others too.
+
+    Nothing is compared where the reference gives no gradients.
+    """
+    part = shown(evidence, reference, missing)
+    repeated = None
+    found: list[Finding] = []
+    if part is not None:
+        try:
+            repeated = end_to_end.repeat_alone(evidence.before, part.batch, reference)
+            found += end_to_end.compare_with(part.found, repeated, reference)
+        except NotSupported as reason:
+            missing.append(f"the step's own gradients end to end: {reason}")
+    found += _accumulated(evidence, reference, repeated, missing)
+    named = [replace(one, note="; ".join(note for note in (one.note, OWN) if note)) for one in found]
+    return named, {} if part is None else part.found, repeated
+
+
+def _accumulated(
+    evidence: Evidence, reference: Reference, repeated: Repeated | None, missing: list[str]
+) -> Iterator[Finding]:
+    """The step's gradients against those of its micro-batches, by their shares of the loss weight, from sketches.
+
+    Over several ranks the sum has been reduced too, and is called so.
+    """
+    if not evidence.own or evidence.stepped is None or evidence.not_finite:
+        return
+    config = reference.config
+    micros = evidence.batch.cut(config.train)
+    total = float(evidence.batch.weights.sum(dtype=np.float64))
+    shares = [float(micro.weights.sum(dtype=np.float64)) / total for micro in micros]
+    stage = "accumulation" if config.train.ranks == 1 else "reduction"
+    rounds = _rounds_otherwise(shares, evidence.before.scalars.get(SCALE, 1.0))
+    if rounds and repeated is None:
+        missing.append(f"{stage} of the step's micro-batches: how far honest ones may be apart is not known")
+        return
+    if len(shares) != len(evidence.own):
+        yield exact(stage, "micro-batches", abs(len(shares) - len(evidence.own)), len(shares), "one part each")
+        return
+    for name in parameter_shapes(config.model):
+        key = PARAMETER + name
+        parts = [one.get(key) for one in evidence.own]
+        if name not in evidence.stepped.grads or None in parts:
+            yield exact(stage, name, 1, 1, "step and micro-batches have this gradient")
+            continue
+        there = [part for part in parts if part is not None]
+        whole = observed(evidence.stepped.grads[name])
+        yield _sum(stage, name, whole, there, shares, reference, repeated if rounds else None)
+
+
+def _rounds_otherwise(shares: list[float], scale: float) -> bool:
+    """Return whether a micro-batch by itself is rounded otherwise than in the step.
+
+    A share that is a power of two scales every number without a rounding, but for FP16, which ends at both sides.
+    """
+    return scale != 1.0 or any(share > 0 and math.frexp(share)[0] != 0.5 for share in shares)
+
+
+def _sum(
+    stage: str,
+    name: str,
+    whole: Observation,
+    parts: list[Observation],
+    shares: list[float],
+    reference: Reference,
+    repeated: Repeated | None,
+) -> Finding:
+    """One gradient against the sum of its parts.
+
+    Allowed: a few ulp of the norm; √A of them for A additions, and √(n / K) for a sketch of n numbers, whose K sums
+    have n / K terms each (Higham & Mary 2019, theorem 2.4, to the first order); more where parts cancel. Where parts
+    are rounded otherwise than in the step, the distance of two results with independent errors of the twin's size too.
+    """
+    if any(part.size != whole.size for part in parts):
+        return exact(stage, name, 1, whole.size, "sizes must be equal")
+    sketches = [share * part.sketch.astype(np.float64) for share, part in zip(shares, parts, strict=True)]
+    together = np.sum(sketches, axis=0)
+    size = float(np.linalg.norm(together))
+    apart = float(np.linalg.norm(whole.sketch.astype(np.float64) - together))
+    quadrature = math.sqrt(sum(float(one @ one) for one in sketches))
+    sums = FEW_ULPS + math.sqrt(len(parts)) + math.sqrt(whole.size / K)
+    eps = float(np.finfo(reference.stream).eps)
+    high = sums * eps * max(1.0, quadrature / size if size else 1.0)
+    basis = f"{FEW_ULPS:g} + √{len(parts)} additions + √(n/{K}) of a sketch, ulp"
+    if repeated is not None:
+        error, margin = _honest_error(name, reference, repeated)
+        high += margin * math.sqrt(2) * error * max(1.0, quadrature / size if size else 1.0)
+        basis += f", and {margin:.2g}·√2 of the twin's error {error:.1e}: a part by itself is rounded otherwise"
+    if (narrow := _narrow(reference)) and size:
+        high += reference.config.train.ranks * narrow * sum(float(np.linalg.norm(one)) for one in sketches) / size
+        basis += f", and {reference.config.train.ranks} roundings of {narrow:.1e}"
+    relative = apart / size if size else (math.inf if apart else 0.0)
+    if not math.isfinite(apart):
+        relative = math.inf
+    measure = Measure("relative_difference", relative, None, high, basis)
+    return finding(stage, name, "local", (measure,), whole.size)
+
+
+def _honest_error(name: str, reference: Reference, repeated: Repeated) -> tuple[float, float]:
+    """Return the twin's relative error in a gradient, and the margin on it: both sides are one program's."""
+    if reference.config.precision.exact:
+        return calibrated_bounds.FP64_LIMIT, 1.0
+    w, t = (side[PARAMETER + name] for side in (repeated.twin, repeated.truth))
+    error = sketch_distances(w, w, t, reference.stream).twin_relative_error
+    size = min(t.independent, repeated.errors, K)
+    margin = calibrated_bounds.MARGIN * calibrated_bounds.scatter(size)
+    if reference.config.precision.chosen.in_fp32:
+        error = max(error, calibrated_bounds.FP32_LIMIT / margin)
+    return error, margin
+
+
+def _narrow(reference: Reference) -> float:
+    """Return the unit roundoff of the format in which ranks sum their gradients; 0 for that of the gradients."""
+    roundoffs: Mapping[str, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+    return roundoffs.get(reference.config.parallel.gradient_dtype, 0.0) if reference.config.train.ranks > 1 else 0.0

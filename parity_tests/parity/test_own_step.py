@@ -1,0 +1,156 @@
+"""The step that really runs is judged: its own weights, all its sequences, its own number of micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lockstep.core.backend import NotSupported
+from lockstep.core.model.names import parameter_shapes
+from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
+from lockstep.core.parity.evidence import recorded
+from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
+from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
+from lockstep.core.parity.evidence.store import FolderStore
+from lockstep.core.parity.judge.judge import judge
+from lockstep.core.parity.judge.own_step import OWN, part_repeated
+from lockstep.core.parity.measures.compare import Reference
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.faults.catalog import OWN as FAULTS
+from lockstep.parity_tests.faults.fault import Fault
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
+
+FOUR = tiny_config("bf16", train={"batch_size": 8})
+
+
+def checked(session, config=FOUR, training=False, batch=None) -> tuple[Evidence, Check]:
+    batch = text_batch(config) if batch is None else batch
+    evidence = gather(session, config, batch, recorded.probe_of(batch, config) if training else None)
+    return evidence, judge(evidence, Reference.open(JaxBackend(), config))
+
+
+def of_own(check: Check, stage: str) -> list:
+    return [found for found in check.findings if found.stage == stage and OWN in found.note]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_of_the_step_alone_is_named(fault: Fault) -> None:
+    """None of them is wrong with uneven weights, or in three micro-batches."""
+    session = fault.make().open(FOUR)
+    evidence, check = checked(session)
+    _, check = recheck_rows(session, FOUR, evidence, check, Reference.open(JaxBackend(), FOUR))
+    assert check.origin is not None
+    assert (check.origin.stage, check.origin.phase, check.origin.layer) == fault.origin(FOUR.model.layers)
+    if fault.stage != "accumulation":
+        assert OWN in check.origin.note
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_it_is_found_during_training(fault: Fault) -> None:
+    _, check = checked(fault.make().open(FOUR), training=True)
+    assert check.verdict == "disagreed" and all(OWN in found.note for found in check.findings if not found.ok)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("micros, weights", [(4, "own"), (3, "own"), (4, "uneven")])
+def test_an_honest_step_is_the_sum_of_its_micro_batches(policy, micros, weights):
+    """Where shares are powers of two, to a few ulp; else as near as two roundings of one program are."""
+    config = tiny_config(policy, train={"batch_size": 2 * micros})
+    batch = text_batch(config) if weights == "own" else uneven_weights(text_batch(config), 3)
+    _, check = checked(TorchBackend().open(config), config, training=True, batch=batch)
+    assert check.verdict == "agreed", check.origin
+    sums = of_own(check, "accumulation")
+    assert len(sums) == len(parameter_shapes(config.model))
+    exact = policy != "fp16" and (micros, weights) == (4, "own")
+    allowed = {found.tap: found.worst.high or 1.0 for found in sums}
+    if policy == "bf16" or policy == "fp16":
+        assert all((high < 1e-5) == exact for high in allowed.values())
+    # A micro-batch less is far outside.
+    assert all(high < 0.5 for high in allowed.values())
+
+
+@pytest.mark.parametrize("micros, weights", [(3, "own"), (4, "uneven")])
+def test_a_lost_micro_batch_is_found_where_parts_round_otherwise(micros, weights):
+    class Loses(TorchSession):
+        def accumulate(self, batch):
+            lost = len(batch.tokens) > 2
+            return super().accumulate(batch.rows(slice(2, None)) if lost else batch)
+
+        def total_weight(self, batch):
+            return super().total_weight(batch) * (micros / (micros - 1) if len(batch.tokens) > 2 else 1)
+
+    config = tiny_config("bf16", train={"batch_size": 2 * micros})
+    batch = text_batch(config) if weights == "own" else uneven_weights(text_batch(config), 3)
+    evidence = gather(Loses(config), config, batch, recorded.probe_of(batch, config))
+    nll = gather(TorchBackend().open(config), config, batch, recorded.probe_of(batch, config)).stepped.nll
+    evidence = replace(evidence, stepped=replace(evidence.stepped, nll=nll))
+    check = judge(evidence, Reference.open(JaxBackend(), config))
+    assert any(not found.ok for found in of_own(check, "accumulation"))
+
+
+def test_a_thorough_check_repeats_the_whole_step_and_one_of_training_a_micro_batch_in_turn():
+    evidence, check = checked(TorchBackend().open(FOUR))
+    (nll,) = of_own(check, "nll")
+    assert nll.size == evidence.batch.tokens.size
+    evidence, check = checked(TorchBackend().open(FOUR), training=True)
+    (nll,) = of_own(check, "nll")
+    assert nll.size == evidence.batch.tokens.size // 4
+    assert "the step's own gradients end to end, of 3 of its micro-batches: in other checks" in check.not_covered
+    drawn = {part_repeated(replace(evidence, batch=text_batch(FOUR, seed)), FOUR) for seed in range(40)}
+    assert drawn == {0, 1, 2, 3}
+
+
+def test_a_step_of_one_micro_batch_is_held_to_the_reference_itself():
+    config = tiny_config("bf16", train={"batch_size": 2})
+    evidence, check = checked(TorchBackend().open(config), config, training=True)
+    assert evidence.own == () and check.verdict == "agreed"
+    assert len(of_own(check, "gradients")) == len(parameter_shapes(config.model)) + 2
+    turned = {name: -gradient for name, gradient in evidence.stepped.grads.items()}
+    wrong = replace(evidence, stepped=replace(evidence.stepped, grads=turned))
+    assert not all(found.ok for found in of_own(judge(wrong, Reference.open(JaxBackend(), config)), "gradients"))
+
+
+class _SilentStep(TorchSession):
+    def step(self, batch, *, norms=False):
+        shown, self._show_step = self._show_step, None
+        try:
+            return super().step(batch, norms=norms)
+        finally:
+            self._show_step = shown
+
+
+def test_a_step_that_shows_no_gradients_is_computed_again_by_a_thorough_check_alone():
+    session = _SilentStep(FOUR)
+    evidence, check = checked(session)
+    assert check.verdict == "agreed" and any(found.stage == "update" for found in check.findings)
+    assert all(np.array_equal(session.state().params[n], p) for n, p in evidence.after.params.items())
+    _, check = checked(_SilentStep(FOUR), training=True)
+    assert any("the session's step did not show them" in item for item in check.not_covered)
+
+
+class _Hidden(TorchSession):
+    def gradients(self, batch):
+        raise NotSupported("its gradients are hidden")
+
+
+def test_a_candidate_without_gradients_is_not_said_to_agree_in_them():
+    _, check = checked(_Hidden(FOUR))
+    assert any("its gradients are hidden" in item for item in check.not_covered)
+    assert of_own(check, "gradients") == of_own(check, "accumulation") == []
+
+
+def test_observed_parts_lie_in_the_folder_of_the_evidence(tmp_path):
+    store = FolderStore.create(tmp_path / "evidence")
+    batch = text_batch(FOUR)
+    written = gather(TorchBackend().open(FOUR), FOUR, batch, store=store)
+    save_evidence(written, store)
+    found = open_evidence(tmp_path / "evidence")
+    assert found.thorough and len(found.own) == 4
+    for one, other in zip(found.own, written.own, strict=True):
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(one[n].sketch, other[n].sketch) and one[n].norm == other[n].norm for n in one)
