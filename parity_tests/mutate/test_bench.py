@@ -137,6 +137,19 @@ def test_a_survivor_is_a_line_that_runs_it(
     assert "NOT FOUND" in capsys.readouterr().out
 
 
+def test_each_recipe_of_a_page_has_its_own_lines(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    blind(monkeypatch)
+    out = ("--only", SURVIVOR, "--out", str(tmp_path / "out"))
+    assert command(*out, "--precision.policy", "fp32") == 1
+    assert command(*out, "--resume", "--precision.policy", "bf16") == 1
+    page = (tmp_path / "out" / "mutants.md").read_text()
+    for policy in ("fp32", "bf16"):
+        assert f"## {policy}/eager" in page
+        assert f"--precision.policy {policy} --only '{SURVIVOR}'" in page
+
+
 def test_rows_are_kept_and_go_on(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     blind(monkeypatch)
     out = ("--out", str(tmp_path / "out"))

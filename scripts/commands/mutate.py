@@ -8,13 +8,16 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import write_atomically
+from lockstep.core.files.jsonl import JsonLines, scan_lines
+from lockstep.core.mutate.page import page, place
 from lockstep.core.mutate.rows import Row, Score
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.open_data import open_data
@@ -85,7 +88,8 @@ def main(argv: list[str]) -> int:
     data = open_data(config, options.config, given)
     recipe = calibrated_bounds.recipe_of(config)
     console = open_console()
-    with closing(Book.open(options.out, recipe, stamp(config), options.draw_seed, options.resume)) as book:
+    made = {"schema": SCHEMA, "of": recipe, "stamp": stamp(config), "seed": options.draw_seed}
+    with closing(Book.open(options.out, made, given, options.resume)) as book:
         kept = {row.id: row for row in book.rows if row.recipe == recipe}
         for row in run(config, data, [one for one in chosen if str(one) not in kept], options.jobs):
             kept[row.id] = row
@@ -96,7 +100,7 @@ def main(argv: list[str]) -> int:
         if not any(row.acts or row.error for row in rows):
             raise UserError("no mutant changed a bit of the step: nothing was tested")
         _print_score(console, rows, options.config, given)
-        book.write_page(about(options), lambda row: command(row, options.config, given))
+        book.write_page(about(options), options.config)
     return int(any(row.survives or row.error for row in rows))
 
 
@@ -112,46 +116,44 @@ def _check(options: Mutate) -> None:
 
 @dataclass
 class Book:
-    """The rows in a folder, one a line behind a line that says what they are of; without a folder, none are kept.
+    """The rows in a folder; without a folder, none are kept.
 
-    A mutant without a verdict is tried again.
+    Each recipe has a line of its own before its first row: what its rows are of, and the settings that made them.
+    A mutant without a verdict is tried again. settings: of each recipe.
     """
 
     folder: Path | None
-    rows: list[Row]
-    about: Mapping[str, Any]
-    _lines: Any = None
+    rows: list[Row] = field(default_factory=list)
+    settings: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    _lines: JsonLines | None = None
 
     @classmethod
-    def open(cls, folder: Path | None, recipe: str, stamp: str, seed: int, resume: bool) -> Book:
-        """Open the rows of a folder, anew or to go on. Raises UserError for rows of this recipe made otherwise.
+    def open(cls, folder: Path | None, made: Mapping[str, Any], given: Mapping[str, str], resume: bool) -> Book:
+        """Open the rows of a folder, anew or to go on.
 
-        A folder holds rows of several recipes, each with a line of its own before its first row.
+        made: the recipe (`of`) and what decides its rows. given: its settings. Raises UserError for rows of this recipe
+        that were made otherwise.
         """
-        from lockstep.core.files.jsonl import JsonLines, scan_lines
-
-        about = {"schema": SCHEMA, "of": recipe, "stamp": stamp, "seed": seed}
-        book = cls(folder, [], about)
+        book = cls(folder)
         if folder is None:
             return book
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / ROWS
         if path.exists() and not resume:
             raise UserError(f"{path} is there already: --resume goes on with it")
-        known = False
         for line in scan_lines(path) if path.exists() else ():
             if line.value is None:
                 continue
-            if "of" not in line.value:
-                row = Row.from_json(line.value)
-                book.rows += [] if row.error else [row]
-            elif line.value["of"] == recipe:
-                if {key: line.value.get(key) for key in about} != about:
-                    raise UserError(f"{path}: its rows of {recipe} are of other bounds, settings or another seed")
-                known = True
+            if "of" in line.value:
+                if line.value["of"] == made["of"] and {key: line.value.get(key) for key in made} != made:
+                    raise UserError(f"{path}: its rows of {made['of']} are of other bounds, settings or another seed")
+                book.settings[line.value["of"]] = line.value["settings"]
+            elif not line.value["error"]:
+                book.rows.append(Row.from_json(line.value))
         book._lines = JsonLines(path)
-        if not known:
-            book._lines.append(about)
+        if made["of"] not in book.settings:
+            book._lines.append({**made, "settings": dict(given)})
+            book.settings[made["of"]] = given
         return book
 
     def add(self, row: Row) -> None:
@@ -165,20 +167,16 @@ class Book:
         if self._lines is not None:
             self._lines.close()
 
-    def write_page(self, about: Sequence[str], line: Any) -> None:
+    def write_page(self, about: Sequence[str], config: Path) -> None:
         """Write the page over all rows of the folder."""
         if self.folder is None:
             return
-        from lockstep.core.files.atomic import write_atomically
-        from lockstep.core.mutate.page import page
-
-        write_atomically(self.folder / PAGE, [page(self.rows, about, line).encode()])
+        text = page(self.rows, about, lambda row: command(row, config, self.settings[row.recipe]))
+        write_atomically(self.folder / PAGE, [text.encode()])
 
 
 def said(row: Row, in_full: bool) -> list[str]:
     """Return a row in one line, or, in full, its verdict in several."""
-    from lockstep.core.mutate.page import place
-
     verdict = (
         f"no verdict: {row.error}"
         if row.error
