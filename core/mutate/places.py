@@ -120,8 +120,8 @@ def places(config: RunConfig) -> list[Place]:
         *_of_operations(config, graph, program),
         *_of_loss(program),
         *_of_parameters(config, graph, program),
-        *_of_step(graph),
-        *_of_batch(config, program),
+        *_of_step(),
+        *_of_batch(program),
         Place("nll", "validation", ("nll", "forward", None), ("row", "position")),
     ]
     return [replace(one, untapped="compiler") for one in found] if config.compile.enabled else found
@@ -197,12 +197,12 @@ def _of_checkpoint(name: str, axes: tuple[str, ...]) -> Iterator[Place]:
         yield Place(name, kind, ("checkpoint", "state", None), axes)
 
 
-def _of_step(graph: Graph) -> Iterator[Place]:
+def _of_step() -> Iterator[Place]:
     for name, origin in STEP_SCALARS.items():
         yield Place(name, "scalar", origin, (), _OF_SESSION)
 
 
-def _of_batch(config: RunConfig, program: tuple[str, ...]) -> Iterator[Place]:
+def _of_batch(program: tuple[str, ...]) -> Iterator[Place]:
     conditions = tuple(c for c in program if c not in ("compiled", "untapped"))
     of_array: dict[str, Origin] = {
         "tokens": ("embed", "forward", None),

@@ -41,7 +41,7 @@ def test_ids_are_read_back() -> None:
     ],
 )
 def test_what_is_no_mutant_is_refused(text: str, told: str) -> None:
-    with pytest.raises(UserError, match=None) as refused:
+    with pytest.raises(UserError) as refused:
         place_of(whole_logits(), Mutant.parse(text))
     assert told in str(refused.value)
 
