@@ -102,6 +102,7 @@ class Score:
     """The score over rows.
 
     large, small, less: the mutants of each class that were found; less: those that move the step by up to SMALL.
+    update: those that move the gradients by up to LARGE, and the update that follows from them by more.
     named: of the large ones that were found, those that were named exactly. validation: those of what validation says,
     which move no step. equivalent: mutants that change no bit. stopped: those that end the trainer. errors: those
     without a verdict.
@@ -115,6 +116,7 @@ class Score:
     named: Share
     small: Share
     less: Share
+    update: Share
     validation: Share
 
     @classmethod
@@ -132,6 +134,7 @@ class Score:
             Share(sum(row.exact for row in found), len(found)),
             _found([row for row in of_step if row.small]),
             _found([row for row in of_step if not row.large and not row.small]),
+            _found([row for row in of_step if not row.large and row.update > LARGE]),
             _found([row for row in acting if row.mutant.kind == "validation"]),
         )
 
@@ -142,6 +145,7 @@ class Score:
             f"  of these named exactly:        {self.named}",
             f"move it by 0.1 to 1 %:           {self.small} found",
             f"move it by less:                 {self.less} found",
+            f"  of both, the update by over 1 %: {self.update} found",
             f"move what validation says alone: {self.validation} found",
             f"change no bit: {self.equivalent}; end the trainer: {self.stopped}; no verdict: {self.errors}; "
             f"mutants: {self.mutants}",

@@ -201,7 +201,9 @@ def test_the_score_sorts_by_what_a_mutant_moves() -> None:
     row = Row("grad_norm:scalar*drop@always", "bf16/eager", (("grad_norm", "update", None),), 1)
     rows = [replace(row, effect=effect) for effect in (0.5, 0.02, float("nan"), 5e-3, 1e-5)]
     rows[0] = replace(rows[0], found=True, exact=True)
+    rows[4] = replace(rows[4], update=0.05)
     score = Score.of(rows)
     assert (score.large.count, score.large.of, score.named.of, score.small.of, score.less.of) == (1, 3, 1, 1, 1)
+    assert (score.update.count, score.update.of) == (0, 1)
     assert [row.survives for row in rows] == [False, True, True, False, False]
     assert all(len(text) <= 80 for text in score.lines())
