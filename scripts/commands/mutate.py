@@ -17,9 +17,12 @@ import tyro
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import write_atomically
 from lockstep.core.files.jsonl import JsonLines, scan_lines
+from lockstep.core.mutate.draw import draw, place_of
+from lockstep.core.mutate.mutant import Mutant
 from lockstep.core.mutate.page import page, place
 from lockstep.core.mutate.rows import Row, Score
 from lockstep.scripts.shared.arguments import parse
+from lockstep.scripts.shared.mutating import run
 from lockstep.scripts.shared.open_data import open_data
 
 if TYPE_CHECKING:
@@ -66,12 +69,9 @@ def stamp(config: RunConfig) -> str:
 def main(argv: list[str]) -> int:
     """Run mutants, print and write what came of them; return 1 if one survives."""
     from lockstep.core.config.file import load_config
-    from lockstep.core.mutate.draw import draw, place_of
-    from lockstep.core.mutate.mutant import Mutant
     from lockstep.core.parity.measures import calibrated_bounds
     from lockstep.core.sinks.terminal import open_console
     from lockstep.scripts.shared.backends import TRAINER, on_its_device, open_named
-    from lockstep.scripts.shared.mutating import run
 
     options, given = parse(Mutate, "mutate", argv, with_settings=True)
     _check(options)
@@ -137,7 +137,10 @@ class Book:
         book = cls(folder)
         if folder is None:
             return book
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make {folder}: {error.strerror or error}") from error
         path = folder / ROWS
         if path.exists() and not resume:
             raise UserError(f"{path} is there already: --resume goes on with it")
