@@ -71,6 +71,10 @@ COMMANDS = {
     "replay": ("lockstep.scripts.commands.replay", "check a recorded step or a capsule later, or on another machine"),
     "bisect": ("lockstep.scripts.commands.bisect", "find a run's first bad step, its origin stage and the cause"),
     "faults": ("lockstep.scripts.commands.faults", "plant the known faults and print the scoreboard"),
+    "mutate": (
+        "lockstep.scripts.commands.mutate",
+        "make the trainer wrong in many ways by machine, and count what a check finds",
+    ),
     "convert": (
         "lockstep.scripts.commands.convert",
         "a checkpoint or a run between torch, JAX and plain safetensors, bit for bit",

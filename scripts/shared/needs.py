@@ -23,6 +23,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "replay": _RUN,
     "bisect": _RUN,
     "faults": _RUN,
+    "mutate": _RUN,
     "convert": ("orbax.checkpoint", "safetensors", "tomli_w"),
     "report": (),
     "sample": ("safetensors", "tokenizers"),

@@ -349,6 +349,7 @@ _COMMAND_OPTIONS = {
     "bisect": "lockstep.scripts.commands.bisect:Bisect",
     "data prepare": "lockstep.scripts.commands.data_prepare:Prepare",
     "faults": "lockstep.scripts.commands.faults:Faults",
+    "mutate": "lockstep.scripts.commands.mutate:Mutate",
     "profile": "lockstep.scripts.commands.profile:Profile",
     "plan": "lockstep.scripts.commands.plan:Plan",
     "bench step": "lockstep.scripts.commands.bench_step:Bench",
@@ -357,7 +358,17 @@ _COMMAND_OPTIONS = {
     "bench parity": "lockstep.scripts.commands.bench_parity:BenchParity",
 }
 assert set(_COMMAND_OPTIONS) == set(COMMANDS), "every command is fuzzed"
-TAKES_A_RUN_FILE = ("train", "parity", "data prepare", "profile", "plan", "bench step", "bench best", "bench peers")
+TAKES_A_RUN_FILE = (
+    "train",
+    "parity",
+    "data prepare",
+    "mutate",
+    "profile",
+    "plan",
+    "bench step",
+    "bench best",
+    "bench peers",
+)
 TAKES_SETTINGS = (*TAKES_A_RUN_FILE, "faults")
 TAKES_A_RUN = ("report", "replay", "bisect", "sample")
 

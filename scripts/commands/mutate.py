@@ -1,0 +1,231 @@
+"""`lockstep mutate`: make the training step wrong in many ways, one at a time, and count which a check finds."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import write_atomically
+from lockstep.core.files.jsonl import JsonLines, scan_lines
+from lockstep.core.mutate.draw import draw, place_of
+from lockstep.core.mutate.mutant import Mutant
+from lockstep.core.mutate.page import page, place
+from lockstep.core.mutate.rows import Row, Score
+from lockstep.scripts.shared.arguments import parse
+from lockstep.scripts.shared.mutating import run
+from lockstep.scripts.shared.open_data import open_data
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lockstep.core.config.schema import RunConfig
+
+SCHEMA = 1
+ROWS, PAGE = "mutants.jsonl", "mutants.md"
+
+
+@dataclass
+class Mutate:
+    """Make the trainer wrong in many ways, one at a time, and count which of them a check finds.
+
+    A mutant is a place of the step, an operator and a condition: blocks.1.mlp.act:backward*scale(+2^-6)@always.
+    Ends 0 if a check found every mutant that moves the step by more than 1 %, 1 otherwise, 2 if it could not run.
+    """
+
+    config: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
+    """run file (TOML) of the trainer that is made wrong; configs/mutate.toml is cheap"""
+    sample: int = 200
+    """mutants to draw; the first of them are the same for every number"""
+    draw_seed: int = 20261124
+    """seed of the draw"""
+    only: tuple[str, ...] = ()
+    """mutants to run instead, by id"""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: not written)")] = None
+    """write a line for each mutant, and a page over all recipes, into this folder"""
+    resume: bool = False
+    """keep the rows that FOLDER holds already"""
+    jobs: int = 1
+    """processes that share the mutants"""
+
+
+def stamp(config: RunConfig) -> str:
+    """Return the digest of what decides a row, apart from code: bounds and configuration."""
+    from importlib import resources
+
+    bounds = resources.files("lockstep.core.parity.measures").joinpath("calibrated_bounds.json").read_bytes()
+    return hashlib.sha256(bounds + config.model_dump_json(exclude={"name", "log"}).encode()).hexdigest()[:16]
+
+
+def main(argv: list[str]) -> int:
+    """Run mutants, print and write what came of them; return 1 if one survives."""
+    from lockstep.core.config.file import load_config
+    from lockstep.core.parity.measures import calibrated_bounds
+    from lockstep.core.sinks.terminal import open_console
+    from lockstep.scripts.shared.backends import TRAINER, on_its_device, open_named
+
+    options, given = parse(Mutate, "mutate", argv, with_settings=True)
+    _check(options)
+    config = on_its_device(load_config(options.config, given), open_named(TRAINER))
+    if config.train.ranks > 1:
+        raise UserError(f"train.ranks = {config.train.ranks}: mutants are planted in a trainer of one rank")
+    calibrated_bounds.require(config)
+    chosen = [Mutant.parse(text) for text in options.only]
+    for one in chosen:
+        place_of(config, one)
+    chosen = chosen or draw(config, options.sample, options.draw_seed)
+    if not chosen:
+        raise UserError("there is nothing to mutate: no mutant was drawn")
+    data = open_data(config, options.config, given)
+    recipe = calibrated_bounds.recipe_of(config)
+    console = open_console()
+    made = {"schema": SCHEMA, "of": recipe, "stamp": stamp(config), "seed": options.draw_seed}
+    with closing(Book.open(options.out, made, given, options.resume)) as book:
+        kept = {row.id: row for row in book.rows if row.recipe == recipe}
+        for row in run(config, data, [one for one in chosen if str(one) not in kept], options.jobs):
+            kept[row.id] = row
+            book.add(row)
+            for text in said(row, bool(options.only)):
+                console.print(text, soft_wrap=True, markup=False, highlight=False)
+        rows = [kept[str(one)] for one in chosen]
+        if not any(row.acts or row.error for row in rows):
+            raise UserError("no mutant changed a bit of the step: nothing was tested")
+        _print_score(console, rows, options.config, given)
+        book.write_page(about(options), options.config)
+    return int(any(row.survives or row.error for row in rows))
+
+
+def _check(options: Mutate) -> None:
+    for name, least in (("sample", 1), ("jobs", 1)):
+        if getattr(options, name) < least:
+            raise UserError(f"command line: {name} = {getattr(options, name)}: at least {least}")
+    if options.resume and options.out is None:
+        raise UserError("command line: resume: say with out which folder to go on with")
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
+        raise UserError(f"command line: out = {options.out}: not a folder")
+
+
+@dataclass
+class Book:
+    """The rows in a folder; without a folder, none are kept.
+
+    Each recipe has a line of its own before its first row: what its rows are of, and the settings that made them.
+    A mutant without a verdict is tried again. settings: of each recipe.
+    """
+
+    folder: Path | None
+    rows: list[Row] = field(default_factory=list)
+    settings: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    _lines: JsonLines | None = None
+
+    @classmethod
+    def open(cls, folder: Path | None, made: Mapping[str, Any], given: Mapping[str, str], resume: bool) -> Book:
+        """Open the rows of a folder, anew or to go on.
+
+        made: the recipe (`of`) and what decides its rows. given: its settings. Raises UserError for rows of this recipe
+        that were made otherwise.
+        """
+        book = cls(folder)
+        if folder is None:
+            return book
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make {folder}: {error.strerror or error}") from error
+        path = folder / ROWS
+        if path.exists() and not resume:
+            raise UserError(f"{path} is there already: --resume goes on with it")
+        for line in scan_lines(path) if path.exists() else ():
+            if line.value is None:
+                continue
+            if "of" in line.value:
+                if line.value["of"] == made["of"] and {key: line.value.get(key) for key in made} != made:
+                    raise UserError(f"{path}: its rows of {made['of']} are of other bounds, settings or another seed")
+                book.settings[line.value["of"]] = line.value["settings"]
+            elif not line.value["error"]:
+                book.rows.append(Row.from_json(line.value))
+        book._lines = JsonLines(path)
+        if made["of"] not in book.settings:
+            book._lines.append({**made, "settings": dict(given)})
+            book.settings[made["of"]] = given
+        return book
+
+    def add(self, row: Row) -> None:
+        """Keep a row."""
+        self.rows.append(row)
+        if self._lines is not None:
+            self._lines.append(row.to_json())
+
+    def close(self) -> None:
+        """Close the file of rows."""
+        if self._lines is not None:
+            self._lines.close()
+
+    def write_page(self, about: Sequence[str], config: Path) -> None:
+        """Write the page over all rows of the folder."""
+        if self.folder is None:
+            return
+        text = page(self.rows, about, lambda row: command(row, config, self.settings[row.recipe]))
+        write_atomically(self.folder / PAGE, [text.encode()])
+
+
+def said(row: Row, in_full: bool) -> list[str]:
+    """Return a row in one line, or, in full, its verdict in several."""
+    verdict = (
+        f"no verdict: {row.error}"
+        if row.error
+        else "changes no bit"
+        if row.equivalent
+        else f"{'found' if row.exact else 'found as ' + place(row.named)}"
+        if row.found
+        else "the trainer ends by itself"
+        if row.stopped
+        else "NOT FOUND"
+    )
+    if not in_full:
+        return [f"{row.effect:8.1e}  {verdict:<10} {row.id}"]
+    lines = [row.id, f"  {verdict}", f"  should be named {place(row.expected[0])}, in the check of step {row.step}"]
+    if row.found:
+        lines += [f"  was named {place(row.named)} ({row.scope}), by {row.measure}"]
+    moved = f"gradients {row.gradients:.2e} (worst {row.worst:.2e}), loss {row.loss:.2e}, update {row.update:.2e}"
+    return [*lines, f"  moves {moved}"]
+
+
+def command(row: Row, config: Path, given: Mapping[str, str]) -> str:
+    """Return the line that runs the mutant of a row."""
+    settings = [word for key, text in given.items() for word in (f"--{key.replace('_', '-')}", text)]
+    return shlex.join(["lockstep", "mutate", str(config), *settings, "--only", row.id])
+
+
+def about(options: Mutate) -> list[str]:
+    """Return what the page says before its tables."""
+    from importlib.metadata import version
+
+    versions = f"torch {version('torch').split('+')[0]}, jax {version('jax')}"
+    return [
+        f"Made by `lockstep mutate {options.config}` with the draw's seed {options.draw_seed} on {platform.machine()} "
+        f"({platform.system()}), {versions}. Each mutant is judged by one check, of the first step in which it can "
+        "act; what it moves is measured on the run's own step, whose loss weights are all 1. docs/guide/mutate.md "
+        "explains the columns.",
+    ]
+
+
+def _print_score(console: Console, rows: Sequence[Row], config: Path, given: Mapping[str, str]) -> None:
+    for text in Score.of(rows).lines():
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
+    for row in rows:
+        if row.survives:
+            console.print(command(row, config, given), soft_wrap=True, markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
