@@ -77,6 +77,24 @@ class Candidate(Protocol):
 
 
 @runtime_checkable
+class ShowsState(Protocol):
+    """A session that shows what it holds."""
+
+    def state(self) -> State:
+        """As in `Session`."""
+        ...
+
+
+@runtime_checkable
+class CountsUpdates(Protocol):
+    """A session whose optimizer counts its updates by itself, for bias corrections, beside the number of the step."""
+
+    def update_counts(self) -> Mapping[str, int]:
+        """Updates that the optimizer has counted, by name of the parameter; parameters without a count are left out."""
+        ...
+
+
+@runtime_checkable
 class Loads(Protocol):
     """A session that takes a state over."""
 

@@ -45,6 +45,7 @@ from lockstep.torch_backend.optim import (
     moment_of,
     put_moments,
     set_learning_rate,
+    update_counts,
     write_moments,
 )
 from lockstep.torch_backend.precision import Policy, policy_of
@@ -178,6 +179,10 @@ class TorchSession(Observes):
         self._load_parameters(state.params)
         write_moments(self.config, self.optimizer, self.parameters, state)
         self._go_on_from(state.step, state.scalars)
+
+    def update_counts(self) -> Mapping[str, int]:
+        """Updates that the optimizer has counted of each parameter; none before its first one."""
+        return update_counts(self.optimizer, self.parameters)
 
     def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
         """Take over the state in a checkpoint's folder; of each tensor, what this rank holds is all that is read.

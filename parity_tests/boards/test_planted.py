@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.core.arrays import bit_equal
 from lockstep.core.backend import Batch
 from lockstep.core.checkpoint.format import PoisonedState, begin_checkpoint, load_checkpoint, writer_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
-from lockstep.core.parity.diagnose.disagreement import bit_equal
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.reference.stages import chain

@@ -264,6 +264,7 @@ STATE = (
     Fault(state.MomentsLostOnLoad, "checkpoint", number=29, loss_moves_less_than=TINY),
     Fault(state.WeightsRoundedOnLoad, "checkpoint", loss_moves_less_than=TINY),
     Fault(state.StepLostOnLoad, "checkpoint", loss_moves_less_than=TINY),
+    Fault(state.BlocksExchangedOnLoad, "checkpoint", layer=0, loss_moves_less_than=TINY),
     Fault(state.CheckpointOfALaterStep, "checkpoint", loss_moves_less_than=TINY),
     Fault(state.FirstMomentsWrittenInBf16, "checkpoint", loss_moves_less_than=TINY),
 )

@@ -112,6 +112,10 @@ class PeerSession:
         """Read what this rank holds from a checkpoint's folder. Raises ValueError as `load` does."""
         self._do("restore", lambda: self.own.restore(folder, step, scalars), together=False)
 
+    def update_counts(self) -> Mapping[str, int]:
+        """As this rank's optimizer has counted them."""
+        return self.own.update_counts()
+
     def require_shared(self, folder: Path) -> None:
         """Raise UserError unless every rank sees this folder, where each writes its part of a checkpoint, and is alike.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lockstep.core.backend import Backend, NotSupported
+from lockstep.core.checkpoint.taken_over import require_taken_over
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import PrecisionConfig, RecomputeConfig, RunConfig
 from lockstep.core.errors import UserError
@@ -18,6 +19,7 @@ from lockstep.core.parity.evidence.gather import Evidence, gather
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.parity.reference.stages import library_heads
+from lockstep.core.train.skipped_steps import as_its_own
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,9 @@ def _outcome(backend: Backend, reference: Backend, changed: RunConfig, evidence:
     try:
         session = backend.open(changed)
         try:
-            session.load(evidence.before)
+            before = as_its_own(changed, evidence.before)
+            session.load(before)
+            require_taken_over(session, changed, before, "the state before the step")
             again = gather(
                 session, changed, evidence.batch, evidence.given_probe, due=evidence.due, tapped=evidence.given_tapped
             )
