@@ -5,32 +5,27 @@ What does not repeat, from the same state on the same batch, is not the program'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lockstep.core.arrays import bit_equal
 from lockstep.core.backend import NotSupported, Session, State
 from lockstep.core.capabilities import GivesEachItsOwn, Loads, ask, ranks_of
 from lockstep.core.checkpoint.taken_over import require_taken_over
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.cause import decoded
+from lockstep.core.parity.diagnose.same_bits import different
 from lockstep.core.parity.evidence.capsule import write_capsule
 from lockstep.core.parity.evidence.gather import Evidence, gather
 from lockstep.core.parity.evidence.into_store import state_into
 from lockstep.core.parity.evidence.place import of_all_ranks, store_for
 from lockstep.core.parity.evidence.store import Store
-from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.run.ranks import is_sharded
 
-# What a step's record holds besides its arithmetic.
-CLOCK = ("seconds", "tokens_per_second", "mfu", "metrics", "host", "sample")
 NAMED = 5
 
 
@@ -158,39 +153,6 @@ def _not_run_again(why: Exception) -> Repeat:
     if not isinstance(why, (NotSupported, UserError)):
         said = f"{type(why).__name__}: {said}"
     return Repeat(None, (), f"the step could not be run again: {said}")
-
-
-def different(one: Evidence, other: Evidence) -> Iterator[str]:
-    """Names of everything that is not bit-equal in two runs of one step, in the order of the chain."""
-    first, second = dict(_everything(one)), dict(_everything(other))
-    for name in [*first, *(n for n in second if n not in first)]:
-        if name not in first or name not in second or not bit_equal(first[name], second[name]):
-            yield name
-
-
-def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
-    for name, array in evidence.taps.items():
-        yield name, array
-    given = {"probe": evidence.probed, "step": evidence.stepped, "micro-batch": evidence.micro}
-    for name, found in given.items():
-        if found is not None:
-            yield f"nll of the {name}", found.nll
-            yield f"loss of the {name}", np.asarray(found.loss)
-            for parameter, grad in {**found.program, **found.grads}.items():
-                yield f"gradient of the {name}: {parameter}", grad
-    for what, sums in {"accumulation": evidence.accumulated, "reduction": evidence.reduced}.items():
-        for i, part in enumerate((*sums.parts, sums.whole) if sums else ()):
-            for parameter, grad in part.items():
-                yield f"{what} {i} {parameter}", grad
-    for name, value in asdict(evidence.record).items():
-        if name not in CLOCK:
-            # In words, which tell all numbers apart: a field may hold none.
-            yield f"record.{name}", np.asarray(repr(value))
-    for name, array in flat(evidence.after).items():
-        yield f"after the step: {name}", array
-    if evidence.reloaded is not None:
-        for name, array in flat(evidence.reloaded).items():
-            yield f"reloaded: {name}", array
 
 
 def _own(session: Session, config: RunConfig) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.evidence.observations import PARAMETER, Observation
 from lockstep.core.parity.judge import end_to_end, local, update
 from lockstep.core.parity.judge.exercised import not_exercised
+from lockstep.core.parity.judge.lengths import with_typical_lengths
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.decode import known_scalars
 from lockstep.core.parity.measures.verdict import Check, Finding
@@ -63,6 +64,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
         findings += of_step
         if reference.over_steps:
             findings += reference.over_steps.findings()
+        findings = with_typical_lengths(findings, known)
         if repeated:
             findings = _finite_or_blamed(findings, evidence.before, kept, repeated, missing)
     else:
