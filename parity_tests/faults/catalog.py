@@ -13,12 +13,15 @@ from lockstep.parity_tests.faults import (
     backward,
     compiled,
     data,
+    device,
+    evaluation,
     forward,
     gradients,
     levers,
     loss,
     optimizer,
     ranks,
+    sampling,
     state,
 )
 from lockstep.parity_tests.faults.fault import BF16, Fault
@@ -536,6 +539,27 @@ LEVERS = (
     ),
 )
 
+DEVICE = (
+    Fault(device.TokensShiftedOnTheWay, "tokens"),
+    Fault(device.TargetsShiftedOnTheWay, "tokens"),
+    Fault(device.WeightsShiftedOnTheWay, "tokens"),
+    Fault(device.DocumentsShiftedOnTheWay, "tokens", settings=MASKED),
+)
+
+EVALUATION = (
+    Fault(evaluation.NllScaledInEvaluation, "evaluation", loss_moves_less_than=TINY),
+    Fault(evaluation.DropoutLeftOnInEvaluation, "evaluation", loss_moves_less_than=TINY),
+    Fault(evaluation.LastTokensLeftOutOfEvaluation, "evaluation", loss_moves_less_than=TINY),
+    Fault(evaluation.GuessesShifted, "evaluation", loss_moves_less_than=TINY),
+)
+
+SAMPLING = (
+    Fault(sampling.CacheOnePlaceBehind, "sampling", loss_moves_less_than=TINY),
+    Fault(sampling.RopeNotAdvanced, "sampling", loss_moves_less_than=TINY),
+    Fault(sampling.ValuesStayInTheCache, "sampling", loss_moves_less_than=TINY),
+    Fault(sampling.KeysOfAnotherHead, "sampling", loss_moves_less_than=TINY),
+)
+
 FAULTS = (
     *FORWARD,
     *DOCUMENTS,
@@ -543,6 +567,9 @@ FAULTS = (
     *BEYOND,
     *UPDATE,
     *STATE,
+    *DEVICE,
+    *EVALUATION,
+    *SAMPLING,
     *DATA,
     *LATER,
     *OPTIMIZERS,
@@ -552,4 +579,4 @@ FAULTS = (
 )
 
 # Those that one eager check of the first step must find, by the backend alone.
-CATALOG = (*FORWARD, *DOCUMENTS, *BACKWARD, *UPDATE, *STATE)
+CATALOG = (*FORWARD, *DOCUMENTS, *BACKWARD, *UPDATE, *STATE, *DEVICE, *EVALUATION, *SAMPLING)

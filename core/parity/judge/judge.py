@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -19,6 +19,8 @@ from lockstep.core.model.names import tap_names
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.evidence.observations import PARAMETER, Observation
 from lockstep.core.parity.judge import end_to_end, local, update
+from lockstep.core.parity.judge.cached_logits import CachedLogits
+from lockstep.core.parity.judge.evaluation import Scores
 from lockstep.core.parity.judge.exercised import not_exercised
 from lockstep.core.parity.judge.lengths import with_typical_lengths
 from lockstep.core.parity.measures.compare import Reference
@@ -53,8 +55,9 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
     findings = [*update.data(evidence), *state]
     if state[0].ok:
         program = local.Program(evidence, reference)
+        scores, cached = Scores(evidence, reference), CachedLogits(evidence, reference)
         with _beside(reference, partial(_of_evidence, evidence, reference)) as of_evidence:
-            repeated = _repeated(evidence, reference, missing, program)
+            repeated = _repeated(evidence, reference, missing, program, (scores.take, cached.take))
             kept, of_model, of_step, lost = of_evidence()
         missing += lost
         findings += [*of_model, *_as_far_as_it_goes(program.findings, missing)]
@@ -62,6 +65,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
             compared = partial(end_to_end.compare_with, kept, repeated, reference)
             findings += _as_far_as_it_goes(compared, missing)
         findings += of_step
+        findings += [*scores.findings(missing), *cached.findings()]
         if reference.over_steps:
             findings += reference.over_steps.findings()
         findings = with_typical_lengths(findings, known)
@@ -178,11 +182,16 @@ def _overflows(found: Mapping[str, Observation]) -> bool:
 
 
 def _repeated(
-    evidence: Evidence, reference: Reference, missing: list[str], program: local.Program
+    evidence: Evidence,
+    reference: Reference,
+    missing: list[str],
+    program: local.Program,
+    of_logits: Sequence[end_to_end.TakesLogits],
 ) -> end_to_end.Repeated | None:
     asked = end_to_end.names_observed(evidence, reference.config.model)
     try:
-        return end_to_end.repeat(asked, evidence.before, evidence.probe, evidence.tapped, reference, missing, program)
+        before, probe, tapped = evidence.before, evidence.probe, evidence.tapped
+        return end_to_end.repeat(asked, before, probe, tapped, reference, missing, program, of_logits)
     except NotSupported as reason:
         missing.append(f"what is compared end to end: {reason}")
         return None
