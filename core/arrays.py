@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -43,6 +44,23 @@ def part_of(arrays: Arrays, name: str, where: slice) -> np.ndarray:
     return arrays[name].reshape(-1)[where]
 
 
+def rows_of(arrays: Arrays, name: str, rows: slice) -> np.ndarray:
+    """Return some rows (a stretch of the first axis) of an array by name."""
+    shape = shape_of(arrays, name)
+    size = math.prod(shape[1:])
+    return part_of(arrays, name, slice(rows.start * size, rows.stop * size)).reshape(-1, *shape[1:])
+
+
 def shape_of(arrays: Arrays, name: str) -> tuple[int, ...]:
     """The shape of an array by name."""
     return arrays.shape_of(name) if isinstance(arrays, HasShapes) else tuple(np.shape(arrays[name]))
+
+
+def bit_equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether two arrays hold the same bits: NaN equals NaN, and −0 is not 0."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    # In words as wide as the numbers, since bytes one by one take longer.
+    words = f"u{one.itemsize}" if one.itemsize in (1, 2, 4, 8) else "u1"
+    a, b = (np.ascontiguousarray(array).reshape(-1).view(words) for array in (one, other))
+    return np.array_equal(a, b)

@@ -77,6 +77,24 @@ class Candidate(Protocol):
 
 
 @runtime_checkable
+class ShowsState(Protocol):
+    """A session that shows what it holds."""
+
+    def state(self) -> State:
+        """As in `Session`."""
+        ...
+
+
+@runtime_checkable
+class CountsUpdates(Protocol):
+    """A session whose optimizer counts its updates by itself, for bias corrections, beside the number of the step."""
+
+    def update_counts(self) -> Mapping[str, int]:
+        """Updates that the optimizer has counted, by name of the parameter; parameters without a count are left out."""
+        ...
+
+
+@runtime_checkable
 class Loads(Protocol):
     """A session that takes a state over."""
 
@@ -90,6 +108,41 @@ class RunsStages(Protocol):
     """A session that executes single stages."""
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
+        """As in `Session`."""
+        ...
+
+
+@runtime_checkable
+class ReadsBack(Protocol):
+    """A session that shows what the program of a step was given, as it lay on the device."""
+
+    def keep_inputs(self) -> None:
+        """Keep what the programs of the next step are given."""
+        ...
+
+    def inputs_kept(self) -> Arrays:
+        """That, by the names of `Batch.arrays`, of the whole batch in its order; it is not kept any longer."""
+        ...
+
+
+@runtime_checkable
+class KeepsKeys(Protocol):
+    """A session that samples with a cache of keys and values."""
+
+    def cached_logits(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Logits (n, V) of the token that follows the first `lengths` tokens, each from the cache of the one before.
+
+        tokens: int32 (S,), one document. lengths: int32 (n,), each one more than the one before. Under the precision
+        policy of the run; raises NotSupported where sampling has another.
+        """
+        ...
+
+
+@runtime_checkable
+class Evaluates(Protocol):
+    """A session that scores held-out batches."""
+
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """As in `Session`."""
         ...
 

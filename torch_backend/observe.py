@@ -34,6 +34,7 @@ from lockstep.torch_backend.ranks.sharded_tensors import to_numpy, whole
 from lockstep.torch_backend.ranks.sharing import MicroLoss
 from lockstep.torch_backend.stages import run_stage, stage_functions
 from lockstep.torch_backend.tools.attention_logits import largest_logits
+from lockstep.torch_backend.tools.generate import Decoder
 from lockstep.torch_backend.tools.memory import free_memory
 from lockstep.torch_backend.tools.scores import scores
 from lockstep.torch_backend.tools.sketch import (
@@ -49,6 +50,8 @@ class Observes(Programs):
     """Observations of one micro-batch at the session's weights; none of them changes the state."""
 
     float8: Any
+    # Samples from the session's weights.
+    decoder_class = Decoder
     # The program that trains, on this rank alone.
     _micro_loss: MicroLoss
     # Hands over what a step made, from its loss and NLL, before it is clipped.
@@ -382,6 +385,19 @@ class Observes(Programs):
         with torch.no_grad():
             ids = torch.tensor(tokens[None], dtype=torch.long, device=self.device)
             return to_numpy(self._run(self._next_logits, ids))
+
+    def cached_logits(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Logits (n, V) that `lockstep sample` draws from: the first by one pass, each other one from the cache.
+
+        Raises NotSupported where sampling has another precision policy, or weights are cut over ranks.
+        """
+        if self.root is not None:
+            raise NotSupported("a rank holds no whole weights to sample with")
+        weights = {name: p.detach() for name, p in self.parameters.items()}
+        decoder = self.decoder_class(self.config, weights, self.device.type)
+        if decoder.policy.name != self.policy.name:
+            raise NotSupported(f"it computes in {decoder.policy.name}, and the run in {self.policy.name}")
+        return np.stack([decoder.next_token_logits(tokens[:length]) for length in lengths])
 
     def _next_logits(self, ids: Tensor) -> Tensor:
         return self.model.logits(self.model.trunk(ids, self.policy)[:, -1:], self.policy)[0, 0]

@@ -360,6 +360,12 @@ def numbers_of(tensor: Any) -> Any:
     return tensor.dequantize() if in_codes(tensor) else tensor
 
 
+def update_counts(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """Return the updates that the optimizer has counted of each parameter; Muon counts none."""
+    entries = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
+    return {name: int(entry["step"]) for name, entry in entries.items() if "step" in entry}
+
+
 def write_moments(
     config: RunConfig, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: State
 ) -> None:

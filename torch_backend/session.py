@@ -45,6 +45,7 @@ from lockstep.torch_backend.optim import (
     moment_of,
     put_moments,
     set_learning_rate,
+    update_counts,
     write_moments,
 )
 from lockstep.torch_backend.precision import Policy, policy_of
@@ -110,6 +111,8 @@ class TorchSession(Observes):
         # What is made of a step's loss, NLL and gradients before they are clipped, and what came of it.
         self._show_step: Callable[[Tensor, list[Tensor]], Any] | None = None
         self._of_step: Any = None
+        # What the programs of a step were given, by array, a micro-batch each; None while nobody asks.
+        self._inputs: dict[str, list[Tensor]] | None = None
         self.ranks: Sharing | None = None
         self._writer = Writer(self)
         self._initialise()
@@ -178,6 +181,10 @@ class TorchSession(Observes):
         self._load_parameters(state.params)
         write_moments(self.config, self.optimizer, self.parameters, state)
         self._go_on_from(state.step, state.scalars)
+
+    def update_counts(self) -> Mapping[str, int]:
+        """Updates that the optimizer has counted of each parameter; none before its first one."""
+        return update_counts(self.optimizer, self.parameters)
 
     def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
         """Take over the state in a checkpoint's folder; of each tensor, what this rank holds is all that is read.
@@ -411,6 +418,15 @@ class TorchSession(Observes):
         for name, grad in grads.items():
             self._take_program(PROGRAM, name, self._shown(grad / self.scale))
 
+    def keep_inputs(self) -> None:
+        """Keep copies of what the programs of the next step are given."""
+        self._inputs = {}
+
+    def inputs_kept(self) -> Arrays:
+        """Return them by name, joined along B: of this rank's micro-batches. They are not kept any longer."""
+        found, self._inputs = self._inputs or {}, None
+        return {name: torch.cat(parts).cpu().numpy() for name, parts in found.items()}
+
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
         """Time of forward and backward pass / time without `deterministic = true`, several times."""
         return costs(self, lambda: self.accumulate(batch))
@@ -438,6 +454,8 @@ class TorchSession(Observes):
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         nll = []
         programs = self.ranks.plan(micros) if self.ranks else (self._micro_loss for _ in mine)
+        if self._inputs is not None:
+            self._inputs.clear()
         for micro, program in zip(mine, programs, strict=True):
             micro_loss, micro_nll = self._forward_backward(micro, program, total)
             loss += micro_loss.detach()
@@ -458,12 +476,16 @@ class TorchSession(Observes):
         """Add the gradients of a micro-batch to `.grad`; returns its loss and per-token NLL."""
         self.switches.require()
         tokens, targets, weights = self.to_device(micro)
+        documents = self.documents(micro)
+        if self._inputs is not None:
+            for name, given in zip(micro.arrays, (tokens, targets, weights, *documents), strict=False):
+                self._inputs.setdefault(name, []).append(given.clone())
         if self.replays:
             torch.compiler.cudagraph_mark_step_begin()
         made = self._programs_made()
         with guarded(self, micro):
             with self.mark("forward"):
-                loss, nll = program(tokens, targets, weights, total, *self.documents(micro))
+                loss, nll = program(tokens, targets, weights, total, *documents)
             self.programs += self._programs_made() - made
             with self.mark("backward"):
                 loss.backward()

@@ -6,6 +6,7 @@ whichever number of ranks. (Its own `HuggingFaceStorageReader` knows the second 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,6 +133,16 @@ class _Tensors(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def part(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Elements start to stop of a tensor, row-major, as a flat array; rows that hold none of them are not read."""
+        shape = self.shape_of(name)
+        if not shape:
+            return self._stored.whole(self._kind, name).reshape(-1)[start:stop]
+        size = max(math.prod(shape[1:]), 1)
+        first = start // size
+        rows = self._stored.read(self._kind, name, slice(first, -(-stop // size)))
+        return rows.reshape(-1)[start - first * size : stop - first * size]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""

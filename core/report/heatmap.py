@@ -37,7 +37,7 @@ UNEQUAL_DIGITS = 2
 BOUND_DIGITS = 3
 # Groups of lines by the first number of `place`; those after the backward pass are told apart by their phase.
 GROUPS = {0: "data and weights", 1: "forward", 2: "backward"}
-AFTER = {"backward": "gradients", "update": "update", "state": "checkpoint"}
+AFTER = {"backward": "gradients", "update": "update", "state": "checkpoint", "forward": "evaluation and sampling"}
 UNKNOWN = 9  # stages that this version does not know come last
 
 Bytes = NDArray[np.uint8]

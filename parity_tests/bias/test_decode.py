@@ -10,7 +10,16 @@ import pytest
 from lockstep.core.backend import Batch, StepRecord
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.core.parity.evidence.sketch import sketch
-from lockstep.core.parity.measures.decode import chance_of_a_match, decode, direction, explain, known_scalars
+from lockstep.core.parity.judge.lengths import with_typical_lengths
+from lockstep.core.parity.measures.decode import (
+    chance_of_a_match,
+    decode,
+    decode_typical,
+    direction,
+    explain,
+    known_scalars,
+)
+from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.train.schedule import learning_rate
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 
@@ -142,3 +151,31 @@ def test_numbers_that_are_one_or_undefined_are_left_out():
     assert not {n for n in known if "world" in n or "accumulation" in n or "clip" in n or "step before" in n}
     empty = Batch(batch.tokens, batch.targets, np.zeros_like(batch.weights))
     assert "the loss weight of the batch" not in known_scalars(config, empty, record, 1)
+
+
+def test_a_count_is_named_by_the_median_of_ratios_that_scatter():
+    known = {"the accumulation steps": 4.0, "world size × accumulation steps": 4.0, "the learning rate": 3e-4}
+    rng = np.random.default_rng(0)
+    about_four = 3.97 + 0.15 * rng.standard_normal(38)
+    said = decode_typical(about_four, known)
+    assert said.startswith("length off by the accumulation steps or world size × accumulation steps (×4) in the median")
+    assert "of 38 tensors: ×3.9" in said
+    assert "(÷4)" in decode_typical(about_four / 16, known)
+    # Too wide for the chance of a match, another factor, too near to 1, too few, none of the step's counts.
+    for ratios in (4 + 1.5 * rng.standard_normal(38), about_four / 2, about_four / 3.9, about_four[:4]):
+        assert decode_typical(ratios, known) == ""
+    assert decode_typical(about_four, {"the learning rate": 3e-4}) == ""
+
+
+def test_a_named_median_ends_in_the_first_broken_finding_of_its_stage():
+    def gradient(name, ratio, note=""):
+        gain = Measure("gain_difference", ratio - 1, -0.01, 0.01, "")
+        return Finding("gradients", name, "backward", None, "end_to_end", (gain,), 10, note=note)
+
+    known = {"the accumulation steps": 4.0}
+    findings = [gradient("fine", 1.0), *(gradient(f"p{n}", 4 + 0.02 * n) for n in range(-3, 4))]
+    named = with_typical_lengths(findings, known)
+    assert [bool(one.note) for one in named] == [False, True, *[False] * 6]
+    assert "the accumulation steps (×4)" in named[1].note
+    told = [*findings, gradient("q", 4.0, "length off by the accumulation steps (×4)")]
+    assert with_typical_lengths(told, known) == told

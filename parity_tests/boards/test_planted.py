@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.core.arrays import bit_equal
 from lockstep.core.backend import Batch
 from lockstep.core.checkpoint.format import PoisonedState, begin_checkpoint, load_checkpoint, writer_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
-from lockstep.core.parity.diagnose.disagreement import bit_equal
+from lockstep.core.parity.evidence.cached_logits import cached_logits
+from lockstep.core.parity.evidence.evaluation import evaluated
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.reference.stages import chain
@@ -65,9 +67,11 @@ def steps(
         micro = batch.micro_batches(config.train.micro_batch_size)[-1]
         of_micro = session.gradients(micro)
         taps = session.observe(micro, [*forward, *grads])
+        scores = {**evaluated(session, micro, taps, []), **cached_logits(session, micro, taps, config.attention, [])}
         record = session.step(batch)
         values = {"nll": of_batch.nll, "loss": np.asarray(of_batch.loss), "micro nll": of_micro.nll}
         values |= {name: taps[name] for name in forward if name in taps}
+        values |= {f"scores/{name}": array for name, array in scores.items()}
         rest = {f"batch/{name}": grad for name, grad in of_batch.grads.items()}
         rest |= {f"micro/{name}": grad for name, grad in of_micro.grads.items()}
         rest |= {name: value for name, value in taps.items() if name.startswith(GRADIENT)}

@@ -13,6 +13,8 @@ from lockstep.parity_tests.faults import (
     backward,
     compiled,
     data,
+    device,
+    evaluation,
     forward,
     gradients,
     levers,
@@ -20,6 +22,7 @@ from lockstep.parity_tests.faults import (
     optimizer,
     own_step,
     ranks,
+    sampling,
     state,
 )
 from lockstep.parity_tests.faults.fault import BF16, NOT_COMPILED, Fault
@@ -302,6 +305,7 @@ STATE = (
     Fault(state.MomentsLostOnLoad, "checkpoint", number=29, loss_moves_less_than=TINY),
     Fault(state.WeightsRoundedOnLoad, "checkpoint", loss_moves_less_than=TINY),
     Fault(state.StepLostOnLoad, "checkpoint", loss_moves_less_than=TINY),
+    Fault(state.BlocksExchangedOnLoad, "checkpoint", layer=0, loss_moves_less_than=TINY),
     Fault(state.CheckpointOfALaterStep, "checkpoint", loss_moves_less_than=TINY),
     Fault(state.FirstMomentsWrittenInBf16, "checkpoint", loss_moves_less_than=TINY),
 )
@@ -573,6 +577,27 @@ LEVERS = (
     ),
 )
 
+DEVICE = (
+    Fault(device.TokensShiftedOnTheWay, "tokens"),
+    Fault(device.TargetsShiftedOnTheWay, "tokens"),
+    Fault(device.WeightsShiftedOnTheWay, "tokens"),
+    Fault(device.DocumentsShiftedOnTheWay, "tokens", settings=MASKED),
+)
+
+EVALUATION = (
+    Fault(evaluation.NllScaledInEvaluation, "evaluation", loss_moves_less_than=TINY),
+    Fault(evaluation.DropoutLeftOnInEvaluation, "evaluation", loss_moves_less_than=TINY),
+    Fault(evaluation.LastTokensLeftOutOfEvaluation, "evaluation", loss_moves_less_than=TINY),
+    Fault(evaluation.GuessesShifted, "evaluation", loss_moves_less_than=TINY),
+)
+
+SAMPLING = (
+    Fault(sampling.CacheOnePlaceBehind, "sampling", loss_moves_less_than=TINY),
+    Fault(sampling.RopeNotAdvanced, "sampling", loss_moves_less_than=TINY),
+    Fault(sampling.ValuesStayInTheCache, "sampling", loss_moves_less_than=TINY),
+    Fault(sampling.KeysOfAnotherHead, "sampling", loss_moves_less_than=TINY),
+)
+
 FAULTS = (
     *FORWARD,
     *DOCUMENTS,
@@ -581,6 +606,9 @@ FAULTS = (
     *OWN,
     *UPDATE,
     *STATE,
+    *DEVICE,
+    *EVALUATION,
+    *SAMPLING,
     *DATA,
     *LATER,
     *OPTIMIZERS,
@@ -590,4 +618,4 @@ FAULTS = (
 )
 
 # Those that one eager check of the first step must find, by the backend alone.
-CATALOG = (*FORWARD, *DOCUMENTS, *BACKWARD, *UPDATE, *STATE)
+CATALOG = (*FORWARD, *DOCUMENTS, *BACKWARD, *UPDATE, *STATE, *DEVICE, *EVALUATION, *SAMPLING)

@@ -2,8 +2,9 @@
 
 import pytest
 
+from lockstep.core.arrays import bit_equal
 from lockstep.core.parity.diagnose.cause import find_cause
-from lockstep.core.parity.diagnose.disagreement import bit_equal, repeated
+from lockstep.core.parity.diagnose.disagreement import repeated
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence.gather import gather, weighted_rows
 from lockstep.core.parity.judge.judge import Reference, judge

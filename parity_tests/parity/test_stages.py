@@ -34,6 +34,8 @@ def test_ids_stand_in_the_order_of_the_chain():
     assert ids == sorted(ids, key=chain().order.__getitem__)
     assert set(ids) == {stage for stage, phase in chain().phases.items() if phase == "forward"} - {
         "loss",
+        "evaluation",
+        "sampling",
         *library_heads(),
     }
 

@@ -169,6 +169,8 @@ TOGETHER = (
     "step_and_gradients",
     "step_and_sketches",
     "costs_of_determinism",
+    "keep_inputs",
+    "inputs_kept",
     "rank_gradients",
     "rank_reports",
 )

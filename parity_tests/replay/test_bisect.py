@@ -11,6 +11,7 @@ from lockstep.core.files.jsonl import sealed_line
 from lockstep.core.parity.modes.bisect import bisect_run
 from lockstep.core.run.directory import RunDir
 from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.faults.state import BlocksExchangedOnLoad
 from lockstep.parity_tests.reference.at_once import AtOnce
 from lockstep.parity_tests.replay.made import (
     CONFIG,
@@ -172,3 +173,9 @@ def test_a_reference_with_other_names_is_one_line(made):
     run = made(TorchSession)
     with pytest.raises(UserError, match=r"the reference does not take this state: .*lm_head"):
         bisect_run(run, lambda step: run_batch(CONFIG, step), TorchBackend(), Other(), lambda line: None)
+
+
+def test_a_candidate_that_does_not_take_the_runs_state_is_refused(made):
+    run = made(TorchSession)
+    with pytest.raises(UserError, match=r"did not take its state back: .* differ from the run's state after step"):
+        bisect_run(run, lambda step: run_batch(CONFIG, step), BlocksExchangedOnLoad(), JaxBackend(), lambda line: None)

@@ -20,6 +20,7 @@ from lockstep.core.parity.modes.replay import replay_capsule
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults import FAULTS
 from lockstep.parity_tests.faults.attention import PackedDocumentsSeeEachOther
+from lockstep.parity_tests.faults.state import BlocksExchangedOnLoad
 from lockstep.parity_tests.reference.at_once import AtOnce
 from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, backend, checked
 
@@ -68,7 +69,7 @@ def test_documents_are_packed_and_judged_again(tmp_path):
     evidence, check = checked(fault.make(), config)
     packed = write_capsule(tmp_path, evidence, check, config, "torch", "jax", VERSIONS)
     found = read_capsule(packed)
-    for one, other in ((found.batch, evidence.batch), (found.probe, evidence.probe), (found.tapped, evidence.tapped)):
+    for one, other in ((found.batch, evidence.batch), (found.tapped, evidence.tapped)):
         assert one.documents is not None and one.digest() == other.digest()
     again = replay_capsule(found, fault.make(), JaxBackend())
     assert again.check.origin is not None and again.check.origin.stage == "attn"
@@ -214,3 +215,8 @@ def test_a_candidate_with_other_names_is_one_line(capsule):
     params = {name: array for name, array in found.state.params.items() if name != "final_norm.weight"}
     with pytest.raises(UserError, match=r"the candidate does not take the capsule's state: .*final_norm"):
         replay_capsule(replace(found, state=replace(found.state, params=params)), backend(Gelu), JaxBackend())
+
+
+def test_a_candidate_that_does_not_take_the_capsules_state_is_refused(capsule):
+    with pytest.raises(UserError, match=r"^the session did not take its state back: params/blocks\.0\..* the capsule$"):
+        replay_capsule(read_capsule(capsule), BlocksExchangedOnLoad(), JaxBackend())

@@ -95,6 +95,18 @@ def test_what_is_always_there():
     assert list(outcomes) == [v.words for v in VARIATIONS]
 
 
+def test_a_variation_that_changes_nothing_is_not_called_a_place_of_the_fault():
+    nothing = Variation("with another name", lambda config: config.model_copy(update={"name": "other"}))
+    evidence, check = checked(backend(Gelu), CONFIG)
+    tried = (nothing, LEVERS["with one micro-batch"])
+    cause = find_cause(backend(Gelu), JaxBackend(), CONFIG, evidence, check, tried)
+    assert cause.words == (
+        "present in every variation tried: with one micro-batch; made no difference to the candidate: with another name"
+    )
+    cause = find_cause(backend(Gelu), JaxBackend(), CONFIG, evidence, check, (nothing,))
+    assert cause.words.startswith("no variation changed the candidate")
+
+
 class Doubled(TorchSession):
     """Gradients too long by the accumulation steps."""
 

@@ -213,6 +213,7 @@ def test_lines_stand_in_the_order_of_the_chain(pages):
     by_group = {g: [stage for group, _, stage in heat["lines"] if group == g] for g in groups}
     phases = chain_of_stages().phases
     chain = [stage for stage, phase in phases.items() if phase == "forward" and not is_library_head(stage)]
+    chain = chain[: chain.index("evaluation")]  # what follows is behind the update, not in the pass
     assert by_group["forward"] == chain
     assert by_group["backward"] == [s for s in reversed(chain) if s != "loss"]
     links = [(None, "embed")]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.core.parity.watch.api import Disagreed
-from lockstep.parity_tests.watch.stranger import BF16, Batch, Tagger, batches, torch_loss, train
+from lockstep.parity_tests.watch.stranger import BF16, WIDTH, Batch, Tagger, batches, torch_loss, train
 
 NAMES = [name for name, _ in Tagger().named_parameters()]
 
@@ -185,6 +185,35 @@ def test_autocast_that_was_not_declared_is_guessed() -> None:
     assert check.verdict == "disagreed"
     assert check.cause is not None
     assert "is autocast on" in check.cause
+
+
+class _OtherEpsilon(Tagger):
+    """An epsilon that moves every gradient by about as much as bf16 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, eps=3e-2)
+
+
+def test_an_epsilon_is_not_taken_for_autocast() -> None:
+    (check,) = train(_OtherEpsilon(), data=batches(1)).checks
+    assert check.verdict == "disagreed"
+    assert check.cause is None
+
+
+def test_a_length_that_scatters_is_named_by_its_median() -> None:
+    """Each tensor has another factor, and none has the right direction."""
+
+    def spoil(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for position, p in enumerate(model.parameters()):
+            assert p.grad is not None
+            noise = torch.randn(p.shape, generator=generator) * p.grad.norm() / p.numel() ** 0.5
+            p.grad.mul_(4 + 0.05 * (position - 3)).add_(noise, alpha=0.4)
+
+    (check,) = train(spoil=spoil, data=batches(1)).checks
+    assert check.cause is not None and "times the right length in the median" in check.cause
+    assert 3.8 < float(check.cause.split(": ")[1].split(" times")[0]) < 4.3
 
 
 def test_what_hyperparameters_hide_is_said() -> None:

@@ -13,8 +13,6 @@ from lockstep.core.errors import UserError
 from lockstep.scripts.shared.arguments import parse
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from lockstep.core.backend import State, Writing
 
 
@@ -124,13 +122,10 @@ def read_orbax(folder: Path) -> State:
 
 def differences(one: State, other: State) -> list[str]:
     """List the differences between two states, bit for bit."""
+    from lockstep.core.arrays import bit_equal
     from lockstep.core.parity.judge.update import flat
 
     arrays, others = flat(one), flat(other)
     shared = arrays.keys() & others.keys()
-    differing = {name for name in shared if not _same(arrays[name], others[name])}
+    differing = {name for name in shared if not bit_equal(arrays[name], others[name])}
     return sorted(arrays.keys() ^ others.keys() | differing)
-
-
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

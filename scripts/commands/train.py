@@ -142,7 +142,8 @@ def main(argv: list[str]) -> int:
 
 def _peer() -> int:
     """Train on a rank other than 0: the same run on the same data, without its directory, console and checks."""
-    from lockstep.core.capabilities import HasRandomState, ManyPlaces, Restores, ask
+    from lockstep.core.capabilities import HasRandomState, ManyPlaces, ask
+    from lockstep.core.checkpoint.taken_over import restore_state
     from lockstep.core.config.schema import RunConfig
     from lockstep.core.parity.diagnose.disagreement import sound
     from lockstep.core.parity.evidence.recorder import Recorder
@@ -157,12 +158,13 @@ def _peer() -> int:
         told: Any = ranks.of_first(tuple)
         name, of_data, of_session = told
         data = RunData.open(RunConfig(**of_data))
-        session = open_named(name).open(RunConfig(**of_session))
+        session_config = RunConfig(**of_session)
+        session = open_named(name).open(session_config)
         stack.callback(session.close)
         ask(session, ManyPlaces).require_shared(Path())
         if (told := ranks.of_first(tuple)) is not None:
             folder, step, scalars = told
-            ask(session, Restores).restore(Path(folder), step, scalars)
+            restore_state(session, session_config, Path(folder), step, scalars)
             ask(session, HasRandomState).set_random_state(ranks.of_first(dict))
         told = ranks.of_first(tuple)
         done, settings = told
@@ -293,27 +295,33 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
         restore_checkpoint,
     )
     from lockstep.core.checkpoint.random_state import restore_random_state, session_states
+    from lockstep.core.checkpoint.taken_over import require_taken_over, restore_state
     from lockstep.core.run.history import BRANCH, in_words
     from lockstep.core.train.skipped_steps import as_its_own
 
     def warn(text: str) -> None:
         console.print(text, style="yellow", markup=False, soft_wrap=True)
 
+    def tell(unseen: str | None) -> None:
+        if unseen:
+            warn(unseen)
+
     path = run.checkpoint(warn, going_on.from_step)
     going_on.require(run, checkpoint_step(path) or 0)
     try:
         try:
-            own = ask(session, Restores).restore
+            ask(session, Restores)
 
             def restore(folder: Path, step: int, scalars: Mapping[str, float]) -> None:
                 ranks.of_first(lambda: (str(folder.resolve()), step, dict(scalars)))
-                own(folder, step, scalars)
+                tell(restore_state(session, run.config, folder, step, scalars))
 
             step, extra = restore_checkpoint(path, restore)
         except NotSupported:
             state, extra = load_checkpoint(path, reader_of(session))
             step = state.step
             session.load(as_its_own(run.config, state))
+            tell(require_taken_over(session, run.config, state, f"the checkpoint {path}"))
     except UserError:
         raise
     except ValueError as error:

@@ -112,6 +112,10 @@ class PeerSession:
         """Read what this rank holds from a checkpoint's folder. Raises ValueError as `load` does."""
         self._do("restore", lambda: self.own.restore(folder, step, scalars), together=False)
 
+    def update_counts(self) -> Mapping[str, int]:
+        """As this rank's optimizer has counted them."""
+        return self.own.update_counts()
+
     def require_shared(self, folder: Path) -> None:
         """Raise UserError unless every rank sees this folder, where each writes its part of a checkpoint, and is alike.
 
@@ -204,6 +208,15 @@ class PeerSession:
         )
         return found
 
+    def keep_inputs(self) -> None:
+        """Each rank keeps what its programs are given in the next step."""
+        self.own.keep_inputs()
+
+    def inputs_kept(self) -> Arrays:
+        """That of all ranks, whose shares follow each other in the batch."""
+        found = self.peers.gather(self.own.inputs_kept(), "gather what the step was given")
+        return {name: np.concatenate([of_rank[name] for of_rank in found]) for name in found[0]}
+
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
         """Time of a forward and backward pass on every rank / time without `deterministic = true`, on this one."""
         self._require_shared(batch)
@@ -292,6 +305,10 @@ class PeerSession:
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
         """As the session of one rank."""
         return self._look("next token logits", lambda: self.own.next_token_logits(tokens))
+
+    def cached_logits(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """As the session of one rank."""
+        return self.own.cached_logits(tokens, lengths)
 
     def close(self) -> None:
         """Close this rank's session."""

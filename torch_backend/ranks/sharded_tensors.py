@@ -24,7 +24,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
-from lockstep.core.arrays import part_of, shape_of
+from lockstep.core.arrays import rows_of as rows_of_arrays
+from lockstep.core.arrays import shape_of
 from lockstep.core.backend import Arrays
 from lockstep.core.components.optimizers import BLOCK, LEAST_IN_EIGHT_BITS
 from lockstep.core.config.schema import RunConfig
@@ -216,5 +217,4 @@ def own_rows(arrays: Arrays, name: str, like: Tensor) -> np.ndarray:
     rows = rows_of(like)
     if shape_of(arrays, name) != tuple(like.shape):
         return arrays[name]
-    row = int(np.prod(like.shape[1:]))
-    return part_of(arrays, name, slice(rows.start * row, rows.stop * row)).reshape(-1, *like.shape[1:])
+    return rows_of_arrays(arrays, name, rows)

@@ -6,11 +6,12 @@ what the tap gives back: those of all tokens. Nothing of the model is written a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.core.backend import Arrays
 from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import AttentionConfig, CompileConfig, RecomputeConfig, RunConfig
@@ -55,8 +56,15 @@ class Decoder:
     window: tokens that the model was made for. policy: the precision in force. device: where it runs.
     """
 
-    def __init__(self, config: RunConfig, params: Arrays, device: str = "auto", cached: bool = True) -> None:
-        """Put the weights on the device: auto, cpu, cuda. Raises UserError if it is not there."""
+    cache_class = Cache
+
+    def __init__(
+        self, config: RunConfig, params: Mapping[str, np.ndarray | Tensor], device: str = "auto", cached: bool = True
+    ) -> None:
+        """Put the weights on the device: auto, cpu, cuda. Weights that are there in the stream dtype are not copied.
+
+        Raises UserError if the device is not there.
+        """
         operand = config.precision.operand
         if FORMATS[operand].as_read and (device == "cpu" or not torch.cuda.is_available()):
             operand = "fp32"
@@ -76,11 +84,11 @@ class Decoder:
         self.policy = policy_of(config)
         with torch.device("meta"):
             self._model = Llama(config)
-        self._model.to_empty(device=self.device).to(self.policy.stream)
         self._model.place_rope(self.device)
-        self._model.load_state_dict({name: torch.from_numpy(np.ascontiguousarray(p)) for name, p in params.items()})
+        weights = {name: torch.as_tensor(p).to(self.device, self.policy.stream) for name, p in params.items()}
+        self._model.load_state_dict(weights, assign=True)
         self.window = len(self._model.cos)
-        self._cache = Cache(self.window, self.policy.operand) if cached else None
+        self._cache = self.cache_class(self.window, self.policy.operand) if cached else None
         # The tokens whose keys and values are in the cache.
         self._tokens = np.zeros(0, np.int32)
 

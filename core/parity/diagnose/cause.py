@@ -11,13 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lockstep.core.backend import Backend, NotSupported
+from lockstep.core.checkpoint.taken_over import require_taken_over
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import PrecisionConfig, RecomputeConfig, RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.parity.diagnose.same_bits import different
 from lockstep.core.parity.evidence.gather import Evidence, gather
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.parity.reference.stages import library_heads
+from lockstep.core.train.skipped_steps import as_its_own
+
+NO_DIFFERENCE = "made no difference to the candidate"
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,10 @@ class Variation:
 
 @dataclass(frozen=True)
 class Cause:
-    """Hold the outcome of the variations. tried: (change, outcome): the origin `vanishes`, `stays`, or why unknown."""
+    """Hold the outcome of the variations.
+
+    tried: (change, outcome): the origin `vanishes`, `stays`, stays as nothing is another, or why that is not known.
+    """
 
     words: str
     tried: list[tuple[str, str]] = field(default_factory=list)
@@ -153,13 +161,15 @@ def find_cause(
         tried.append((variation.words, outcome))
     gone = [words for words, outcome in tried if outcome == "vanishes"]
     kept = [words for words, outcome in tried if outcome == "stays"]
+    idle = [words for words, outcome in tried if outcome == NO_DIFFERENCE]
     if gone:
         said = f"disappears {' and '.join(gone)}"
     elif kept:
         said = f"present in every variation tried: {', '.join(kept)}"
     else:
-        said = "no variation could be tried"
+        said = "no variation changed the candidate" if idle else "no variation could be tried"
     parts = [said] + ([f"present {', '.join(kept)}"] if gone and kept else [])
+    parts += [f"{NO_DIFFERENCE}: {', '.join(idle)}"] if idle else []
     parts += [decoded(check)] if decoded(check) else []
     return Cause("; ".join(parts), tried)
 
@@ -175,11 +185,13 @@ def decoded(check: Check) -> str:
 
 
 def _outcome(backend: Backend, reference: Backend, changed: RunConfig, evidence: Evidence, origin: Finding) -> str:
-    """`vanishes`, `stays`, or why neither can be said."""
+    """`vanishes`, `stays`, `NO_DIFFERENCE` where it stays as no bit is another, or why neither can be said."""
     try:
         session = backend.open(changed)
         try:
-            session.load(evidence.before)
+            before = as_its_own(changed, evidence.before)
+            session.load(before)
+            require_taken_over(session, changed, before, "the state before the step")
             again = gather(
                 session, changed, evidence.batch, evidence.given_probe, due=evidence.due, tapped=evidence.given_tapped
             )
@@ -192,7 +204,7 @@ def _outcome(backend: Backend, reference: Backend, changed: RunConfig, evidence:
         said = next(iter(str(error).splitlines()), "")
         return f"could not be tried: {type(error).__name__}: {said}"
     if any(_link(found) == _link(origin) for found in check.origins):
-        return "stays"
+        return "stays" if next(different(evidence, again), None) else NO_DIFFERENCE
     examined = any(_link(found) == _link(origin) and found.scope == origin.scope for found in check.findings)
     if check.verdict == "agreed" or (examined and check.verdict == "disagreed"):
         return "vanishes"

@@ -5,31 +5,27 @@ What does not repeat, from the same state on the same batch, is not the program'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lockstep.core.backend import NotSupported, Session, State
 from lockstep.core.capabilities import GivesEachItsOwn, Loads, ask, ranks_of
+from lockstep.core.checkpoint.taken_over import require_taken_over
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.cause import decoded
+from lockstep.core.parity.diagnose.same_bits import different
 from lockstep.core.parity.evidence.capsule import write_capsule
 from lockstep.core.parity.evidence.gather import Evidence, gather
 from lockstep.core.parity.evidence.into_store import state_into
 from lockstep.core.parity.evidence.place import of_all_ranks, store_for
 from lockstep.core.parity.evidence.store import Store
-from lockstep.core.parity.judge.update import flat, tensors
 from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.run.ranks import is_sharded
-from lockstep.core.streams import stream_state
 
-# What a step's record holds besides its arithmetic.
-CLOCK = ("seconds", "tokens_per_second", "mfu", "metrics", "host", "sample")
 NAMED = 5
 
 
@@ -82,8 +78,7 @@ def sound(
     find_cause: words for the cause (core/parity/diagnose/cause.py), asked only if the fault repeats or nobody knows.
 
     Every rank of a session calls it, and rank 0 packs. Never raises for a capsule that cannot be written: the alarm
-    says so. Raises RuntimeError if the session does not take its state back, since training on would not be training
-    on.
+    says so. Raises UserError if the session does not take its state back, since training on would not be training on.
     """
     ranks = ranks_of(session)
     # The next steps depend on rank 0's, on every rank. No rank still reads the evidence when rank 0 packs it.
@@ -124,6 +119,7 @@ def repeated(
             return _not_run_again(full)
         try:
             ask(session, Loads).load(evidence.before)
+            require_taken_over(session, config, evidence.before, "the state before the step")
         except NotSupported as reason:
             return _not_run_again(reason)
         except UserError as lost:
@@ -159,44 +155,6 @@ def _not_run_again(why: Exception) -> Repeat:
     return Repeat(None, (), f"the step could not be run again: {said}")
 
 
-def different(one: Evidence, other: Evidence) -> Iterator[str]:
-    """Names of everything that is not bit-equal in two runs of one step, in the order of the chain."""
-    first, second = dict(_everything(one)), dict(_everything(other))
-    for name in [*first, *(n for n in second if n not in first)]:
-        if name not in first or name not in second or not bit_equal(first[name], second[name]):
-            yield name
-
-
-def bit_equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether two arrays hold the same bits: NaN equals NaN, and −0 is not 0."""
-    same = one.dtype == other.dtype and one.shape == other.shape
-    return same and np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
-
-
-def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
-    for name, array in evidence.taps.items():
-        yield name, array
-    given = {"micro-batch": evidence.probed, "step": evidence.stepped}
-    for name, found in given.items():
-        if found is not None:
-            yield f"nll of the {name}", found.nll
-            yield f"loss of the {name}", np.asarray(found.loss)
-            for parameter, grad in {**found.program, **found.grads}.items():
-                yield f"gradient of the {name}: {parameter}", grad
-    for what, sums in {"accumulation": evidence.accumulated, "reduction": evidence.reduced}.items():
-        for i, part in enumerate((*sums.parts, sums.whole.grads) if sums else ()):
-            for parameter, grad in part.items():
-                yield f"{what} {i} {parameter}", grad
-    for name, value in asdict(evidence.record).items():
-        if name not in CLOCK:
-            yield f"record.{name}", np.asarray(value)
-    for name, array in flat(evidence.after).items():
-        yield f"after the step: {name}", array
-    if evidence.reloaded is not None:
-        for name, array in flat(evidence.reloaded).items():
-            yield f"reloaded: {name}", array
-
-
 def _own(session: Session, config: RunConfig) -> AbstractContextManager[None]:
     """In which the session's streams give a rank its rows of what is cut over ranks."""
     return ask(session, GivesEachItsOwn).each_its_own() if is_sharded(config) else nullcontext()
@@ -209,21 +167,9 @@ def _state_into(store: Store, session: Session, config: RunConfig) -> State:
 
 
 def _put_back(session: Session, state: State, config: RunConfig) -> None:
-    """Load the session's own state, and read it back. Raises RuntimeError if it is not the same."""
+    """Load the session's own state, and read it back. Raises UserError if it is not the same."""
     session.load(state)
-    left = {f"{kind}/{name}" for kind, arrays in tensors(state).items() for name in arrays}
-
-    def take(kind: str, name: str, array: np.ndarray) -> None:
-        if bit_equal(tensors(state)[kind][name], array):
-            left.discard(f"{kind}/{name}")
-
-    with _own(session, config):
-        after = stream_state(session, take)
-    then, now = ({**one.scalars, "step": one.step} for one in (state, after))
-    wrong = [*sorted(left), *sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))]
-    if wrong:
-        said = ", ".join(wrong[:5])
-        raise RuntimeError(f"the session did not take its state back after a step was run again: {said}")
+    require_taken_over(session, config, state, "what it held before a step was run again")
 
 
 def _same_origin(one: Check, other: Check) -> bool:

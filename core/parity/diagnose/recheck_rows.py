@@ -53,7 +53,9 @@ def recheck_rows(
         load(evidence.before)
         alone = all(OWN in found.note for found in check.findings if not found.ok)
         for tapped, note in _others(evidence, config, own_first=alone):
-            seen = replace(evidence, tapped=tapped, taps=look(session, config, tapped, []), rechecked=True)
+            taps = look(session, config, tapped, [])
+            # Scores are those of the other sequences.
+            seen = replace(evidence, tapped=tapped, taps=taps, evaluated={}, rechecked=True)
             broken = one_step.ranks.of_first(partial(_broken, seen, one_step))
             if broken:
                 seen = replace(seen, probed=session.gradients(tapped))

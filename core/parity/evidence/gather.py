@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,9 +26,12 @@ from lockstep.core.capabilities import (
 )
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
+from lockstep.core.parity.evidence.cached_logits import cached_logits
+from lockstep.core.parity.evidence.evaluation import evaluated
 from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into
 from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.parity.evidence.parts import observed_parts
+from lockstep.core.parity.evidence.read_back import reading_back
 from lockstep.core.parity.evidence.round_trip import round_trip
 from lockstep.core.parity.evidence.store import FolderStore, MemoryStore, Store
 from lockstep.core.streams import (
@@ -83,6 +86,9 @@ class Evidence:
     rechecked: whether `tapped` was chosen by a recheck of other rows (core/parity/diagnose/recheck_rows.py).
     not_covered: what the candidate could not do, in words. seconds: what gathering cost, without the step itself.
     not_finite: where the session says that its step was not finite, and so left out; empty if it was made.
+    evaluated: scores of those sequences before the step, and logits as sampling makes them
+    (core/parity/evidence/evaluation.py, cached_logits.py); empty if there are none.
+    misread: elements of each of the batch's arrays that lay otherwise on the device, where they were read back.
     """
 
     before: State
@@ -104,6 +110,8 @@ class Evidence:
     ranks: tuple[RankReport, ...] = ()
     rechecked: bool = False
     not_finite: str = ""
+    evaluated: Arrays = field(default_factory=dict)
+    misread: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def given_probe(self) -> Batch | None:
@@ -199,6 +207,10 @@ def _gather(
             stepped = gradients_into(into, "stepped", session, batch)
     taps = look(session, config, tapped, missing, into)
     own = _own(session, config, batch, missing) if probed is not None else ()
+    scores: Arrays = {}
+    if thorough:
+        scores = dict(evaluated(session, tapped, taps, missing))
+        scores |= cached_logits(session, tapped, taps, config.attention, missing)
     micros = batch.cut(config.train)
     accumulated = reduced = None
     if thorough and probed is not None and config.train.accumulation > 1:
@@ -214,6 +226,7 @@ def _gather(
         into.put(f"stepped/{kind}", name, array)
         keeping += time.perf_counter() - began
 
+    given_to_program = reading_back(session, missing)
     started = time.perf_counter()
     not_finite = ""
     try:
@@ -231,6 +244,7 @@ def _gather(
     record = replace(record, seconds=time.perf_counter() - started - keeping)
     gathering += keeping
     started = time.perf_counter()
+    misread = given_to_program(batch)
     after = state_into(into, "after", session)
     if stepped is None and probed is not None and thorough:
         stepped = _computed_again(session, batch, before, after, missing, into)
@@ -238,6 +252,7 @@ def _gather(
     reloaded = round_trip(session, before, after, missing, into) if thorough else None
     if not thorough:
         missing.append("the checkpoint's round trip: a check during training leaves the state alone")
+        missing.append("evaluation and sampling: a check during training leaves them to `lockstep parity`")
         if config.train.accumulation > 1:
             missing.append("accumulation of micro-batches that weigh differently: in `lockstep parity`")
         if config.train.ranks > 1:
@@ -262,6 +277,8 @@ def _gather(
         reduced=reduced,
         ranks=ranks,
         not_finite=not_finite,
+        evaluated=scores,
+        misread=misread,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -82,6 +82,8 @@ class _Document:
     ranks: tuple[RankReport, ...]
     rechecked: bool
     not_finite: str
+    evaluated: str = ""
+    misread: Mapping[str, int] = field(default_factory=dict)
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -162,6 +164,8 @@ class _Writer:
             evidence.ranks,
             evidence.rechecked,
             evidence.not_finite,
+            self._kind("evaluated", evidence.evaluated) if evidence.evaluated else "",
+            evidence.misread,
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -240,4 +244,6 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         ranks=document.ranks,
         rechecked=document.rechecked,
         not_finite=document.not_finite,
+        evaluated=store.arrays(document.evaluated) if document.evaluated else {},
+        misread=document.misread,
     )

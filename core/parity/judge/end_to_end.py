@@ -7,7 +7,7 @@ a check beside the run and a replay from its recorded sketches are one computati
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,6 +16,7 @@ import numpy as np
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State
 from lockstep.core.config.schema import ModelConfig
 from lockstep.core.model.names import GRADIENT, parameter_shapes, tap_names
+from lockstep.core.parity.evidence.evaluation import LOGITS
 from lockstep.core.parity.evidence.gather import Evidence, weighted_part, weighted_rows
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed
 from lockstep.core.parity.evidence.sketch import K
@@ -27,6 +28,7 @@ from lockstep.core.parity.reference.side_by_side import passes
 from lockstep.core.parity.reference.stages import stages_of
 
 Observations = Mapping[str, Observation]
+TakesLogits = Callable[[np.ndarray, np.ndarray], None]
 
 
 def observations(probed: Gradients | None, taps: Arrays, model: ModelConfig) -> dict[str, Observation]:
@@ -90,10 +92,12 @@ def repeat(
     reference: Reference,
     missing: list[str],
     shown: Shown | None = None,
+    of_logits: Sequence[TakesLogits] = (),
 ) -> Repeated:
     """Run the reference for the observations `asked` for. No array is kept.
 
     probe: the batch of NLL and parameter gradients. tapped: that of the taps, whose loss lies on some sequences.
+    of_logits: what takes the twin's and the truth's logits of those sequences, where they are asked for.
     Raises NotSupported if the reference gives no gradients.
     """
     model = reference.config.model
@@ -115,6 +119,8 @@ def repeat(
                     errors = errors_of_loss(made.truth, batch)
                 if name != made.name and shown is not None and batch is part:
                     shown(name, made.twin, made.truth, errors)
+                for take in of_logits if name == LOGITS else ():
+                    take(made.twin, made.truth)
                 if name == made.name or batch is not part or one_batch:
                     twin[made.name], truth[made.name] = observed(made.twin), observed(made.truth)
         except NotSupported as reason:

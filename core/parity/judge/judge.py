@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -19,7 +19,10 @@ from lockstep.core.model.names import tap_names
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.evidence.observations import PARAMETER, Observation
 from lockstep.core.parity.judge import end_to_end, local, own_step, update
+from lockstep.core.parity.judge.cached_logits import CachedLogits
+from lockstep.core.parity.judge.evaluation import Scores
 from lockstep.core.parity.judge.exercised import not_exercised
+from lockstep.core.parity.judge.lengths import with_typical_lengths
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.decode import known_scalars
 from lockstep.core.parity.measures.verdict import Check, Finding
@@ -52,8 +55,9 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
     findings = [*update.data(evidence), *state]
     if state[0].ok:
         program = local.Program(evidence, reference)
+        scores, cached = Scores(evidence, reference), CachedLogits(evidence, reference)
         with _beside(reference, partial(_of_evidence, evidence, reference)) as of_evidence:
-            repeated = _repeated(evidence, reference, missing, program)
+            repeated = _repeated(evidence, reference, missing, program, (scores.take, cached.take))
             kept, of_model, of_step, lost = of_evidence()
         missing += lost
         findings += [*of_model, *_as_far_as_it_goes(program.findings, missing)]
@@ -62,11 +66,13 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
             findings += _as_far_as_it_goes(compared, missing)
         of_own, shown, again = own_step.findings(evidence, reference, missing)
         findings += of_step
+        findings += [*scores.findings(missing), *cached.findings()]
         if reference.over_steps:
             findings += reference.over_steps.findings()
         if repeated:
             findings = _finite_or_blamed(findings, evidence.before, kept, repeated, missing)
         findings += _finite_or_blamed(of_own, evidence.before, shown, again, missing) if again else of_own
+        findings = with_typical_lengths(findings, known)
     else:
         missing.append("all that follows from the weights: the reference has no such parameters")
     unseen = len(evidence.tapped.tokens) - len(evidence.weighted.tokens)
@@ -178,11 +184,16 @@ def _overflows(found: Mapping[str, Observation]) -> bool:
 
 
 def _repeated(
-    evidence: Evidence, reference: Reference, missing: list[str], program: local.Program
+    evidence: Evidence,
+    reference: Reference,
+    missing: list[str],
+    program: local.Program,
+    of_logits: Sequence[end_to_end.TakesLogits],
 ) -> end_to_end.Repeated | None:
     asked = end_to_end.names_observed(evidence, reference.config.model)
     try:
-        return end_to_end.repeat(asked, evidence.before, evidence.tapped, evidence.tapped, reference, missing, program)
+        before, tapped = evidence.before, evidence.tapped
+        return end_to_end.repeat(asked, before, tapped, tapped, reference, missing, program, of_logits)
     except NotSupported as reason:
         missing.append(f"what is compared end to end: {reason}")
         return None

@@ -30,10 +30,15 @@ LENGTHS = (1 << 12, 1 << 15, 1 << 18)
 
 
 def data(evidence: Evidence) -> Iterator[Finding]:
-    """The candidate consumed the batch that it was given, and that was the one which the data order prescribes."""
+    """The candidate consumed the batch that it was given, and that was the one which the data order prescribes.
+
+    What its program was given is compared as well, where the session reads it back from the device.
+    """
     size, digest = evidence.batch.tokens.size, evidence.batch.digest()
     basis = "equal bits, by SHA-256"
     yield exact("tokens", "tokens", int(evidence.record.digest != digest), size, basis)
+    for name, mismatches in evidence.misread.items():
+        yield exact("tokens", f"{name} on the device", mismatches, size, "equal numbers, with the step's batch")
     if evidence.due is not None:
         yield exact("tokens", "order", int(evidence.due != digest), size, f"{basis}, with the data order at this step")
 

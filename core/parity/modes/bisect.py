@@ -94,7 +94,7 @@ def bisect_run(
         progress(f"step {search.bad}: looking for the cause")
         cause = find_cause(candidate, reference, here(search.bad), search.evidence, search.checks[search.bad])
     first = rerun.first_difference()
-    notes = [*search.notes]
+    notes = [*search.notes, *sorted(rerun.unseen)]
     if first is not None and (other_data is None or first < other_data):
         resumed = [line["step"] for line in run.info.get("resumes", []) if first - 2 <= line["step"] < first]
         after = f" (the run was resumed from step {resumed[-1]})" if resumed else ""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from lockstep.core.backend import Backend, Batch, NotSupported, State
 from lockstep.core.capabilities import ranks_of
+from lockstep.core.checkpoint.taken_over import require_taken_over
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
@@ -83,6 +84,7 @@ def replay_capsule(
             session.load(capsule.state)
         except (ValueError, KeyError, NotSupported) as error:
             raise UserError(f"the candidate does not take the capsule's state: {error}") from error
+        unseen = require_taken_over(session, config, capsule.state, "the capsule")
         ranks = ranks_of(session)
         with store_for(config, ranks) as store:
             due = capsule.about.get("due")
@@ -92,7 +94,7 @@ def replay_capsule(
     finally:
         session.close()
         opened.close()
-    notes = []
+    notes = [unseen] if unseen else []
     if differ := differing_fields(asdict(capsule.record), asdict(evidence.record)):
         notes.append(f"the step came out otherwise than when it was packed: {in_words(differ)}")
     return Replayed(capsule.step, "run again", check, (*notes, *_not_shown(capsule)))
@@ -244,6 +246,7 @@ class _Again:
         same = self._config(step) == self._run.config_at(step)
         check, _ = rerun.check(step, (self._of_run if same else self._here).of(step))
         notes = ["its sketches: none were recorded", *([why] if why else []), *self._said(rerun, step)]
+        notes += sorted(rerun.unseen)
         return Replayed(step, "run again", check, tuple(notes))
 
     def sketches(self, step: int, recorded: Mapping[int, Mapping[str, Any]]) -> Replayed:

@@ -11,6 +11,7 @@ import numpy as np
 
 from lockstep.core.backend import Backend, Batch, Session, State, StepRecord
 from lockstep.core.checkpoint.format import checkpoint_step, load_checkpoint, reader_of
+from lockstep.core.checkpoint.taken_over import require_taken_over
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.groups import moment_names
@@ -64,6 +65,7 @@ class Rerun:
 
     differences: step → (field, recorded, now) of every record that came out otherwise than the run's.
     steps_run: how many steps were run again. loaded: steps done in the stored state that was loaded last.
+    unseen: why the candidate could not be held to a state that it took over, in words.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Rerun:
         self.loaded = 0
         self.differences: dict[int, list[tuple[str, Any, Any]]] = {}
         self.steps_run = 0
+        self.unseen: set[str] = set()
 
     def to(self, done: int) -> None:
         """Bring the session to the state after `done` steps."""
@@ -135,6 +138,9 @@ class Rerun:
             self._session.load(as_its_own(config, state))
         except (ValueError, KeyError) as error:
             raise UserError(f"the candidate does not take the run's state: {error}") from error
+        unseen = require_taken_over(self._session, config, state, f"the run's state after step {state.step}")
+        if unseen:
+            self.unseen.add(unseen)
 
     def _compare(self, record: StepRecord) -> None:
         self.steps_run += 1

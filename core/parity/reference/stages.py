@@ -26,7 +26,8 @@ class Chain:
     kinds: forward stage id → kind of its operation, in the order of the chain. before: those ahead of the blocks.
     phases: stage id → the phase in which it first acts, in the order of the chain. `compiler`: the program that trains
     against the tapped one. `gradients`: what the session gives as a micro-batch's gradients against what its program
-    made. `reduction`: the gradients that ranks share against each rank's own. order: stage id → its number.
+    made. `reduction`: the gradients that ranks share against each rank's own. `evaluation`: the scores of held-out
+    tokens. `sampling`: logits that are made with a cache. order: stage id → its number.
     """
 
     kinds: dict[str, str]
@@ -60,6 +61,8 @@ def _chain(families: tuple[tuple[str, Family], ...], heads: tuple[str, ...]) -> 
         **dict.fromkeys(("compiler", "gradients", "accumulation", "reduction"), "backward"),
         **dict.fromkeys(UPDATE, "update"),
         "checkpoint": "state",
+        "evaluation": "forward",
+        "sampling": "forward",
     }
     numbers = {stage: number for number, stage in enumerate(phases)}
     return Chain({id: kinds[id] for id in order}, frozenset(before), phases, numbers)

@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.core.backend import Arrays
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
+from lockstep.core.parity.measures.decode import typical_ratio
 from lockstep.core.parity.measures.distances import Distances, distances
 from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
 from lockstep.core.parity.watch.limits import LOSS_UNITS, Extremes, Limits, Precision
@@ -284,9 +285,9 @@ def layer_in(name: str) -> int | None:
 
 
 def cause_of(step: Step, truth: Answer, findings: Sequence[Finding], precision: Precision) -> str | None:
-    """Name a common cause of the broken gradients, if there is one: a factor, or errors of a lower precision's size."""
+    """Name a common cause of the broken gradients, if there is one: a factor, or that they hold numbers of bf16."""
     broken = [f.tap for f in findings if f.stage == "gradients" and not f.ok and f.tap in step.grads]
-    lengths, cosines, errors = [], [], []
+    lengths, cosines, along = [], [], []
     for name in broken:
         c, t = step.grads[name].astype(np.float64).ravel(), truth.grads[name].astype(np.float64).ravel()
         sizes = float(np.linalg.norm(c)), float(np.linalg.norm(t))
@@ -294,7 +295,7 @@ def cause_of(step: Step, truth: Answer, findings: Sequence[Finding], precision: 
             return None
         lengths.append(sizes[0] / sizes[1])
         cosines.append(float(c @ t) / (sizes[0] * sizes[1]))
-        errors.append(float(np.linalg.norm(c - t)) / sizes[1])
+        along.append(float(c @ t) / sizes[1] ** 2)
     if not broken:
         return None
     many = f"all {len(broken)} broken gradients" if len(broken) > 1 else f"the gradient of {broken[0]}"
@@ -302,9 +303,20 @@ def cause_of(step: Step, truth: Answer, findings: Sequence[Finding], precision: 
     alike = max(abs(r / middle - 1) for r in lengths)
     if min(cosines) > 0.999 and abs(middle - 1) > 10 * max(alike, max(1 - c for c in cosines), 1e-4):
         return f"{many}: right direction, {middle:.6g} times the right length"
-    if precision == "fp32" and len(broken) > 1 and 1e-4 < float(np.median(errors)) < 3e-2:
-        return f"{many}: off by {np.median(errors):.0e}, as TF32 or bf16 is: is autocast on (precision='bf16')?"
+    if typical := typical_ratio(along):
+        return f"{many}: {typical[0]:.3g} times the right length in the median, with a scatter of {typical[1]:.2g}"
+    narrow = [name for name in broken if _in_bf16(step.grads[name])]
+    if precision == "fp32" and narrow:
+        return f"{_few(narrow)}: numbers of bf16 alone, as its products give: is autocast on (precision='bf16')?"
     return None
+
+
+def _in_bf16(gradient: np.ndarray) -> bool:
+    """Return whether FP32 numbers are all of bf16. By chance, 64 of FP32's own are so once in 2^1024 times."""
+    numbers = gradient[gradient != 0]
+    if gradient.dtype != np.float32 or numbers.size < 64:
+        return False
+    return not (numbers.view(np.uint32) & 0xFFFF).any()
 
 
 def _check_shapes(step: Step, truth: Answer, twin: Answer) -> None:

@@ -1,0 +1,42 @@
+"""Read back what the program of a step was given, on its device, and count where it is not the step's batch.
+
+The digest in a step's record is of the batch that the session was handed. Between it and the program lie a copy to
+pinned memory, a transfer, a cut into micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lockstep.core.backend import Batch, NotSupported, Session
+from lockstep.core.capabilities import ReadsBack, ask
+
+WHAT = "what the step's program was given, read back from its device"
+
+
+def reading_back(session: Session, missing: list[str]) -> Callable[[Batch], dict[str, int]]:
+    """Have the next step keep what its program is given; return what counts, after the step, where it differs.
+
+    It counts elements that differ from a batch, by array; nothing where the session does not show them, and `missing`
+    gets why.
+    """
+    try:
+        shows = ask(session, ReadsBack)
+        shows.keep_inputs()
+    except NotSupported as reason:
+        missing.append(f"{WHAT}: {reason}")
+        return lambda batch: {}
+
+    def counted(batch: Batch) -> dict[str, int]:
+        kept = shows.inputs_kept()
+        if not kept:
+            missing.append(f"{WHAT}: the step kept nothing")
+        return {name: _mismatches(array, batch.arrays[name]) for name, array in kept.items()}
+
+    return counted
+
+
+def _mismatches(array: np.ndarray, due: np.ndarray) -> int:
+    return int(np.count_nonzero(array != due)) if array.shape == due.shape else due.size

@@ -1,0 +1,128 @@
+"""Hold a candidate's `evaluate` to the logits of twin and truth, which start from the candidate's weights.
+
+NLL is compared as the loss's is. `top1` says whether the target has the largest logit, and is exact but for ties: let
+e be FURTHEST times the largest error among the twin's logits. The difference of two honest logits is at most 2e from
+the truth's. So where the truth's target leads, or trails, by more than 2e, there is one right answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.core.parity.evidence.evaluation import AT_ONCE, POLICIES, TARGETS, key
+from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures.compare import Reference, compare, finding, relative_difference
+from lockstep.core.parity.measures.distances import FLOOR_ULPS
+from lockstep.core.parity.measures.stretches import stretches
+from lockstep.core.parity.measures.verdict import Finding, Measure
+from lockstep.core.parity.reference.stages import stages_of
+
+STAGE = "evaluation"
+# Largest errors of two honest sets of logits: they are draws of the same roundings, and in FP32 their ratio reaches 4.
+FURTHEST = 4.0
+
+
+class Scores:
+    """The scores of a candidate, judged when the reference's logits come by."""
+
+    def __init__(self, evidence: Evidence, reference: Reference) -> None:
+        self._evaluated, self._reference = evidence.evaluated, reference
+        self._found: list[Finding] = []
+        self._missing: list[str] = []
+
+    def take(self, twin: np.ndarray, truth: np.ndarray) -> None:
+        """Judge all scores. twin, truth: logits (n, S, V) of the sequences that were evaluated."""
+        if TARGETS not in self._evaluated:
+            return
+        reference = self._reference
+        due = Due.of(twin, truth, np.asarray(self._evaluated[TARGETS]))
+        kind = calibrated_bounds.tap_kind(stages_of(reference.config)[-1].id, "forward")
+        for policy in POLICIES:
+            tap, guessed = key("nll", policy), key("top1", policy)
+            if tap not in self._evaluated:
+                continue
+            nll = np.asarray(self._evaluated[tap])
+            if policy is None:
+                least = FLOOR_ULPS * float(np.finfo(reference.stream).eps)
+                w = due.twin_nll.astype(reference.stream)
+                self._found.append(compare(reference, STAGE, kind, tap, "end_to_end", nll, w, due.nll))
+            else:
+                least = calibrated_bounds.FP32_LIMIT
+                self._found.append(_in_fp32(tap, nll, due.nll))
+            error = FURTHEST * max(due.error, least * due.largest)
+            if (np.abs(due.lead) > 2 * error).any():
+                self._found.append(_guessed(guessed, np.asarray(self._evaluated[guessed]), due.lead, error))
+            else:
+                self._missing.append(f"evaluation: {guessed}: for every token the target is in a tie")
+
+    def findings(self, missing: list[str]) -> list[Finding]:
+        """Return what was judged; `missing` gets why something was not, where the candidate gave scores."""
+        missing += self._missing
+        if TARGETS in self._evaluated and not self._found:
+            missing.append("evaluation and sampling: the reference shows no logits")
+        return self._found
+
+
+@dataclass(frozen=True)
+class Due:
+    """What scores follow from the logits of twin and truth; arrays (n, S) in FP64.
+
+    nll, twin_nll: log Σ exp(logits) − the target's logit. lead: of the target's logit over the largest other one, by
+    the truth. error: the largest one among the twin's logits. largest: magnitude of the truth's logits.
+    """
+
+    nll: np.ndarray
+    twin_nll: np.ndarray
+    lead: np.ndarray
+    error: float
+    largest: float
+
+    @classmethod
+    def of(cls, twin: np.ndarray, truth: np.ndarray, targets: np.ndarray) -> Due:
+        """Read logits (n, S, V), some tokens at a time."""
+        vocab = truth.shape[-1]
+        w, t, target = twin.reshape(-1, vocab), truth.reshape(-1, vocab), targets.reshape(-1, 1).astype(np.int64)
+        nll, twin_nll, lead = (np.empty(len(t)) for _ in range(3))
+        error = largest = 0.0
+        for which in stretches(len(t), max(1, AT_ONCE // vocab)):
+            wide = t[which].astype(np.float64)
+            apart = w[which].astype(np.float64)
+            nll[which], twin_nll[which] = _nll(wide, target[which]), _nll(apart, target[which])
+            apart -= wide
+            error, largest = max(error, float(np.abs(apart).max())), max(largest, float(np.abs(wide).max()))
+            own = np.take_along_axis(wide, target[which], axis=-1)[:, 0]
+            np.put_along_axis(wide, target[which], -np.inf, axis=-1)
+            lead[which] = own - wide.max(axis=-1)
+        shape = targets.shape
+        return cls(nll.reshape(shape), twin_nll.reshape(shape), lead.reshape(shape), error, largest)
+
+
+def _nll(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return log Σ exp(logits) − the target's logit, (N,), of logits (N, V) and targets (N, 1)."""
+    largest = logits.max(axis=-1, keepdims=True)
+    total = np.log(np.exp(logits - largest).sum(axis=-1, keepdims=True)) + largest
+    return np.asarray(total - np.take_along_axis(logits, targets, axis=-1))[:, 0]
+
+
+def _in_fp32(tap: str, nll: np.ndarray, truth: np.ndarray) -> Finding:
+    """Hold NLL under the FP32 policy to the truth."""
+    apart = relative_difference(nll, truth) if nll.shape == truth.shape else float("inf")
+    most = calibrated_bounds.FP32_LIMIT
+    measure = Measure("relative_error", apart, None, most, f"FP32 end to end: {most:.0e}")
+    return finding(STAGE, tap, "end_to_end", (measure,), truth.size)
+
+
+def _guessed(tap: str, top1: np.ndarray, lead: np.ndarray, error: float) -> Finding:
+    """Count tokens whose `top1` is not the truth's, where the truth is no tie. error: that a logit may have."""
+    clear = np.abs(lead) > 2 * error
+    count = int(np.count_nonzero(clear))
+    if top1.shape != lead.shape:
+        wrong, note = count, f"candidate {top1.shape}, reference {lead.shape}"
+    else:
+        wrong, note = int(np.count_nonzero((top1.astype(bool) != (lead > 0)) & clear)), ""
+    where = f"{count} of {lead.size} tokens"
+    basis = f"equal where the truth's target leads or trails by more than 2·{error:.2g}: {where}"
+    return finding(STAGE, tap, "end_to_end", (Measure("mismatches", float(wrong), None, 0.0, basis),), count, note=note)

@@ -1,0 +1,69 @@
+"""Trainers that do not take a stored state over as it is, each in a way that its checks do not show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.core.backend import NotSupported, State
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.ranks.sharded_tensors import local
+from lockstep.torch_backend.session import TorchSession
+
+WEIGHT = "blocks.1.mlp.up_proj.weight"
+
+
+class _MiscountingSession(TorchSession):
+    def load(self, state: State) -> None:
+        super().load(state)
+        for entry in self.optimizer.state.values():
+            entry["step"] = entry["step"] + 1
+
+
+class CountsAnUpdateTooMany(TorchBackend):
+    """The optimizer's own count of updates is one ahead after a resume; the number of the step is right."""
+
+    session_class = _MiscountingSession
+
+
+class _ScaleForgettingSession(TorchSession):
+    def load(self, state: State) -> None:
+        super().load(replace(state, scalars={}))
+
+
+class LossScaleLostOnLoad(TorchBackend):
+    """Resuming begins with the loss scale of a new run."""
+
+    session_class = _ScaleForgettingSession
+
+
+class _MixingSession(TorchSession):
+    def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
+        super().restore(folder, step, scalars)
+        if self.ranks is None or self.ranks.rank == 1:
+            moment = local(self.optimizer.state[self.parameters[WEIGHT]]["exp_avg"])
+            moment.copy_(torch.roll(moment, 1, 0))
+
+
+class RowsMixed(TorchBackend):
+    """One moment's rows come in another order; of several ranks, on rank 1 alone."""
+
+    session_class = _MixingSession
+
+
+class _HidingSession(TorchSession):
+    def state(self) -> State:
+        raise NotSupported("mine shows no state")
+
+    def write(self, folder: Path) -> Any:
+        return self._writer.begin(folder)
+
+
+class ShowsNoState(TorchBackend):
+    """A session that writes and restores its state by itself, and does not show it."""
+
+    session_class = _HidingSession

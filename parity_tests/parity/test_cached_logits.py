@@ -1,0 +1,54 @@
+"""Sampling's cache is held to the reference's logits in a check."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lockstep.core.backend import NotSupported
+from lockstep.core.config.schema import AttentionConfig
+from lockstep.parity_tests.faults.sampling import RopeNotAdvanced
+from lockstep.parity_tests.parity.test_evaluation import checked
+from lockstep.parity_tests.tiny import tiny_config
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
+
+SAMPLING = "sampling"
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp32", "fp64", "fp16"])
+def test_an_honest_cache_agrees_and_one_that_does_not_rotate_is_named(policy: str) -> None:
+    config = tiny_config(policy)
+    evidence, check = checked(TorchBackend(), config)
+    assert check.verdict == "agreed", check.origin
+    (found,) = (finding for finding in check.findings if finding.stage == SAMPLING)
+    assert found.size == 4 * 300 and evidence.evaluated["lengths"].tolist() == [29, 30, 31, 32]
+    _, check = checked(RopeNotAdvanced(), config)
+    assert {finding.stage for finding in check.findings if not finding.ok} == {SAMPLING}
+
+
+def test_where_documents_are_masked_the_first_one_is_decoded() -> None:
+    config = tiny_config().model_copy(update={"attention": AttentionConfig(document_mask=True, reset_positions=True)})
+    evidence, check = checked(TorchBackend(), config)
+    assert check.verdict == "agreed", check.origin
+    row = np.flatnonzero(evidence.tapped.weights.any(axis=1))[0]
+    assert evidence.tapped.documents is not None
+    first = int(np.count_nonzero(evidence.tapped.documents[row] == evidence.tapped.documents[row, 0]))
+    if first > 3:
+        assert evidence.evaluated["lengths"][-1] == first
+    else:
+        assert any(line.startswith("sampling: the sequence's first document") for line in check.not_covered)
+
+
+class _DoesNotSample(TorchSession):
+    def cached_logits(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        raise NotSupported("mine does not sample")
+
+
+class DoesNotSample(TorchBackend):
+    session_class = _DoesNotSample
+
+
+def test_a_session_without_a_cache_is_not_covered() -> None:
+    _, check = checked(DoesNotSample(), tiny_config())
+    assert check.verdict == "agreed" and "sampling: mine does not sample" in check.not_covered

@@ -1,0 +1,124 @@
+"""Evaluation is held to the reference's logits: NLL by excess, guesses exactly but for ties."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lockstep.core.backend import Arrays, Batch, NotSupported
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.evaluation import TARGETS
+from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
+from lockstep.core.parity.judge.evaluation import Due, Scores
+from lockstep.core.parity.judge.judge import Reference, judge
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.train.loop import validate
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.faults.evaluation import GuessesShifted, NllScaledInEvaluation
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
+
+
+def checked(backend: TorchBackend, config: RunConfig) -> tuple[Evidence, Check]:
+    evidence = gather(backend.open(config), config, uneven_weights(text_batch(config), 0))
+    return evidence, judge(evidence, Reference.open(JaxBackend(), config))
+
+
+@pytest.mark.parametrize(("policy", "compiled"), [("bf16", True), ("fp32", False), ("fp64", False)])
+def test_an_honest_evaluation_agrees_under_both_policies(policy: str, compiled: bool) -> None:
+    _, check = checked(TorchBackend(), tiny_config(policy, compiled))
+    assert check.verdict == "agreed", check.origin
+    found = {finding.tap: finding for finding in check.findings if finding.stage == "evaluation"}
+    assert set(found) == {"nll", "top1", "nll_fp32", "top1_fp32"}
+    assert found["top1"].size > 32  # most tokens are no tie
+
+
+@pytest.mark.parametrize(("fault", "taps"), [(NllScaledInEvaluation, {"nll"}), (GuessesShifted, {"top1"})])
+def test_what_is_wrong_is_named_under_fp32_too(fault: type[TorchBackend], taps: set[str]) -> None:
+    _, check = checked(fault(), tiny_config())
+    assert {finding.stage for finding in check.findings if not finding.ok} == {"evaluation"}
+    wrong = {finding.tap for finding in check.findings if not finding.ok}
+    assert wrong == taps | {f"{tap}_fp32" for tap in taps}
+
+
+class _CannotScore(TorchSession):
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
+        raise NotSupported("mine scores nothing")
+
+
+class _CannotUnderFp32(TorchSession):
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
+        if policy is not None:
+            raise NotSupported("mine has one policy")
+        return super().evaluate(batch)
+
+
+@pytest.mark.parametrize(
+    ("session", "said", "left"),
+    [
+        (_CannotScore, "evaluation: mine scores nothing", set()),
+        (_CannotUnderFp32, "evaluation under fp32: mine has one policy", {"nll", "top1"}),
+    ],
+)
+def test_what_a_session_does_not_score_is_not_covered(session: type[TorchSession], said: str, left: set[str]) -> None:
+    class Backend(TorchBackend):
+        session_class = session
+
+    _, check = checked(Backend(), tiny_config())
+    assert check.verdict == "agreed" and said in check.not_covered
+    assert {finding.tap for finding in check.findings if finding.stage == "evaluation"} == left
+
+
+def test_a_tie_is_either_s_and_a_clear_lead_is_not() -> None:
+    """Logits of three tokens; the twin's are off by 0.01, so a lead of 0.001 is none and one of 1 is."""
+    config = tiny_config("bf16", vocab_size=300)
+    reference = Reference.open(JaxBackend(), config)
+    truth = np.zeros((1, 4, 300))
+    truth[0, :, 1] = [1.0, 1.0, 1.0, 0.001]
+    twin = truth + np.where(np.arange(300) % 2, 0.01, -0.01)
+    targets = np.array([[1, 1, 2, 2]], np.int32)
+    right = {TARGETS: targets, "nll": Due.of(twin, truth, targets).twin_nll.astype(np.float32)}
+    evidence, _ = checked(TorchBackend(), config)
+    for top1, mismatches in (([1, 1, 0, 0], 0), ([1, 1, 0, 1], 0), ([0, 1, 0, 0], 1), ([1, 1, 1, 0], 1)):
+        scores = Scores(replace(evidence, evaluated=right | {"top1": np.array([top1], np.int32)}), reference)
+        scores.take(twin, truth)
+        found = next(finding for finding in scores.findings([]) if finding.tap == "top1")
+        assert found.measures[0].value == mismatches and found.size == 3
+
+
+def test_where_every_target_is_in_a_tie_no_guess_is_judged() -> None:
+    config = tiny_config()
+    evidence, _ = checked(TorchBackend(), config)
+    truth, zeros = np.zeros((1, 4, 300)), np.zeros((1, 4), np.int32)
+    given = replace(evidence, evaluated={TARGETS: zeros, "nll": np.full((1, 4), 5.7), "top1": zeros})
+    scores = Scores(given, Reference.open(JaxBackend(), config))
+    scores.take(truth + 0.01, truth)
+    missing: list[str] = []
+    assert [finding.tap for finding in scores.findings(missing)] == ["nll"]
+    assert missing == ["evaluation: top1: for every token the target is in a tie"]
+
+
+class _Scored:
+    """Gives the same scores of every batch."""
+
+    def __init__(self, nll: np.ndarray) -> None:
+        self._nll = nll
+
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
+        return {"nll": self._nll, "top1": self._nll < 5}
+
+
+def test_the_validation_loss_is_the_mean_over_all_tokens() -> None:
+    """A mean that leaves out the last token of a sequence, or is summed in FP32, is further off."""
+    nll = np.random.default_rng(0).gamma(2.0, 3.0, (64, 512)).astype(np.float32)
+    batch = text_batch(tiny_config())
+    found = validate(_Scored(nll), [batch] * 3)  # type: ignore[arg-type]
+    due = math.fsum(nll.ravel().tolist()) / nll.size
+    assert abs(found["val/loss"] / due - 1) <= 4 * np.finfo(np.float64).eps
+    assert found["val/top1"] == np.count_nonzero(nll < 5) / nll.size
+    for wrong in (float(nll[:, :-1].mean(dtype=np.float64)), float(np.cumsum(nll.ravel())[-1] / np.float32(nll.size))):
+        assert abs(wrong / due - 1) > 1e-9
