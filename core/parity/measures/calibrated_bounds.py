@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -26,11 +27,20 @@ from lockstep.core.components.precision import POLICIES, PrecisionPolicy
 from lockstep.core.config.schema import ModelConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.families import graph_of
+from lockstep.core.model.graph import OUTPUT
 from lockstep.core.model.groups import update_rules
+from lockstep.core.parity.measures import peak_bounds
 from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.peak_bounds import Result, Sharp
+from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.stretches import STRETCH, stretches
 from lockstep.core.parity.measures.verdict import Measure
-from lockstep.core.parity.reference.stages import forward_stages, is_library_head, rounds_operands
+from lockstep.core.parity.reference.stages import (
+    forward_stages,
+    is_library_head,
+    keeps_product,
+    rounds_operands,
+)
 
 # Bounds are the calibration's extremes times this (on log-excess, distance and gain). End to end, one early rounding
 # that falls otherwise reaches many numbers alike, and tails are heavier than a count of numbers says; what is small is
@@ -49,15 +59,6 @@ FP64_LIMIT = 1e-12
 # What two libraries compute in FP32 from the weights on is some ulp off, and the ratio of such errors scatters widely:
 # a relative error below this, 80 ulp, is never accused end to end, and one above it in a gradient always is.
 FP32_LIMIT = 1e-5
-
-
-# Sampling scatter of this many numbers is as large as what clean runs show on tensors of any size.
-SCATTER_SIZE = 256
-
-
-def scatter(size: int) -> float:
-    """How much wider a band is for a tensor of `size` numbers: √(1 + 256 / size), 1 for large ones."""
-    return math.sqrt(1.0 + SCATTER_SIZE / size)
 
 
 # Independent errors that one token, or one row of a matrix, has of its own.
@@ -115,13 +116,30 @@ def participation(energy: np.ndarray) -> int:
 class Extremes:
     """Hold the extremes of clean runs: max |log excess|, max twin distance, max |gain difference| / twin's error.
 
-    Each in units of `scatter(size)`.
+    Each in units of `scatter(size)`. sharp: of what norms hide; None where it was not measured, and is not in force.
     """
 
     log_excess: float
     distance: float
     gain: float
     draws: int
+    sharp: Sharp | None = None
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Extremes:
+        """Read a row of a table. Raises TypeError if it has other fields."""
+        sharp = row.get("sharp")
+        return cls(**{**row, "sharp": Sharp(**sharp) if sharp else None})
+
+    def to_json(self) -> dict[str, Any]:
+        """The row of a table."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+    def __or__(self, other: Extremes) -> Extremes:
+        """Return the extremes of both."""
+        sharp = self.sharp | other.sharp if self.sharp and other.sharp else self.sharp or other.sharp
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in ("log_excess", "distance", "gain")}
+        return Extremes(**most, draws=self.draws + other.draws, sharp=sharp)
 
 
 def least(recipe: str, kind: str) -> tuple[float, float]:
@@ -133,6 +151,18 @@ def least(recipe: str, kind: str) -> tuple[float, float]:
     if is_rounded_update(kind) or (narrow and rounded):
         return LEAST_EXCESS, LEAST_DISTANCE
     return LEAST_OF_SUMS, LEAST_OF_SUMS
+
+
+def result_of(recipe: str, kind: str) -> Result:
+    """Return what is rounded of the result that a comparison is of."""
+    if least(recipe, kind)[0] == LEAST_OF_SUMS:
+        return "sum"
+    scope, _, stage = kind.partition("/")
+    if scope == "bridge":
+        return "same"
+    place, _, role = stage.partition("/")
+    kept = scope in ("forward", "backward") and keeps_product(place, role or OUTPUT)
+    return "kept" if kept else "rounded"
 
 
 def is_rounded_update(kind: str) -> bool:
@@ -207,7 +237,10 @@ TABLE = resources.files("lockstep.core.parity.measures").joinpath("calibrated_bo
 def table() -> dict[str, dict[str, Extremes]]:
     """Recipe → kind → extremes, from calibrated_bounds.json."""
     raw: dict[str, Any] = json.loads(TABLE.read_text())
-    return {recipe: {kind: Extremes(**row) for kind, row in kinds.items()} for recipe, kinds in raw["recipes"].items()}
+    return {
+        recipe: {kind: Extremes.from_json(row) for kind, row in kinds.items()}
+        for recipe, kinds in raw["recipes"].items()
+    }
 
 
 def require(config: RunConfig) -> None:
@@ -263,13 +296,24 @@ def limits(recipe: str, kind: str, size: int) -> Limits:
     """The bounds of a comparison of `size` numbers. Raises UserError for an uncalibrated recipe."""
     clean, wider, width = _clean(recipe, kind), margin(kind), scatter(size)
     least_excess, least_distance = least(recipe, kind)
-    distance = max(wider * clean.distance, least_distance)
+    distance = min(max(wider * clean.distance, least_distance), _sharper_distance(recipe, kind, clean))
     return Limits(
         excess=max(_widened(clean.log_excess, kind), least_excess) ** width,
         # An error that points anywhere has a part along the truth: allow it half the bound on the distance.
-        gain=width * max(wider * clean.gain, LEAST_GAIN, distance / 2 if margin(kind) == MARGIN else 0.0),
+        gain=width * max(wider * clean.gain, _least_gain(distance), distance / 2 if margin(kind) == MARGIN else 0.0),
         distance=width * distance,
     )
+
+
+def _sharper_distance(recipe: str, kind: str, clean: Extremes) -> float:
+    if clean.sharp is None:
+        return math.inf
+    return peak_bounds.distance_limit(clean.sharp, result_of(recipe, kind))
+
+
+def _least_gain(distance: float) -> float:
+    """The narrowest bound on the gain: an error within half of the bound on the distance can have no more along t."""
+    return min(LEAST_GAIN, distance / 2)
 
 
 def _with_slack(limit: Limits, recipe: str, kind: str, d: Distances) -> Limits:
@@ -320,14 +364,21 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
 
     def why(extreme: float, bound: float, least: float, times: str) -> str:
         few = f", few numbers {times[0]}{width:.2g}" if width > 1.05 else ""
-        how = f"least {least:g}" if bound < least else times
+        how = f"least {least:g}" if bound <= least else times
         return f"{clean.draws} clean draws reached {extreme:.3g}, {how}{few}{slack}"
 
     power = f"{wider:g}"
     least_excess, least_distance = least(recipe, kind)
     distance_basis = why(clean.distance, wider * clean.distance, least_distance, f"×{power}")
+    sharper = _sharper_distance(recipe, kind, clean)
+    if clean.sharp is not None and sharper < max(wider * clean.distance, least_distance):
+        times = f"×{peak_bounds.REACH:.2g}"
+        distance_basis = why(clean.sharp.distance, sharper, peak_bounds.LEAST[result_of(recipe, kind)].distance, times)
+    # Between two FP32 programs a relative error is the bound that holds.
+    held = clean.sharp if not (kind.startswith("bridge/") and policy_of(recipe).in_fp32) else None
+    sharp = tuple(peak_bounds.measures(held, result_of(recipe, kind), d, size, wider)) if held else ()
     if kind.startswith("bridge/"):
-        return (Measure("twin_distance", d.twin_distance, None, limit.distance, distance_basis),)
+        return (Measure("twin_distance", d.twin_distance, None, limit.distance, distance_basis), *sharp)
     reached = math.exp(clean.log_excess)
     how = f"×{power}" if margin(kind) == MARGIN_END_TO_END else f"^{power}"
     excess_basis = why(reached, _widened(clean.log_excess, kind), least_excess, how)
@@ -345,4 +396,4 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
         most = max(FP32_LIMIT, limit.excess * d.twin_relative_error)
         basis = f"FP32 gradients: {FP32_LIMIT:.0e}, or the bound on excess where the twin's own error makes that more"
         found.append(Measure("relative_error", d.relative_error, None, most, basis))
-    return tuple(found)
+    return (*found, *sharp)
