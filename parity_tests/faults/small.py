@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from lockstep.core.backend import Arrays, Batch, NotSupported
 from lockstep.parity_tests.faults.planting import backward, swapped
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Linear, Llama, SwiGLU, Tap, no_tap
 from lockstep.torch_backend.precision import Policy, linear
+from lockstep.torch_backend.session import TorchSession
 
 
 class _Cut(torch.autograd.Function):
@@ -79,3 +83,30 @@ class UntappedActivationLong(TorchBackend):
     """An activation is 0.2 % too large, in the program that trains alone."""
 
     session_class = swapped(SwiGLU, _LongUntapped, "blocks.1.*")
+
+
+class _Bf16Angles(Llama):
+    def rope_of(self, length: int) -> tuple[Tensor, Tensor]:
+        _, head_dim, theta = self.rope
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        places = torch.arange(length, dtype=torch.float64).bfloat16()
+        angle = (places[:, None] * (theta**-exponent).bfloat16()).double()
+        return torch.cos(angle).to(self.cos.device), torch.sin(angle).to(self.cos.device)
+
+
+class _NoTaps(TorchSession):
+    def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
+        raise NotSupported("a black box shows no taps")
+
+
+class BlackBox(TorchBackend):
+    """Honest; of its model it shows NLL and gradients alone."""
+
+    session_class = _NoTaps
+
+
+class BlackBoxRopeAnglesInBf16(TorchBackend):
+    """The angles of RoPE are bf16, in a session that shows NLL and gradients alone."""
+
+    class session_class(_NoTaps, swapped(Llama, _Bf16Angles)):  # type: ignore[misc]
+        pass

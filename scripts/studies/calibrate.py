@@ -134,11 +134,26 @@ def extremes(samples: list[Sample]) -> dict[str, Extremes]:
     return dict(sorted(found.items()))
 
 
+def over_checks(runs: list[Checks]) -> dict[str, float]:
+    """Kind → max |mean of log excess over the checks of a run|, in units of the scatter of all their numbers."""
+    found: dict[str, float] = {}
+    for draw in runs:
+        for run in (draw[start : start + CHECKS] for start in range(0, len(draw), CHECKS)):
+            for kind in calibrated_bounds.OF_MANY:
+                each = [(math.log(d.excess), size) for check in run for of, d, size in check if of == kind]
+                if each:
+                    mean = math.fsum(value for value, _ in each) / len(each) / scatter(sum(size for _, size in each))
+                    found[kind] = max(found.get(kind, 0.0), abs(mean))
+    return found
+
+
 def add_sharp(rows: dict[str, Any], clean: dict[str, Extremes]) -> None:
     """Put what norms hide into the rows of a recipe that are there; everything else in them stays."""
     for kind, row in rows.items():
         if kind in clean and (sharp := clean[kind].sharp) is not None:
             row["sharp"] = asdict(sharp)
+        if kind in clean and clean[kind].over_checks is not None:
+            row["over_checks"] = clean[kind].over_checks
 
 
 def accused(recipe: str, samples: list[Sample]) -> dict[str, int]:
@@ -280,6 +295,8 @@ def main() -> None:
             jobs: list[Job] = [(recipe, draw, part, *given) for part in parts for draw in (*bounds, *apart)]
             runs = dict(zip(jobs, pool.imap(clean_run, jobs), strict=True))
             clean = extremes([s for job in jobs if job[1] in bounds for check in runs[job] for s in check])
+            for kind, mean in over_checks([runs[job] for job in jobs if job[1] in bounds]).items():
+                clean[kind] = replace(clean[kind], over_checks=mean)
             held_out = [s for job in jobs if job[1] in apart for check in runs[job] for s in check if s[0] in clean]
             table = read_table(options.table)
             if options.add:
