@@ -240,6 +240,12 @@ BEYOND = (
 
 UPDATE = (
     Fault(optimizer.NormCountsOneTwice, "grad_norm", number=23, loss_moves_less_than=TINY),
+    Fault(
+        small.NormLeavesOutGains,
+        "grad_norm",
+        loss_moves_less_than=TINY,
+        note="2e-4 of the norm: a serial sum in FP32 may be off by as much, and this trainer declares FP64",
+    ),
     Fault(optimizer.NeverClips, "clip_coefficient", loss_moves_less_than=TINY),
     Fault(optimizer.LearningRateOneStepLate, "learning_rate", loss_moves_less_than=TINY),
     Fault(optimizer.ScheduleCountsMicroBatches, "learning_rate", number=31, loss_moves_less_than=TINY),

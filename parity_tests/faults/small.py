@@ -94,6 +94,17 @@ class _Bf16Angles(Llama):
         return torch.cos(angle).to(self.cos.device), torch.sin(angle).to(self.cos.device)
 
 
+class _NormOfMatrices(TorchSession):
+    def _global_norm(self, grads: list[Tensor]) -> Tensor:
+        return super()._global_norm([grad for grad in grads if grad.ndim > 1])
+
+
+class NormLeavesOutGains(TorchBackend):
+    """The gradient norm is that of the matrices; gains are left out of it."""
+
+    session_class = _NormOfMatrices
+
+
 class _NoTaps(TorchSession):
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
         raise NotSupported("a black box shows no taps")

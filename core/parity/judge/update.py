@@ -87,7 +87,7 @@ def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
             value = of.loss if said is None else said
             yield finding("loss", tap, "local", (scalar_bounds.loss(value, of.nll, batch),), 1)
     if evidence.stepped:
-        norm = scalar_bounds.gradient_norm(record.grad_norm, evidence.stepped.grads)
+        norm = scalar_bounds.gradient_norm(record.grad_norm, evidence.stepped.grads, record.norm_in_fp64)
         yield finding("grad_norm", "grad_norm", "local", (norm,), 1)
     coefficient = scalar_bounds.clip_coefficient(record.clip_coefficient, record.grad_norm, config.optim, dtype)
     yield finding("clip_coefficient", "clip_coefficient", "local", (coefficient,), 1)
