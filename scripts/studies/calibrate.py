@@ -38,10 +38,9 @@ from lockstep.core.model.names import GRADIENT
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.judge.local import stages
 from lockstep.core.parity.judge.update import update
-from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures import calibrated_bounds, here
 from lockstep.core.parity.measures.calibrated_bounds import Extremes
 from lockstep.core.parity.measures.distances import Distances
-from lockstep.core.parity.measures.peak_bounds import Sharp
 from lockstep.core.parity.measures.scatter import SCATTER_SIZE, scatter
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.scripts.studies.clean_runs import clean_evidence, draw_config, open_reference
@@ -127,9 +126,7 @@ def extremes(samples: list[Sample]) -> dict[str, Extremes]:
     """The extremes of each kind of comparison, in units of the scatter of its size."""
     found: dict[str, Extremes] = {}
     for kind, d, size in samples:
-        gain = abs(d.gain_difference) / d.twin_relative_error if d.twin_relative_error else 0.0
-        width = scatter(size)
-        one = Extremes(abs(math.log(d.excess)) / width, d.twin_distance / width, gain / width, 1, Sharp.of(d, size))
+        one = Extremes.of(d, size)
         found[kind] = found[kind] | one if kind in found else one
     return dict(sorted(found.items()))
 
@@ -283,6 +280,7 @@ class Calibrate:
 def main() -> None:
     """Measure, then write the table and the page after each recipe."""
     options = tyro.cli(Calibrate)
+    os.environ[here.FOLDER] = "off"
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
     # A new process every few draws: torch.compile and XLA keep what they have compiled.

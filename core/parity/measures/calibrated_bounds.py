@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -29,7 +29,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.model.families import graph_of
 from lockstep.core.model.graph import OUTPUT
 from lockstep.core.model.groups import update_rules
-from lockstep.core.parity.measures import peak_bounds
+from lockstep.core.parity.measures import here, peak_bounds
 from lockstep.core.parity.measures.distances import Distances
 from lockstep.core.parity.measures.peak_bounds import Result, Sharp
 from lockstep.core.parity.measures.scatter import scatter
@@ -122,6 +122,7 @@ class Extremes:
 
     Each in units of `scatter(size)`. sharp: of what norms hide. over_checks: max |mean of log excess over the checks of
     a run|, in units of the scatter of all their numbers. None where they were not measured, and are not in force.
+    where: in words, what is not of the shipped table.
     """
 
     log_excess: float
@@ -130,6 +131,14 @@ class Extremes:
     draws: int
     sharp: Sharp | None = None
     over_checks: float | None = None
+    where: str = ""
+
+    @classmethod
+    def of(cls, d: Distances, size: int) -> Extremes:
+        """Those of one comparison of `size` numbers."""
+        gain = abs(d.gain_difference) / d.twin_relative_error if d.twin_relative_error else 0.0
+        width = scatter(size)
+        return cls(abs(math.log(d.excess)) / width, d.twin_distance / width, gain / width, 1, Sharp.of(d, size))
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Extremes:
@@ -139,14 +148,20 @@ class Extremes:
 
     def to_json(self) -> dict[str, Any]:
         """The row of a table."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
     def __or__(self, other: Extremes) -> Extremes:
         """Return the extremes of both."""
         sharp = self.sharp | other.sharp if self.sharp and other.sharp else self.sharp or other.sharp
         over_checks = max((x for x in (self.over_checks, other.over_checks) if x is not None), default=None)
         most = {name: max(getattr(self, name), getattr(other, name)) for name in ("log_excess", "distance", "gain")}
-        return Extremes(**most, draws=self.draws + other.draws, sharp=sharp, over_checks=over_checks)
+        return Extremes(
+            **most,
+            draws=self.draws + other.draws,
+            sharp=sharp,
+            over_checks=over_checks,
+            where=self.where or other.where,
+        )
 
 
 def least(recipe: str, kind: str) -> tuple[float, float]:
@@ -242,12 +257,40 @@ TABLE = resources.files("lockstep.core.parity.measures").joinpath("calibrated_bo
 
 @cache
 def table() -> dict[str, dict[str, Extremes]]:
+    """Recipe → kind → extremes: those that are shipped, joined with what was measured on this machine."""
+    return {recipe: with_those_here(rows, here.read(recipe)) for recipe, rows in shipped().items()}
+
+
+def shipped() -> dict[str, dict[str, Extremes]]:
     """Recipe → kind → extremes, from calibrated_bounds.json."""
     raw: dict[str, Any] = json.loads(TABLE.read_text())
     return {
         recipe: {kind: Extremes.from_json(row) for kind, row in kinds.items()}
         for recipe, kinds in raw["recipes"].items()
     }
+
+
+def with_those_here(rows: dict[str, Extremes], measured: here.Here | None) -> dict[str, Extremes]:
+    """A recipe's extremes joined with those of this machine: a few checks here never make a bound narrower."""
+    if measured is None:
+        return rows
+    more = {kind: Extremes.from_json(row) for kind, row in measured.rows.items()}
+    return rows | {kind: row | replace(more[kind], where=measured.words) for kind, row in rows.items() if kind in more}
+
+
+def widened(recipe: str, measured: here.Here) -> tuple[str, ...]:
+    """In words, the extremes that are larger with what was measured here than those that are shipped."""
+    rows = shipped()[recipe]
+    joined = with_those_here(rows, measured)
+    found = []
+    for kind in sorted(measured.rows.keys() & rows.keys()):
+        before, after = rows[kind], joined[kind]
+        pairs = [(name, getattr(before, name), getattr(after, name)) for name in ("log_excess", "distance", "gain")]
+        if before.sharp and after.sharp:
+            names = ("largest", "row", "column", "row_gain", "unequal")
+            pairs += [(name, getattr(before.sharp, name), getattr(after.sharp, name)) for name in names]
+        found += [f"{kind}: {name}: {old:.3g} → {new:.3g}" for name, old, new in pairs if new > old]
+    return tuple(found)
 
 
 def require(config: RunConfig) -> None:
@@ -401,7 +444,9 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
     held = clean.sharp if not (kind.startswith("bridge/") and policy_of(recipe).in_fp32) else None
     sharp = tuple(peak_bounds.measures(held, result_of(recipe, kind), d, size, wider)) if held else ()
     if kind.startswith("bridge/"):
-        return (Measure("twin_distance", d.twin_distance, None, limit.distance, distance_basis), *sharp)
+        return _with_basis(
+            (Measure("twin_distance", d.twin_distance, None, limit.distance, distance_basis), *sharp), clean
+        )
     reached = math.exp(clean.log_excess)
     how = f"×{power}" if _is_multiple(kind) else f"^{MARGIN:g}"
     excess_basis = why(reached, _widened(clean.log_excess, kind), least_excess, how)
@@ -419,4 +464,8 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
         most = max(FP32_LIMIT, limit.excess * d.twin_relative_error)
         basis = f"FP32 gradients: {FP32_LIMIT:.0e}, or the bound on excess where the twin's own error makes that more"
         found.append(Measure("relative_error", d.relative_error, None, most, basis))
-    return (*found, *sharp)
+    return _with_basis((*found, *sharp), clean)
+
+
+def _with_basis(found: tuple[Measure, ...], clean: Extremes) -> tuple[Measure, ...]:
+    return tuple(replace(m, basis=f"{m.basis}; {clean.where}") for m in found) if clean.where else found

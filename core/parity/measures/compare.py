@@ -193,7 +193,8 @@ class Comparison:
         note: str = "",
         layer: int | EllipsisType | None = ...,
     ) -> None:
-        self._reference, self._kind, self._size = reference, kind, calibrated_bounds.independent(shape)
+        self._reference, self._kind, self._shape = reference, kind, shape
+        self._size = calibrated_bounds.independent(shape)
         self._empty = finding(stage, tap, scope, (), math.prod(shape), None, note, phase)
         if layer is not ...:  # a gradient belongs to the stage that sends it back, not to the one that wrote the tap
             self._empty = replace(self._empty, layer=layer)
