@@ -136,12 +136,26 @@ def smallest(one: Comparison, recipe: str, plant: Callable[[np.ndarray, float], 
 def in_its_format(x: np.ndarray, c: np.ndarray) -> np.ndarray:
     """`x` in the dtype of `c`, and rounded to bf16 where `c` is: a fault before the rounding, not after it."""
     made = x.astype(c.dtype)
-    return rounded(made) if np.array_equal(rounded(c), c) else made
+    return rounded(made) if is_rounded(c) else made
+
+
+def is_rounded(c: np.ndarray) -> bool:
+    """Return whether bf16 holds all of it."""
+    return np.array_equal(rounded(c), c)
+
+
+def before_rounding(c: np.ndarray) -> np.ndarray:
+    """Numbers that round to `c`: anywhere within half an ulp of bf16, where `c` is rounded to that."""
+    wide = c.astype(np.float64)
+    if not is_rounded(c):
+        return wide
+    half = np.where(wide == 0, 0.0, np.ldexp(0.5, np.frexp(wide)[1] - 8))
+    return wide + np.random.default_rng(0).uniform(-0.5, 0.5, c.shape) * half
 
 
 def scaled(c: np.ndarray, delta: float) -> np.ndarray:
     """All elements too long by δ."""
-    return in_its_format(c.astype(np.float64) * (1 + delta), c)
+    return in_its_format(before_rounding(c) * (1 + delta), c)
 
 
 def one_element(c: np.ndarray, delta: float) -> np.ndarray:

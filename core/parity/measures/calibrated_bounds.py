@@ -344,7 +344,7 @@ class Limits:
 
 def limits(recipe: str, kind: str, size: int) -> Limits:
     """The bounds of a comparison of `size` numbers. Raises UserError for an uncalibrated recipe."""
-    clean, wider, width = _clean(recipe, kind), margin(kind), scatter(size)
+    clean, wider, width = extremes_of(recipe, kind), margin(kind), scatter(size)
     least_excess, least_distance = least(recipe, kind)
     distance = min(max(wider * clean.distance, least_distance), _sharper_distance(recipe, kind, clean))
     return Limits(
@@ -396,7 +396,7 @@ def _is_multiple(kind: str) -> bool:
 
 def mean_over_checks(recipe: str, kind: str, excess: float, size: int, checks: int) -> Measure | None:
     """The geometric mean of a kind's excess over checks of `size` numbers in all; None where it was not measured."""
-    reached = _clean(recipe, kind).over_checks
+    reached = extremes_of(recipe, kind).over_checks
     if reached is None or not policy_of(recipe).rounds:
         return None
     width = scatter(size)
@@ -406,7 +406,8 @@ def mean_over_checks(recipe: str, kind: str, excess: float, size: int, checks: i
     return Measure("excess", excess, 1 / high, high, basis)
 
 
-def _clean(recipe: str, kind: str) -> Extremes:
+def extremes_of(recipe: str, kind: str) -> Extremes:
+    """The extremes that bound a comparison. Raises UserError for an uncalibrated recipe."""
     try:
         return table()[measured_under(recipe, kind)][kind]
     except KeyError:
@@ -423,7 +424,7 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
     if policy_of(recipe).exact:
         basis = f"FP64 has no truth above it: relative error at most {FP64_LIMIT:.0e}"
         return (Measure("relative_error", d.relative_error, None, FP64_LIMIT, basis),)
-    clean, calibrated = _clean(recipe, kind), limits(recipe, kind, size)
+    clean, calibrated = extremes_of(recipe, kind), limits(recipe, kind, size)
     limit = _with_slack(calibrated, recipe, kind, d)
     wider, width = margin(kind), scatter(size)
     slack = f"; never below a relative error of {FP32_LIMIT:.0e}" if limit != calibrated else ""
