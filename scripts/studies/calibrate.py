@@ -206,7 +206,8 @@ def page(table: dict[str, Any]) -> str:
         "Below each table stands what norms hide (core/parity/measures/peak_bounds.py): the largest single difference "
         "from the twin in units of the largest error of the twin, the same of rows and columns, the error of length "
         "with each row weighted by the precision of the twin in it, and the share of unequal elements. Where a row is "
-        "there, its distance is held to the sharper of both bounds.",
+        "there, its distance is held to the sharper of both bounds. `draws` counts comparisons: of a recipe with "
+        "fewer, fewer shapes were run.",
         "",
     ]
     for recipe in RECIPES:
