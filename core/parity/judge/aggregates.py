@@ -55,4 +55,5 @@ class Means:
             excess = math.exp(math.fsum(mean.logarithms) / checks)
             measure = calibrated_bounds.mean_over_checks(self.recipe, kind, excess, mean.size, checks)
             if measure is not None:
-                yield replace(mean.finding, scope="over_steps", measures=(measure,), unequal=None, note="")
+                named = replace(mean.finding, tap="geometric mean", scope="over_steps", unequal=None, note="")
+                yield replace(named, measures=(measure,))
