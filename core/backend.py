@@ -154,6 +154,7 @@ class StepRecord:
                       bytes of memory when due (`memory/peak`, …).
     sample:           text written from a prompt, when due.
     left_out:         where the step was first not finite, in words, if it was left out (`train.on_not_finite`).
+    norm_in_fp64:     the session declares that it accumulates `grad_norm` in FP64; a check holds it to that.
     """
 
     step: int
@@ -171,6 +172,7 @@ class StepRecord:
     host: Mapping[str, float] = field(default_factory=dict)
     sample: str | None = None
     left_out: str | None = None
+    norm_in_fp64: bool = False
 
 
 @dataclass(frozen=True)

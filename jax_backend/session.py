@@ -140,6 +140,7 @@ class JaxSession:
             clip_coefficient=float(coefficient),
             digest=batch.digest(),
             tokens=batch.targets.size,
+            norm_in_fp64=True,
         )
         computed = time.perf_counter()
         params, moments = self.params, self.moments

@@ -68,6 +68,7 @@ COMMANDS = {
         "train; --resume RUN goes on; --parity.every N checks steps against the reference",
     ),
     "parity": ("lockstep.scripts.commands.parity", "check the first steps side by side with the reference"),
+    "calibrate": ("lockstep.scripts.commands.calibrate", "measure what clean checks show on this machine"),
     "replay": ("lockstep.scripts.commands.replay", "check a recorded step or a capsule later, or on another machine"),
     "bisect": ("lockstep.scripts.commands.bisect", "find a run's first bad step, its origin stage and the cause"),
     "faults": ("lockstep.scripts.commands.faults", "plant the known faults and print the scoreboard"),

@@ -269,6 +269,7 @@ class TorchSession(Observes):
             clip_coefficient=told_coefficient,
             digest=batch.digest(),
             tokens=batch.targets.size,
+            norm_in_fp64=True,
         )
         finite = is_made(self.config, told_loss, told_norm)
         if not finite and not leaves_out(self.config):

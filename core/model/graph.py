@@ -60,13 +60,15 @@ class Kind:
     """The properties that all operations of one kind share.
 
     rounds_operands: its products round their operands to the policy's operand format. in_fp8: it is a linear layer
-    whose product may be computed in FP8. stands_for: the tap after which its edges are named, instead of its own.
+    whose product may be computed in FP8. kept: those of its products, by role of an input or OUTPUT, that are not
+    rounded to that format again. stands_for: the tap after which its edges are named, instead of its own.
     saves: what its derivative needs, by role of an input, or OUTPUT; None: all that it reads.
     """
 
     name: str
     rounds_operands: bool = False
     in_fp8: bool = False
+    kept: tuple[str, ...] = ()
     stands_for: str = ""
     saves: tuple[str, ...] | None = None
 
@@ -85,7 +87,7 @@ KINDS: dict[str, Kind] = {
         Kind("attention", rounds_operands=True),
         Kind("gated"),
         Kind("sum", saves=()),
-        Kind("logits", rounds_operands=True),
+        Kind("logits", rounds_operands=True, kept=(OUTPUT, "weight")),
         Kind("nll"),
         Kind("library_head", rounds_operands=True, stands_for="logits"),
     )

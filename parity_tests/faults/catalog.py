@@ -23,6 +23,7 @@ from lockstep.parity_tests.faults import (
     own_step,
     ranks,
     sampling,
+    small,
     state,
 )
 from lockstep.parity_tests.faults.fault import BF16, NOT_COMPILED, Fault
@@ -48,6 +49,8 @@ FORWARD = (
     Fault(forward.DownProjectionInFp32, "down_proj", layer=0, loss_moves_less_than=TINY, recipes=BF16),
     Fault(forward.DropoutLeftOn, "down_proj", layer=0, cause="does not repeat"),
     Fault(loss.LogitsRoundedToBf16, "logits", required=True, loss_moves_less_than=TINY),
+    Fault(small.LogitsCutToTf32, "logits", loss_moves_less_than=TINY),
+    Fault(small.OneLogitColumnOff, "logits", loss_moves_less_than=TINY),
     Fault(loss.TargetsNotShifted, "nll", required=True, number=3),
     Fault(loss.VocabularyPaddingCounts, "nll", number=15),
     Fault(
@@ -157,6 +160,14 @@ BACKWARD = (
         backward.GainGradientSummedInBf16, "attn_norm", "backward", -1, backward_only=True, loss_moves_less_than=TINY
     ),
     Fault(backward.OneTokenWithoutGradient, "embed", "backward", backward_only=True, loss_moves_less_than=TINY),
+    Fault(small.OneGradientElementDoubled, "up", "backward", 1, backward_only=True, loss_moves_less_than=TINY),
+    Fault(
+        small.UntappedActivationLong,
+        "gradients",
+        loss_moves_less_than=TINY,
+        recipes=("fp32/eager", "bf16/eager"),
+        note="the first parameter whose gradients part is the embedding; compiled, both programs round otherwise",
+    ),
     Fault(gradients.OneGradientScaled, "gradients", layer=0, required=True, backward_only=True),
     Fault(gradients.GradientMissing, "gradients", backward_only=True, note="of the final norm, outside the blocks"),
     Fault(gradients.GradientsExchanged, "gradients", layer=1, backward_only=True),
@@ -270,6 +281,12 @@ OWN = (
 
 UPDATE = (
     Fault(optimizer.NormCountsOneTwice, "grad_norm", number=23, loss_moves_less_than=TINY),
+    Fault(
+        small.NormLeavesOutGains,
+        "grad_norm",
+        loss_moves_less_than=TINY,
+        note="2e-4 of the norm: a serial sum in FP32 may be off by as much, and this trainer declares FP64",
+    ),
     Fault(optimizer.NeverClips, "clip_coefficient", loss_moves_less_than=TINY),
     Fault(optimizer.LearningRateOneStepLate, "learning_rate", loss_moves_less_than=TINY),
     Fault(optimizer.ScheduleCountsMicroBatches, "learning_rate", number=31, loss_moves_less_than=TINY),

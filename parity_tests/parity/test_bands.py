@@ -11,8 +11,9 @@ from lockstep.core.backend import Batch
 from lockstep.core.config.schema import LossConfig, OptimConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.judge.end_to_end import errors_of_loss
-from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures import calibrated_bounds, peak_bounds
 from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.scatter import SCATTER_SIZE, scatter
 from lockstep.parity_tests.tiny import tiny_config
 
 RECIPES = [f"{policy}/{program}" for policy in ("fp32", "bf16") for program in ("eager", "compiled")]
@@ -91,17 +92,18 @@ def test_a_bound_is_the_clean_extreme_with_its_margin(recipe, kind, margin):
     assert excess.high == pytest.approx(high)
     assert excess.low == (pytest.approx(1 / high) if calibrated_bounds.too_good(recipe, kind) else None)
     assert gain.high == -gain.low == pytest.approx(gain_bound * 1e-3)
-    assert distance.high == pytest.approx(max(margin * clean.distance, least_distance))
+    due = max(margin * clean.distance, least_distance)
+    if clean.sharp is not None:
+        due = min(due, peak_bounds.distance_limit(clean.sharp, calibrated_bounds.result_of(recipe, kind)))
+    assert distance.high == pytest.approx(due)
 
 
 def test_few_numbers_have_a_wider_band():
-    assert calibrated_bounds.scatter(10**9) == pytest.approx(1.0)
-    assert calibrated_bounds.scatter(calibrated_bounds.SCATTER_SIZE) == pytest.approx(math.sqrt(2))
+    assert scatter(10**9) == pytest.approx(1.0)
+    assert scatter(SCATTER_SIZE) == pytest.approx(math.sqrt(2))
     few, many = (calibrated_bounds.measures("bf16/eager", "update", distances(), n) for n in (8, 10**6))
     assert all(a.high > 5 * b.high for a, b in zip(few[1:], many[1:], strict=True))
-    assert few[0].high == pytest.approx(
-        many[0].high ** (calibrated_bounds.scatter(8) / calibrated_bounds.scatter(10**6))
-    )
+    assert few[0].high == pytest.approx(many[0].high ** (scatter(8) / scatter(10**6)))
 
 
 @pytest.mark.parametrize("wrong", [{"excess": 500.0}, {"gain": 0.2}, {"gain": -0.2}, {"distance": 1e4}])

@@ -236,7 +236,7 @@ def test_two_optimizers_are_watched() -> None:
                 optimizer.step()
         model.zero_grad()
     assert watcher.verdict == "agreed", watcher
-    assert len([f for f in watcher.checks[1].findings if f.stage == "update" and len(f.measures) == 3]) == 8
+    assert len([f for f in watcher.checks[1].findings if f.stage == "update" and len(f.measures) >= 3]) == 8
 
 
 def test_a_step_that_does_not_happen_disagrees() -> None:

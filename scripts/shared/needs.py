@@ -20,6 +20,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "data prepare": ("rich", "tokenizers"),
     "train": _RUN,
     "parity": _RUN,
+    "calibrate": _RUN,
     "replay": _RUN,
     "bisect": _RUN,
     "faults": _RUN,

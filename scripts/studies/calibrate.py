@@ -3,6 +3,7 @@
     python -m lockstep.scripts.studies.calibrate                     all recipes
     python -m lockstep.scripts.studies.calibrate bf16/eager --jobs 4 one recipe, in four processes; the others are kept
     python -m lockstep.scripts.studies.calibrate --parts muon        the bounds of Muon alone, into what is there
+    python -m lockstep.scripts.studies.calibrate bf16/eager --add    what norms hide alone, into the rows that are there
 
 Every draw is a clean torch session of a random shape (scripts/studies/clean_runs.py) judged against the JAX twin and
 truth, at initial weights and after some training. Bounds come from the calibration draws; the held-out draws were never
@@ -18,7 +19,6 @@ import os
 import platform
 import sys
 import time
-from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -38,11 +38,13 @@ from lockstep.core.model.names import GRADIENT
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.judge.local import stages
 from lockstep.core.parity.judge.update import update
-from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures import calibrated_bounds, here
 from lockstep.core.parity.measures.calibrated_bounds import Extremes
 from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.scatter import SCATTER_SIZE, scatter
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.scripts.studies.clean_runs import clean_evidence, draw_config, open_reference
+from lockstep.scripts.studies.samples import Checks, Sample, kept
 
 TABLE = ROOT / "core/parity/measures/calibrated_bounds.json"
 # What is measured apart: `step`, a whole step with AdamW; what another optimizer or a library's loss head does.
@@ -55,19 +57,27 @@ CALIBRATION_DRAWS, HELD_OUT_DRAWS = range(30), range(1000, 1008)
 SEEDS, CHECKS, BETWEEN = 2, 5, 6
 LARGE = 1 << 40  # numbers of a tensor whose size widens nothing
 
-Sample = tuple[str, Distances, int]
+Job = tuple[str, int, Part, str, Path | None]
 
 
-def clean_run(job: tuple[str, int, Part, str]) -> list[Sample]:
-    """(recipe, draw, part, device) → distances of every comparison of `CHECKS` steps of `SEEDS` runs of a shape.
+def clean_run(job: Job) -> Checks:
+    """(recipe, draw, part, device, folder of samples) → distances of every comparison of `clean_checks`, by check."""
+    recipe, draw, part, _, folder = job
+    path = folder / recipe / f"{part}-{draw}.json" if folder else None
+    return kept(path, lambda: clean_checks(job))
+
+
+def clean_checks(job: Job) -> Checks:
+    """Distances of every comparison of `CHECKS` steps of `SEEDS` runs of a shape, by check.
 
     Of another part than the step only the comparisons are kept that it has for itself.
     """
-    recipe, draw, part, device = job
-    samples: list[Sample] = []
+    recipe, draw, part, device, _ = job
+    checks: Checks = []
 
     def record(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, ...]:
-        samples.append((kind, d, size))
+        if part_of(kind) == part:
+            checks[-1].append((kind, d, size))
         return (Measure("excess", d.excess, None, None, "calibration"),)
 
     optimizer = part if part in ("adamw8bit", "adamw8bit_bnb", "muon") else "adamw"
@@ -78,13 +88,14 @@ def clean_run(job: tuple[str, int, Part, str]) -> list[Sample]:
     reference = replace(open_reference(config), bound=record)
     seeds = [draw * SEEDS + i for i in range(SEEDS)]
     for _, evidence, of_seed in clean_evidence(config, reference, seeds, CHECKS, BETWEEN):
+        checks.append([])
         if part == "step":
             judge(evidence, of_seed)
         elif part.endswith("_head"):
             list(stages(replace(evidence, taps=_of_head(evidence.taps)), of_seed, []))
         else:
             list(update(evidence, of_seed))
-    return [sample for sample in samples if part_of(sample[0]) == part]
+    return checks
 
 
 def _of_head(taps: Arrays) -> Arrays:
@@ -113,16 +124,33 @@ def keep(rows: dict[str, Any], recipe: str, parts: list[Part], measured: dict[st
 
 def extremes(samples: list[Sample]) -> dict[str, Extremes]:
     """The extremes of each kind of comparison, in units of the scatter of its size."""
-    by_kind: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    found: dict[str, Extremes] = {}
     for kind, d, size in samples:
-        gain = abs(d.gain_difference) / d.twin_relative_error if d.twin_relative_error else 0.0
-        width = calibrated_bounds.scatter(size)
-        by_kind[kind].append((abs(math.log(d.excess)) / width, d.twin_distance / width, gain / width))
-    found = {}
-    for kind, values in sorted(by_kind.items()):
-        log_excess, distance, gain = (max(column) for column in zip(*values, strict=True))
-        found[kind] = Extremes(log_excess, distance, gain, len(values))
+        one = Extremes.of(d, size)
+        found[kind] = found[kind] | one if kind in found else one
+    return dict(sorted(found.items()))
+
+
+def over_checks(runs: list[Checks]) -> dict[str, float]:
+    """Kind → max |mean of log excess over the checks of a run|, in units of the scatter of all their numbers."""
+    found: dict[str, float] = {}
+    for draw in runs:
+        for run in (draw[start : start + CHECKS] for start in range(0, len(draw), CHECKS)):
+            for kind in calibrated_bounds.OF_MANY:
+                each = [(math.log(d.excess), size) for check in run for of, d, size in check if of == kind]
+                if each:
+                    mean = math.fsum(value for value, _ in each) / len(each) / scatter(sum(size for _, size in each))
+                    found[kind] = max(found.get(kind, 0.0), abs(mean))
     return found
+
+
+def add_sharp(rows: dict[str, Any], clean: dict[str, Extremes]) -> None:
+    """Put what norms hide into the rows of a recipe that are there; everything else in them stays."""
+    for kind, row in rows.items():
+        if kind in clean and (sharp := clean[kind].sharp) is not None:
+            row["sharp"] = asdict(sharp)
+        if kind in clean and clean[kind].over_checks is not None:
+            row["over_checks"] = clean[kind].over_checks
 
 
 def accused(recipe: str, samples: list[Sample]) -> dict[str, int]:
@@ -169,11 +197,17 @@ def page(table: dict[str, Any]) -> str:
         f"{calibrated_bounds.LEAST_GAIN} of the twin's error, nor, where results stay in FP32, below "
         f"{calibrated_bounds.LEAST_OF_SUMS:g} in "
         "excess and distance. All are those of a large tensor; for one of n numbers "
-        f"distance, gain and the logarithm of the excess are wider by √(1 + {calibrated_bounds.SCATTER_SIZE} / n). "
+        f"distance, gain and the logarithm of the excess are wider by √(1 + {SCATTER_SIZE} / n). "
         f"The margin of end-to-end comparisons is {calibrated_bounds.MARGIN_END_TO_END:g}. "
         "`forward/…` and `backward/…` are local; the distance of `bridge/…` is that "
         "between the gradients of the program that trains and of the tapped one. Locally, the bound on the gain is at "
         "least half that on the distance.",
+        "",
+        "Below each table stands what norms hide (core/parity/measures/peak_bounds.py): the largest single difference "
+        "from the twin in units of the largest error of the twin, the same of rows and columns, the error of length "
+        "with each row weighted by the precision of the twin in it, and the share of unequal elements. Where a row is "
+        "there, its distance is held to the sharper of both bounds. `draws` counts comparisons: of a recipe with "
+        "fewer, fewer shapes were run.",
         "",
     ]
     for recipe in RECIPES:
@@ -201,6 +235,22 @@ def _section(recipe: str, clean: dict[str, Any], held_out: dict[str, Any]) -> li
             f"| {math.exp(c['log_excess']):.3f} | {limit.excess:.3f} "
             f"| {c['distance']:.3f} | {limit.distance:.3f} | {c['gain']:.3f} | {limit.gain:.3f} | {apart} |"
         )
+    return [*lines, "", *_sharp_rows(recipe, clean)]
+
+
+def _sharp_rows(recipe: str, clean: dict[str, Any]) -> list[str]:
+    rows = {kind: calibrated_bounds.Extremes.from_json(row).sharp for kind, row in clean.items()}
+    if not any(rows.values()):
+        return []
+    lines = [
+        "| kind | draws | result | distance | element | row | column | row gain | unequal, at least |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for kind, s in rows.items():
+        if s is not None:
+            values = s.distance, s.largest, s.row, s.column, s.row_gain, s.unequal
+            told = " | ".join(f"{value:.2g}" for value in values)
+            lines.append(f"| {kind} | {s.draws} | {calibrated_bounds.result_of(recipe, kind)} | {told} |")
     return [*lines, ""]
 
 
@@ -218,6 +268,10 @@ class Calibrate:
     """where the loss heads of libraries run; liger_head and cce_head need cuda"""
     table: Path = TABLE
     """the table to write; docs/results/calibration.md follows that of the package alone"""
+    add: bool = False
+    """add what norms hide (core/parity/measures/peak_bounds.py) to the rows that are there, which stay otherwise"""
+    samples: Path | None = None
+    """a folder that keeps what each draw showed; a draw that is there is not run again"""
     draws: int = len(CALIBRATION_DRAWS)
     """random shapes for the bounds"""
     held_out: int = len(HELD_OUT_DRAWS)
@@ -227,6 +281,7 @@ class Calibrate:
 def main() -> None:
     """Measure, then write the table and the page after each recipe."""
     options = tyro.cli(Calibrate)
+    os.environ[here.FOLDER] = "off"
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
     # A new process every few draws: torch.compile and XLA keep what they have compiled.
@@ -235,15 +290,23 @@ def main() -> None:
             started = time.perf_counter()
             bounds, apart = CALIBRATION_DRAWS[: options.draws], HELD_OUT_DRAWS[: options.held_out]
             parts = [part for part in measured_here(recipe) if part in options.parts]
-            jobs = [(recipe, draw, part, options.device) for part in parts for draw in (*bounds, *apart)]
+            given = options.device, options.samples
+            jobs: list[Job] = [(recipe, draw, part, *given) for part in parts for draw in (*bounds, *apart)]
             runs = dict(zip(jobs, pool.imap(clean_run, jobs), strict=True))
-            clean = extremes([s for job in jobs if job[1] in bounds for s in runs[job]])
-            held_out = [s for job in jobs if job[1] in apart for s in runs[job] if s[0] in clean]
+            clean = extremes([s for job in jobs if job[1] in bounds for check in runs[job] for s in check])
+            for kind, mean in over_checks([runs[job] for job in jobs if job[1] in bounds]).items():
+                clean[kind] = replace(clean[kind], over_checks=mean)
+            held_out = [s for job in jobs if job[1] in apart for check in runs[job] for s in check if s[0] in clean]
             table = read_table(options.table)
-            keep(table["recipes"], recipe, parts, {kind: asdict(e) for kind, e in clean.items()})
+            if options.add:
+                add_sharp(table["recipes"][recipe], clean)
+            else:
+                keep(table["recipes"], recipe, parts, {kind: e.to_json() for kind, e in clean.items()})
             write_table(table, options.table)
             wrong = accused(recipe, held_out)
-            measured = {k: asdict(e) | {"accused": wrong[k]} for k, e in extremes(held_out).items()}
+            measured = {
+                k: replace(e, sharp=None).to_json() | {"accused": wrong[k]} for k, e in extremes(held_out).items()
+            }
             keep(table["held_out"], recipe, parts, measured)
             write_table(table, options.table)
             if options.table == TABLE:

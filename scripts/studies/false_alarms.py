@@ -36,7 +36,7 @@ from torch.distributed.launcher.api import elastic_launch
 from lockstep.core.config.schema import AttentionConfig, ModelConfig, RecomputeConfig, RunConfig, Section
 from lockstep.core.files.jsonl import JsonLines, read_lines
 from lockstep.core.parity.judge.judge import Reference, judge
-from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures import calibrated_bounds, here, peak_bounds
 from lockstep.core.run.launch import launched
 from lockstep.core.run.ranks import Ranks
 from lockstep.core.sinks.phrases import check_line
@@ -136,11 +136,11 @@ class FalseAlarms:
 @cache
 def digest(label: str) -> str:
     """Return the digest of the bounds that this kind is tried against."""
-    config = RECIPES[label].config(0)
+    config, recipe = RECIPES[label].config(0), RECIPES[label].recipe
     of_all = ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
     kinds = calibrated_bounds.all_kinds(config.model_copy(update={"model": of_all}))
     used = {
-        (kind, size): calibrated_bounds.limits(RECIPES[label].recipe, kind, size)
+        (kind, size): (calibrated_bounds.limits(recipe, kind, size), calibrated_bounds.extremes_of(recipe, kind))
         for kind in kinds
         for size in (16, 4096)
     }
@@ -148,7 +148,8 @@ def digest(label: str) -> str:
         calibrated_bounds.NOISE_MARGIN,
         calibrated_bounds.FP32_LIMIT,
         calibrated_bounds.FP64_LIMIT,
-        sorted(used.items()),
+        peak_bounds.LEAST,
+        sorted(used.items(), key=lambda item: item[0]),
     )
     return hashlib.sha256(repr(rule).encode()).hexdigest()[:16]
 
@@ -265,6 +266,7 @@ def page() -> str:
 def main() -> None:
     """Run what is missing, then write the page."""
     options = tyro.cli(FalseAlarms, description=__doc__)
+    os.environ[here.FOLDER] = "off"
     started = time.perf_counter()
     if not options.page:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"

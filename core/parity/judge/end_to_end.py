@@ -6,7 +6,6 @@ a check beside the run and a replay from its recorded sketches are one computati
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -20,6 +19,7 @@ from lockstep.core.parity.evidence.evaluation import LOGITS
 from lockstep.core.parity.evidence.gather import Evidence, weighted_part, weighted_rows
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed
 from lockstep.core.parity.evidence.sketch import K
+from lockstep.core.parity.judge.aggregates import geometric_mean
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import Reference, compare_observed, exact, finding
 from lockstep.core.parity.measures.distances import Distances
@@ -168,7 +168,10 @@ def compare_with(found: Observations, repeated: Repeated, reference: Reference) 
     if PROBE_NLL in found:
         last = stages_of(reference.config)[-1].id
         kind = calibrated_bounds.tap_kind(last, "forward")
-        yield compare_observed(reference, last, kind, "nll", found[PROBE_NLL], twin[PROBE_NLL], truth[PROBE_NLL])
+        of_nll = compare_observed(reference, last, kind, "nll", found[PROBE_NLL], twin[PROBE_NLL], truth[PROBE_NLL])
+        if reference.over_steps is not None:
+            reference.over_steps.means.add(of_nll, kind, truth[PROBE_NLL].independent)
+        yield of_nll
     yield from _parameter_gradients(found, repeated, reference)
 
 
@@ -190,8 +193,10 @@ def _parameter_gradients(found: Observations, repeated: Repeated, reference: Ref
             excesses += [m.value for m in one.measures if m.name == "excess"]
             yield one
     if excesses:
-        mean = math.exp(math.fsum(math.log(max(e, 1e-300)) for e in excesses) / len(excesses))
-        together = Distances(mean, 0.0, 0.0, 0.0, 0.0, 0.0)
+        together = Distances(geometric_mean(excesses), 0.0, 0.0, 0.0, 0.0, 0.0)
         bounds = reference.bound(reference.recipe, "gradients/together", together, errors)
         only = tuple(m for m in bounds if m.name == "excess")
-        yield finding("gradients", "geometric mean", "end_to_end", only, len(excesses))
+        of_all = finding("gradients", "geometric mean", "end_to_end", only, len(excesses))
+        if reference.over_steps is not None:
+            reference.over_steps.means.add(of_all, "gradients/together", errors)
+        yield of_all

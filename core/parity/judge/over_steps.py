@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep.core.errors import UserError
+from lockstep.core.parity.judge.aggregates import Means
 from lockstep.core.parity.judge.bias import Bias, Key
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.verdict import Finding
@@ -24,11 +25,15 @@ class _Comparison:
 
 @dataclass
 class OverSteps:
-    """The running sums of one run, and what they say after each check."""
+    """The running sums of one run, and what they say after each check. means: of excesses end to end."""
 
     recipe: str
     bias: Bias = field(default_factory=Bias)
+    means: Means = field(init=False)
     _seen: dict[Key, _Comparison] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.means = Means(self.recipe)
 
     def add(
         self,
@@ -53,6 +58,7 @@ class OverSteps:
                 f = seen.finding
                 yield Finding(f.stage, f.tap, f.phase, f.layer, "over_steps", measures, f.size)
         self._seen.clear()
+        yield from self.means.findings()
 
     def resume(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Go on from the sums of an earlier part of the run. Raises UserError if they are not whole."""

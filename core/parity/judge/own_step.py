@@ -23,6 +23,7 @@ from lockstep.core.parity.judge import end_to_end
 from lockstep.core.parity.judge.end_to_end import Observations, Repeated
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import FEW_ULPS, Reference, exact, finding
+from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.train.loss_scale import SCALE
 
@@ -77,7 +78,8 @@ def findings(
     if part is not None:
         try:
             repeated = end_to_end.repeat_alone(evidence.before, part.batch, reference)
-            found += end_to_end.compare_with(part.found, repeated, reference)
+            # Means over checks are those of the probe: of one kind of batch.
+            found += end_to_end.compare_with(part.found, repeated, replace(reference, over_steps=None))
         except NotSupported as reason:
             missing.append(f"the step's own gradients end to end: {reason}")
     found += _accumulated(evidence, reference, repeated, missing)
@@ -172,7 +174,7 @@ def _honest_error(name: str, reference: Reference, repeated: Repeated) -> tuple[
     w, t = (side[PARAMETER + name] for side in (repeated.twin, repeated.truth))
     error = sketch_distances(w, w, t, reference.stream).twin_relative_error
     size = min(t.independent, repeated.errors, K)
-    margin = calibrated_bounds.MARGIN * calibrated_bounds.scatter(size)
+    margin = calibrated_bounds.MARGIN * scatter(size)
     if reference.config.precision.chosen.in_fp32:
         error = max(error, calibrated_bounds.FP32_LIMIT / margin)
     return error, margin

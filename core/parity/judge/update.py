@@ -20,6 +20,7 @@ from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import Comparison, Reference, exact, finding, perturbed
+from lockstep.core.parity.measures.peaks import Norms
 from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.train.schedule import learning_rate
@@ -88,7 +89,7 @@ def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
             value = record.loss if of is evidence.stepped else of.loss
             yield finding("loss", tap, "local", (scalar_bounds.loss(value, of.nll, batch),), 1)
     if evidence.stepped:
-        norm = scalar_bounds.gradient_norm(record.grad_norm, evidence.stepped.grads)
+        norm = scalar_bounds.gradient_norm(record.grad_norm, evidence.stepped.grads, record.norm_in_fp64)
         yield finding("grad_norm", "grad_norm", "local", (norm,), 1)
     coefficient = scalar_bounds.clip_coefficient(record.clip_coefficient, record.grad_norm, config.optim, dtype)
     yield finding("clip_coefficient", "clip_coefficient", "local", (coefficient,), 1)
@@ -201,8 +202,8 @@ class _Updated:
         size = where.stop - where.start
         return {kind: made[f"{kind}/{self._alias}"].reshape(-1)[:size] for kind in ("params", *self._rule.moments)}
 
-    def _noise(self, kind: str) -> float:
-        """The effect of one ulp in gradients and moments on an update that rounds to a narrow format inside, L2.
+    def _noise(self, kind: str) -> Norms:
+        """The effect of one ulp in gradients and moments on an update that rounds to a narrow format inside.
 
         Newton–Schulz multiplies small singular values by up to 3.4⁵: in a matrix that is nearly of lower rank, each
         bf16 rounding that falls otherwise, as sums in another order make it, comes out as large as the honest error.
@@ -216,7 +217,7 @@ class _Updated:
             sides = (self._run(self._reference.twin, given, where)[kind] for given in (moved, inputs))
             apart = np.subtract(*(x.astype(np.float64) for x in sides))
             power += float(apart @ apart)
-        return calibrated_bounds.NOISE_MARGIN * math.sqrt(power)
+        return Norms.anywhere(calibrated_bounds.NOISE_MARGIN * math.sqrt(power))
 
 
 def part_judged(config: RunConfig, name: str, step: int) -> tuple[slice, Shape]:

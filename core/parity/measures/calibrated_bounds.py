@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -26,11 +27,20 @@ from lockstep.core.components.precision import POLICIES, PrecisionPolicy
 from lockstep.core.config.schema import ModelConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.families import graph_of
+from lockstep.core.model.graph import OUTPUT
 from lockstep.core.model.groups import update_rules
+from lockstep.core.parity.measures import here, peak_bounds
 from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.peak_bounds import Result, Sharp
+from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.stretches import STRETCH, stretches
 from lockstep.core.parity.measures.verdict import Measure
-from lockstep.core.parity.reference.stages import forward_stages, is_library_head, rounds_operands
+from lockstep.core.parity.reference.stages import (
+    forward_stages,
+    is_library_head,
+    keeps_product,
+    rounds_operands,
+)
 
 # Bounds are the calibration's extremes times this (on log-excess, distance and gain). End to end, one early rounding
 # that falls otherwise reaches many numbers alike, and tails are heavier than a count of numbers says; what is small is
@@ -44,20 +54,15 @@ LEAST_EXCESS, LEAST_DISTANCE, LEAST_GAIN = 1.15, 0.6, 0.1
 LEAST_OF_SUMS = 4.0
 # Another order of sums changes the noise that core/parity/measures/compare.py measures by a factor of a few.
 NOISE_MARGIN = 4.0
+# A mean over all gradients, or over the NLL of all tokens, scatters by a tenth of what one tensor does; over the checks
+# of a run by a third of that again. Clean runs of bf16 reached 1.11 and 1.03, other libraries' code 1.08 in one check.
+OF_MANY = ("gradients/together", "end_to_end/forward/nll")
+LEAST_OF_MANY, LEAST_OVER_CHECKS = 1.3, 1.1
 # FP64 has no truth above it; two orders of summation of some thousand terms differ by about 1e-15 a step of the chain.
 FP64_LIMIT = 1e-12
 # What two libraries compute in FP32 from the weights on is some ulp off, and the ratio of such errors scatters widely:
 # a relative error below this, 80 ulp, is never accused end to end, and one above it in a gradient always is.
 FP32_LIMIT = 1e-5
-
-
-# Sampling scatter of this many numbers is as large as what clean runs show on tensors of any size.
-SCATTER_SIZE = 256
-
-
-def scatter(size: int) -> float:
-    """How much wider a band is for a tensor of `size` numbers: √(1 + 256 / size), 1 for large ones."""
-    return math.sqrt(1.0 + SCATTER_SIZE / size)
 
 
 # Independent errors that one token, or one row of a matrix, has of its own.
@@ -115,13 +120,48 @@ def participation(energy: np.ndarray) -> int:
 class Extremes:
     """Hold the extremes of clean runs: max |log excess|, max twin distance, max |gain difference| / twin's error.
 
-    Each in units of `scatter(size)`.
+    Each in units of `scatter(size)`. sharp: of what norms hide. over_checks: max |mean of log excess over the checks of
+    a run|, in units of the scatter of all their numbers. None where they were not measured, and are not in force.
+    where: in words, what is not of the shipped table.
     """
 
     log_excess: float
     distance: float
     gain: float
     draws: int
+    sharp: Sharp | None = None
+    over_checks: float | None = None
+    where: str = ""
+
+    @classmethod
+    def of(cls, d: Distances, size: int) -> Extremes:
+        """Those of one comparison of `size` numbers."""
+        gain = abs(d.gain_difference) / d.twin_relative_error if d.twin_relative_error else 0.0
+        width = scatter(size)
+        return cls(abs(math.log(d.excess)) / width, d.twin_distance / width, gain / width, 1, Sharp.of(d, size))
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Extremes:
+        """Read a row of a table. Raises TypeError if it has other fields."""
+        sharp = row.get("sharp")
+        return cls(**{**row, "sharp": Sharp(**sharp) if sharp else None})
+
+    def to_json(self) -> dict[str, Any]:
+        """The row of a table."""
+        return {key: value for key, value in asdict(self).items() if value not in (None, "")}
+
+    def __or__(self, other: Extremes) -> Extremes:
+        """Return the extremes of both."""
+        sharp = self.sharp | other.sharp if self.sharp and other.sharp else self.sharp or other.sharp
+        over_checks = max((x for x in (self.over_checks, other.over_checks) if x is not None), default=None)
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in ("log_excess", "distance", "gain")}
+        return Extremes(
+            **most,
+            draws=self.draws + other.draws,
+            sharp=sharp,
+            over_checks=over_checks,
+            where=self.where or other.where,
+        )
 
 
 def least(recipe: str, kind: str) -> tuple[float, float]:
@@ -131,8 +171,20 @@ def least(recipe: str, kind: str) -> tuple[float, float]:
     rounded = scope in ("end_to_end", "gradients", "bridge") or (rounds_operands(place) and role != "bias")
     narrow = policy_of(recipe).rounds
     if is_rounded_update(kind) or (narrow and rounded):
-        return LEAST_EXCESS, LEAST_DISTANCE
+        return LEAST_OF_MANY if kind in OF_MANY else LEAST_EXCESS, LEAST_DISTANCE
     return LEAST_OF_SUMS, LEAST_OF_SUMS
+
+
+def result_of(recipe: str, kind: str) -> Result:
+    """Return what is rounded of the result that a comparison is of."""
+    if least(recipe, kind)[0] == LEAST_OF_SUMS:
+        return "sum"
+    scope, _, stage = kind.partition("/")
+    if scope == "bridge":
+        return "same"
+    place, _, role = stage.partition("/")
+    kept = scope in ("forward", "backward") and keeps_product(place, role or OUTPUT)
+    return "kept" if kept else "rounded"
 
 
 def is_rounded_update(kind: str) -> bool:
@@ -205,9 +257,40 @@ TABLE = resources.files("lockstep.core.parity.measures").joinpath("calibrated_bo
 
 @cache
 def table() -> dict[str, dict[str, Extremes]]:
+    """Recipe → kind → extremes: those that are shipped, joined with what was measured on this machine."""
+    return {recipe: with_those_here(rows, here.read(recipe)) for recipe, rows in shipped().items()}
+
+
+def shipped() -> dict[str, dict[str, Extremes]]:
     """Recipe → kind → extremes, from calibrated_bounds.json."""
     raw: dict[str, Any] = json.loads(TABLE.read_text())
-    return {recipe: {kind: Extremes(**row) for kind, row in kinds.items()} for recipe, kinds in raw["recipes"].items()}
+    return {
+        recipe: {kind: Extremes.from_json(row) for kind, row in kinds.items()}
+        for recipe, kinds in raw["recipes"].items()
+    }
+
+
+def with_those_here(rows: dict[str, Extremes], measured: here.Here | None) -> dict[str, Extremes]:
+    """A recipe's extremes joined with those of this machine: a few checks here never make a bound narrower."""
+    if measured is None:
+        return rows
+    more = {kind: Extremes.from_json(row) for kind, row in measured.rows.items()}
+    return rows | {kind: row | replace(more[kind], where=measured.words) for kind, row in rows.items() if kind in more}
+
+
+def widened(recipe: str, measured: here.Here) -> tuple[str, ...]:
+    """In words, the extremes that are larger with what was measured here than those that are shipped."""
+    rows = shipped()[recipe]
+    joined = with_those_here(rows, measured)
+    found = []
+    for kind in sorted(measured.rows.keys() & rows.keys()):
+        before, after = rows[kind], joined[kind]
+        pairs = [(name, getattr(before, name), getattr(after, name)) for name in ("log_excess", "distance", "gain")]
+        if before.sharp and after.sharp:
+            names = ("largest", "row", "column", "row_gain", "unequal")
+            pairs += [(name, getattr(before.sharp, name), getattr(after.sharp, name)) for name in names]
+        found += [f"{kind}: {name}: {old:.3g} → {new:.3g}" for name, old, new in pairs if new > old]
+    return tuple(found)
 
 
 def require(config: RunConfig) -> None:
@@ -261,15 +344,26 @@ class Limits:
 
 def limits(recipe: str, kind: str, size: int) -> Limits:
     """The bounds of a comparison of `size` numbers. Raises UserError for an uncalibrated recipe."""
-    clean, wider, width = _clean(recipe, kind), margin(kind), scatter(size)
+    clean, wider, width = extremes_of(recipe, kind), margin(kind), scatter(size)
     least_excess, least_distance = least(recipe, kind)
-    distance = max(wider * clean.distance, least_distance)
+    distance = min(max(wider * clean.distance, least_distance), _sharper_distance(recipe, kind, clean))
     return Limits(
         excess=max(_widened(clean.log_excess, kind), least_excess) ** width,
         # An error that points anywhere has a part along the truth: allow it half the bound on the distance.
-        gain=width * max(wider * clean.gain, LEAST_GAIN, distance / 2 if margin(kind) == MARGIN else 0.0),
+        gain=width * max(wider * clean.gain, _least_gain(distance), distance / 2 if margin(kind) == MARGIN else 0.0),
         distance=width * distance,
     )
+
+
+def _sharper_distance(recipe: str, kind: str, clean: Extremes) -> float:
+    if clean.sharp is None:
+        return math.inf
+    return peak_bounds.distance_limit(clean.sharp, result_of(recipe, kind))
+
+
+def _least_gain(distance: float) -> float:
+    """The narrowest bound on the gain: an error within half of the bound on the distance can have no more along t."""
+    return min(LEAST_GAIN, distance / 2)
 
 
 def _with_slack(limit: Limits, recipe: str, kind: str, d: Distances) -> Limits:
@@ -291,12 +385,29 @@ def too_good(recipe: str, kind: str) -> bool:
 
 
 def _widened(log_excess: float, kind: str) -> float:
-    """An extreme of the excess with its margin: locally a power of it, end to end, where it is large, a multiple."""
+    """An extreme of the excess with its margin: a power of it, or a multiple where one tensor is large end to end."""
     reached = math.exp(log_excess)
-    return reached * MARGIN_END_TO_END if margin(kind) == MARGIN_END_TO_END else reached**MARGIN
+    return reached * MARGIN_END_TO_END if _is_multiple(kind) else reached**MARGIN
 
 
-def _clean(recipe: str, kind: str) -> Extremes:
+def _is_multiple(kind: str) -> bool:
+    return margin(kind) == MARGIN_END_TO_END and kind not in OF_MANY
+
+
+def mean_over_checks(recipe: str, kind: str, excess: float, size: int, checks: int) -> Measure | None:
+    """The geometric mean of a kind's excess over checks of `size` numbers in all; None where it was not measured."""
+    reached = extremes_of(recipe, kind).over_checks
+    if reached is None or not policy_of(recipe).rounds:
+        return None
+    width = scatter(size)
+    high = max(math.exp(MARGIN * reached), LEAST_OVER_CHECKS) ** width
+    how = f"^{MARGIN:g}" if math.exp(MARGIN * reached) > LEAST_OVER_CHECKS else f"least {LEAST_OVER_CHECKS:g}"
+    basis = f"geometric mean over {checks} checks; clean runs reached {math.exp(reached):.3g}, {how}"
+    return Measure("excess", excess, 1 / high, high, basis)
+
+
+def extremes_of(recipe: str, kind: str) -> Extremes:
+    """The extremes that bound a comparison. Raises UserError for an uncalibrated recipe."""
     try:
         return table()[measured_under(recipe, kind)][kind]
     except KeyError:
@@ -313,23 +424,32 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
     if policy_of(recipe).exact:
         basis = f"FP64 has no truth above it: relative error at most {FP64_LIMIT:.0e}"
         return (Measure("relative_error", d.relative_error, None, FP64_LIMIT, basis),)
-    clean, calibrated = _clean(recipe, kind), limits(recipe, kind, size)
+    clean, calibrated = extremes_of(recipe, kind), limits(recipe, kind, size)
     limit = _with_slack(calibrated, recipe, kind, d)
     wider, width = margin(kind), scatter(size)
     slack = f"; never below a relative error of {FP32_LIMIT:.0e}" if limit != calibrated else ""
 
     def why(extreme: float, bound: float, least: float, times: str) -> str:
         few = f", few numbers {times[0]}{width:.2g}" if width > 1.05 else ""
-        how = f"least {least:g}" if bound < least else times
+        how = f"least {least:g}" if bound <= least else times
         return f"{clean.draws} clean draws reached {extreme:.3g}, {how}{few}{slack}"
 
     power = f"{wider:g}"
     least_excess, least_distance = least(recipe, kind)
     distance_basis = why(clean.distance, wider * clean.distance, least_distance, f"×{power}")
+    sharper = _sharper_distance(recipe, kind, clean)
+    if clean.sharp is not None and sharper < max(wider * clean.distance, least_distance):
+        times = f"×{peak_bounds.REACH:.2g}"
+        distance_basis = why(clean.sharp.distance, sharper, peak_bounds.LEAST[result_of(recipe, kind)].distance, times)
+    # Between two FP32 programs a relative error is the bound that holds.
+    held = clean.sharp if not (kind.startswith("bridge/") and policy_of(recipe).in_fp32) else None
+    sharp = tuple(peak_bounds.measures(held, result_of(recipe, kind), d, size, wider)) if held else ()
     if kind.startswith("bridge/"):
-        return (Measure("twin_distance", d.twin_distance, None, limit.distance, distance_basis),)
+        return _with_basis(
+            (Measure("twin_distance", d.twin_distance, None, limit.distance, distance_basis), *sharp), clean
+        )
     reached = math.exp(clean.log_excess)
-    how = f"×{power}" if margin(kind) == MARGIN_END_TO_END else f"^{power}"
+    how = f"×{power}" if _is_multiple(kind) else f"^{MARGIN:g}"
     excess_basis = why(reached, _widened(clean.log_excess, kind), least_excess, how)
     gain_basis = why(clean.gain, wider * clean.gain, LEAST_GAIN, f"×{power}")
     if calibrated.gain > 1.001 * width * max(wider * clean.gain, LEAST_GAIN):
@@ -345,4 +465,8 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
         most = max(FP32_LIMIT, limit.excess * d.twin_relative_error)
         basis = f"FP32 gradients: {FP32_LIMIT:.0e}, or the bound on excess where the twin's own error makes that more"
         found.append(Measure("relative_error", d.relative_error, None, most, basis))
-    return tuple(found)
+    return _with_basis((*found, *sharp), clean)
+
+
+def _with_basis(found: tuple[Measure, ...], clean: Extremes) -> tuple[Measure, ...]:
+    return tuple(replace(m, basis=f"{m.basis}; {clean.where}") for m in found) if clean.where else found

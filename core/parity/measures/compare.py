@@ -21,6 +21,7 @@ from lockstep.core.parity.judge.over_steps import OverSteps
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.decode import Direction, direction, explain
 from lockstep.core.parity.measures.distances import Distances, Sums
+from lockstep.core.parity.measures.peaks import Norms
 from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
 from lockstep.core.parity.reference.stages import chain
@@ -192,11 +193,12 @@ class Comparison:
         note: str = "",
         layer: int | EllipsisType | None = ...,
     ) -> None:
-        self._reference, self._kind, self._size = reference, kind, calibrated_bounds.independent(shape)
+        self._reference, self._kind, self._shape = reference, kind, shape
+        self._size = calibrated_bounds.independent(shape)
         self._empty = finding(stage, tap, scope, (), math.prod(shape), None, note, phase)
         if layer is not ...:  # a gradient belongs to the stage that sends it back, not to the one that wrote the tap
             self._empty = replace(self._empty, layer=layer)
-        self._sums = Sums()
+        self._sums = Sums(shape)
         over_a_run = reference.over_steps is not None and scope == "local"
         self._sketches = [np.zeros(K), np.zeros(K), np.zeros(K)] if over_a_run else None
 
@@ -211,10 +213,10 @@ class Comparison:
                 for total, x in zip(self._sketches, (candidate - twin, twin - truth, truth), strict=True):
                     total += sketch(x, at)
 
-    def finding(self, noise: Callable[[], float] | None = None) -> Finding:
+    def finding(self, noise: Callable[[], Norms] | None = None) -> Finding:
         """Hold what was added to its bounds.
 
-        noise: gives the L2 norm of what the stream dtype's arithmetic alone makes of this result. It is computed before
+        noise: gives the norms of what the stream dtype's arithmetic alone makes of this result. It is computed before
         an accusation: where a result is what is left of a cancellation, one twin's error says nothing of another's. So
         is how many errors carry the twin's norm. A fault has no part in either.
         """
@@ -247,7 +249,7 @@ def compare(
     t: np.ndarray,
     phase: str | None = None,
     note: str = "",
-    noise: Callable[[], float] | None = None,
+    noise: Callable[[], Norms] | None = None,
     layer: int | EllipsisType | None = ...,
 ) -> Finding:
     """Candidate, twin and truth as full arrays of one shape; see `Comparison`."""
@@ -332,16 +334,19 @@ class Noise:
         self._reference, self._stage, self._inputs, self._w, self._t = reference, stage, inputs, w, t
         self._responses: list[tuple[Arrays, Arrays]] | None = None
 
-    def of(self, name: str, terms: int = 1) -> float:
-        """L2 norm of the noise in one output; terms: of how many numbers, one after another, each of it is a sum."""
+    def of(self, name: str, terms: int = 1) -> Norms:
+        """Norms of the noise in one output; terms: of how many numbers, one after another, each of it is a sum."""
         if self._responses is None:
             moved = self._reference.twin.run_stage(self._stage, perturbed(self._inputs, self._reference.stream))
             self._responses = [(moved, self._w)]
             if self._reference.open_plain is not None:
                 plain = self._reference.open_plain().run_stage(self._stage.partition("/")[0], self._inputs)
                 self._responses.append((plain, self._t))
-        apart = (np.linalg.norm(a[name].astype(np.float64) - b[name]) for a, b in self._responses)
-        return calibrated_bounds.noise_margin(terms) * float(max(apart))
+        found = Norms()
+        for a, b in self._responses:
+            apart = Norms.of(a[name].astype(np.float64) - b[name])
+            found = found.at_least(apart, calibrated_bounds.noise_margin(terms))
+        return found
 
 
 def perturbed(inputs: Arrays, stream: type[np.floating]) -> dict[str, np.ndarray]:

@@ -15,20 +15,27 @@ few bf16 ulp would swallow every bf16 fault that there is.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lockstep.core.parity.measures.peaks import Norms, Peaks, PeakSums
 from lockstep.core.parity.measures.stretches import stretches
 
 # An honest FP32 stage differs from its FP64 truth by about half an ulp an operation in each element; below two ulp
 # (of the norm) a difference of rounding between two correct implementations is not worth a ratio.
 FLOOR_ULPS = 2.0
+NO_NOISE = Norms()
+# A truth of all zeros (the gradient of an unused row) leaves only the smallest normal number as a floor.
+SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
 class Distances:
-    """The three measures, ‖c − t‖/‖t‖, the twin's (floored) ‖w − t‖/‖t‖, and the share of unequal elements."""
+    """The three measures, ‖c − t‖/‖t‖, the twin's (floored) ‖w − t‖/‖t‖, and the share of unequal elements.
+
+    peaks: where the error is largest; None of sketches, which do not tell one element from another.
+    """
 
     excess: float
     gain_difference: float
@@ -36,16 +43,19 @@ class Distances:
     relative_error: float
     twin_relative_error: float
     unequal: float
+    peaks: Peaks | None = None
 
 
 @dataclass
 class Sums:
     """The sums from which the distances of three arrays follow, over as many parts of them as were added.
 
+    shape: of the whole tensor, whose elements are added in row-major order; without it there are no peaks.
     All are in FP64: of squares of the candidate's error c − t, of the twin's w − t, of c − w and of t; of (c − w)·t and
     (c − t)·t; of fourth powers of w − t. unequal: elements in which c and w differ. size: elements.
     """
 
+    shape: tuple[int, ...] | None = None
     of_candidate: float = 0.0
     of_twin: float = 0.0
     apart: float = 0.0
@@ -55,6 +65,9 @@ class Sums:
     fourth: float = 0.0
     unequal: int = 0
     size: int = 0
+
+    def __post_init__(self) -> None:
+        self._peaks = PeakSums(self.shape) if self.shape is not None else None
 
     def add(self, candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray) -> None:
         """Add parts of one shape. Raises ValueError if their shapes differ."""
@@ -78,11 +91,13 @@ class Sums:
         squares = np.square(honest, out=honest)
         self.of_twin += float(squares.sum())
         self.fourth += float(squares @ squares)
+        if self._peaks is not None:
+            self._peaks.add(apart, squares, t)
 
-    def distances(self, stream: type[np.floating], noise: float = 0.0) -> Distances:
+    def distances(self, stream: type[np.floating], noise: Norms = NO_NOISE) -> Distances:
         """The measures. `stream` is the dtype whose ulp sets the floor.
 
-        noise: an L2 norm below which errors are not told apart, where that is known to be above the floor.
+        noise: norms below which errors are not told apart, where they are known to be above the floor.
         A value that is not finite makes every measure infinite. Raises ValueError if there is nothing to compare.
         """
         if not self.size:
@@ -91,7 +106,10 @@ class Sums:
         if not math.isfinite(self.of_candidate + self.of_twin + self.apart + self.power):
             return Distances(np.inf, np.inf, np.inf, np.inf, np.inf, unequal)
         scale, of_candidate, of_twin, apart = map(math.sqrt, (self.power, self.of_candidate, self.of_twin, self.apart))
-        return _ratios(scale, of_candidate, of_twin, apart, self.apart_along, stream, unequal, noise)
+        d = _ratios(scale, of_candidate, of_twin, apart, self.apart_along, stream, unequal, noise.whole)
+        if self._peaks is None:
+            return d
+        return replace(d, peaks=self._peaks.peaks(_floor(stream), SMALLEST, noise))
 
     def effective(self) -> int:
         """About how many independent errors carry the norm of e = w − t: 3·(Σe²)² / Σe⁴, at most their number.
@@ -110,19 +128,21 @@ class Sums:
         return 1.0 + more, math.sqrt(max(self.of_candidate / self.power - more**2, 0.0))
 
 
-def distances(
-    candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray, stream: type[np.floating], noise: float = 0.0
-) -> Distances:
+def distances(candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray, stream: type[np.floating]) -> Distances:
     """Compare three arrays of one shape: `Sums.distances` of all of them. Raises ValueError as `Sums` does."""
-    sums = Sums()
+    sums = Sums(truth.shape)
     sums.add(candidate, twin, truth)
-    return sums.distances(stream, noise)
+    return sums.distances(stream)
 
 
 def ratios(c: np.ndarray, w: np.ndarray, t: np.ndarray, stream: type[np.floating], unequal: float) -> Distances:
     """The measures of three float64 vectors, as sketches are."""
     scale, of_candidate, of_twin, apart = (float(np.linalg.norm(x)) for x in (t, c - t, w - t, c - w))
     return _ratios(scale, of_candidate, of_twin, apart, float((c - w) @ t), stream, unequal, 0.0)
+
+
+def _floor(stream: type[np.floating]) -> float:
+    return FLOOR_ULPS * float(np.finfo(stream).eps)
 
 
 def _ratios(
@@ -136,8 +156,7 @@ def _ratios(
     noise: float,
 ) -> Distances:
     """The measures from ‖t‖, ‖c − t‖, ‖w − t‖, ‖c − w‖ and ⟨c − w, t⟩."""
-    # A truth of all zeros (the gradient of an unused row) leaves only the smallest normal number as a floor.
-    floor = max(FLOOR_ULPS * float(np.finfo(stream).eps) * scale, float(np.finfo(np.float32).tiny), noise)
+    floor = max(_floor(stream) * scale, SMALLEST, noise)
     honest = max(of_twin, floor)
     return Distances(
         excess=max(of_candidate, floor) / honest,

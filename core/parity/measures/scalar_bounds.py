@@ -58,8 +58,12 @@ def loss(value: float, nll: np.ndarray, batch: Batch) -> Measure:
     return Measure("ulp", ulps(value, exact, nll.dtype), None, bound, basis)
 
 
-def gradient_norm(value: float, grads: Mapping[str, np.ndarray]) -> Measure:
-    """The global gradient norm against the norm in FP64 of the candidate's own gradients."""
+def gradient_norm(value: float, grads: Mapping[str, np.ndarray], in_fp64: bool = False) -> Measure:
+    """The global gradient norm against the norm in FP64 of the candidate's own gradients.
+
+    in_fp64: the candidate declares that it accumulates in FP64. Of FP32 gradients its norm is then right to an ulp of
+    FP32, whatever their number; else it may be a serial sum in FP32.
+    """
     power, largest, dtype = 0.0, 0, np.dtype(np.float32)
     for grad in grads.values():
         for where in stretches(grad.size):
@@ -68,6 +72,8 @@ def gradient_norm(value: float, grads: Mapping[str, np.ndarray]) -> Measure:
         largest, dtype = max(largest, grad.size), np.result_type(dtype, grad.dtype)
     exact = math.sqrt(power)
     terms = largest + len(grads)
+    if in_fp64 and dtype == np.float32:
+        return Measure("ulp", ulps(value, exact, dtype), None, 1.0, "accumulated in FP64, as the candidate declares")
     bound, basis = sum_bound(terms)
     chain = min(terms, LONGEST_RUN) / LANES
     return Measure("ulp", ulps(value, exact, dtype), None, bound + chain / 4, f"{basis}, + {chain:,.0f}/4 in one lane")

@@ -95,6 +95,12 @@ def rounds_operands(stage: str) -> bool:
     return kind is not None and KINDS[kind].rounds_operands
 
 
+def keeps_product(stage: str, role: str) -> bool:
+    """Return whether a stage's output (role OUTPUT), or its gradient of an input, is a product that stays unrounded."""
+    kind = chain().kinds.get(stage)
+    return kind is not None and role in KINDS[kind].kept
+
+
 def library_heads() -> tuple[str, ...]:
     """The stages of all libraries' loss heads."""
     return tuple(filter(is_library_head, chain().kinds))

@@ -14,6 +14,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
 from lockstep.core.parity.measures.decode import typical_ratio
 from lockstep.core.parity.measures.distances import Distances, distances
+from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
 from lockstep.core.parity.watch.limits import LOSS_UNITS, Extremes, Limits, Precision
 from lockstep.core.parity.watch.snapshot import Answer, Snapshot
@@ -130,7 +131,7 @@ class Judge:
     def _measures(self, limits: Limits, d: Distances, size: int) -> tuple[Measure, ...]:
         if self.precision == "fp64":
             return (Measure("relative_error", d.relative_error, None, limits.relative_error, limits.basis),)
-        width = calibrated_bounds.scatter(size)
+        width = scatter(size)
         basis = limits.basis + (f", few numbers ×{width:.2g}" if width > 1.05 else "")
         most, reach = limits.excess**width, width * limits.gain * d.twin_relative_error
         return (

@@ -10,6 +10,7 @@ from typing import Literal
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.scatter import scatter
 
 Precision = Literal["fp32", "bf16", "fp64"]
 # A loss is one number: its error is one draw, and a ratio of two draws has no largest value. Both are therefore set
@@ -75,7 +76,7 @@ class Extremes:
 
     def see(self, d: Distances, size: int) -> None:
         """Take one comparison of `size` independent numbers into account."""
-        width = calibrated_bounds.scatter(size)
+        width = scatter(size)
         self.log_excess = max(self.log_excess, abs(math.log(d.excess)) / width)
         self.distance = max(self.distance, d.twin_distance / width)
         self.gain = max(self.gain, abs(d.gain_difference) / d.twin_relative_error / width)

@@ -1,0 +1,59 @@
+"""Geometric means of excess over the checks of a run: a step's errors scatter, their mean over many tensors hardly.
+
+A candidate that shows gradients and NLL alone is judged end to end, where one tensor's ratio of errors says little: its
+bound is five times the extreme of clean runs. The mean over all parameters scatters by a tenth of that, and the mean of
+those over checks by a third of it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures.verdict import Finding
+
+# So many checks make a mean; clean runs were measured over as many.
+LEAST_CHECKS = 5
+
+
+def geometric_mean(excesses: list[float]) -> float:
+    """Return the geometric mean of ratios; one of zero counts as 1e-300."""
+    return math.exp(math.fsum(math.log(max(e, 1e-300)) for e in excesses) / len(excesses))
+
+
+@dataclass
+class _Mean:
+    finding: Finding
+    logarithms: list[float] = field(default_factory=list)
+    size: int = 0
+
+
+@dataclass
+class Means:
+    """Means of a run's excesses since it was started or resumed, by kind of comparison."""
+
+    recipe: str
+    _means: dict[str, _Mean] = field(default_factory=dict)
+
+    def add(self, found: Finding, kind: str, size: int) -> None:
+        """Add a comparison of one check, of about `size` independent errors, that holds by itself."""
+        excess = next((m.value for m in found.measures if m.name == "excess"), 0.0)
+        if not (found.ok and 0 < excess < math.inf):
+            return
+        mean = self._means.setdefault(kind, _Mean(found))
+        mean.finding, mean.size = found, mean.size + size
+        mean.logarithms.append(math.log(excess))
+
+    def findings(self) -> Iterator[Finding]:
+        """One finding for each mean over enough checks, where clean runs give it a bound."""
+        for kind, mean in self._means.items():
+            checks = len(mean.logarithms)
+            if checks < LEAST_CHECKS:
+                continue
+            excess = math.exp(math.fsum(mean.logarithms) / checks)
+            measure = calibrated_bounds.mean_over_checks(self.recipe, kind, excess, mean.size, checks)
+            if measure is not None:
+                named = replace(mean.finding, tap="geometric mean", scope="over_steps", unequal=None, note="")
+                yield replace(named, measures=(measure,))

@@ -1,0 +1,103 @@
+"""Extremes of clean runs on this machine, kept in the user's cache folder (`lockstep calibrate`).
+
+A file holds those of one recipe, on one machine, with these versions of the frameworks: kernels of another processor or
+library round otherwise. It is data, and has a checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import canonical_json, read_sealed_json, write_sealed_json
+
+# A folder for these files, or `off`: then only what is shipped counts.
+FOLDER = "LOCKSTEP_CALIBRATION"
+FRAMEWORKS = ("torch", "jax", "jaxlib", "numpy")
+
+
+@dataclass(frozen=True)
+class Here:
+    """What was measured of one recipe.
+
+    rows: kind → a row as in calibrated_bounds.json. checks: how many. date: ISO, of the day. widened: in words, the
+    bounds that are wider than those that are shipped.
+    """
+
+    rows: Mapping[str, Any]
+    checks: int
+    date: str
+    widened: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The basis of a bound."""
+        return f"calibrated on this machine, {self.checks} checks, {self.date}"
+
+
+def path_of(recipe: str) -> Path | None:
+    """The file of a recipe on this machine; None if there is to be none."""
+    chosen = os.environ.get(FOLDER, "")
+    if chosen == "off":
+        return None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(chosen) if chosen else cache / "lockstep" / "calibration"
+    key = hashlib.sha256(canonical_json({**machine(), "recipe": recipe})).hexdigest()[:16]
+    return folder / f"{recipe.replace('/', '-')}-{key}.json"
+
+
+def machine() -> dict[str, str]:
+    """What rounding depends on: the processor with its instruction sets, and versions of the frameworks."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    of_processor = {
+        name: found[1]
+        for name in ("model name", "flags")
+        if (found := re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE))
+    }
+    return {"machine": platform.machine(), "system": platform.system(), **of_processor, **_versions()}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in FRAMEWORKS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def read(recipe: str) -> Here | None:
+    """Read what was measured of a recipe here. Raises UserError if the file was changed."""
+    path = path_of(recipe)
+    if path is None or not path.exists():
+        return None
+    value = read_sealed_json(path, indent=1, remedy="remove it, and run lockstep calibrate again")
+    try:
+        return Here(value["rows"], value["checks"], value["date"], tuple(value["widened"]))
+    except KeyError as error:
+        raise UserError(f"{path} has no {error}; remove it, and run lockstep calibrate again") from error
+
+
+def write(recipe: str, here: Here) -> Path:
+    """Keep what was measured of a recipe. Raises UserError if nothing is to be kept, or the disk refuses."""
+    path = path_of(recipe)
+    if path is None:
+        raise UserError(f"{FOLDER} is off: there is no folder to keep a calibration in")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {path.parent}: {error.strerror}") from error
+    write_sealed_json(path, {**vars(here), "widened": list(here.widened)}, indent=1)
+    return path

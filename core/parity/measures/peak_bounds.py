@@ -1,0 +1,140 @@
+"""Bounds on what norms of a whole tensor hide: single elements, rows, columns, unequal bits; from clean runs.
+
+They are in force where clean runs of a recipe were measured for them (`Sharp` in calibrated_bounds.json). What the
+twin computes from the candidate's own inputs it reproduces but for the order of FP32 sums. The floors below are what
+another order may do, so that a machine whose kernels add otherwise keeps within them:
+
+* A result that is rounded to the operand dtype differs where its sum lies at a tie. One such element is a whole ulp
+  away, twice the largest error of a rounding (TIE). A share of about √K · 2⁻¹⁶ of the elements lies so near to one:
+  0.001 for 4,096 terms; the floor is ten times that. It grows with the root of the number of terms: ten times the odds
+  are those of sums a hundred times as long (ODDS).
+* A product of rounded operands that stays in FP32 differs by √K roundings of FP32 at most: 64 · 2⁻²⁴ of a sum of 4,096
+  terms, where the operands' own rounding is 2⁻⁹. That is 0.002; KEPT is ten times that.
+* A result of FP32 throughout: the ratio of two honest errors reaches `LEAST_OF_SUMS`; of two largest elements, which
+  have a tail each, twice that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.scatter import scatter
+from lockstep.core.parity.measures.verdict import Measure
+
+# What a result is: rounded to the operand dtype; a product of rounded operands that stays in FP32; FP32 throughout; the
+# same number from two programs of the candidate.
+Result = Literal["rounded", "kept", "sum", "same"]
+
+TIE = 3.0
+KEPT = 0.02
+LEAST_OF_SUMS = 4.0
+ODDS = 10.0
+# A distance of √share: so much longer where the share is ODDS times as large.
+REACH = 2 * math.sqrt(ODDS)
+# Standard deviations of a count; the chance of one comparison in a billion (Bernstein's inequality, with z²/n for the
+# tail of a few).
+DEVIATIONS = 6.0
+
+
+@dataclass(frozen=True)
+class Least:
+    """The narrowest bounds of one kind of result."""
+
+    distance: float
+    largest: float
+    line: float  # a row or a column
+    row_gain: float
+    unequal: float
+
+
+LEAST: dict[Result, Least] = {
+    "rounded": Least(distance=0.3, largest=TIE, line=0.6, row_gain=0.05, unequal=0.01),
+    "kept": Least(distance=KEPT, largest=KEPT, line=KEPT, row_gain=KEPT / 2, unequal=0.0),
+    # In what order FP32 sums are made is no part of a policy: all elements may differ.
+    "sum": Least(LEAST_OF_SUMS, 2 * LEAST_OF_SUMS, LEAST_OF_SUMS, LEAST_OF_SUMS / 2, unequal=1.0),
+    "same": Least(distance=0.3, largest=TIE, line=0.6, row_gain=0.05, unequal=0.0),
+}
+
+
+@dataclass(frozen=True)
+class Sharp:
+    """Extremes of clean runs: of the twin distance, of `Peaks`, and of the share of unequal elements.
+
+    Each in units of the scatter of its numbers; the share as `share_at_least`.
+    """
+
+    distance: float
+    largest: float
+    row: float
+    column: float
+    row_gain: float
+    unequal: float
+    draws: int
+
+    @classmethod
+    def of(cls, d: Distances, size: int) -> Sharp | None:
+        """One comparison, or None of sketches."""
+        if (peaks := d.peaks) is None:
+            return None
+        return cls(
+            distance=d.twin_distance / scatter(size),
+            largest=peaks.largest / scatter(size),
+            row=peaks.row / scatter(peaks.columns),
+            column=peaks.column / scatter(peaks.rows),
+            row_gain=abs(peaks.row_gain) / scatter(size),
+            unequal=share_at_least(d.unequal, size),
+            draws=1,
+        )
+
+    def __or__(self, other: Sharp) -> Sharp:
+        """Return the extremes of both."""
+        names = ("distance", "largest", "row", "column", "row_gain", "unequal")
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in names}
+        return Sharp(**most, draws=self.draws + other.draws)
+
+
+def share_at_least(share: float, size: int) -> float:
+    """The smallest true share of which so many of `size` numbers may be a sample: p − z·√(p·(1 − p)/n) − z²/n, or 0."""
+    z = DEVIATIONS**2 / size
+    return max(0.0, share - math.sqrt(z * share * (1 - share)) - z)
+
+
+def share_at_most(share: float, size: int) -> float:
+    """The largest share that a sample of `size` numbers may have of a true one: p + z·√(p·(1 − p)/n) + z²/n."""
+    z = DEVIATIONS**2 / size
+    return share + math.sqrt(z * share * (1 - share)) + z
+
+
+def distance_limit(clean: Sharp, result: Result) -> float:
+    """The bound on the twin distance of a large tensor, where it is sharper than that of `calibrated_bounds`."""
+    return max(REACH * clean.distance, LEAST[result].distance)
+
+
+def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: float) -> Iterator[Measure]:
+    """The measures of this file with their bounds, as far as `d` has them. margin: on the extremes of clean runs."""
+    if (peaks := d.peaks) is None:
+        return
+    least, width = LEAST[result], scatter(size)
+
+    def bound(extreme: float, least: float, width: float) -> tuple[float, str]:
+        high = max(margin * extreme, least)
+        how = f"×{margin:g}" if high > least else f"least {least:g}"
+        few = f", few numbers ×{width:.2g}" if width > 1.05 else ""
+        return high * width, f"{clean.draws} clean draws reached {extreme:.3g}, {how}{few}"
+
+    yield Measure("largest_element", peaks.largest, None, *bound(clean.largest, least.largest, width))
+    if peaks.rows > 1 and peaks.columns > 1:
+        yield Measure("largest_row", peaks.row, None, *bound(clean.row, least.line, scatter(peaks.columns)))
+        yield Measure("largest_column", peaks.column, None, *bound(clean.column, least.line, scatter(peaks.rows)))
+        reach, basis = bound(clean.row_gain, least.row_gain, width)
+        yield Measure("row_gain", peaks.row_gain, -reach, reach, basis)
+    # Ten times the odds of a share.
+    more = max(ODDS * clean.unequal / (1 + (ODDS - 1) * clean.unequal), least.unequal)
+    if (at_most := share_at_most(more, size)) < 1:
+        how = f"least {least.unequal:g}" if more <= least.unequal else f"the odds ×{ODDS:g}"
+        basis = f"{clean.draws} clean draws reached {clean.unequal:.3g}, {how}, {DEVIATIONS:g}σ of a count of {size:,}"
+        yield Measure("unequal", d.unequal, None, at_most, basis)

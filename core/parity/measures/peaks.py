@@ -1,0 +1,135 @@
+"""Where the error of a tensor is largest: in one element, one row, one column; and its length, by rows that are exact.
+
+A norm over the whole tensor hides what is wrong in a small part of it, and errors of length where a few rows, in which
+much cancels, carry all of the rounding. With candidate c, twin w and truth t, over rows r and columns s of a table::
+
+    largest    = max |c − w| / max |w − t|
+    row        = max_r ‖c − w‖_r / max_r ‖w − t‖_r          column: the same over s
+    row gain   = Σ_r ⟨c − w, t⟩_r / σ_r² / √(R · Σ_r ‖t‖_r² / σ_r²),  σ_r = ‖w − t‖_r, R rows
+
+The row gain is the generalised least-squares estimate of a common factor of length, in units of its own error (Aitken
+1935): each row weighs by how exactly the twin makes it. Every denominator has the floor of `Distances`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The measures of this file.
+
+    rows, columns: of the table. A tensor of one axis is one row; its row, column and row gain say nothing, and are 0.
+    """
+
+    largest: float
+    row: float
+    column: float
+    row_gain: float
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Norms:
+    """L2 norms of a tensor: of all of it, its largest element, row and column."""
+
+    whole: float = 0.0
+    largest: float = 0.0
+    row: float = 0.0
+    column: float = 0.0
+
+    @classmethod
+    def of(cls, x: np.ndarray) -> Norms:
+        """Norms of one array, in FP64."""
+        table = np.square(x.reshape(table_of(x.shape)), dtype=np.float64)
+        rows, columns = table.sum(1), table.sum(0)
+        powers = rows.sum(), table.max(initial=0.0), rows.max(initial=0.0), columns.max(initial=0.0)
+        return cls(*(math.sqrt(power) for power in powers))
+
+    @classmethod
+    def anywhere(cls, whole: float) -> Norms:
+        """Norms of a tensor of which only its own is known: all of it may lie in one element."""
+        return cls(whole, whole, whole, whole)
+
+    def at_least(self, other: Norms, times: float = 1.0) -> Norms:
+        """Return the larger of each norm, and of `times` the other's."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Norms(*(max(a, times * b) for a, b in pairs))
+
+
+def table_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns: tokens (the first two axes) by what each of them has, or those of a matrix."""
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    split = 1 if len(shape) == 2 else 2
+    return math.prod(shape[:split]), math.prod(shape[split:])
+
+
+class PeakSums:
+    """The sums from which `Peaks` follow, over the elements of a tensor in row-major order."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._rows, self._columns = table_of(shape)
+        self._at = 0
+        # Squares of c − w, w − t and t; then (c − w)·t, by row alone.
+        self._largest = np.zeros(3)
+        self._by_row, self._by_column = np.zeros((4, max(1, self._rows))), np.zeros((3, max(1, self._columns)))
+
+    def add(self, apart: np.ndarray, honest_squares: np.ndarray, truth: np.ndarray) -> None:
+        """Add the elements that follow: c − w, (w − t)² and t, flat, float64."""
+        squares = np.square(apart), honest_squares, np.square(truth)
+        # Equal bits are the rule: what is zero needs no passes.
+        differs = bool(squares[0].any())
+        sums = (*squares, apart * truth if differs else squares[0])
+        for which, square in enumerate(squares):
+            if differs or which:
+                self._largest[which] = max(self._largest[which], square.max(initial=0.0))
+        for row, column, where in self._blocks(apart.size):
+            for which, x in enumerate(sums):
+                if differs or which in (1, 2):
+                    block = x[where].reshape(-1, min(self._columns, where.stop - where.start))
+                    self._by_row[which, row : row + len(block)] += block.sum(1)
+                    if which < len(self._by_column):
+                        self._by_column[which, column : column + block.shape[1]] += block.sum(0)
+        self._at += apart.size
+
+    def _blocks(self, size: int) -> Iterator[tuple[int, int, slice]]:
+        """The rest of a row that was begun, the whole rows, the beginning of the next: row, column and where."""
+        start = 0
+        while start < size:
+            row, column = divmod(self._at + start, self._columns)
+            left = size - start
+            whole = left // self._columns * self._columns if column == 0 else 0
+            length = whole or min(left, self._columns - column)
+            yield row, column, slice(start, start + length)
+            start += length
+
+    def peaks(self, floor: float, tiny: float, noise: Norms) -> Peaks:
+        """The measures.
+
+        floor: relative to the truth, below which errors are not told apart; tiny: the same for a truth of zero. noise:
+        norms of an error that is as good as none.
+        """
+        known = (
+            (self._largest, noise.largest),
+            (self._by_row.max(1), noise.row),
+            (self._by_column.max(1), noise.column),
+        )
+        largest, row, column = (
+            math.sqrt(apart) / max(math.sqrt(honest), floor * math.sqrt(truth), tiny, least)
+            for (apart, honest, truth, *_), least in known
+        )
+        if self._rows == 1 or self._columns == 1:
+            return Peaks(largest, 0.0, 0.0, 0.0, self._rows, self._columns)
+        of_twin, of_truth, along = self._by_row[1:]
+        least = max(floor**2 * float(of_truth.sum()), noise.whole**2) / self._rows
+        variance = np.maximum(of_twin, max(least, tiny**2))
+        power = float((of_truth / variance).sum())
+        gain = float((along / variance).sum()) / math.sqrt(self._rows * power) if power else 0.0
+        return Peaks(largest, row, column, gain, self._rows, self._columns)

@@ -1,0 +1,13 @@
+"""How much wider a band is for few numbers."""
+
+from __future__ import annotations
+
+import math
+
+# Sampling scatter of this many numbers is as large as what clean runs show on tensors of any size.
+SCATTER_SIZE = 256
+
+
+def scatter(size: int) -> float:
+    """How much wider a band is for a tensor of `size` numbers: √(1 + 256 / size), 1 for large ones."""
+    return math.sqrt(1.0 + SCATTER_SIZE / size)

@@ -1,0 +1,123 @@
+"""Faults in a small part of a tensor, or of a small size all over it, that the norm of a whole tensor hides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.core.backend import Arrays, Batch, NotSupported
+from lockstep.parity_tests.faults.planting import backward, swapped
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.model import Linear, Llama, SwiGLU, Tap, no_tap
+from lockstep.torch_backend.precision import Policy, linear
+from lockstep.torch_backend.session import TorchSession
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return (x.view(torch.int32) & -(1 << 13)).view(torch.float32)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class _CutLogits(Llama):
+    def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
+        cut: Tensor = _Cut.apply(super().logits(x_BSD, policy))
+        return cut
+
+
+class LogitsCutToTf32(TorchBackend):
+    """Logits keep ten bits of mantissa."""
+
+    session_class = swapped(Llama, _CutLogits)
+
+
+class _ColumnOff(Llama):
+    def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
+        logits_BSV = super().logits(x_BSD, policy)
+        off = torch.zeros(logits_BSV.shape[-1], device=logits_BSV.device)
+        off[7] = 1e-2
+        return logits_BSV + off
+
+
+class OneLogitColumnOff(TorchBackend):
+    """The logit of one token of the vocabulary is 0.01 too large."""
+
+    session_class = swapped(Llama, _ColumnOff)
+
+
+def _one_doubled(grad: Tensor) -> Tensor:
+    size = grad.abs()
+    # Of the tensor's rms: neither the largest nor one that is next to nothing.
+    at = (size - size.square().mean().sqrt()).abs().argmin()
+    wrong = grad.clone()
+    wrong.view(-1)[at] *= 2
+    return wrong
+
+
+class _OneElement(Linear):
+    def forward(self, x: Tensor, policy: Policy) -> Tensor:
+        return linear(x, backward(self.weight, _one_doubled), self.bias, policy, self.float8)
+
+
+class OneGradientElementDoubled(TorchBackend):
+    """One element of a weight's gradient is twice as large."""
+
+    session_class = swapped(Linear, _OneElement, "blocks.1.mlp.up_proj")
+
+
+class _LongUntapped(SwiGLU):
+    def forward(self, x_BSD: Tensor, policy: Policy, tap: Tap, name: str) -> Tensor:
+        if tap is not no_tap:
+            return super().forward(x_BSD, policy, tap, name)
+        act_BSF = self.activate(self.gate_proj(x_BSD, policy), self.up_proj(x_BSD, policy))
+        return self.down_proj(act_BSF * 1.002, policy)
+
+
+class UntappedActivationLong(TorchBackend):
+    """An activation is 0.2 % too large, in the program that trains alone."""
+
+    session_class = swapped(SwiGLU, _LongUntapped, "blocks.1.*")
+
+
+class _Bf16Angles(Llama):
+    def rope_of(self, length: int) -> tuple[Tensor, Tensor]:
+        _, head_dim, theta = self.rope
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        places = torch.arange(length, dtype=torch.float64).bfloat16()
+        angle = (places[:, None] * (theta**-exponent).bfloat16()).double()
+        return torch.cos(angle).to(self.cos.device), torch.sin(angle).to(self.cos.device)
+
+
+class _NormOfMatrices(TorchSession):
+    def _global_norm(self, grads: list[Tensor]) -> Tensor:
+        return super()._global_norm([grad for grad in grads if grad.ndim > 1])
+
+
+class NormLeavesOutGains(TorchBackend):
+    """The gradient norm is that of the matrices; gains are left out of it."""
+
+    session_class = _NormOfMatrices
+
+
+class _NoTaps(TorchSession):
+    def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
+        raise NotSupported("a black box shows no taps")
+
+
+class BlackBox(TorchBackend):
+    """Honest; of its model it shows NLL and gradients alone."""
+
+    session_class = _NoTaps
+
+
+class BlackBoxRopeAnglesInBf16(TorchBackend):
+    """The angles of RoPE are bf16, in a session that shows NLL and gradients alone."""
+
+    class session_class(_NoTaps, swapped(Llama, _Bf16Angles)):  # type: ignore[misc]
+        pass

@@ -1,0 +1,168 @@
+"""What norms of a whole tensor hide: an element, a row, a column, a length among rows that cancel, a share of bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lockstep.core.parity.measures import calibrated_bounds, peak_bounds
+from lockstep.core.parity.measures.calibrated_bounds import Extremes
+from lockstep.core.parity.measures.distances import Sums, distances
+from lockstep.core.parity.measures.peak_bounds import Sharp, share_at_least, share_at_most
+from lockstep.core.parity.measures.peaks import Norms
+
+rng = np.random.default_rng(0)
+SHAPE = (4, 64, 256)
+TRUTH = rng.standard_normal(SHAPE)
+TRUTH[0, 3] *= 4  # one token that outweighs the others
+ULP = 2.0**-8
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Rounded to eight bits of mantissa."""
+    _, exponent = np.frexp(x)
+    return np.ldexp(np.round(np.ldexp(x, 8 - exponent)), exponent - 8)
+
+
+TWIN = rounded(TRUTH)
+
+
+def with_ties(share: float) -> np.ndarray:
+    """The twin, with a share of its elements rounded to the other side."""
+    wrong = TWIN.copy()
+    at = rng.random(SHAPE) < share
+    wrong[at] += np.sign(TRUTH - TWIN)[at] * np.ldexp(1.0, np.frexp(TRUTH)[1] - 8)[at]
+    return wrong
+
+
+def one_element(c: np.ndarray) -> np.ndarray:
+    wrong = c.copy()
+    wrong[2, 5, 7] *= 1.5
+    return wrong
+
+
+def one_row(c: np.ndarray) -> np.ndarray:
+    wrong = c.copy()
+    wrong[1, 9] *= 1.05
+    return wrong
+
+
+def one_column(c: np.ndarray) -> np.ndarray:
+    wrong = c.copy()
+    wrong[..., 17] += 0.05
+    return wrong
+
+
+def too_long(c: np.ndarray) -> np.ndarray:
+    return c * 1.0005
+
+
+def ties_everywhere(c: np.ndarray) -> np.ndarray:
+    return with_ties(0.1)
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """A recipe whose clean runs reproduced their twin but for one element in two thousand."""
+    clean = Sharp(0.05, 1.5, 0.2, 0.2, 0.002, 0.0005, 100)
+    row = Extremes(0.001, 0.05, 0.005, 100)
+    kept = Sharp(4e-4, 7e-4, 3e-4, 3e-4, 1e-5, 0.6, 100)
+    found = {kind: replace(row, sharp=clean) for kind in ("forward/q", "forward/attn_norm")}
+    found |= {"forward/k": row, "forward/logits": replace(row, sharp=kept)}
+    monkeypatch.setattr(calibrated_bounds, "table", lambda: {"bf16/eager": found})
+
+
+def broken(c: np.ndarray, kind: str = "forward/q") -> set[str]:
+    d = distances(c, TWIN, TRUTH, np.float32)
+    return {m.name for m in calibrated_bounds.measures("bf16/eager", kind, d, TRUTH.size) if not m.ok}
+
+
+def test_peaks_are_those_of_the_whole_table():
+    c = with_ties(0.01)
+    apart, honest = (x.reshape(-1, 256) for x in (c - TWIN, TWIN - TRUTH))
+    peaks = distances(c, TWIN, TRUTH, np.float32).peaks
+    assert peaks.largest == pytest.approx(np.abs(apart).max() / np.abs(honest).max())
+    for axis, found in ((1, peaks.row), (0, peaks.column)):
+        norms = [np.linalg.norm(x, axis=axis).max() for x in (apart, honest)]
+        assert found == pytest.approx(norms[0] / norms[1])
+    weights = 1 / np.square(honest).sum(1)
+    t = TRUTH.reshape(-1, 256)
+    gain = ((apart * t).sum(1) * weights).sum() / np.sqrt(len(t) * (np.square(t).sum(1) * weights).sum())
+    assert peaks.row_gain == pytest.approx(gain, rel=1e-6)
+
+
+def test_parts_that_end_within_rows_give_the_same():
+    c, sums = with_ties(0.01), Sums(SHAPE)
+    for part in np.split(np.arange(c.size), [100, 1000, 1001, 40_000]):
+        sums.add(*(x.reshape(-1)[part] for x in (c, TWIN, TRUTH)))
+    found, due = sums.distances(np.float32).peaks, distances(c, TWIN, TRUTH, np.float32).peaks
+    assert vars(found) == pytest.approx(vars(due), rel=1e-12)
+
+
+def test_one_axis_has_no_rows():
+    peaks = distances(TWIN.ravel(), TWIN.ravel(), TRUTH.ravel(), np.float32).peaks
+    assert (peaks.rows, peaks.row, peaks.column, peaks.row_gain) == (1, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    "plant, measure",
+    [
+        (one_element, "largest_element"),
+        (one_row, "largest_row"),
+        (one_column, "largest_column"),
+        (too_long, "row_gain"),
+        (ties_everywhere, "unequal"),
+    ],
+)
+def test_each_measure_sees_what_norms_hide(plant: Callable[[np.ndarray], np.ndarray], measure: str):
+    assert broken(with_ties(0.001)) == set()
+    assert measure in broken(plant(with_ties(0.001)))
+    # A kind that was not measured so keeps its old bounds alone.
+    assert measure not in broken(plant(with_ties(0.001)), "forward/k")
+
+
+@pytest.mark.usefixtures("table")
+def test_a_product_that_stays_in_fp32_is_held_to_fp32_s_roundings():
+    assert calibrated_bounds.result_of("bf16/eager", "forward/logits") == "kept"
+    assert calibrated_bounds.result_of("bf16/eager", "backward/logits/weight") == "kept"
+    assert calibrated_bounds.result_of("bf16/eager", "backward/logits/x") == "rounded"
+    assert broken(with_ties(0.001), "forward/attn_norm") == set()
+    cut = TWIN + rng.uniform(-0.2, 0.2, SHAPE) * np.abs(TWIN - TRUTH).mean()
+    assert {"twin_distance", "unequal"} <= broken(cut, "forward/logits")
+
+
+def test_the_noise_of_a_tensor_is_its_own_in_every_norm():
+    noise = np.zeros((8, 16))
+    noise[3] = 2.0
+    found = Norms.of(noise)
+    assert (found.whole, found.largest, found.row, found.column) == (8.0, 2.0, 8.0, 2.0)
+    assert found.at_least(Norms.anywhere(1.0), times=5.0) == Norms(8.0, 5.0, 8.0, 5.0)
+    sums = Sums((8, 16))
+    twin = np.ones((8, 16))
+    sums.add(twin + noise, twin, twin)
+    assert sums.distances(np.float32).peaks.largest > 1e6
+    assert sums.distances(np.float32, found).peaks.largest == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("true", [1e-4, 0.01, 0.6, 0.999])
+def test_a_share_of_few_numbers_says_little(true: float):
+    """A sample of a share lies within its bound, and the share that it proves is no larger than the true one."""
+    counts = rng.binomial(1000, true, 10_000) / 1000
+    assert max(counts) <= share_at_most(true, 1000)
+    assert max(share_at_least(share, 1000) for share in counts) <= true
+    assert share_at_most(true, 10**9) == pytest.approx(true, rel=0.05)
+    assert share_at_least(true, 10**9) == pytest.approx(true, rel=0.05)
+    assert share_at_least(true, 10) == 0.0
+
+
+def test_extremes_of_a_table_are_read_and_written():
+    row = Extremes(0.1, 0.2, 0.3, 5, Sharp(1.0, 2.0, 3.0, 4.0, 5.0, 0.5, 2))
+    assert Extremes.from_json(row.to_json()) == row
+    old = {"log_excess": 0.1, "distance": 0.2, "gain": 0.3, "draws": 5}
+    assert Extremes.from_json(old).to_json() == old
+    assert (row | Extremes.from_json(old)).sharp == row.sharp
+    assert peak_bounds.LEAST.keys() == {"rounded", "kept", "sum", "same"}
