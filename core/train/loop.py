@@ -30,6 +30,8 @@ from lockstep.core.train.spikes import Spikes
 from lockstep.core.train.time_accounting import Stalls
 
 Ending = Literal["finished", "interrupted", "alarmed"]
+# Follows up a check that disagreed: gives it with what was found out besides, and a line on it.
+Alarm = Callable[[Check], tuple[Check, str | None]]
 
 
 class Watch(Protocol):
@@ -213,7 +215,7 @@ def train(
     first: int,
     device: str,
     watch: Watch | None = None,
-    alarm: Callable[[Check], str | None] = lambda check: None,
+    alarm: Alarm = lambda check: (check, None),
     ranks: Ranks = ONE,
 ) -> Ending:
     """Train from step `first` to the end, or until `interrupted` or an alarm; returns how it ended.
@@ -321,7 +323,7 @@ class Checks:
     good: step of the last check that agreed, before any that did not. bad: step of the first that did not.
     """
 
-    def __init__(self, sinks: Sequence[Sink], alarm: Callable[[Check], str | None], ranks: Ranks = ONE) -> None:
+    def __init__(self, sinks: Sequence[Sink], alarm: Alarm, ranks: Ranks = ONE) -> None:
         self._sinks, self._alarm, self._ranks = sinks, alarm, ranks
         self.good: int | None = None
         self.bad: int | None = None
@@ -333,7 +335,7 @@ class Checks:
             said = None
             if isinstance(result, Check) and result.verdict == "disagreed":
                 self.bad = self.bad or result.step
-                said = self._alarm(result)
+                result, said = self._alarm(result)
             elif isinstance(result, Check) and result.verdict == "agreed" and self.bad is None:
                 self.good = result.step
             for sink in self._sinks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -11,10 +12,14 @@ import time
 import pytest
 
 import lockstep.scripts.commands.train
+from lockstep.core.parity.evidence.capsule import read_capsule
 from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.parity.modes.replay import judge_capsule
 from lockstep.core.parity.modes.shadow import Shadow
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.guards.events import before_steps
 from lockstep.parity_tests.loop.runs import Folder, alive, one_line, wait_until_gone
+from lockstep.parity_tests.repository import REPO
 
 REFERENCES = "lockstep.parity_tests.loop.references"
 CHECKED = {"train.steps": 8, "parity.every": 2, "parity.queue": 10}
@@ -41,6 +46,25 @@ def test_a_disagreement_is_exit_code_1_also_after_a_resume(
     assert folder.run("accused").info["finished"]
     assert folder.resume("accused") == 1
     assert "checks that disagreed before this resume: 1, 4; so this ends with exit code 1" in capsys.readouterr().out
+
+
+def test_a_fault_of_the_step_with_its_own_weights_is_named_after_its_alarm(folder: Folder) -> None:
+    """The check sees it end to end alone; then the trainer shows the stages of that step, and training goes on."""
+    fault = f"{REPO}/parity_tests/faults/own_step.py:NoMaskWithoutLossMask"
+    settings = {"train.steps": 4, "parity.every": 2, "parity.queue": 10}
+    assert folder.train("blind", settings, "--backend", fault) == 1
+    checks = folder.run("blind").checks()
+    assert [c["step"] for c in checks] == [1, 2, 4] and len(folder.records("blind")) == 4
+    for check in checks:
+        origin = check["origin"]
+        assert (origin["stage"], origin["phase"], origin["layer"]) == ("attn", "forward", 0)
+    capsule = folder.path / "blind" / "capsules" / "step_000002"
+    assert json.loads((capsule / "verdict.json").read_text())["origin"] == checks[1]["origin"]
+    # The capsule holds what named it: it is named again without the candidate.
+    replayed = judge_capsule(read_capsule(capsule), JaxBackend())
+    assert replayed.check is not None and replayed.check.origin is not None
+    assert (replayed.check.origin.stage, replayed.check.origin.layer) == ("attn", 0)
+    assert not list((folder.path / "blind").glob("evidence*"))
 
 
 def test_a_reference_that_fails_costs_no_step(

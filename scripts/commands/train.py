@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lockstep.core.backend import Session
     from lockstep.core.config.schema import RunConfig
     from lockstep.core.parity.evidence.gather import Evidence
-    from lockstep.core.parity.measures.verdict import Check
+    from lockstep.core.parity.measures.verdict import Check, Finding
     from lockstep.core.parity.modes.shadow import Shadow
     from lockstep.core.run.data import RunData
     from lockstep.core.run.directory import RunDir
@@ -145,7 +145,7 @@ def _peer() -> int:
     from lockstep.core.capabilities import HasRandomState, ManyPlaces, ask
     from lockstep.core.checkpoint.taken_over import restore_state
     from lockstep.core.config.schema import RunConfig
-    from lockstep.core.parity.diagnose.disagreement import sound
+    from lockstep.core.parity.diagnose.disagreement import named, sound
     from lockstep.core.parity.evidence.recorder import Recorder
     from lockstep.core.parity.modes.shadow import ShadowPart
     from lockstep.core.run.data import RunData
@@ -177,10 +177,12 @@ def _peer() -> int:
         part = stack.enter_context(ShadowPart(config, ranks)) if _checked(config, done) else None
         watch = stack.enter_context(Recorder(config, None, part)) if config.parity.records else part
 
-        def alarm(check: Check) -> None:
+        def alarm(check: Check) -> tuple[Check, None]:
             if (evidence := ranks.of_first(lambda: None)) is not None:
-                # Rank 0 says who made it, and packs it.
+                # Rank 0 judges, says who made it, and packs it.
+                evidence, check = named(session, evidence, check, config, lambda seen: (seen, []))
                 sound(session, evidence, check, config, Path(), candidate="", reference="", versions={})
+            return check, None
 
         with interrupts(told=False) as interrupted:
             ranks.of_first(bool, "begin")
@@ -249,12 +251,18 @@ def _train(
 
 def _alarm(
     run: RunDir, session: Session, shadow: Shadow | None, about: Mapping[str, Any], ranks: Ranks
-) -> Callable[[Check], str | None]:
-    """Follow up a check that disagreed: run the step again, and pack it for `lockstep replay`."""
-    from lockstep.core.parity.diagnose.disagreement import sound
+) -> Callable[[Check], tuple[Check, str | None]]:
+    """Follow up a check that disagreed: look for its stage, run the step again, and pack it for `lockstep replay`."""
+    from lockstep.core.parity.diagnose.disagreement import named, sound
+    from lockstep.core.parity.diagnose.recheck_rows import broken_stages
     from lockstep.core.run.layout import CAPSULES
 
-    def alarm(check: Check) -> str | None:
+    def judged(seen: Evidence) -> tuple[Evidence, list[Finding]]:
+        assert shadow is not None
+        seen, check = shadow.judge_apart(seen)
+        return seen, broken_stages(check.findings if check else ())
+
+    def alarm(check: Check) -> tuple[Check, str | None]:
         lost = ""
 
         def found() -> Evidence | None:
@@ -267,8 +275,9 @@ def _alarm(
 
         evidence = ranks.of_first(found)
         if evidence is None:
-            return lost or None
-        return sound(
+            return check, lost or None
+        evidence, check = named(session, evidence, check, run.config, judged)
+        return check, sound(
             session,
             evidence,
             check,

@@ -17,6 +17,7 @@ from lockstep.core.checkpoint.taken_over import require_taken_over
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.cause import decoded
+from lockstep.core.parity.diagnose.recheck_rows import Judged, is_unnamed, rechecked
 from lockstep.core.parity.diagnose.same_bits import different
 from lockstep.core.parity.evidence.capsule import write_capsule
 from lockstep.core.parity.evidence.gather import Evidence, gather
@@ -27,6 +28,8 @@ from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.run.ranks import is_sharded
 
 NAMED = 5
+# Micro-batches, or pairs of sequences, that are shown to the reference after an alarm of training.
+MOST_SHOWN_AGAIN = 4
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,27 @@ def sound(
     kept = f"packed in {capsule}" if capsule else f"no capsule: {problem}"
     summary = f"step {check.step}: {_place(check.origin)}; {'; '.join(cause)}; {kept}"
     return Alarm(summary, repeat.happened, capsule, tuple(cause), repeat.differed, problem)
+
+
+def named(
+    session: Session, evidence: Evidence, check: Check, config: RunConfig, judged: Judged
+) -> tuple[Evidence, Check]:
+    """Look for the stage of a check of training whose origin is seen end to end alone (`recheck_rows`).
+
+    judged: asked on rank 0. Every rank calls it. The session's state is put back; raises UserError if it is not taken.
+    What cannot be done leaves evidence and check as they are.
+    """
+    if not is_unnamed(check, evidence):
+        return evidence, check
+    with ExitStack() as stack:
+        try:
+            now = _state_into(stack.enter_context(store_for(config, ranks_of(session))), session, config)
+        except UserError:  # the disk is full: the check has its verdict without it
+            return evidence, check
+        try:
+            return rechecked(session, config, evidence, check, judged, MOST_SHOWN_AGAIN)
+        finally:
+            _put_back(session, now, config)
 
 
 def repeated(

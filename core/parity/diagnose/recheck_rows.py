@@ -9,14 +9,14 @@ wrong on what it was given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from itertools import islice
 
 import numpy as np
 
 from lockstep.core.backend import Batch, NotSupported, Session
-from lockstep.core.capabilities import Loads, ask
+from lockstep.core.capabilities import Loads, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.gather import Evidence, look, probe_batch, probe_of, weighted_rows
 from lockstep.core.parity.judge import local
@@ -27,6 +27,8 @@ from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.parity.reference.stages import is_forward
 from lockstep.core.plan.checks import LOOKED_AT, taps_bytes
 
+# Judges evidence that shows other sequences: gives it as it is to be kept, and the stages that are wrong.
+Judged = Callable[[Evidence], tuple[Evidence, list[Finding]]]
 # Bytes of taps in memory that a micro-batch may show as it is.
 MOST_SHOWN = 2e9
 
@@ -39,32 +41,58 @@ def recheck_rows(
 
     The session's state is that of `evidence.after` before and after. What cannot be done leaves both as they are.
     """
-    origin = check.origin
-    if check.verdict != "disagreed" or origin is None or origin.scope != "end_to_end" or not evidence.taps:
-        return evidence, check
-    if not (is_forward(origin.stage) or origin.stage == "gradients"):
+    one_step = replace(reference, over_steps=None)
+    return rechecked(session, config, evidence, check, lambda seen: (seen, _broken(seen, one_step)))
+
+
+def rechecked(
+    session: Session, config: RunConfig, evidence: Evidence, check: Check, judged: Judged, most: int | None = None
+) -> tuple[Evidence, Check]:
+    """`recheck_rows` by somebody who judges, on rank 0; afterwards the session's state is that of `evidence.after`.
+
+    most: micro-batches that are shown at most.
+    """
+    if not is_unnamed(check, evidence):
         return evidence, check
     try:
         load = ask(session, Loads).load
     except NotSupported:
         return evidence, check
-    one_step = replace(reference, over_steps=None)
+    ranks = ranks_of(session)
     try:
         load(evidence.before)
         alone = all(OWN in found.note for found in check.findings if not found.ok)
-        for tapped, note in _others(evidence, config, own_first=alone):
+        for tapped, note in islice(_others(evidence, config, own_first=alone), most):
             taps = look(session, config, tapped, [])
             # Scores are those of the other sequences.
             seen = replace(evidence, tapped=tapped, taps=taps, evaluated={}, rechecked=True)
-            broken = one_step.ranks.of_first(partial(_broken, seen, one_step))
-            if broken:
-                seen = replace(seen, probed=session.gradients(tapped))
-                return seen, replace(check, findings=in_order([*check.findings, *_noted(broken, note)]))
+            seen = replace(seen, probed=session.gradients(tapped))
+            found = [(seen, list[Finding]())]
+
+            def judge_it(seen: Evidence = seen, found: list[tuple[Evidence, list[Finding]]] = found) -> list[Finding]:
+                found[0] = judged(seen)
+                return found[0][1]
+
+            if broken := ranks.of_first(judge_it):
+                return found[0][0], replace(check, findings=in_order([*check.findings, *_noted(broken, note)]))
     except NotSupported:
         pass
     finally:
         load(evidence.after)
     return evidence, check
+
+
+def is_unnamed(check: Check, evidence: Evidence) -> bool:
+    """Return whether a check sees an error of the model end to end alone, and its candidate shows stages."""
+    origin = check.origin
+    if check.verdict != "disagreed" or origin is None or origin.scope != "end_to_end" or not evidence.taps:
+        return False
+    return is_forward(origin.stage) or origin.stage == "gradients"
+
+
+def broken_stages(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the stages of the model that are wrong on what they were given."""
+    return [one for one in findings if not one.ok and one.scope == "local" and is_forward(one.stage)]
 
 
 def _broken(seen: Evidence, one_step: Reference) -> list[Finding]:

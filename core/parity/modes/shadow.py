@@ -19,6 +19,7 @@ import signal
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -96,6 +97,9 @@ class Shadow:
         self._unsent: SimpleQueue[tuple[int, str]] = SimpleQueue()
         self._begun = 0
         self._lost: list[tuple[int, str]] = []
+        # Results that came while the worker judged something apart, and the folders of that.
+        self._early: deque[Result] = deque()
+        self._apart: list[Path] = []
         # The step whose evidence is kept for its alarm, or 0.
         self._accused = 0
         # When the worker last gave something, or had nothing to do.
@@ -229,8 +233,8 @@ class Shadow:
             self._worker.kill()
             self._worker.join()
         left = self._folder.glob(f".{os.getpid()}-*.tmp")
-        for place in (*left, *map(self._place, (*self._waiting, self._accused))):
-            shutil.rmtree(place, ignore_errors=True)
+        for place in (*left, *self._apart, *map(self._place, (*self._waiting, self._accused))):
+            self._remove_folder(place)
         with contextlib.suppress(OSError):  # there is none, or something that this run did not put there
             self._folder.rmdir()
 
@@ -266,9 +270,9 @@ class Shadow:
     def _receive(self, seconds: float) -> Result | None:
         """A result that is there within `seconds`, or None; also None, at once, if the worker is gone."""
         try:
-            if not self._results.poll(seconds):
+            if not self._early and not self._results.poll(seconds):
                 return None
-            result: Result = self._results.recv()
+            result: Result = self._early.popleft() if self._early else self._results.recv()
         except (EOFError, OSError):
             self._worker.join(timeout=END_SECONDS)  # its end of the pipe closes a moment before it is gone
             return None
@@ -281,6 +285,36 @@ class Shadow:
             self._remove(step)
         return result
 
+    def judge_apart(self, evidence: Evidence) -> tuple[Evidence, Check | None]:
+        """Have the worker judge evidence beside the run's checks, and wait; the check is None if it does not.
+
+        Returns the evidence as it then lies in a folder: `close` removes it.
+        """
+        step = evidence.record.step
+        place = self._folder / f"{folder_name(step)}-again"
+        try:
+            self._remove_folder(place)
+            store = self._begin()
+            evidence = save_evidence(evidence, store)
+            store.move(place)
+            self._apart.append(place)
+            self._writer.submit(self._evidence.send, (step, place)).result()
+        except (UserError, OSError):
+            return evidence, None
+        until = time.monotonic() + self._config.parity.timeout_seconds
+        while time.monotonic() < until:
+            try:
+                if self._results.poll(POLL_SECONDS):
+                    result: Result = self._results.recv()
+                    if (result.step if isinstance(result, Check) else result[0]) == step:
+                        return evidence, result if isinstance(result, Check) else None
+                    self._early.append(result)
+                elif not self._worker.is_alive():
+                    return evidence, None
+            except (EOFError, OSError):
+                return evidence, None
+        return evidence, None
+
     def evidence_of(self, step: int) -> Evidence:
         """Return the evidence of the check that was the last to come back, and disagreed.
 
@@ -292,7 +326,10 @@ class Shadow:
         return self._folder / folder_name(step)
 
     def _remove(self, step: int) -> None:
-        shutil.rmtree(self._place(step), ignore_errors=True)
+        self._remove_folder(self._place(step))
+
+    def _remove_folder(self, place: Path) -> None:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 class ShadowPart:
@@ -373,8 +410,10 @@ def judge_all(
             evidence = open_evidence(folder)
             if opened is None:
                 opened = sound_reference(load_backend(reference), config).over_a_run()
-            check = judge(evidence, opened)
-            result = check if observations is None else _kept(check, evidence, config, observations)
+            # What is shown again after an alarm is no check of the run.
+            check = judge(evidence, replace(opened, over_steps=None) if evidence.rechecked else opened)
+            kept = observations is not None and not evidence.rechecked
+            result = _kept(check, evidence, config, observations) if kept else check
         except UserError as error:
             result = (step, str(error))
         except Exception as error:
