@@ -72,6 +72,8 @@ GIVEN = {
     "replay": [["RUN"], ["RUN/spikes/step_000002"], ["capsule"], ["RUN/checkpoints/step_000002"]],
     "bisect": [["RUN"], ["capsule"]],
     "faults": [["--config", "RUN"], ["RUN"]],
+    "mutate": [["RUN"], ["capsule"], ["RUN/config.toml", "--out", "RUN", "--resume", "--only", "no such mutant"]],
+    "calibrate": [["RUN"], ["capsule"], ["RUN/config.toml", "--checks", "0"]],
     "convert": [["RUN", "there", "--to", "jax"], ["RUN/checkpoints/step_000002", "plain"]],
     "report": [["RUN"], ["capsule"], ["RUN", "capsule"]],
     "sample": [["RUN", "--tokens", "2"]],

@@ -55,7 +55,8 @@ def backward_of(row):
             return grad
 
         act = act.clone()
-        act.register_hook(halved)
+        if act.requires_grad:
+            act.register_hook(halved)
         return act
 
     return change

@@ -44,7 +44,7 @@ class Calibrate:
 def main(argv: list[str]) -> int:
     """Measure, print what is wider than shipped, keep it; 1 if a shipped bound does not hold and nothing was kept."""
     from lockstep.core.config.file import load_config
-    from lockstep.core.parity.evidence.gather import gather, uneven_weights
+    from lockstep.core.parity.evidence.gather import gather
     from lockstep.core.parity.judge.judge import Reference, judge
     from lockstep.core.parity.measures import calibrated_bounds, here
     from lockstep.core.parity.measures.calibrated_bounds import Extremes
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
         reference = stack.enter_context(closing(replace(Reference.open(open_named("jax"), config), bound=record)))
         for number in range(options.checks):
             batch = data.batch(number * (options.between + 1) + 1)
-            check = judge(gather(session, config, uneven_weights(batch, config.seed + number)), reference)
+            check = judge(gather(session, config, batch), reference)
             print(check_line(check), flush=True)
             wrong += check.verdict != "agreed"
             for step in range(options.between):

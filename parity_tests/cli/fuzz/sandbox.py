@@ -382,6 +382,7 @@ def _cuts(case: Case) -> list[Any]:
         mock.patch("lockstep.scripts.commands.bench_parity.RunData", types.SimpleNamespace(open=_reached)),
         mock.patch("lockstep.scripts.commands.faults.run", _reached),
         mock.patch("lockstep.scripts.commands.mutate.run", _reached),
+        mock.patch("lockstep.scripts.commands.calibrate.open_named", _reached),
         mock.patch("torch.distributed.launcher.api.elastic_launch", _reached),
         mock.patch("lockstep.scripts.commands.profile.batches_of", _reached),
         mock.patch("lockstep.core.parity.modes.shadow.Shadow.__init__", _reached),
