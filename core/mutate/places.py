@@ -91,7 +91,7 @@ class Place:
         does is `compiler` (`gradients` if nothing is compiled), what only one among several micro-batches does is
         `accumulation`. A check that finds the operation all the same has named it better.
         """
-        of_operation = self.kind in ("forward", "input", "backward", "part", "batch") or self.name == "loss"
+        of_operation = self.kind in ("forward", "input", "backward", "part", "gradient") or self.name == "loss"
         if condition == "untapped":
             return (self.untapped, "backward", ANY), self.origin
         if condition in AMONG_MICRO_BATCHES and of_operation:
@@ -122,7 +122,7 @@ def places(config: RunConfig) -> list[Place]:
         *_of_parameters(config, graph, program),
         *_of_step(),
         *_of_batch(program),
-        Place("nll", "validation", ("nll", "forward", None), ("row", "position")),
+        Place("nll", "validation", ("evaluation", "forward", None), ("row", "position")),
     ]
     return [replace(one, untapped="compiler") for one in found] if config.compile.enabled else found
 
@@ -204,14 +204,9 @@ def _of_step() -> Iterator[Place]:
 
 def _of_batch(program: tuple[str, ...]) -> Iterator[Place]:
     conditions = tuple(c for c in program if c not in ("compiled", "untapped"))
-    of_array: dict[str, Origin] = {
-        "tokens": ("embed", "forward", None),
-        "targets": ("nll", "forward", None),
-        "weights": ("loss", "forward", None),
-    }
-    for name, origin in of_array.items():
+    # What a program was given is read back from its device.
+    origin: Origin = ("tokens", "data", None)
+    for name in ("tokens", "targets", "weights"):
         integer = name != "weights"
         yield Place(name, "batch", origin, ("row", "position"), conditions, integer=integer)
-        yield Place(
-            name, "loader", ("tokens", "data", None), ("row", "position"), (ALWAYS, "from-step-3"), integer=integer
-        )
+        yield Place(name, "loader", origin, ("row", "position"), (ALWAYS, "from-step-3"), integer=integer)
