@@ -107,7 +107,8 @@ RECIPES = {
     "bf16, torch's loss head": Kind("bf16/eager", head="torch"),
 }
 EARLIER = """Earlier rounds, each under narrower bounds and on draws that are not used again, accused 2 of 864 checks,
-11 of 1,872 and 5 of 3,936; a fourth, the last before there were levers, none of 10,080. Each accusation was looked
+11 of 1,872 and 5 of 3,936; a fourth, the last before there were levers, none of 10,080; a fifth, before single elements
+had bounds and the step's own weights were judged, none of 8,256. Each accusation was looked
 into, and what it taught became part of the bounds: sums in FP32, errors that one early rounding gives to all that
 follows, one token that outweighs all others, a run of one letter. One of Muon was in a matrix whose norm lay at a tie
 of bf16, to which torch rounds it; Lockstep's Muon has not rounded it since, and its draws began anew.
