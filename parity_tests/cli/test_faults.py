@@ -62,7 +62,9 @@ def test_an_honest_trainer_agrees(candidate: str, lockstep: Lockstep, run_file: 
     assert "verdict: agreed" in said.out
     found = json.loads(verdict.read_text())
     assert (found["verdict"], found["steps"], found["not_covered"]) == ("agreed", [1, 2], found["not_covered"])
-    assert all("sequences" in item or "ranks" in item for item in found["not_covered"])
+    # JAX has no cache of keys, and nothing between a batch and its program.
+    lacking = ("sequences", "ranks", *(("sampling", "read back") if candidate == "jax" else ()))
+    assert all(any(word in item for word in lacking) for item in found["not_covered"])
     assert found["not_exercised"] == []
     local = {f["stage"] for f in found["stages"] if f["scope"] == "local"}
     assert {"embed", "q_rope", "attn", "act", "logits", "moments", "update"} <= local

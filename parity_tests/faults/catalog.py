@@ -51,7 +51,7 @@ FORWARD = (
     Fault(loss.LogitsRoundedToBf16, "logits", required=True, loss_moves_less_than=TINY),
     Fault(small.LogitsCutToTf32, "logits", loss_moves_less_than=TINY),
     Fault(small.OneLogitColumnOff, "logits", loss_moves_less_than=TINY),
-    Fault(loss.TargetsNotShifted, "nll", required=True, number=3),
+    Fault(loss.TargetsNotShifted, "tokens", required=True, number=3),
     Fault(loss.VocabularyPaddingCounts, "nll", number=15),
     Fault(
         loss.LateRowsReadEarlyLogits,
@@ -220,10 +220,9 @@ DOCUMENTS = (
     ),
     Fault(
         attention.EndOfTextOpensTheNextDocument,
-        "attn",
-        layer=0,
+        "tokens",
         loss_moves_less_than=TINY,
-        note="the batch that was consumed is the right one: the first to show other documents is attention",
+        note="the session was given the right documents, and its program others",
         settings=MASKED,
     ),
 )
@@ -339,29 +338,29 @@ SLOW = "a length that is always off by the same share is what the mean of gain d
 LATER = (
     Fault(
         forward.StaleInputBuffer,
-        "embed",
+        "tokens",
         first_step=2,
-        note="the session was given the right tokens: the look-up is the first to show others",
+        note="the session was given the right tokens, and its program others",
     ),
     Fault(
         optimizer.GradientsNotZeroed,
-        "grad_norm",
+        "accumulation",
         first_step=2,
         loss_moves_less_than=TINY,
-        note="`gradients` of the same batch are right: the step's norm is the first number that is not theirs",
+        note="`gradients` of the same micro-batches are right: the step's are not their sum",
     ),
     Fault(
         optimizer.AmsgradLeftOn, "update", first_step=2, loss_moves_less_than=TINY, note="in the first step it is Adam"
     ),
     Fault(
         optimizer.OneBitFlips,
-        "moments",
+        "accumulation",
         layer=1,
         first_step=3,
         number=34,
         loss_moves_less_than=TINY,
         cause="does not repeat",
-        note="one element of one tensor is too little for the global norm",
+        note="the step's gradient is not the sum of its micro-batches'; one element is too little for the global norm",
     ),
     Fault(
         forward.StreamRoundsDown,

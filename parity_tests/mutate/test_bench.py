@@ -48,7 +48,7 @@ NAMED = {
     "moment": ("exp_avg/embed.weight:moment*stale@always", ("moments", "update", None)),
     "update": ("blocks.1.mlp_norm.weight:update*drop@from-step-3", ("update", "update", 1)),
     "scalar": ("grad_norm:scalar*twice@always", ("grad_norm", "update", None)),
-    "batch": ("targets:batch*shift(position)@always", ("nll", "forward", None)),
+    "batch": ("targets:batch*shift(position)@always", ("tokens", "data", None)),
     "loader": ("tokens:loader*swap(row)@always", ("tokens", "data", None)),
     "written": ("exp_avg_sq/embed.weight:written*narrow(bf16)@always", ("checkpoint", "state", None)),
     "read": ("params/embed.weight:read*scale(+2^-9)@always", ("checkpoint", "state", None)),

@@ -62,7 +62,7 @@ def rechecked(
     try:
         load(evidence.before)
         alone = all(OWN in found.note for found in check.findings if not found.ok)
-        for tapped, note in islice(_others(evidence, config, own_first=alone), most):
+        for tapped, note in islice(_others(evidence, config, own_first=alone and most is not None), most):
             taps = look(session, config, tapped, [])
             # Scores are those of the other sequences.
             seen = replace(evidence, tapped=tapped, taps=taps, evaluated={}, rechecked=True)
@@ -104,14 +104,20 @@ def _noted(broken: list[Finding], note: str) -> list[Finding]:
 
 
 def _others(evidence: Evidence, config: RunConfig, own_first: bool) -> Iterator[tuple[Batch, str]]:
-    """Micro-batches to look at: with the step's own weights, and with the loss on two sequences not yet examined.
+    """Micro-batches to look at, each with a note on what it is.
 
-    Each comes with a note on what it is. own_first: begin with the former.
+    First the other sequences of the one that was examined, two at a time, as they tell the sequence; then whole ones
+    with the step's own weights; then pairs of sequences of the others. own_first: begin with the second.
     """
-    whole = ((micro, OWN) for micro in _whole(evidence, config))
+    whole = [(micro, OWN) for micro in _whole(evidence, config)]
     pairs = ((pair, f"on sequences {_rows(pair)} of the micro-batch") for pair in _pairs(evidence, config))
-    for some in (whole, pairs) if own_first else (pairs, whole):
-        yield from some
+    if own_first:
+        yield from whole
+    of_examined = len(evidence.tapped.tokens)
+    yield from islice(pairs, max(0, of_examined - 1) // 2)
+    if not own_first:
+        yield from whole
+    yield from pairs
 
 
 def _rows(batch: Batch) -> str:

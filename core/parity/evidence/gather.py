@@ -197,6 +197,8 @@ def _gather(
         tapped = probe
     elif tapped is None:
         tapped = probe_of(micro_to_probe(batch, config), config, turn=before.step)
+    # The step's micro-batches first: gradients that are not cleared then show in those of the one that follows.
+    own = _own(session, config, batch, missing)
     probed = attempt("gradients and per-token NLL", tapped, "probed")
     # The step itself tells its gradients, where the session can: to compute them twice costs a step.
     stepped = in_passing = None
@@ -206,7 +208,6 @@ def _gather(
         if in_passing is None:
             stepped = gradients_into(into, "stepped", session, batch)
     taps = look(session, config, tapped, missing, into)
-    own = _own(session, config, batch, missing) if probed is not None else ()
     scores: Arrays = {}
     if thorough:
         scores = dict(evaluated(session, tapped, taps, missing))
@@ -444,6 +445,7 @@ def _adding(share: float, so_far: Store | None, total: Store) -> Take:
     """
     earlier = None if so_far is None else so_far.arrays(SUM)
 
+    @np.errstate(invalid="ignore", over="ignore")
     def take(kind: str, name: str, gradient: np.ndarray) -> None:
         if kind != GRADS:
             return
