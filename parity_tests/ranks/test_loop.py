@@ -67,6 +67,11 @@ def test_a_check_that_comes_back_to_rank_0_reaches_the_others() -> None:
     bad = Check(2, (exact("tokens", "order", 1, 4, "", ""),), ())
     assert bad.verdict == "disagreed"
     sounded: list[int] = []
-    checks = Checks([], lambda check: (check, sounded.append(check.step)), Rank1([bad, (3, "busy"), None]))
+
+    def alarm(check: Check) -> tuple[Check, None]:
+        sounded.append(check.step)
+        return check, None
+
+    checks = Checks([], alarm, Rank1([bad, (3, "busy"), None]))
     checks.deliver(iter(()))
     assert sounded == [2] and checks.bad == 2

@@ -412,8 +412,8 @@ def judge_all(
                 opened = sound_reference(load_backend(reference), config).over_a_run()
             # What is shown again after an alarm is no check of the run.
             check = judge(evidence, replace(opened, over_steps=None) if evidence.rechecked else opened)
-            kept = observations is not None and not evidence.rechecked
-            result = _kept(check, evidence, config, observations) if kept else check
+            folder_kept = None if evidence.rechecked else observations
+            result = check if folder_kept is None else _kept(check, evidence, config, folder_kept)
         except UserError as error:
             result = (step, str(error))
         except Exception as error:
