@@ -111,7 +111,7 @@ def named(
     """Look for the stage of a check of training whose origin is seen end to end alone (`recheck_rows`).
 
     judged: asked on rank 0. Every rank calls it. The session's state is put back; raises UserError if it is not taken.
-    What cannot be done leaves evidence and check as they are.
+    Evidence and check stay as they are where this cannot be done.
     """
     if not is_unnamed(check, evidence):
         return evidence, check

@@ -125,7 +125,7 @@ class Evidence:
 
     @property
     def losses(self) -> dict[str, tuple[Gradients | None, Batch]]:
-        """What the candidate computed a loss of, with the batch, by the loss's tap."""
+        """Return each result that has a loss, with its batch, by the loss's tap."""
         found = {"loss": (self.probed, self.tapped), "loss_of_step": (self.stepped, self.batch)}
         for what, sums in (("accumulation", self.accumulated), ("reduction", self.reduced)):
             if sums is not None:

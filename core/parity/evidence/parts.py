@@ -22,7 +22,7 @@ Observations = Mapping[str, Observation]
 def observed_parts(session: Session, config: RunConfig, batch: Batch) -> list[Observations]:
     """Return, for each micro-batch of `batch` in its order, the observations of its gradients by `gradient/PARAMETER`.
 
-    Of several ranks, each computes its own micro-batches, and rank 0 gets those of all. Every rank calls it. Raises
+    Each of several ranks computes its own micro-batches, and rank 0 gets those of all. Every rank calls it. Raises
     NotSupported if the session gives no gradients.
     """
     if config.train.ranks == 1:
