@@ -19,7 +19,7 @@ from lockstep.core.mutate.conditions import ALWAYS, AMONG_MICRO_BATCHES, REGIONS
 ANY = "any"
 Origin = tuple[str, str, int | str | None]
 
-# What can be changed of a place, in words.
+# Kinds of places, and in words the thing that is changed there.
 KINDS: dict[str, str] = {
     "forward": "what an operation gives",
     "input": "what an operation takes in, a tensor or a parameter",
@@ -204,7 +204,7 @@ def _of_step() -> Iterator[Place]:
 
 def _of_batch(program: tuple[str, ...]) -> Iterator[Place]:
     conditions = tuple(c for c in program if c not in ("compiled", "untapped"))
-    # What a program was given is read back from its device.
+    # A check reads the program's inputs back from its device.
     origin: Origin = ("tokens", "data", None)
     for name in ("tokens", "targets", "weights"):
         integer = name != "weights"

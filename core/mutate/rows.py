@@ -1,4 +1,4 @@
-"""What came of each mutant, and the score over all of them."""
+"""Rows: the outcome of each mutant, and the score over all of them."""
 
 from __future__ import annotations
 

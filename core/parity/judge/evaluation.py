@@ -68,7 +68,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Due:
-    """What scores follow from the logits of twin and truth; arrays (n, S) in FP64.
+    """Hold the scores that follow from the logits of twin and truth; arrays (n, S) in FP64.
 
     nll, twin_nll: log Σ exp(logits) − the target's logit. lead: of the target's logit over the largest other one, by
     the truth. error: the largest one among the twin's logits. largest: magnitude of the truth's logits.

@@ -37,7 +37,7 @@ SCALES, LARGEST = range(8, 25), 24
 CONFIDENCE = 6.0
 # Fewer ratios have no median to speak of. NORMAL · median deviation is the standard deviation of normal numbers.
 FEW, NORMAL = 5, 1.4826
-# What is counted wrongly where micro-batches differ, and how often a ratio may be named by chance.
+# Counts that may be wrong where micro-batches differ, and the allowed chance of a false name.
 COUNTS = ("the world size", "the accumulation steps", "world size × accumulation steps")
 CHANCE = 0.05
 

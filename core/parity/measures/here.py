@@ -26,7 +26,7 @@ FRAMEWORKS = ("torch", "jax", "jaxlib", "numpy")
 
 @dataclass(frozen=True)
 class Here:
-    """What was measured of one recipe.
+    """Hold the measurements of one recipe.
 
     rows: kind → a row as in calibrated_bounds.json. checks: how many. date: ISO, of the day. widened: in words, the
     bounds that are wider than those that are shipped.
@@ -55,7 +55,7 @@ def path_of(recipe: str) -> Path | None:
 
 
 def machine() -> dict[str, str]:
-    """What rounding depends on: the processor with its instruction sets, and versions of the frameworks."""
+    """Return what decides rounding: the processor, its instruction sets, and versions of the frameworks."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
