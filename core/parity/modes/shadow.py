@@ -294,7 +294,7 @@ class Shadow:
         place = self._folder / f"{folder_name(step)}-again"
         try:
             self._remove_folder(place)
-            # Rank 0 writes it alone: the other ranks wait for the verdict. Its name is no number of the writer's thread.
+            # Rank 0 writes it alone: the other ranks wait for the verdict.
             store = FolderStore.create(self._folder / f".{os.getpid()}-again.tmp")
             evidence = save_evidence(evidence, store)
             store.move(place)
