@@ -21,6 +21,7 @@ from lockstep.core.capabilities import (
     ShowsRankGradients,
     StreamsRankGradients,
     Take,
+    TapsKeepBits,
     ask,
     ranks_of,
 )
@@ -89,6 +90,7 @@ class Evidence:
     evaluated: scores of those sequences before the step, and logits as sampling makes them
     (core/parity/evidence/evaluation.py, cached_logits.py); empty if there are none.
     misread: elements of each of the batch's arrays that lay otherwise on the device, where they were read back.
+    taps_keep_bits: whether the tapped program promises the bits of the one that trains (core/capabilities.py).
     """
 
     before: State
@@ -112,6 +114,7 @@ class Evidence:
     not_finite: str = ""
     evaluated: Arrays = field(default_factory=dict)
     misread: Mapping[str, int] = field(default_factory=dict)
+    taps_keep_bits: bool = False
 
     @property
     def given_probe(self) -> Batch | None:
@@ -280,7 +283,15 @@ def _gather(
         not_finite=not_finite,
         evaluated=scores,
         misread=misread,
+        taps_keep_bits=_taps_keep_bits(session),
     )
+
+
+def _taps_keep_bits(session: Session) -> bool:
+    try:
+        return ask(session, TapsKeepBits).taps_keep_bits
+    except NotSupported:
+        return False
 
 
 def _computed_again(
