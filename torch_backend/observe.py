@@ -204,7 +204,7 @@ class Observes(Programs):
         wanted = probes | {name: p for name, p in self.parameters.items() if name in asked}
         grads = self._grads(loss, list(wanted.values())) if wanted else ()
         gradients = zip(wanted, grads, strict=True)
-        return seen | {GRADIENT + n: g / self.scale for n, g in gradients if g is not None}
+        return seen | {GRADIENT + n: self.unscaled(g) for n, g in gradients if g is not None}
 
     def _observe_passing(
         self, batch: Batch, names: frozenset[str], take: Take, rows: Callable[[Tensor], Tensor]
@@ -224,7 +224,7 @@ class Observes(Programs):
                 take(TAPS, name, self._shown(value))
 
         def scaled(gradient: Tensor) -> Tensor:
-            return gradient.detach().to(self.policy.stream) / self.scale
+            return self.unscaled(gradient.detach().to(self.policy.stream))
 
         def give_gradient(name: str, gradient: Tensor) -> None:
             give(GRADIENT + name, scaled(rows(gradient)))
@@ -295,10 +295,10 @@ class Observes(Programs):
         found = {name: whole_observation(kept, shapes[name]) for name, kept in seen.items()}
         for name, grad in zip(zeros, by_tap, strict=True):
             if grad is not None:
-                found[GRADIENT + name] = sketch_alone(grad / self.scale, shapes[name])
+                found[GRADIENT + name] = sketch_alone(self.unscaled(grad), shapes[name])
         if "nll" in found:
             found[PROBE_NLL] = found["nll"]
-        grads = {n: g / self.scale for n, g in zip(self.parameters, by_parameter, strict=True) if g is not None}
+        grads = {n: self.unscaled(g) for n, g in zip(self.parameters, by_parameter, strict=True) if g is not None}
         return found | _of_gradients(of_gradients(grads, table), grads)
 
     def _sketches(self, largest: int) -> tuple[Any, Any, Tensor]:

@@ -371,7 +371,7 @@ class TorchSession(Observes):
         inputs = *self.to_device(micro), self.total_weight(micro), *self.documents(micro)
         self.switches.require()
         self.ranks.unreduced(
-            lambda p, gradient: take(GRADS, names[id(p)], to_numpy(gradient / self.scale)), self.micro_loss, *inputs
+            lambda p, gradient: take(GRADS, names[id(p)], to_numpy(self.unscaled(gradient))), self.micro_loss, *inputs
         )
 
     @collects
@@ -417,7 +417,7 @@ class TorchSession(Observes):
         if self._take_program is None:
             return
         for name, grad in grads.items():
-            self._take_program(PROGRAM, name, self._shown(grad / self.scale))
+            self._take_program(PROGRAM, name, self._shown(self.unscaled(grad)))
 
     def keep_inputs(self) -> None:
         """Keep copies of what the programs of the next step are given."""
