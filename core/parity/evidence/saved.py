@@ -84,6 +84,7 @@ class _Document:
     not_finite: str
     evaluated: str = ""
     misread: Mapping[str, int] = field(default_factory=dict)
+    own_in_step: bool = False
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -166,6 +167,7 @@ class _Writer:
             evidence.not_finite,
             self._kind("evaluated", evidence.evaluated) if evidence.evaluated else "",
             evidence.misread,
+            evidence.own_in_step,
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -246,4 +248,5 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         not_finite=document.not_finite,
         evaluated=store.arrays(document.evaluated) if document.evaluated else {},
         misread=document.misread,
+        own_in_step=document.own_in_step,
     )

@@ -103,12 +103,12 @@ class Chain:
         self._fp8, self._scale, self._ranks = fp8, scale, ranks
         self._segments = segments(graph_of(config.model, config.attention, config.loss).operations)
 
-    def run(self, batch: Batch, names: Collection[str]) -> Named:
+    def run(self, batch: Batch, names: Collection[str], weight: float | None = None) -> Named:
         """Give each array that is asked for once, the last segment's first, in the stream dtype.
 
         names: `nll/probe`, the per-token NLL (B, S), which comes before any parameter's gradient;
         `gradient/PARAMETER`, summed over micro-batches; TAP and `grad/TAP`, of a batch that is one micro-batch.
-        Gradients are those of Σ weight·nll / Σ weight.
+        Gradients are those of Σ weight·nll / `weight`, by default Σ weight.
 
         Raises NotSupported if the session does not run a stage or gives no gradient of it, and ValueError if taps are
         asked for of several micro-batches.
@@ -120,7 +120,7 @@ class Chain:
         back = any(name.startswith((GRADIENT, PARAMETER)) for name in names)
         ranks = self._ranks if len(micros) % self._ranks == 0 else 1
         sums: dict[str, list[np.ndarray]] = {}
-        total = float(batch.weights.sum(dtype=np.float64)) / self._scale
+        total = (float(batch.weights.sum(dtype=np.float64)) if weight is None else weight) / self._scale
         self._forward(micros)
         for segment in reversed(self._segments):
             weights = self._weights(segment)
