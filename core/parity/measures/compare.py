@@ -210,8 +210,11 @@ class Comparison:
             self._sums.add(*sides)
             if self._sketches is not None:
                 candidate, twin, truth = sides
-                for total, x in zip(self._sketches, (candidate - twin, twin - truth, truth), strict=True):
-                    total += sketch(x, at)
+                apart, honest, of_truth = self._sketches
+                honest += sketch(twin - truth, at)
+                of_truth += sketch(truth, at)
+                if not np.array_equal(candidate, twin):  # else the sketch is zero
+                    apart += sketch(candidate - twin, at)
 
     def finding(self, noise: Callable[[], Norms] | None = None) -> Finding:
         """Hold what was added to its bounds.
