@@ -85,6 +85,7 @@ class _Document:
     evaluated: str = ""
     misread: Mapping[str, int] = field(default_factory=dict)
     taps_keep_bits: bool = False
+    own_in_step: bool = False
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -168,6 +169,7 @@ class _Writer:
             self._kind("evaluated", evidence.evaluated) if evidence.evaluated else "",
             evidence.misread,
             evidence.taps_keep_bits,
+            evidence.own_in_step,
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -249,4 +251,5 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         evaluated=store.arrays(document.evaluated) if document.evaluated else {},
         misread=document.misread,
         taps_keep_bits=document.taps_keep_bits,
+        own_in_step=document.own_in_step,
     )
