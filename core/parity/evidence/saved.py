@@ -18,6 +18,7 @@ from lockstep.core.backend import Arrays, Batch, Gradients, RankReport, State, S
 from lockstep.core.checkpoint.format import PARAMS
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.gather import Accumulation, Evidence
+from lockstep.core.parity.evidence.held_out import HeldOut
 from lockstep.core.parity.evidence.into_store import put_all
 from lockstep.core.parity.evidence.observations import from_arrays, to_arrays
 from lockstep.core.parity.evidence.store import FolderStore, Stored
@@ -59,6 +60,15 @@ class _Accumulation:
 
 
 @dataclass(frozen=True)
+class _HeldOut:
+    """The validation that was due after a step."""
+
+    batch: str
+    scores: str
+    every: str
+
+
+@dataclass(frozen=True)
 class _Document:
     """The contents of `evidence.json`. Fields as in `Evidence`; a tensor stands for its kind in the store."""
 
@@ -82,8 +92,10 @@ class _Document:
     ranks: tuple[RankReport, ...]
     rechecked: bool
     not_finite: str
+    # Evidence of before has none of these.
     evaluated: str = ""
     misread: Mapping[str, int] = field(default_factory=dict)
+    held_out: _HeldOut | None = None
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -166,6 +178,7 @@ class _Writer:
             evidence.not_finite,
             self._kind("evaluated", evidence.evaluated) if evidence.evaluated else "",
             evidence.misread,
+            self._held_out(evidence.held_out),
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -200,6 +213,12 @@ class _Writer:
         whole = self._there(f"{name}/whole", found.whole)
         return _Accumulation(parts, found.shares, whole, self._kind(f"{name}/batch", found.batch.arrays))
 
+    def _held_out(self, found: HeldOut | None) -> _HeldOut | None:
+        if found is None:
+            return None
+        batch = self._kind("held_out/batch", found.batch.arrays)
+        return _HeldOut(batch, self._kind("held_out/scores", found.scores), self._kind("held_out/every", found.every))
+
 
 def _evidence(document: _Document, store: FolderStore) -> Evidence:
     """Evidence whose batches and NLL are read, and whose other tensors are `Stored`."""
@@ -224,6 +243,9 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
             return None
         return Accumulation(tuple(map(store.arrays, of.parts)), of.shares, there(of.whole), batch(of.batch))
 
+    def held_out(of: _HeldOut | None) -> HeldOut | None:
+        return None if of is None else HeldOut(batch(of.batch), store.arrays(of.scores), store.arrays(of.every))
+
     return Evidence(
         before=state(document.before),
         after=state(document.after),
@@ -246,4 +268,5 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         not_finite=document.not_finite,
         evaluated=store.arrays(document.evaluated) if document.evaluated else {},
         misread=document.misread,
+        held_out=held_out(document.held_out),
     )

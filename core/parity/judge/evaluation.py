@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.core.backend import Arrays
 from lockstep.core.parity.evidence.evaluation import AT_ONCE, POLICIES, TARGETS, key
-from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import Reference, compare, finding, relative_difference
 from lockstep.core.parity.measures.distances import FLOOR_ULPS
@@ -26,10 +26,13 @@ FURTHEST = 4.0
 
 
 class Scores:
-    """The scores of a candidate, judged when the reference's logits come by."""
+    """The scores of a candidate, judged when the reference's logits come by.
 
-    def __init__(self, evidence: Evidence, reference: Reference) -> None:
-        self._evaluated, self._reference = evidence.evaluated, reference
+    evaluated: as `core/parity/evidence/evaluation.py` gives it. of: stands before `nll` and `top1` in a finding's tap.
+    """
+
+    def __init__(self, evaluated: Arrays, reference: Reference, of: str = "") -> None:
+        self._evaluated, self._reference, self._of = evaluated, reference, of
         self._found: list[Finding] = []
         self._missing: list[str] = []
 
@@ -41,10 +44,11 @@ class Scores:
         due = Due.of(twin, truth, np.asarray(self._evaluated[TARGETS]))
         kind = calibrated_bounds.tap_kind(stages_of(reference.config)[-1].id, "forward")
         for policy in POLICIES:
-            tap, guessed = key("nll", policy), key("top1", policy)
-            if tap not in self._evaluated:
+            of_nll, of_top1 = key("nll", policy), key("top1", policy)
+            if of_nll not in self._evaluated:
                 continue
-            nll = np.asarray(self._evaluated[tap])
+            tap, guessed = self._of + of_nll, self._of + of_top1
+            nll = np.asarray(self._evaluated[of_nll])
             if policy is None:
                 least = FLOOR_ULPS * float(np.finfo(reference.stream).eps)
                 w = due.twin_nll.astype(reference.stream)
@@ -54,7 +58,7 @@ class Scores:
                 self._found.append(_in_fp32(tap, nll, due.nll))
             error = FURTHEST * max(due.error, least * due.largest)
             if (np.abs(due.lead) > 2 * error).any():
-                self._found.append(_guessed(guessed, np.asarray(self._evaluated[guessed]), due.lead, error))
+                self._found.append(_guessed(guessed, np.asarray(self._evaluated[of_top1]), due.lead, error))
             else:
                 self._missing.append(f"evaluation: {guessed}: for every token the target is in a tie")
 

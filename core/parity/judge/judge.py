@@ -23,6 +23,7 @@ from lockstep.core.parity.judge.cached_logits import CachedLogits
 from lockstep.core.parity.judge.evaluation import Scores
 from lockstep.core.parity.judge.exercised import not_exercised
 from lockstep.core.parity.judge.lengths import with_typical_lengths
+from lockstep.core.parity.judge.validation import validation
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.decode import known_scalars
 from lockstep.core.parity.measures.verdict import Check, Finding
@@ -55,7 +56,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
     findings = [*update.data(evidence), *state]
     if state[0].ok:
         program = local.Program(evidence, reference)
-        scores, cached = Scores(evidence, reference), CachedLogits(evidence, reference)
+        scores, cached = Scores(evidence.evaluated, reference), CachedLogits(evidence, reference)
         with _beside(reference, partial(_of_evidence, evidence, reference)) as of_evidence:
             repeated = _repeated(evidence, reference, missing, program, (scores.take, cached.take))
             kept, of_model, of_step, lost = of_evidence()
@@ -67,6 +68,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
         of_own, shown, again = own_step.findings(evidence, reference, missing)
         findings += of_step
         findings += [*scores.findings(missing), *cached.findings()]
+        findings += _as_far_as_it_goes(partial(validation, evidence, reference, missing), missing)
         if reference.over_steps:
             findings += reference.over_steps.findings()
         if repeated:
