@@ -23,6 +23,7 @@ from lockstep.core.parity.judge.cached_logits import CachedLogits
 from lockstep.core.parity.judge.evaluation import Scores
 from lockstep.core.parity.judge.exercised import not_exercised
 from lockstep.core.parity.judge.lengths import with_typical_lengths
+from lockstep.core.parity.judge.rank_sums import same_sums
 from lockstep.core.parity.judge.validation import validation
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.decode import known_scalars
@@ -111,6 +112,7 @@ def _of_evidence(
         lambda: local.stages(evidence, reference, lost),
         lambda: local.accumulation(evidence, reference),
         lambda: local.reduction(evidence, reference),
+        lambda: same_sums(evidence.ranks),
     )
     of_step: tuple[Callable[[], Iterator[Finding]], ...] = (
         lambda: update.step_scalars(evidence, reference),
