@@ -70,6 +70,13 @@ def test_a_wrong_validation_is_named(fault: type[TorchBackend], taps: set[str]) 
     assert {found.tap.removesuffix("_fp32") for found in check.findings if not found.ok} == taps
 
 
+@pytest.mark.parametrize("every", [0, 50])
+def test_fp32_is_evaluated_in_training_if_the_run_asks_for_it(every: int) -> None:
+    config = tiny_config()
+    config = config.model_copy(update={"log": config.log.model_copy(update={"fp32_loss_every": every})})
+    assert ("nll_fp32" in checked(TorchBackend(), config).evaluated) == bool(every)
+
+
 @pytest.mark.parametrize("change", [lambda v: 0.97 * v, lambda v: v * (1 + 1e-12), lambda v: float("nan")])
 def test_a_mean_that_is_not_that_of_the_scores_is_found(change: Callable[[float], float]) -> None:
     nll = np.random.default_rng(0).gamma(2.0, 3.0, 512).astype(np.float32)
@@ -79,6 +86,14 @@ def test_a_mean_that_is_not_that_of_the_scores_is_found(change: Callable[[float]
     for metric in (LOSS, TOP1):
         wrong = {found.tap for found in means({**right, metric: change(right[metric])}, every) if not found.ok}
         assert wrong == {metric}
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_a_mean_of_what_is_not_finite_only_inherits_that(odd: float) -> None:
+    every = {"nll": np.array([1.0, odd], np.float32), "top1": np.zeros(2, np.int32)}
+    assert all(found.ok for found in means({LOSS: odd, TOP1: 0.0}, every))
+    assert not all(found.ok for found in means({LOSS: 1.0, TOP1: 0.0}, every))
+    assert not all(found.ok for found in means({TOP1: 0.0}, every))
 
 
 def test_it_is_judged_from_a_folder_and_evidence_of_before_has_none(

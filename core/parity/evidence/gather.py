@@ -137,6 +137,11 @@ class Evidence:
         return found
 
     @property
+    def batches(self) -> tuple[Batch, ...]:
+        """Return every batch that a reference computes."""
+        return (self.batch, self.tapped, *([self.held_out.batch] if self.held_out else []))
+
+    @property
     def weighted(self) -> Batch:
         """The sequences of `tapped` that hold its loss: those of `taps`."""
         return weighted_part(self.tapped)

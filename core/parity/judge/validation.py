@@ -49,9 +49,17 @@ def means(metrics: Mapping[str, float], every: Arrays) -> Iterator[Finding]:
     Bound: that of a sum in FP64 (scalar_bounds.py), in which the trainer accumulates.
     """
     for metric, name in MEANS.items():
-        scores = np.asarray(every[name])
-        due = math.fsum(scores.ravel().tolist()) / max(scores.size, 1)
+        scores, said = np.asarray(every[name]), metrics.get(metric)
+        due = _mean(scores)
         bound, basis = scalar_bounds.sum_bound(scores.size)
-        apart = scalar_bounds.ulps(metrics.get(metric, math.nan), due, np.dtype(np.float64))
+        # A mean of scores that are not finite only inherits that.
+        inherited = not math.isfinite(due) and scalar_bounds.same(said, due)
+        apart = 0.0 if inherited else math.inf if said is None else scalar_bounds.ulps(said, due, np.dtype(np.float64))
         measure = Measure("ulp", apart, None, bound, f"the mean over all tokens, in FP64: {basis}")
         yield finding(STAGE, metric, "local", (measure,), scores.size)
+
+
+def _mean(scores: np.ndarray) -> float:
+    if not np.isfinite(scores).all():
+        return float(scores.mean(dtype=np.float64))
+    return math.fsum(scores.ravel().tolist()) / max(scores.size, 1)
