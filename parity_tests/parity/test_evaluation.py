@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import Arrays, Batch, NotSupported
+from lockstep.core.components.precision import POLICIES
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.evaluation import TARGETS
 from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
-from lockstep.core.parity.judge.evaluation import Due, Scores
+from lockstep.core.parity.judge.evaluation import FURTHEST, Due, Scores, furthest
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.train.validation import Validation, means
@@ -86,6 +87,11 @@ def test_a_tie_is_either_s_and_a_clear_lead_is_not() -> None:
         scores.take(twin, truth)
         found = next(finding for finding in scores.findings([]) if finding.tap == "top1")
         assert found.measures[0].value == mismatches and found.size == 3
+
+
+@pytest.mark.parametrize(("policy", "times"), [("bf16", 3.0), ("fp16", 3.0), ("fp32", 8.0)])
+def test_a_tie_is_wider_than_what_clean_runs_reached(policy: str, times: float) -> None:
+    assert furthest(POLICIES[policy]) == times >= 2 * FURTHEST[POLICIES[policy].rounds]
 
 
 def test_where_every_target_is_in_a_tie_no_guess_is_judged() -> None:
