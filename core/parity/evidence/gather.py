@@ -270,8 +270,6 @@ def _gather(
     if not thorough:
         missing.append("the checkpoint's round trip: a check during training leaves the state alone")
         missing.append("sampling: a check during training leaves it to `lockstep parity`")
-        if validation is None:
-            missing.append("the mean of validation: none is due after this step")
         if config.train.accumulation > 1:
             missing.append("accumulation of micro-batches that weigh differently: in `lockstep parity`")
         if config.train.ranks > 1:
