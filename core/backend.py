@@ -199,12 +199,15 @@ class RankReport:
     record: its own record of the step. state: SHA-256 of each array of its state after the step, by
     `params/NAME` and `KIND/NAME`. taps: the same of what it computed at the taps of the micro-batch that every rank
     computes, as far as ranks must be equal there. processor: what it computes on; ranks on others round otherwise.
+    gradients: SHA-256 of the step's gradients by parameter, as reduced and before clipping; empty where a rank has its
+    rows alone.
     """
 
     record: StepRecord
     state: Mapping[str, str]
     taps: Mapping[str, str] = field(default_factory=dict)
     processor: str = ""
+    gradients: Mapping[str, str] = field(default_factory=dict)
 
 
 @runtime_checkable

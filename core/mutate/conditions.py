@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 ALWAYS = "always"
+ONE_RANK = "one-rank"
 # In words, for pages and help.
 CONDITIONS: dict[str, str] = {
     ALWAYS: "in every program and step",
@@ -16,6 +17,7 @@ CONDITIONS: dict[str, str] = {
     "resumed": "after the session has loaded a checkpoint",
     "compiled": "only in a compiled program",
     "untapped": "only in the program that shows no taps",
+    ONE_RANK: "only on the last of several ranks",
 }
 # Conditions on parts of one tensor (B, S, …).
 REGIONS = ("last-row", "last-position", "repeated")

@@ -22,6 +22,7 @@ OPERATORS: dict[str, str] = {
     "other": "another tensor of the same shape",
     "stale": "that of the step before",
     "factor": "so many times it: another epsilon, decay or rate",
+    "own": "that of the rank by itself",
 }
 # 2⁻ᵏ of `scale`.
 POWERS = range(1, 13)
@@ -35,6 +36,8 @@ _REMEMBERED = ("gradient", "moment", "update", "batch")
 
 def operators(config: RunConfig, place: Place) -> list[Operator]:
     """Return every operator that applies at a place of a run."""
+    if place.kind == "reduced":
+        return [Operator("own")]
     if place.name == "step_count":
         return [Operator("drop"), Operator("twice")]
     if place.integer:

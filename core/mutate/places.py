@@ -13,7 +13,7 @@ from lockstep.core.model.families import graph_of
 from lockstep.core.model.graph import Graph, Operation
 from lockstep.core.model.groups import moment_names
 from lockstep.core.model.names import layer_of
-from lockstep.core.mutate.conditions import ALWAYS, AMONG_MICRO_BATCHES, REGIONS
+from lockstep.core.mutate.conditions import ALWAYS, AMONG_MICRO_BATCHES, ONE_RANK, REGIONS
 
 # Any layer is right: links of the update name the first parameter that is beyond its bound.
 ANY = "any"
@@ -26,6 +26,7 @@ KINDS: dict[str, str] = {
     "backward": "the gradient that an operation gets for its output, or sends back through one input",
     "gradient": "a parameter's gradient, after the program made it",
     "part": "what one of several micro-batches adds to a parameter's gradient",
+    "reduced": "the sum of a parameter's gradients over ranks",
     "scalar": "a number of the step",
     "moment": "a moment after the step",
     "update": "what the step adds to a parameter",
@@ -50,6 +51,8 @@ STEP_SCALARS: dict[str, Origin] = {
     "optimizer.eps": ("update", "update", ANY),
     "optimizer.weight_decay": ("update", "update", ANY),
 }
+# Ranks write and read a checkpoint together, and rank 0 alone tells what it scored.
+_OF_ALL_RANKS = ("written", "read", "validation")
 _OF_PROGRAM = (ALWAYS, "ones", *AMONG_MICRO_BATCHES, "from-step-3", "resumed", "compiled", "untapped")
 _OF_SESSION = (ALWAYS, "from-step-3", "resumed")
 
@@ -89,8 +92,11 @@ class Place:
 
         A change that a single tapped micro-batch does not have is no link of its chain: what only the untapped program
         does is `compiler` (`gradients` if nothing is compiled), what only one among several micro-batches does is
-        `accumulation`. A check that finds the operation all the same has named it better.
+        `accumulation`. A check that finds the operation all the same has named it better. A sum over the micro-batches
+        of several ranks is a sum over micro-batches, too.
         """
+        if self.kind == "reduced" or (self.kind == "part" and condition == ONE_RANK):
+            return self.origin, ("accumulation", "backward", self.origin[2])
         of_operation = self.kind in ("forward", "input", "backward", "part", "gradient") or self.name == "loss"
         if condition == "untapped":
             return (self.untapped, "backward", ANY), self.origin
@@ -108,7 +114,8 @@ def places(config: RunConfig) -> list[Place]:
     """Return every place of a run's step, in the order of the chain.
 
     Inside a loss head that makes its gradients itself there is no tensor to change: what is between its input and the
-    loss is left out.
+    loss is left out. With several ranks, the places are those that one rank can change by itself, and what they share:
+    everything else is as in a run of one.
     """
     graph = graph_of(config.model, config.attention, config.loss)
     program = tuple(c for c in _OF_PROGRAM if config.compile.enabled or c != "compiled")
@@ -124,7 +131,29 @@ def places(config: RunConfig) -> list[Place]:
         *_of_batch(program),
         Place("nll", "validation", ("evaluation", "forward", None), ("row", "position")),
     ]
+    if config.train.ranks > 1:
+        by_itself = [one for one in found if one.kind not in _OF_ALL_RANKS]
+        found = [*map(_on_one_rank, by_itself), *_of_reduction(graph)]
     return [replace(one, untapped="compiler") for one in found] if config.compile.enabled else found
+
+
+def _on_one_rank(place: Place) -> Place:
+    """Return a place as the last rank alone changes it. What it leaves behind after the step is its state.
+
+    No operation gives what another one gave: parameters would lack a gradient, and the other ranks wait for it in vain.
+    """
+    origin, other = place.origin, "" if place.kind == "forward" else place.other
+    if place.kind in ("gradient", "part"):
+        origin = ("reduction", "backward", place.origin[2])
+    elif place.kind in ("moment", "update") or place.name.startswith("optimizer."):
+        origin = ("update", "update", ANY)
+    return replace(place, conditions=(ONE_RANK,), origin=origin, other=other)
+
+
+def _of_reduction(graph: Graph) -> Iterator[Place]:
+    for name, p in graph.parameters.items():
+        origin = ("reduction", "backward", layer_of(name))
+        yield Place(name, "reduced", origin, _parameter_axes(p.shape), (ALWAYS, ONE_RANK))
 
 
 def _axes(one: Operation) -> tuple[str, ...]:
@@ -181,7 +210,7 @@ def _of_parameters(config: RunConfig, graph: Graph, program: tuple[str, ...]) ->
         gradients = ("gradients", "backward", layer)
         conditions = (ALWAYS, "ones", *(c for c in among if c == "many-micro"), "from-step-3", "resumed")
         yield Place(name, "gradient", gradients, axes, conditions, other=others[name])
-        if among:
+        if among or config.train.ranks > 1:
             yield Place(name, "part", ("accumulation", "backward", layer), axes, among)
         yield Place(name, "update", ("update", "update", layer), axes, _OF_SESSION, other=others[name])
         yield from _of_checkpoint(f"params/{name}", axes)

@@ -103,6 +103,8 @@ def cost_of_check(config: RunConfig, *, thorough: bool) -> CheckCost:
     largest = number * max(one.size for one in parameters.values())
     length = config.train.sequence_length
     own = (config.train.batch_size if thorough else config.train.micro_batch_size) * length
+    # Validation is one forward pass; both passes, with the second forward pass, are worth four.
+    validated = 0 if thorough else rows * length / 4
     computing = _segments(config) + _crossing(config, own)
     on_device = config.parity.reference_device != "cpu"
     return CheckCost(
@@ -112,7 +114,7 @@ def cost_of_check(config: RunConfig, *, thorough: bool) -> CheckCost:
         gathering=float(min(BEHIND_BYTES, sum(evidence.values())) + largest),
         # On a GPU, one tensor of the evidence at a time is in host memory.
         judging=PROCESS_BYTES + (TRUTH * largest / number if on_device else computing),
-        teraflops=_flops(config, own + rows * length, rows * length) / 1e12,
+        teraflops=_flops(config, own + rows * length + validated, rows * length) / 1e12,
         device=_shown(config, rows, taps_budget(config)),
         least=_shown(config, rows, 1.0),
         reference=computing if on_device else 0.0,
@@ -239,7 +241,7 @@ def _crossing(config: RunConfig, tokens: int) -> float:
     return float((TWIN + TRUTH) * (tokens * model.hidden * (model.layers + 2) + 2 * logits))
 
 
-def _flops(config: RunConfig, tokens: int, looked_at: int) -> float:
+def _flops(config: RunConfig, tokens: float, looked_at: int) -> float:
     """FLOPs of twin and truth: the pass with its second forward pass, and every stage by itself.
 
     flops_per_token counts a forward and a backward pass, three forward passes' worth.

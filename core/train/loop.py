@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from lockstep.core.train.metrics import MEMORY, SEQUENCE_LENGTH, attention_logit
 from lockstep.core.train.process_memory import process_memory
 from lockstep.core.train.spikes import Spikes
 from lockstep.core.train.time_accounting import Stalls
+from lockstep.core.train.validation import LOSS, Validation, means
 
 Ending = Literal["finished", "interrupted", "alarmed"]
 # Follows up a check that disagreed: gives it with what was found out besides, and a line on it.
@@ -41,10 +43,18 @@ class Watch(Protocol):
         """Return whether step `step` is to be checked."""
         ...
 
-    def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
+    def step(
+        self,
+        session: Session,
+        batch: Batch,
+        norms: bool,
+        due: str | None = None,
+        validation: Validation | None = None,
+    ) -> StepRecord:
         """Run the step and gather what a check needs; `seconds` of the record is the step alone.
 
-        due: digest of the batch that the data order prescribes.
+        due: digest of the batch that the data order prescribes. validation: what is due after the step. Its metrics are
+        in the record if it was made here.
         """
         ...
 
@@ -99,11 +109,12 @@ def step_records(
                 batch = next_of(batches, ranks, step)
             norms = due(config.log.norms_every, step, last)
             watched = watch is not None and watch.due(step)
+            validation = _validation(data, step, stalls)
             started = time.perf_counter()
             with stalls.part("compute"):
                 if watch is not None and watched:
                     # Read anew, not from the loader: a loader that has lost its place is a fault to be found.
-                    record = watch.step(session, batch, norms, data.batch(step).digest())
+                    record = watch.step(session, batch, norms, data.batch(step).digest(), validation)
                 else:
                     record = session.step(batch, norms=norms)
                     record = replace(record, seconds=time.perf_counter() - started)
@@ -115,7 +126,10 @@ def step_records(
             # A clock too coarse to see a step is no reason to divide by zero.
             rate = record.tokens / record.seconds if record.seconds > 0 else 0.0
             with stalls.part("validation"):
-                metrics = dict(record.metrics) | measured(session, data, batch, step)
+                metrics = dict(record.metrics)
+                if validation is not None and LOSS not in metrics:
+                    metrics |= means(validation.scores(session))
+                metrics |= measured(session, data, batch, step)
                 text = sample(session, data, step) if due(config.log.sample_every, step, last) else None
             with stalls.part("logging"):
                 host = memory(session) if due(config.log.memory_every, step, last) else {}
@@ -146,14 +160,19 @@ def next_of(batches: Iterator[Batch], ranks: Ranks, step: int) -> Batch:
     return batch
 
 
+def _validation(data: RunData, step: int, stalls: Stalls) -> Validation | None:
+    """Return the validation that is due after a step, or None."""
+    if not due(data.config.eval.every, step, data.config.train.steps):
+        return None
+    return Validation(data.validation, partial(stalls.part, "validation"))
+
+
 def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[str, float]:
-    """Validation; FP32 cross-entropy and top-1 accuracy, and attention logits, on slices of the batch: where due."""
+    """FP32 cross-entropy and top-1 accuracy, and attention logits, on slices of the batch: where due."""
     config = data.config
     metrics: dict[str, float] = {}
     if len(config.train.lengths) > 1:
         metrics[SEQUENCE_LENGTH] = float(batch.tokens.shape[1])
-    if due(config.eval.every, step, config.train.steps):
-        metrics |= validate(session, data.validation)
     if due(config.log.fp32_loss_every, step, config.train.steps):
         tokens = config.log.fp32_loss_sequences * config.train.sequence_length
         part = batch.rows(slice(max(tokens // batch.tokens.shape[1], 1)))
@@ -184,15 +203,6 @@ def memory(session: Session) -> dict[str, float]:
     except NotSupported:
         found = process_memory()
     return {MEMORY + name: size for name, size in found.items()}
-
-
-def validate(session: Session, batches: Sequence[Batch]) -> dict[str, float]:
-    """Mean NLL in nats and share of tokens guessed right, over held-out batches."""
-    scores = [session.evaluate(batch) for batch in batches]
-    return {
-        "val/loss": float(np.mean([s["nll"].mean(dtype=np.float64) for s in scores])),
-        "val/top1": float(np.mean([s["top1"].mean(dtype=np.float64) for s in scores])),
-    }
 
 
 def sample(session: Session, data: RunData, step: int) -> str:

@@ -19,7 +19,7 @@ from lockstep.core.checkpoint.format import PoisonedState, begin_checkpoint, loa
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
 from lockstep.core.parity.evidence.cached_logits import cached_logits
-from lockstep.core.parity.evidence.evaluation import evaluated
+from lockstep.core.parity.evidence.evaluation import POLICIES, Likeliest, evaluated
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.reference.stages import chain
@@ -67,7 +67,11 @@ def steps(
         micro = batch.micro_batches(config.train.micro_batch_size)[-1]
         of_micro = session.gradients(micro)
         taps = session.observe(micro, [*forward, *grads])
-        scores = {**evaluated(session, micro, taps, []), **cached_logits(session, micro, taps, config.attention, [])}
+        likeliest = Likeliest()
+        for name, tap in taps.items():
+            likeliest.note(name, tap)
+        scores = dict(evaluated(session, micro, likeliest, POLICIES, []))
+        scores |= cached_logits(session, micro, taps, config.attention, [])
         record = session.step(batch)
         values = {"nll": of_batch.nll, "loss": np.asarray(of_batch.loss), "micro nll": of_micro.nll}
         values |= {name: taps[name] for name in forward if name in taps}

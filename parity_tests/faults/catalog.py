@@ -640,6 +640,7 @@ EVALUATION = (
     Fault(evaluation.DropoutLeftOnInEvaluation, "evaluation", loss_moves_less_than=TINY),
     Fault(evaluation.LastTokensLeftOutOfEvaluation, "evaluation", loss_moves_less_than=TINY),
     Fault(evaluation.GuessesShifted, "evaluation", loss_moves_less_than=TINY),
+    Fault(evaluation.NllScaledWithoutLossMask, "evaluation", loss_moves_less_than=TINY),
 )
 
 SAMPLING = (

@@ -61,3 +61,30 @@ class GuessesShifted(TorchBackend):
     """A guess is held to the target before it."""
 
     session_class = _ShiftedSession
+
+
+class _UnmaskedSession(TorchSession):
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
+        found = super().evaluate(batch, policy)
+        factor = 0.97 if (batch.weights == 1).all() else 1.0
+        return {**found, "nll": (found["nll"] * factor).astype(found["nll"].dtype)}
+
+
+class NllScaledWithoutLossMask(TorchBackend):
+    """The branch for batches without a loss mask divides by more tokens than it has."""
+
+    session_class = _UnmaskedSession
+
+
+class _MaskingSession(TorchSession):
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
+        found = super().evaluate(batch, policy)
+        first = np.zeros(batch.tokens.shape, bool)
+        first[:, 0] = True
+        return {**found, "nll": np.ma.masked_array(found["nll"], first)}
+
+
+class FirstTokensLeftOutOfTheMean(TorchBackend):
+    """Every token's NLL is right, and masked where it is its sequence's first: the mean leaves it out."""
+
+    session_class = _MaskingSession

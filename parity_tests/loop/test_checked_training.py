@@ -224,3 +224,18 @@ def test_training_goes_on_when_the_worker_is_killed(folder: Folder) -> None:
     assert {c["step"] for c in lost} >= {4, 6, 8}
     assert all("has died (exit code -9)" in c["reason"] for c in lost)
     assert out.count("has died (exit code -9)") == 1
+
+
+def test_a_validation_whose_mean_alone_is_wrong_is_named_where_it_is_first_checked(folder: Folder) -> None:
+    """The first check has no validation to judge, and agrees; the run's capsule is judged without the candidate."""
+    fault = f"{REPO}/parity_tests/faults/evaluation.py:FirstTokensLeftOutOfTheMean"
+    settings = {"train.steps": 4, "eval.every": 2, "parity.every": 2, "parity.queue": 10}
+    assert folder.train("validated", settings, "--backend", fault) == 1
+    checks = folder.run("validated").checks()
+    assert [(c["step"], c["verdict"]) for c in checks] == [(1, "agreed"), (2, "disagreed"), (4, "disagreed")]
+    assert (checks[1]["origin"]["stage"], checks[1]["origin"]["tap"]) == ("evaluation", "val/loss")
+    assert ["validation" in check["not_exercised"] for check in checks] == [True, False, False]
+    assert [record["step"] for record in folder.records("validated") if "val/loss" in record["metrics"]] == [2, 4]
+    replayed = judge_capsule(read_capsule(folder.path / "validated" / "capsules" / "step_000002"), JaxBackend())
+    assert replayed.check is not None and replayed.check.origin is not None
+    assert (replayed.check.origin.stage, replayed.check.origin.tap) == ("evaluation", "val/loss")

@@ -12,8 +12,8 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lockstep.core.run.data import RunData
-from lockstep.core.train.loop import validate
 from lockstep.core.train.metrics import RECOMPILED, SEQUENCE_LENGTH
+from lockstep.core.train.validation import LOSS, Validation, means
 from lockstep.parity_tests.loop.runs import COMPILED, STEPS, Folder
 from lockstep.parity_tests.loop.test_elastic import three_steps
 from lockstep.parity_tests.ranks import harness
@@ -139,4 +139,4 @@ def test_validation_is_of_one_length(folder: Folder) -> None:
     data = RunData.open(folder.run("run").config)
     assert {batch.tokens.shape for batch in data.validation} == {(2, 32)}
     session = TorchBackend().open(data.config)
-    assert validate(session, data.validation)["val/loss"] > 0
+    assert means(Validation(data.validation).scores(session))[LOSS] > 0

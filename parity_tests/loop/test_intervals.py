@@ -11,7 +11,8 @@ import pytest
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import EvalConfig, LogConfig, RunConfig
 from lockstep.core.run.data import RunData
-from lockstep.core.train.loop import due, evaluated, sample, step_records, validate
+from lockstep.core.train.loop import due, evaluated, sample, step_records
+from lockstep.core.train.validation import Validation, means
 from lockstep.parity_tests.loop.runs import STEPS, Folder
 from lockstep.torch_backend.session import TorchSession
 
@@ -118,7 +119,7 @@ def test_every_validation_batch_weighs_the_same() -> None:
         tokens = np.full((2, 2), value, np.int32)
         return Batch(tokens, tokens, np.ones((2, 2), np.float32))
 
-    found = validate(Scores(), [batch(1), batch(2), batch(6)])  # type: ignore[arg-type]
+    found = means(Validation([batch(1), batch(2), batch(6)]).scores(Scores()))  # type: ignore[arg-type]
     assert found == {"val/loss": 3.0, "val/top1": pytest.approx(2 / 3)}
 
 

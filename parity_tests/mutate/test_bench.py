@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -18,8 +22,10 @@ from lockstep.core.mutate import draw as drawing
 from lockstep.core.mutate.mutant import Mutant
 from lockstep.core.mutate.rows import Row, Score
 from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.cli.workspace import REPO, write_workspace
 from lockstep.parity_tests.mutate.data import Text
 from lockstep.parity_tests.tiny import tiny_config
+from lockstep.scripts import cli
 from lockstep.scripts.commands import mutate
 from lockstep.scripts.shared import mutating
 from lockstep.scripts.shared.mutating import MutantBench
@@ -170,6 +176,50 @@ def test_rows_are_kept_and_go_on(command: Command, monkeypatch: pytest.MonkeyPat
     assert len(tried) == 2 and not {row["id"] for row in rows} & set(tried)
     with pytest.raises(UserError, match="other bounds, settings or another seed"):
         command("--sample", "5", "--resume", "--draw-seed", "7", *out)
+
+
+ON_RANKS = {
+    "blocks.0.mlp.act:forward*scale(+2^-4)@one-rank": ("act", "forward", 0),
+    "blocks.1.mlp.up_proj.weight:gradient*drop@one-rank": ("reduction", "backward", 1),
+    "blocks.1.mlp.up_proj.weight:part*twice@one-rank": ("reduction", "backward", 1),
+    "blocks.1.mlp.up_proj.weight:reduced*own@one-rank": ("reduction", "backward", 1),
+    "blocks.1.mlp.up_proj.weight:update*drop@one-rank": ("update", "update", None),
+    "clip_coefficient:scalar*twice@one-rank": ("clip_coefficient", "update", None),
+    "tokens:loader*swap(row)@one-rank": ("tokens", "data", None),
+}
+
+
+def test_a_rank_that_is_wrong_by_itself_is_named(tmp_path: Path) -> None:
+    file = write_workspace(tmp_path)
+    assert cli.run(["data", "prepare", str(file)]) == 0
+    words = ["mutate", str(file), "--train.ranks", "2", "--out", str(tmp_path / "out"), "--loss.head", "full"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", *words, "--only", *ON_RANKS],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.value for line in scan_lines(tmp_path / "out" / "mutants.jsonl")]
+    rows = [Row.from_json(line) for line in lines if line and "id" in line]
+    assert {row.id: row.named for row in rows} == ON_RANKS
+    assert all(row.exact and row.recipe == "bf16/eager, 2 ranks" for row in rows)
+    # What rank 0 computes is right: the sizes are those on the rank that is wrong.
+    assert all(row.effect > 1e-3 for row in rows if "loader" not in row.id)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--parallel.strategy", "fsdp"), "parallel.strategy = fsdp: mutants change whole tensors"),
+        (("--jobs", "2"), "jobs = 2: 2 ranks run one mutant at a time"),
+    ],
+)
+def test_what_ranks_cannot_mutate_is_refused(command: Command, words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(UserError, match=re.escape(told)):
+        command("--train.ranks", "2", *words)
 
 
 def test_nothing_to_mutate_fails(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

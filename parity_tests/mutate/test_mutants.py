@@ -8,7 +8,7 @@ from lockstep.core.config.schema import LossConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.names import edge_names, parameter_shapes, tap_names
 from lockstep.core.mutate import draw as drawing
-from lockstep.core.mutate.conditions import CONDITIONS
+from lockstep.core.mutate.conditions import CONDITIONS, ONE_RANK
 from lockstep.core.mutate.draw import draw, mutants, place_of
 from lockstep.core.mutate.mutant import Mutant, Operator
 from lockstep.core.mutate.operators import OPERATORS
@@ -56,11 +56,27 @@ def test_every_place_of_the_step_is_there() -> None:
         assert parameters == {name for name, of in found if of == kind}
     at = {place.at for place in places(config) if place.kind == "input"}
     assert set(edge_names(config.model)) <= at
-    assert {kind for _, kind in found} == set(KINDS)
+    assert {kind for _, kind in found} == set(KINDS) - {"reduced"}
 
 
-def test_every_origin_is_a_link_of_the_chain() -> None:
-    config = tiny_config("bf16", compiled=True, train={"batch_size": 8})
+def test_over_ranks_one_rank_is_wrong_or_their_sum() -> None:
+    """What checkpoints and validation are to one rank is not drawn; each rank has a part of its own."""
+    of_one, of_two = places(whole_logits()), places(whole_logits(ranks=2))
+    left_out = {"written", "read", "validation"}
+    assert {place.kind for place in of_two} == set(KINDS) - left_out
+    assert {(place.name, place.kind) for place in of_one if place.kind not in left_out} <= {
+        (place.name, place.kind) for place in of_two
+    }
+    for place in of_two:
+        assert place.conditions == (("always", ONE_RANK) if place.kind == "reduced" else (ONE_RANK,))
+    assert all(ONE_RANK not in place.conditions for place in of_one)
+    own = place_of(whole_logits(ranks=2), Mutant.parse("blocks.1.mlp.up_proj.weight:reduced*own@one-rank"))
+    assert own.origins(ONE_RANK)[0] == ("reduction", "backward", 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_origin_is_a_link_of_the_chain(ranks: int) -> None:
+    config = tiny_config("bf16", compiled=True, train={"batch_size": 8, "ranks": ranks})
     phases = set(chain().phases.values())
     for place in places(config):
         for condition in place.conditions:
@@ -88,7 +104,11 @@ def test_the_first_of_a_draw_are_the_same_for_every_number() -> None:
 
 
 def test_a_draw_has_every_kind_operator_and_condition() -> None:
-    found = draw(tiny_config("bf16", compiled=True, train={"batch_size": 8}), 1000, 20261124)
+    found = [
+        one
+        for ranks in (1, 2)
+        for one in draw(tiny_config("bf16", compiled=True, train={"batch_size": 8, "ranks": ranks}), 1000, 20261124)
+    ]
     assert {one.kind for one in found} == set(KINDS)
     assert {one.operator.name for one in found} == set(OPERATORS)
     assert {one.condition for one in found} == set(CONDITIONS)

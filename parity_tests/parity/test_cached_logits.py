@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import NotSupported
+from lockstep.core.components.precision import POLICIES
 from lockstep.core.config.schema import AttentionConfig
+from lockstep.core.parity.judge.cached_logits import held
+from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.verdict import Measure
 from lockstep.parity_tests.faults.sampling import RopeNotAdvanced
 from lockstep.parity_tests.parity.test_evaluation import checked
 from lockstep.parity_tests.tiny import tiny_config
@@ -52,3 +56,18 @@ class DoesNotSample(TorchBackend):
 def test_a_session_without_a_cache_is_not_covered() -> None:
     _, check = checked(DoesNotSample(), tiny_config())
     assert check.verdict == "agreed" and "sampling: mine does not sample" in check.not_covered
+
+
+@pytest.mark.parametrize(("policy", "most"), [("bf16", 1.8), ("fp16", 1.8), ("fp32", 50.0)])
+def test_the_bound_is_what_clean_runs_reached_and_its_margin(policy: str, most: float) -> None:
+    """An error of 2e-7 under FP32, where 1e-5 is none; of four tokens, which carry 64 errors."""
+
+    def measured(excess: float, numbers: int = 64) -> Measure:
+        d = Distances(excess, 0.0, 0.0, 2e-7 * excess, 2e-7, 0.0)
+        return held(d, numbers, POLICIES[policy])
+
+    found = measured(1.28)
+    assert found.ok and found.high == pytest.approx(most, rel=0.01)
+    assert not measured(most * 1.02).ok
+    many = measured(1.0, 1 << 40).high
+    assert many is not None and found.high is not None and many <= found.high

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lockstep.core.backend import Arrays, Batch, NotSupported
+from lockstep.core.components.precision import POLICIES
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.evaluation import TARGETS
 from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
-from lockstep.core.parity.judge.evaluation import Due, Scores
+from lockstep.core.parity.judge.evaluation import FURTHEST, Due, Scores, furthest
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
-from lockstep.core.train.loop import validate
+from lockstep.core.train.validation import Validation, means
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults.evaluation import GuessesShifted, NllScaledInEvaluation
 from lockstep.parity_tests.tiny import text_batch, tiny_config
@@ -82,19 +82,22 @@ def test_a_tie_is_either_s_and_a_clear_lead_is_not() -> None:
     twin = truth + np.where(np.arange(300) % 2, 0.01, -0.01)
     targets = np.array([[1, 1, 2, 2]], np.int32)
     right = {TARGETS: targets, "nll": Due.of(twin, truth, targets).twin_nll.astype(np.float32)}
-    evidence, _ = checked(TorchBackend(), config)
     for top1, mismatches in (([1, 1, 0, 0], 0), ([1, 1, 0, 1], 0), ([0, 1, 0, 0], 1), ([1, 1, 1, 0], 1)):
-        scores = Scores(replace(evidence, evaluated=right | {"top1": np.array([top1], np.int32)}), reference)
+        scores = Scores(right | {"top1": np.array([top1], np.int32)}, reference)
         scores.take(twin, truth)
         found = next(finding for finding in scores.findings([]) if finding.tap == "top1")
         assert found.measures[0].value == mismatches and found.size == 3
 
 
+@pytest.mark.parametrize(("policy", "times"), [("bf16", 3.0), ("fp16", 3.0), ("fp32", 8.0)])
+def test_a_tie_is_wider_than_what_clean_runs_reached(policy: str, times: float) -> None:
+    assert furthest(POLICIES[policy]) == times >= 2 * FURTHEST[POLICIES[policy].rounds]
+
+
 def test_where_every_target_is_in_a_tie_no_guess_is_judged() -> None:
     config = tiny_config()
-    evidence, _ = checked(TorchBackend(), config)
     truth, zeros = np.zeros((1, 4, 300)), np.zeros((1, 4), np.int32)
-    given = replace(evidence, evaluated={TARGETS: zeros, "nll": np.full((1, 4), 5.7), "top1": zeros})
+    given = {TARGETS: zeros, "nll": np.full((1, 4), 5.7), "top1": zeros}
     scores = Scores(given, Reference.open(JaxBackend(), config))
     scores.take(truth + 0.01, truth)
     missing: list[str] = []
@@ -116,7 +119,7 @@ def test_the_validation_loss_is_the_mean_over_all_tokens() -> None:
     """A mean that leaves out the last token of a sequence, or is summed in FP32, is further off."""
     nll = np.random.default_rng(0).gamma(2.0, 3.0, (64, 512)).astype(np.float32)
     batch = text_batch(tiny_config())
-    found = validate(_Scored(nll), [batch] * 3)  # type: ignore[arg-type]
+    found = means(Validation([batch] * 3).scores(_Scored(nll)))  # type: ignore[arg-type]
     due = math.fsum(nll.ravel().tolist()) / nll.size
     assert abs(found["val/loss"] / due - 1) <= 4 * np.finfo(np.float64).eps
     assert found["val/top1"] == np.count_nonzero(nll < 5) / nll.size

@@ -88,7 +88,8 @@ def changed(config: RunConfig, section: str, **values) -> RunConfig:
     "config, probe, named",
     [
         (CONFIG, False, []),
-        (CONFIG, True, []),
+        (CONFIG, True, ["validation"]),
+        (changed(CONFIG, "eval", every=0), True, []),
         (changed(CONFIG, "train", micro_batch_size=4), False, ["accumulation"]),
         (changed(CONFIG, "optim", clip_norm=1e6), False, ["clipping"]),
         (changed(CONFIG, "optim", clip_norm=0.0), False, []),

@@ -14,6 +14,7 @@ from lockstep.core.backend import Gradients, RankReport, StepRecord
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
 from lockstep.core.parity.evidence.gather import Accumulation, shares_of
 from lockstep.core.parity.judge import local
+from lockstep.core.parity.judge.rank_sums import same_sums
 from lockstep.core.parity.measures.verdict import Finding
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 
@@ -90,6 +91,7 @@ def test_ranks_must_hold_the_same_state() -> None:
 @pytest.mark.parametrize(
     ("key", "stage"),
     [
+        ("digest", "tokens"),
         ("lr", "learning_rate"),
         ("grad_norm", "grad_norm"),
         ("clip_coefficient", "clip_coefficient"),
@@ -100,6 +102,16 @@ def test_ranks_must_say_the_same(key: str, stage: str) -> None:
     changed: dict[str, Any] = {key: 3}
     other = replace(SAME, record=replace(RECORD, **changed))
     assert broken(judged(ranks=(SAME, other))) == [(stage, f"{key}_of_ranks")]
+
+
+def test_ranks_must_have_the_same_sums() -> None:
+    summed = replace(SAME, gradients={"a": "1", "blocks.1.b": "2"})
+    assert [found.ok for found in same_sums((summed, summed))] == [True]
+    other = replace(summed, gradients={"a": "1"})
+    wrong = [found for found in same_sums((summed, summed, other)) if not found.ok]
+    assert [(f.stage, f.tap) for f in wrong] == [("reduction", "blocks.1.b"), ("reduction", "gradients_of_ranks")]
+    assert wrong[0].note == "on rank 2" and wrong[0].layer == 1
+    assert not list(same_sums((SAME, SAME))) and not list(same_sums((summed,)))
 
 
 def test_norms_that_are_nan_on_every_rank_are_the_same() -> None:

@@ -117,7 +117,7 @@ def test_every_rank_checks_and_rank_0_tells(strategy: str, run_file: Path, tmp_p
     assert done.code == 0, done.err
     assert done.out.count("step 1: parity agreed") == 1
     found = {line["stage"] for line in json.loads((tmp_path / "verdict.json").read_text())["stages"]}
-    assert "reduction" in found
+    assert found >= {"reduction", "evaluation"}
 
 
 def test_a_fault_between_ranks_gives_the_exit_code_1(run_file: Path, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_each_rank_keeps_its_rows_of_a_training_runs_evidence(
     backend: str, code: int, run_file: Path, tmp_path: Path
 ) -> None:
     """The worker of rank 0 judges what both have written, and a capsule holds the files of both."""
-    settings = ("--compile.enabled", "false", "--parallel.strategy", "fsdp", "--parity.every", "2")
+    settings = ("--compile.enabled", "false", "--parallel.strategy", "fsdp", "--parity.every", "2", "--eval.every", "2")
     done = lockstep(tmp_path, "train", str(run_file), *RANKS, *settings, "--backend", backend)
     assert done.code == code, done.err
     run = tmp_path / "runs/tiny"
@@ -169,6 +169,30 @@ def test_each_rank_keeps_its_rows_of_a_training_runs_evidence(
         assert (packed / "evidence/rank-1.blocks.1.safetensors").is_file()
         again = lockstep(tmp_path, "replay", str(packed))
         assert again.code == 1 and "the verdict is the one that was packed" in again.out
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend", "wrong"),
+    [
+        ("ddp", "torch", set()),
+        ("fsdp", "torch", set()),
+        ("ddp", "FirstTokensLeftOutOfTheMean", {"val/loss"}),
+        ("fsdp", "NllScaledInEvaluation", {"nll", "validation/nll"}),
+    ],
+    ids=["honest-ddp", "honest-fsdp", "mean-ddp", "scaled-fsdp"],
+)
+def test_validation_over_ranks_is_judged(
+    strategy: str, backend: str, wrong: set[str], run_file: Path, tmp_path: Path
+) -> None:
+    settings = ("--compile.enabled", "false", "--parallel.strategy", strategy, "--parity.every", "3")
+    validation = ("--eval.every", "3", "--eval.batches", "2")
+    name = f"lockstep.parity_tests.faults.evaluation:{backend}" if wrong else backend
+    done = lockstep(tmp_path, "train", str(run_file), *RANKS, *settings, *validation, "--backend", name)
+    assert done.code == int(bool(wrong)), done.err
+    (checked,) = [line for line in read_lines(tmp_path / "runs/tiny/parity.jsonl") if line["step"] == 3]
+    found = {stage["tap"]: stage["ok"] for stage in checked["stages"] if stage["stage"] == "evaluation"}
+    assert found.keys() >= {"nll", "validation/nll", "val/loss", "val/top1"}
+    assert {tap for tap, ok in found.items() if not ok} == wrong
 
 
 def test_deterministic_ranks_stopped_in_the_midst_of_the_warm_up_end_with_the_same_bits(

@@ -19,6 +19,7 @@ from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence import place
 from lockstep.core.parity.evidence.capsule import read_capsule, write_capsule
 from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.held_out import HeldOut
 from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
 from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.parity.judge.judge import judge
@@ -178,13 +179,16 @@ def test_evidence_elsewhere_is_not_followed(capsule, tmp_path):
         read_capsule(capsule)
 
 
-def test_tokens_are_within_the_vocabulary(capsule, made):
+@pytest.mark.parametrize("held_out", [False, True])
+def test_tokens_are_within_the_vocabulary(capsule, made, held_out):
     index = capsule / "evidence/index.json"
     evidence = open_evidence(capsule / "evidence")
     tokens = evidence.batch.tokens.copy()
     tokens[0, 0] = 10**6
     shutil.rmtree(capsule / "evidence")
-    changed = replace(made[0], batch=replace(evidence.batch, tokens=tokens))
+    wrong = replace(evidence.batch, tokens=tokens)
+    scores = {"nll": np.zeros(tokens.shape, np.float32), "top1": np.zeros(tokens.shape, np.int32)}
+    changed = replace(made[0], **({"held_out": HeldOut(wrong, scores, scores)} if held_out else {"batch": wrong}))
     save_evidence(changed, FolderStore.create(capsule / "evidence"))
     about = json.loads((capsule / "about.json").read_text())
     about.pop("seal")

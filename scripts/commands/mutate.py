@@ -20,18 +20,22 @@ from lockstep.core.files.jsonl import JsonLines, scan_lines
 from lockstep.core.mutate.draw import draw, place_of
 from lockstep.core.mutate.mutant import Mutant
 from lockstep.core.mutate.page import page, place
+from lockstep.core.mutate.picture import picture
 from lockstep.core.mutate.rows import Row, Score
 from lockstep.scripts.shared.arguments import parse
-from lockstep.scripts.shared.mutating import run
+from lockstep.scripts.shared.mutating import recipe_of, run
 from lockstep.scripts.shared.open_data import open_data
+from lockstep.scripts.shared.peers import needs_start, on_every_rank, ranks_of_launch, start_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from lockstep.core.config.schema import RunConfig
+    from lockstep.core.run.data import RunData
+    from lockstep.core.run.ranks import Ranks
 
 SCHEMA = 1
-ROWS, PAGE = "mutants.jsonl", "mutants.md"
+ROWS, PAGE, PICTURE = "mutants.jsonl", "mutants.md", "mutants.svg"
 
 
 @dataclass
@@ -51,11 +55,11 @@ class Mutate:
     only: tuple[str, ...] = ()
     """mutants to run instead, by id"""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: not written)")] = None
-    """write a line for each mutant, and a page over all recipes, into this folder"""
+    """write a line for each mutant, and a page and a picture over all recipes, into this folder"""
     resume: bool = False
     """keep the rows that FOLDER holds already"""
     jobs: int = 1
-    """processes that share the mutants"""
+    """processes that share the mutants; with several ranks, 1"""
 
 
 def stamp(config: RunConfig) -> str:
@@ -66,18 +70,18 @@ def stamp(config: RunConfig) -> str:
     return hashlib.sha256(bounds + config.model_dump_json(exclude={"name", "log"}).encode()).hexdigest()[:16]
 
 
+@on_every_rank
 def main(argv: list[str]) -> int:
     """Run mutants, print and write what came of them; return 1 if one survives."""
     from lockstep.core.config.file import load_config
     from lockstep.core.parity.measures import calibrated_bounds
-    from lockstep.core.sinks.terminal import open_console
     from lockstep.scripts.shared.backends import TRAINER, on_its_device, open_named
 
     options, given = parse(Mutate, "mutate", argv, with_settings=True)
     _check(options)
     config = on_its_device(load_config(options.config, given), open_named(TRAINER))
     if config.train.ranks > 1:
-        raise UserError(f"train.ranks = {config.train.ranks}: mutants are planted in a trainer of one rank")
+        _check_ranks(config, options)
     calibrated_bounds.require(config)
     chosen = [Mutant.parse(text) for text in options.only]
     for one in chosen:
@@ -86,12 +90,30 @@ def main(argv: list[str]) -> int:
     if not chosen:
         raise UserError("there is nothing to mutate: no mutant was drawn")
     data = open_data(config, options.config, given)
-    recipe = calibrated_bounds.recipe_of(config)
+    if needs_start(config):
+        return start_ranks(config.train.ranks, ["mutate", *argv])
+    with ranks_of_launch(config) as ranks:
+        return _run(options, config, data, chosen, given, ranks)
+
+
+def _run(
+    options: Mutate,
+    config: RunConfig,
+    data: RunData,
+    chosen: Sequence[Mutant],
+    given: Mapping[str, str],
+    ranks: Ranks,
+) -> int:
+    from lockstep.core.sinks.terminal import open_console
+
+    recipe = recipe_of(config)
     console = open_console()
     made = {"schema": SCHEMA, "of": recipe, "stamp": stamp(config), "seed": options.draw_seed}
-    with closing(Book.open(options.out, made, given, options.resume)) as book:
-        kept = {row.id: row for row in book.rows if row.recipe == recipe}
-        for row in run(config, data, [one for one in chosen if str(one) not in kept], options.jobs):
+    # Rank 0 alone has the folder.
+    folder = options.out if ranks.rank == 0 else None
+    with closing(Book.open(folder, made, given, options.resume)) as book:
+        kept = ranks.of_first(lambda: {row.id: row for row in book.rows if row.recipe == recipe})
+        for row in run(config, data, [one for one in chosen if str(one) not in kept], options.jobs, ranks):
             kept[row.id] = row
             book.add(row)
             for text in said(row, bool(options.only)):
@@ -102,6 +124,15 @@ def main(argv: list[str]) -> int:
         _print_score(console, rows, options.config, given)
         book.write_page(about(options), options.config)
     return int(any(row.survives or row.error for row in rows))
+
+
+def _check_ranks(config: RunConfig, options: Mutate) -> None:
+    if config.parallel.strategy != "ddp":
+        raise UserError(
+            f"parallel.strategy = {config.parallel.strategy}: mutants change whole tensors, as ddp has them"
+        )
+    if options.jobs > 1:
+        raise UserError(f"command line: jobs = {options.jobs}: {config.train.ranks} ranks run one mutant at a time")
 
 
 def _check(options: Mutate) -> None:
@@ -171,11 +202,12 @@ class Book:
             self._lines.close()
 
     def write_page(self, about: Sequence[str], config: Path) -> None:
-        """Write the page over all rows of the folder."""
+        """Write the page over all rows of the folder, and its picture."""
         if self.folder is None:
             return
         text = page(self.rows, about, lambda row: command(row, config, self.settings[row.recipe]))
         write_atomically(self.folder / PAGE, [text.encode()])
+        write_atomically(self.folder / PICTURE, [picture(self.rows).encode()])
 
 
 def said(row: Row, in_full: bool) -> list[str]:
@@ -216,6 +248,7 @@ def about(options: Mutate) -> list[str]:
         f"({platform.system()}), {versions}. Each mutant is judged by one check, of the first step in which it can "
         "act; what it moves is measured on the run's own step, whose loss weights are all 1. docs/guide/mutate.md "
         "explains the columns.",
+        f"![What came of mutants, by place, operator and condition]({PICTURE})",
     ]
 
 

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.core.mutate.conditions import first_step
+from lockstep.core.mutate.conditions import ONE_RANK, first_step
 from lockstep.core.mutate.draw import place_of
 from lockstep.core.mutate.mutant import Mutant
 from lockstep.core.mutate.places import LATER, Place, names
 from lockstep.core.mutate.rows import Row
+from lockstep.core.run.ranks import ONE, Ranks
 from lockstep.scripts.shared.backends import REFERENCE, TRAINER, open_named
 from lockstep.scripts.shared.failures import in_one_line
+from lockstep.scripts.shared.peers import judge_of
 from lockstep.scripts.shared.planting import Data, Kept
 
 if TYPE_CHECKING:
@@ -45,12 +47,16 @@ class Made:
 
 @dataclass
 class MutantBench:
-    """Judge mutants of one configuration, which share the sessions of the reference and the honest steps."""
+    """Judge mutants of one configuration, which share the sessions of the reference and the honest steps.
+
+    ranks: those of the trainer, each of which has a bench and makes the same calls; all of them get the rows.
+    """
 
     config: RunConfig
     data: Data
     backend: Backend
     trainer: Backend
+    ranks: Ranks = ONE
     _reference: Reference | None = None
     _honest: dict[tuple[int, bool], Made | None] = field(default_factory=dict)
 
@@ -68,17 +74,30 @@ class MutantBench:
         return self._check(self.trainer.open(self.config), 1, self.data.batch(1))
 
     def row(self, mutant: Mutant) -> Row:
-        """Plant one mutant, measure and judge it; an exception becomes the row's error."""
+        """Plant one mutant, measure and judge it; an exception becomes the row's error.
+
+        Of several ranks it is raised: another one may be waiting, and none can go on.
+        """
         place = place_of(self.config, mutant)
         row = self._begun(mutant, place)
         started = time.perf_counter()
         try:
-            row = self._measured(row, mutant, place)
+            row = self._of_all_ranks(self._measured(row, mutant, place))
             if not row.equivalent:
                 row = self._judged(row, mutant, place)
         except Exception as error:  # a mutant may break more than it says; the others are tried all the same
+            if self.ranks.count > 1:
+                raise
             row = replace(row, error=in_one_line(error))
         return replace(row, seconds=round(time.perf_counter() - started, 2))
+
+    def _of_all_ranks(self, row: Row) -> Row:
+        """Return the row with what a mutant moves on the rank where it moves most."""
+        rows = self.ranks.gather(row)
+        moved = {name: max(getattr(one, name) for one in rows) for name in MOVED}
+        return replace(
+            row, equivalent=all(one.equivalent for one in rows), stopped=any(one.stopped for one in rows), **moved
+        )
 
     def measured(self, mutant: Mutant) -> Row:
         """Plant one mutant, and measure what it moves; it is not judged."""
@@ -87,13 +106,7 @@ class MutantBench:
 
     def _begun(self, mutant: Mutant, place: Place) -> Row:
         step = first_step(mutant.operator.name, mutant.condition)
-        return Row(str(mutant), self._recipe, place.origins(mutant.condition), step)
-
-    @property
-    def _recipe(self) -> str:
-        from lockstep.core.parity.measures import calibrated_bounds
-
-        return calibrated_bounds.recipe_of(self.config)
+        return Row(str(mutant), recipe_of(self.config), place.origins(mutant.condition), step)
 
     def _open(self, mutant: Mutant, place: Place) -> Session:
         import torch
@@ -110,7 +123,8 @@ class MutantBench:
         from lockstep.torch_backend.mutate.loader import changed
 
         batch = self.data.batch(step)
-        wrong = mutant.kind == "loader" and step >= first_step(mutant.operator.name, mutant.condition)
+        here = mutant.condition != ONE_RANK or self.ranks.rank == self.ranks.count - 1
+        wrong = mutant.kind == "loader" and here and step >= first_step(mutant.operator.name, mutant.condition)
         return changed(batch, mutant, place) if wrong else batch
 
     def _measured(self, row: Row, mutant: Mutant, place: Place) -> Row:
@@ -189,12 +203,26 @@ class MutantBench:
         """Judge one step of a session, as `lockstep parity` does."""
         from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
         from lockstep.core.parity.evidence.gather import gather
+        from lockstep.core.parity.evidence.place import of_all_ranks, store_for
         from lockstep.core.parity.judge.judge import judge
 
         due = self.data.batch(step).digest()
-        evidence = gather(session, self.config, handed, due=due)
-        _, check = recheck_rows(session, self.config, evidence, judge(evidence, self.reference), self.reference)
+        with store_for(self.config, self.ranks) as store:
+            evidence = of_all_ranks(gather(session, self.config, handed, due=due, store=store), store, self.ranks)
+            _, check = recheck_rows(session, self.config, evidence, judge(evidence, self.reference), self.reference)
         return check
+
+
+# What a row says of the size of a mutant.
+MOVED = ("gradients", "worst", "loss", "update", "effect")
+
+
+def recipe_of(config: RunConfig) -> str:
+    """Return the recipe of a configuration's rows, with the number of ranks if there are several."""
+    from lockstep.core.parity.measures import calibrated_bounds
+
+    ranks = config.train.ranks
+    return calibrated_bounds.recipe_of(config) + (f", {ranks} ranks" if ranks > 1 else "")
 
 
 def through_a_checkpoint(session: Any) -> None:
@@ -236,15 +264,18 @@ def same_bits(wrong: Made, right: Made) -> bool:
     return alike and replace(wrong.record, seconds=0.0) == replace(right.record, seconds=0.0)
 
 
-def open_bench(config: RunConfig, data: Data) -> MutantBench:
+def open_bench(config: RunConfig, data: Data, ranks: Ranks = ONE) -> MutantBench:
     """Return the bench of a configuration, with the trainer and the reference of Lockstep."""
-    return MutantBench(config, data, Kept(open_named(REFERENCE)), open_named(TRAINER))
+    return MutantBench(config, data, judge_of(lambda: Kept(open_named(REFERENCE)), ranks), open_named(TRAINER), ranks)
 
 
-def run(config: RunConfig, data: Data, mutants: Sequence[Mutant], jobs: int) -> Iterator[Row]:
-    """Yield the row of each mutant, as they come. jobs: processes that share them; one works in this process."""
+def run(config: RunConfig, data: Data, mutants: Sequence[Mutant], jobs: int, ranks: Ranks = ONE) -> Iterator[Row]:
+    """Yield the row of each mutant, as they come.
+
+    jobs: processes that share them; one works in this process, as does each of several ranks.
+    """
     if jobs == 1:
-        bench = open_bench(config, data)
+        bench = open_bench(config, data, ranks)
         for mutant in mutants:
             yield bench.row(mutant)
         return

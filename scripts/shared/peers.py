@@ -193,11 +193,16 @@ def on_every_rank(main: Callable[[list[str]], int]) -> Callable[[list[str]], int
 
 def reference_of(name: str, ranks: Ranks) -> Backend:
     """The reference of a command, which rank 0 alone opens and asks. Raises UserError as `open_named` does."""
+    return judge_of(lambda: open_named(name), ranks)
+
+
+def judge_of(made: Callable[[], Backend], ranks: Ranks) -> Backend:
+    """Return the backend that `made` gives, as a reference for all ranks; of several, rank 0 alone makes it."""
     from lockstep.core.parity.measures.compare import JudgeOfRanks
 
     if ranks.count == 1:
-        return open_named(name)
-    return JudgeOfRanks(open_named(name) if ranks.rank == 0 else None, ranks)
+        return made()
+    return JudgeOfRanks(made() if ranks.rank == 0 else None, ranks)
 
 
 def _end_soon(signum: int, frame: object) -> None:

@@ -14,6 +14,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.run.ranks import ONE, Ranks
 from lockstep.scripts.shared.backends import REFERENCE, TRAINER, on_its_device, open_named
 from lockstep.scripts.shared.failures import in_one_line
+from lockstep.scripts.shared.peers import judge_of
 from lockstep.scripts.shared.scoreboard import HONEST, Row, said_of
 
 if TYPE_CHECKING:
@@ -195,8 +196,6 @@ def run(
     on_ranks: gives the rows of a recipe's faults, by name, that need so many ranks. Without it these are ranks, and
     there are rows of such faults alone.
     """
-    from lockstep.core.parity.measures.compare import JudgeOfRanks
-
     faults = chosen(names)
     done = {(row.name, row.recipe): row for row in kept if not row.error}
     for recipe in recipes:
@@ -215,11 +214,10 @@ def run(
                     rows = [done.get((row, recipe)) for row in (name, *(fault.name for fault in alike))]
                     yield from (row for row in rows if row is not None)
                 continue
-            reference = Kept(open_named(REFERENCE)) if ranks.rank == 0 else None
             bench = Bench(
                 config,
                 data(config),
-                reference if reference and ranks.count == 1 else JudgeOfRanks(reference, ranks),
+                judge_of(lambda: Kept(open_named(REFERENCE)), ranks),
                 open_named(TRAINER),
                 causes,
                 name,

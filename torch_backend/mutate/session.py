@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.core.backend import Arrays, Batch, State, StepRecord
 from lockstep.core.capabilities import Take
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.mutate.conditions import ONE_RANK
 from lockstep.core.mutate.mutant import Mutant
 from lockstep.core.mutate.places import Place
 from lockstep.torch_backend.backend import TorchBackend
@@ -56,7 +57,7 @@ class MutatedSession(TorchSession):
 
     def __init__(self, config: RunConfig) -> None:
         operator = self.mutant.operator
-        made = operator.name not in ("other", "stale")
+        made = operator.name not in ("other", "stale", "own")
         self._change: Change = change_of(operator, self.place.axes) if made else lambda x: x
         # What `stale` puts in place: that of the last step, by place or parameter.
         self._last: dict[str, Any] = {}
@@ -65,6 +66,8 @@ class MutatedSession(TorchSession):
             self._writer = _MutatedWriter(self)
         if self.mutant.kind == "part":
             self.parameters[self.place.name].register_hook(self._part)
+        if self.mutant.kind == "reduced":
+            self.parameters[self.place.name].register_hook(self._add_own)
 
     def build_model(self) -> Llama:
         """Build the model, in which a parameter or an epsilon may be read otherwise."""
@@ -88,6 +91,7 @@ class MutatedSession(TorchSession):
             "many-micro": count > 3,
             "from-step-3": self.steps_done >= 2,
             "resumed": self._resumed,
+            ONE_RANK: self.ranks is not None and self.ranks.rank == self.ranks.count - 1,
         }
         return held.get(self.mutant.condition, True)
 
@@ -167,10 +171,13 @@ class MutatedSession(TorchSession):
         count = len(batch.cut(self.config.train))
         self._about(batch, 0, count)
         self._micro = -1, count
+        self._own = None
         result = super().accumulate(batch)
         self._about(batch, count - 1, count)
         if self.mutant.kind == "gradient" and self._acts():
             self._change_gradient()
+        if self._own is not None and self._acts():
+            self.parameters[self.place.name].grad = self._own / self.scale
         return result
 
     def _forward_backward(self, micro: Batch, program: Any, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,6 +188,12 @@ class MutatedSession(TorchSession):
     def _part(self, gradient: Tensor) -> Tensor:
         # Taps ask for gradients of a micro-batch by itself, of which no part is one of several.
         return self._change(gradient) if self._micro[1] > 1 and self._acting else gradient
+
+    # The sum of this rank's gradients of a parameter, before it is reduced.
+    _own: Tensor | None = None
+
+    def _add_own(self, gradient: Tensor) -> None:
+        self._own = gradient.clone() if self._own is None else self._own + gradient
 
     def _change_gradient(self) -> None:
         p, operator = self.parameters[self.place.name], self.mutant.operator.name

@@ -81,6 +81,8 @@ class PeerSession:
         self._by_rank = False
         # Digests of the last taps that each rank was given its own of.
         self._seen: dict[str, str] = {}
+        # Digests of the last step's gradients, by parameter, where every rank has whole ones.
+        self._sums: dict[str, str] = {}
 
     @contextmanager
     def each_its_own(self) -> Iterator[None]:
@@ -190,10 +192,15 @@ class PeerSession:
     def stream_step(self, batch: Batch, take: Take, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
         """`step_and_gradients`, whose gradients go to `take`."""
         norms = norms and self._wanted
+        self._sums = {}
 
         def own() -> tuple[StepRecord, Gradients | None]:
             step = step_stream(self.own)
-            return self._giving(StreamsStepGradients, "step_and_gradients", take, lambda give: step(batch, give, norms))
+
+            def noted(give: Take) -> tuple[StepRecord, Gradients | None]:
+                return step(batch, self._noting_sums(give), norms)
+
+            return self._giving(StreamsStepGradients, "step_and_gradients", take, noted)
 
         found: tuple[StepRecord, Gradients | None] = self._step(batch, own)
         return found
@@ -263,7 +270,7 @@ class PeerSession:
         finally:
             self._by_rank = by_rank
         digests |= {name: _digest(array) for name, array in flat(state).items()}
-        report = RankReport(self._record, digests, self._seen, processor(self.own.device))
+        report = RankReport(self._record, digests, self._seen, processor(self.own.device), self._sums)
         return self.peers.gather(report, "report on the step")
 
     @collects
@@ -368,6 +375,17 @@ class PeerSession:
                 self._seen[name] = _digest(array)
             if first or (sharded and name.removeprefix(GRADIENT) in self.own.parameters):
                 take(kind, name, array)
+
+        return note
+
+    def _noting_sums(self, give: Take) -> Take:
+        """What notes the digest of each gradient, which ranks with whole weights have alike, and gives it on."""
+        if not self._by_rank or self.own.root is not None:
+            return give
+
+        def note(kind: str, name: str, array: np.ndarray) -> None:
+            self._sums[name] = _digest(array)
+            give(kind, name, array)
 
         return note
 

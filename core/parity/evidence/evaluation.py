@@ -6,13 +6,14 @@ target is the token that the candidate's own logits find likeliest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from lockstep.core.arrays import part_of, shape_of
 from lockstep.core.backend import Arrays, Batch, NotSupported, Session
 from lockstep.core.capabilities import Evaluates, ask, ranks_of
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.measures.stretches import stretches
 
 # The tap that scores are made of.
@@ -29,21 +30,46 @@ def key(what: str, policy: str | None) -> str:
     return what if policy is None else f"{what}_{policy}"
 
 
-def evaluated(session: Session, tapped: Batch, taps: Arrays, missing: list[str]) -> Arrays:
+class Likeliest:
+    """Note the likeliest token at each position while a session's logits pass by; `tokens` int (n, S), or None."""
+
+    def __init__(self) -> None:
+        self.tokens: np.ndarray | None = None
+
+    def note(self, name: str, tap: np.ndarray) -> None:
+        """Take a tap of the sequences with weight; of all but the logits nothing is kept."""
+        if name != LOGITS:
+            return
+        flat = tap.reshape(-1, tap.shape[-1])
+        parts = stretches(len(flat), max(1, AT_ONCE // flat.shape[-1]))
+        self.tokens = np.concatenate([flat[part].argmax(axis=-1) for part in parts]).reshape(tap.shape[:-1])
+
+
+def policies_of(config: RunConfig, thorough: bool) -> tuple[str | None, ...]:
+    """Return the policies under which a check evaluates: during training, those that the run's metrics ask for."""
+    return POLICIES if thorough or config.log.fp32_loss_every else POLICIES[:1]
+
+
+def evaluated(
+    session: Session, tapped: Batch, likeliest: Likeliest, policies: Sequence[str | None], missing: list[str]
+) -> Arrays:
     """Return scores of the sequences of `tapped` with weight, by `key`, and the `targets` (n, S) that they are of.
 
-    The whole micro-batch is evaluated, since sequences may share the scales of FP8. taps: the candidate's, of the
-    sequences with weight. `missing` gets what the session does not do.
+    The whole micro-batch is evaluated, since sequences may share the scales of FP8. likeliest: by the candidate's own
+    logits of those sequences. `missing` gets what the session does not do.
     """
     # All ranks take part in what weights that are cut over them compute; rank 0 alone has taps.
-    if not ranks_of(session).of_first(lambda: LOGITS in taps, "`evaluate`"):
+    if not ranks_of(session).of_first(lambda: likeliest.tokens is not None, "`evaluate`"):
         missing.append("evaluation: the session shows no logits, from which the check chooses targets")
         return {}
     rows = np.flatnonzero(tapped.weights.any(axis=1))
-    chosen = _with_likely_ones(tapped.targets, rows, taps) if LOGITS in taps else tapped.targets
-    asked = replace(tapped, targets=chosen)
+    targets = tapped.targets.copy()
+    if likeliest.tokens is not None:
+        targets[rows, 1::2] = likeliest.tokens[:, 1::2]
+    # As held-out batches have them.
+    asked = replace(tapped, targets=targets, weights=np.ones_like(tapped.weights))
     found: dict[str, np.ndarray] = {TARGETS: asked.targets[rows]}
-    for policy in POLICIES:
+    for policy in policies:
         try:
             scores = ask(session, Evaluates).evaluate(asked, policy)
         except NotSupported as reason:
@@ -53,16 +79,3 @@ def evaluated(session: Session, tapped: Batch, taps: Arrays, missing: list[str])
         found[key("nll", policy)] = nll[rows] if len(nll) == len(tapped.tokens) else nll
         found[key("top1", policy)] = (top1[rows] if len(top1) == len(tapped.tokens) else top1).astype(np.int32)
     return found if len(found) > 1 else {}
-
-
-def _with_likely_ones(targets: np.ndarray, rows: np.ndarray, taps: Arrays) -> np.ndarray:
-    length, vocab = targets.shape[1], shape_of(taps, LOGITS)[-1]
-    likeliest = np.concatenate(
-        [
-            part_of(taps, LOGITS, slice(part.start * vocab, part.stop * vocab)).reshape(-1, vocab).argmax(axis=-1)
-            for part in stretches(len(rows) * length, max(1, AT_ONCE // vocab))
-        ]
-    ).reshape(len(rows), length)
-    changed = targets.copy()
-    changed[rows, 1::2] = likeliest[:, 1::2]
-    return changed

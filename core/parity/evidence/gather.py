@@ -7,7 +7,7 @@ side (`lockstep parity`) and one in a worker process (`lockstep train --parity.e
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
@@ -28,7 +28,8 @@ from lockstep.core.capabilities import (
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
 from lockstep.core.parity.evidence.cached_logits import cached_logits
-from lockstep.core.parity.evidence.evaluation import evaluated
+from lockstep.core.parity.evidence.evaluation import Likeliest, evaluated, policies_of
+from lockstep.core.parity.evidence.held_out import HeldOut, held_out
 from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into
 from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.parity.evidence.parts import has_parts, observed_parts, parts_of_step
@@ -44,6 +45,7 @@ from lockstep.core.streams import (
 )
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.loss_scale import SCALE
+from lockstep.core.train.validation import Validation
 
 # The accumulation check is made with the run's own number of micro-batches, and with three at least: with two shares
 # that are powers of two, a mean of means is the mean.
@@ -92,6 +94,7 @@ class Evidence:
     (core/parity/evidence/evaluation.py, cached_logits.py); empty if there are none.
     misread: elements of each of the batch's arrays that lay otherwise on the device, where they were read back.
     taps_keep_bits: whether the tapped program promises the bits of the one that trains (core/capabilities.py).
+    held_out: the validation that was due after the step; None if none was.
     """
 
     before: State
@@ -117,6 +120,7 @@ class Evidence:
     misread: Mapping[str, int] = field(default_factory=dict)
     taps_keep_bits: bool = False
     own_in_step: bool = False
+    held_out: HeldOut | None = None
 
     @property
     def given_probe(self) -> Batch | None:
@@ -138,6 +142,11 @@ class Evidence:
         return found
 
     @property
+    def batches(self) -> tuple[Batch, ...]:
+        """Return every batch that a reference computes."""
+        return (self.batch, self.tapped, *([self.held_out.batch] if self.held_out else []))
+
+    @property
     def weighted(self) -> Batch:
         """The sequences of `tapped` that hold its loss: those of `taps`."""
         return weighted_part(self.tapped)
@@ -152,6 +161,7 @@ def gather(
     due: str | None = None,
     tapped: Batch | None = None,
     store: Store | None = None,
+    validation: Validation | None = None,
 ) -> Evidence:
     """Run one step of `session` on `batch` and keep what a check needs.
 
@@ -162,6 +172,7 @@ def gather(
     tapped: for a thorough check, the micro-batch whose stages are shown, made by `probe_batch`; by default the first
     one, with other sequences every step.
     store: takes the tensors, each as it comes, by default one in memory. It is not finished here (`save_evidence`).
+    validation: what is due after the step; the record then has its metrics.
 
     Into a store of several ranks each rank puts what it holds, and its evidence is as much: `place.of_all_ranks`.
 
@@ -171,7 +182,7 @@ def gather(
     into = MemoryStore() if store is None else store
     shown = ask(session, GivesEachItsOwn).each_its_own() if into.ranks > 1 else nullcontext()
     with shown:
-        return _gather(session, config, batch, probe, norms, due, tapped, into)
+        return _gather(session, config, batch, probe, norms, due, tapped, into, validation)
 
 
 def _gather(
@@ -183,6 +194,7 @@ def _gather(
     due: str | None,
     tapped: Batch | None,
     into: Store,
+    validation: Validation | None,
 ) -> Evidence:
     started = time.perf_counter()
     missing: list[str] = []
@@ -215,10 +227,10 @@ def _gather(
             in_passing = step_stream(session)
         if in_passing is None:
             stepped = gradients_into(into, "stepped", session, batch)
-    taps = look(session, config, tapped, missing, into)
-    scores: Arrays = {}
+    likeliest = Likeliest()
+    taps = look(session, config, tapped, missing, into, likeliest.note)
+    scores = dict(evaluated(session, tapped, likeliest, policies_of(config, thorough), missing))
     if thorough:
-        scores = dict(evaluated(session, tapped, taps, missing))
         scores |= cached_logits(session, tapped, taps, config.attention, missing)
     micros = batch.cut(config.train)
     accumulated = reduced = None
@@ -254,6 +266,10 @@ def _gather(
     # The time in which the step's gradients were kept is no part of the step.
     record = replace(record, seconds=time.perf_counter() - started - keeping)
     gathering += keeping
+    validated = None
+    if validation is not None and not not_finite:
+        validated, metrics = _validated(session, config, batch, validation)
+        record = replace(record, metrics={**record.metrics, **metrics})
     started = time.perf_counter()
     misread = given_to_program(batch)
     if shows_parts is not None and not (own := tuple(shows_parts.parts_kept())):
@@ -265,7 +281,7 @@ def _gather(
     reloaded = round_trip(session, before, after, missing, into) if thorough else None
     if not thorough:
         missing.append("the checkpoint's round trip: a check during training leaves the state alone")
-        missing.append("evaluation and sampling: a check during training leaves them to `lockstep parity`")
+        missing.append("sampling: a check during training leaves it to `lockstep parity`")
         if config.train.accumulation > 1:
             missing.append("accumulation of micro-batches that weigh differently: in `lockstep parity`")
         if config.train.ranks > 1:
@@ -294,6 +310,7 @@ def _gather(
         misread=misread,
         taps_keep_bits=_taps_keep_bits(session),
         own_in_step=shows_parts is not None,
+        held_out=validated,
     )
 
 
@@ -302,6 +319,16 @@ def _taps_keep_bits(session: Session) -> bool:
         return ask(session, TapsKeepBits).taps_keep_bits
     except NotSupported:
         return False
+
+
+def _validated(
+    session: Session, config: RunConfig, batch: Batch, validation: Validation
+) -> tuple[HeldOut, dict[str, float]]:
+    """Validate. The micro-batch that is judged token by token, and its sequences, are drawn by the step's batch."""
+    drawn = batch.digest()
+    chosen = int(drawn[16:24], 16) % len(validation.batches)
+    probe = probe_of(validation.batches[chosen], config, turn=int(drawn[24:32], 16))
+    return held_out(session, validation, chosen, probe)
 
 
 def _computed_again(
@@ -400,15 +427,24 @@ def observed_names(config: RunConfig) -> list[str]:
     return [*taps, *(GRADIENT + name for name in probed)]
 
 
-def look(session: Session, config: RunConfig, tapped: Batch, missing: list[str], store: Store | None = None) -> Arrays:
+def look(
+    session: Session,
+    config: RunConfig,
+    tapped: Batch,
+    missing: list[str],
+    store: Store | None = None,
+    note: Callable[[str, np.ndarray], None] = lambda name, tensor: None,
+) -> Arrays:
     """Taps and gradients of the sequences with weight, as far as the session shows them; `missing` gets what not.
 
-    store: takes them, by default one in memory.
+    store: takes them, by default one in memory. note: is given each by name before.
     """
     into = MemoryStore() if store is None else store
 
     def take(kind: str, name: str, array: np.ndarray) -> None:
-        into.put(kind, name, weighted_tensor(name, array, tapped))
+        tensor = weighted_tensor(name, array, tapped)
+        note(name, tensor)
+        into.put(kind, name, tensor)
 
     for asked, lost in (
         (observed_names(config), ""),

@@ -15,6 +15,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.parity.evidence.recorded import observe, observed_step, probe_of, save_observations
 from lockstep.core.parity.modes.shadow import Result, Shadow, ShadowPart
+from lockstep.core.train.validation import Validation
 
 
 class Recorder:
@@ -54,10 +55,17 @@ class Recorder:
     def _taps_are_due(self, step: int) -> bool:
         return _is_due(self._config.parity.record_taps_every, step)
 
-    def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
+    def step(
+        self,
+        session: Session,
+        batch: Batch,
+        norms: bool,
+        due: str | None = None,
+        validation: Validation | None = None,
+    ) -> StepRecord:
         """Check the step, or run it and record what is due of it."""
         if self._shadow and self._shadow.due(self._asked):
-            return self._shadow.step(session, batch, norms, due)
+            return self._shadow.step(session, batch, norms, due, validation)
         of = probe_of(batch, self._config) if self._taps_are_due(self._asked) else batch
         found: Mapping[str, Observation] = {}
         said = ""

@@ -18,6 +18,7 @@ from lockstep.core.backend import Arrays, Batch, Gradients, RankReport, State, S
 from lockstep.core.checkpoint.format import PARAMS
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.gather import Accumulation, Evidence
+from lockstep.core.parity.evidence.held_out import HeldOut
 from lockstep.core.parity.evidence.into_store import put_all
 from lockstep.core.parity.evidence.observations import from_arrays, to_arrays
 from lockstep.core.parity.evidence.store import FolderStore, Stored
@@ -59,6 +60,15 @@ class _Accumulation:
 
 
 @dataclass(frozen=True)
+class _HeldOut:
+    """The validation that was due after a step."""
+
+    batch: str
+    scores: str
+    every: str
+
+
+@dataclass(frozen=True)
 class _Document:
     """The contents of `evidence.json`. Fields as in `Evidence`; a tensor stands for its kind in the store."""
 
@@ -82,10 +92,12 @@ class _Document:
     ranks: tuple[RankReport, ...]
     rechecked: bool
     not_finite: str
+    # Evidence of before has none of these.
     evaluated: str = ""
     misread: Mapping[str, int] = field(default_factory=dict)
     taps_keep_bits: bool = False
     own_in_step: bool = False
+    held_out: _HeldOut | None = None
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -170,6 +182,7 @@ class _Writer:
             evidence.misread,
             evidence.taps_keep_bits,
             evidence.own_in_step,
+            self._held_out(evidence.held_out),
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -204,6 +217,12 @@ class _Writer:
         whole = self._there(f"{name}/whole", found.whole)
         return _Accumulation(parts, found.shares, whole, self._kind(f"{name}/batch", found.batch.arrays))
 
+    def _held_out(self, found: HeldOut | None) -> _HeldOut | None:
+        if found is None:
+            return None
+        batch = self._kind("held_out/batch", found.batch.arrays)
+        return _HeldOut(batch, self._kind("held_out/scores", found.scores), self._kind("held_out/every", found.every))
+
 
 def _evidence(document: _Document, store: FolderStore) -> Evidence:
     """Evidence whose batches and NLL are read, and whose other tensors are `Stored`."""
@@ -227,6 +246,9 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         if of is None:
             return None
         return Accumulation(tuple(map(store.arrays, of.parts)), of.shares, there(of.whole), batch(of.batch))
+
+    def held_out(of: _HeldOut | None) -> HeldOut | None:
+        return None if of is None else HeldOut(batch(of.batch), store.arrays(of.scores), store.arrays(of.every))
 
     return Evidence(
         before=state(document.before),
@@ -252,4 +274,5 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         misread=document.misread,
         taps_keep_bits=document.taps_keep_bits,
         own_in_step=document.own_in_step,
+        held_out=held_out(document.held_out),
     )

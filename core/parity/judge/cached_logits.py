@@ -1,27 +1,33 @@
 """Hold the logits that sampling makes with a cache to those of twin and truth, which compute all tokens together.
 
 Both round in the same places: weights, keys, values and the stream. Only attention of a single query is summed in
-another order. So their errors are two draws of the same many roundings, and of narrow formats one is at most twice the
-other: measured over all lengths in parity_tests/torch_backend/test_generate.py. Bounds of logits end to end are those
-of few numbers here, and hide a wrong cache in a model that has hardly been trained.
+another order. So their errors are two draws of the same many roundings. How often one is the other follows from clean
+runs as the bound of a mean over many tensors does: the extreme to the power of MARGIN, and LEAST_OF_MANY at least, both
+to the power of the scatter of their numbers.
+
+Clean runs (`python -m lockstep.scripts.studies.clean_logits`): 144 checks of 48 shapes of each policy, at initial
+weights and after 8 and 40 steps. The extremes of many numbers are REACHED; by themselves excesses lay in 0.85 … 1.09
+under bf16, 0.79 … 1.28 under fp16, 0.69 … 1.64 under fp32. In 48 checks of 16 other shapes of each they reached 1.12,
+1.21 and 1.52: none is accused.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from lockstep.core.config.schema import PrecisionConfig
+from lockstep.core.components.precision import PrecisionPolicy
 from lockstep.core.parity.evidence.cached_logits import CACHED, LENGTHS
 from lockstep.core.parity.evidence.evaluation import LOGITS
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import Reference, finding
 from lockstep.core.parity.measures.distances import Distances, distances
+from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.verdict import Finding, Measure
 
 STAGE = "sampling"
-# How often the twin's error an honest one can be: of narrow formats, and of FP32, whose sums follow no declared order.
-NARROW, IN_FP32 = 2.0, 4.0
+# The largest ×/÷ of the excess of clean runs, of many numbers; by whether operands are rounded to a narrower format.
+REACHED = {True: 1.118, False: 1.248}
 
 
 class CachedLogits:
@@ -42,7 +48,8 @@ class CachedLogits:
             measure = Measure("mismatches", 1.0, None, 0.0, "shapes must be equal")
             self._found.append(finding(STAGE, LOGITS, "end_to_end", (measure,), t.size, note=note))
             return
-        measure = _held(distances(c, w, t, self._reference.stream), self._reference.config.precision)
+        d, numbers = distances(c, w, t, self._reference.stream), calibrated_bounds.carriers(t)
+        measure = held(d, numbers, self._reference.config.precision.chosen)
         self._found.append(finding(STAGE, LOGITS, "end_to_end", (measure,), t.size))
 
     def findings(self) -> list[Finding]:
@@ -50,13 +57,16 @@ class CachedLogits:
         return self._found
 
 
-def _held(d: Distances, precision: PrecisionConfig) -> Measure:
-    """Hold the error to the twin's, or under FP64, which has no truth above it, to the values."""
-    if precision.exact:
+def held(d: Distances, numbers: int, policy: PrecisionPolicy) -> Measure:
+    """Hold the error of so many numbers to the twin's, or under FP64, which has no truth above it, to the values."""
+    if policy.exact:
         most = calibrated_bounds.FP64_LIMIT
         return Measure("relative_error", d.relative_error, None, most, f"FP64: {most:.0e}")
-    if precision.chosen.in_fp32:
-        least = calibrated_bounds.FP32_LIMIT / d.twin_relative_error
-        basis = f"the twin's error ×{IN_FP32:g}; never below a relative error of {calibrated_bounds.FP32_LIMIT:.0e}"
-        return Measure("excess", d.excess, None, max(IN_FP32, least), basis)
-    return Measure("excess", d.excess, None, NARROW, f"the same roundings once more: the twin's error ×{NARROW:g}")
+    reached, width = REACHED[policy.rounds], scatter(numbers)
+    least = calibrated_bounds.LEAST_OF_MANY if policy.rounds else calibrated_bounds.LEAST_OF_SUMS
+    high = max(reached**calibrated_bounds.MARGIN, least) ** width
+    basis = f"144 clean checks reached {reached:g}, least {least:g}, few numbers ^{width:.2g}"
+    if policy.in_fp32:
+        high = max(high, calibrated_bounds.FP32_LIMIT / d.twin_relative_error)
+        basis += f"; never below a relative error of {calibrated_bounds.FP32_LIMIT:.0e}"
+    return Measure("excess", d.excess, None, high, basis)

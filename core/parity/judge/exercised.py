@@ -46,5 +46,7 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
     scale = evidence.before.scalars.get(SCALE)
     if scale is not None and evidence.after.scalars.get(SCALE) == scale:
         yield "a change of the loss scale", f"it stayed {scale:g}"
+    if config.eval.every and not evidence.thorough and evidence.held_out is None:
+        yield "validation", "none is due after this step"
     if record.lr == 0:
         yield "update", "the learning rate is 0"

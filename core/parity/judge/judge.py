@@ -23,6 +23,8 @@ from lockstep.core.parity.judge.cached_logits import CachedLogits
 from lockstep.core.parity.judge.evaluation import Scores
 from lockstep.core.parity.judge.exercised import not_exercised
 from lockstep.core.parity.judge.lengths import with_typical_lengths
+from lockstep.core.parity.judge.rank_sums import same_sums
+from lockstep.core.parity.judge.validation import validation
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.decode import known_scalars
 from lockstep.core.parity.measures.verdict import Check, Finding
@@ -55,7 +57,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
     findings = [*update.data(evidence), *state]
     if state[0].ok:
         program = local.Program(evidence, reference)
-        scores, cached = Scores(evidence, reference), CachedLogits(evidence, reference)
+        scores, cached = Scores(evidence.evaluated, reference), CachedLogits(evidence, reference)
         left_out: list[str] = []
         with _beside(reference, partial(_of_evidence, evidence, reference)) as of_evidence:
             repeated = _repeated(evidence, reference, missing, program, (scores.take, cached.take))
@@ -69,6 +71,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
         missing += left_out
         findings += of_step
         findings += [*scores.findings(missing), *cached.findings()]
+        findings += _as_far_as_it_goes(partial(validation, evidence, reference, missing), missing)
         if reference.over_steps:
             findings += reference.over_steps.findings()
         if repeated:
@@ -111,6 +114,7 @@ def _of_evidence(
         lambda: local.stages(evidence, reference, lost),
         lambda: local.accumulation(evidence, reference),
         lambda: local.reduction(evidence, reference),
+        lambda: same_sums(evidence.ranks),
     )
     of_step: tuple[Callable[[], Iterator[Finding]], ...] = (
         lambda: update.step_scalars(evidence, reference),

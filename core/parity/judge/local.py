@@ -239,6 +239,7 @@ def _rounded_sum(
 
 # What a rank's record says → the link that it belongs to.
 OF_EVERY_RANK = {
+    "digest": "tokens",
     "step": "step_count",
     "lr": "learning_rate",
     "grad_norm": "grad_norm",

@@ -57,7 +57,7 @@ def judge_capsule(capsule: Capsule, reference: Backend, config: RunConfig | None
         raise UserError(f"{capsule.path} holds no evidence: the candidate must run its step again")
     evidence = open_evidence(capsule.evidence)
     try:
-        for batch in (evidence.batch, evidence.tapped):
+        for batch in evidence.batches:
             batch.require_tokens_below(config.model.vocab_size)
     except ValueError as error:
         raise UserError(f"{capsule.evidence} is not what a capsule holds: {error}") from error

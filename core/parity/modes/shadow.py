@@ -54,6 +54,7 @@ from lockstep.core.parity.reference.self_check import sound_reference
 from lockstep.core.plan.checks import checks_waiting, require_budget
 from lockstep.core.run.ranks import ONE, Ranks, is_sharded
 from lockstep.core.train.finite import NotFinite
+from lockstep.core.train.validation import Validation
 
 POLL_SECONDS = 0.2
 # The worker gives way to the trainer; both may share two cores.
@@ -143,9 +144,17 @@ class Shadow:
         """Every `parity.every` steps, and at step 1."""
         return self._config.parity.due(step)
 
-    def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
+    def step(
+        self,
+        session: Session,
+        batch: Batch,
+        norms: bool,
+        due: str | None = None,
+        validation: Validation | None = None,
+    ) -> StepRecord:
         """Run the step; hand its evidence over if the worker can take it. `due`: digest of the batch that is due.
 
+        validation: what is due after the step; it is made here if the step is checked.
         Raises NotFinite after its evidence was handed over.
         """
         store = self._opened() if self._ready() else None
@@ -154,7 +163,8 @@ class Shadow:
             record = _unchecked(session, batch, norms)
             self._lost.append((record.step, self._reason()))
             return record
-        evidence = gather(session, self._config, batch, probe_of(batch, self._config), norms, due, store=store)
+        probe = probe_of(batch, self._config)
+        evidence = gather(session, self._config, batch, probe, norms, due, store=store, validation=validation)
         if not self._waiting:
             self._heard = time.monotonic()
         self._waiting.add(evidence.record.step)
@@ -351,13 +361,21 @@ class ShadowPart:
         """As rank 0's."""
         return self._config.parity.due(step)
 
-    def step(self, session: Session, batch: Batch, norms: bool, due: str | None = None) -> StepRecord:
+    def step(
+        self,
+        session: Session,
+        batch: Batch,
+        norms: bool,
+        due: str | None = None,
+        validation: Validation | None = None,
+    ) -> StepRecord:
         """Run the step, and gather its evidence if rank 0 can have it judged. Raises NotFinite as rank 0's."""
         told: str | None = self._ranks.of_first(lambda: None)
         if told is None:
             return _unchecked(session, batch, norms)
         store = self._opened(Path(told)) if told and is_sharded(self._config) else NoStore(self._ranks.count)
-        evidence = gather(session, self._config, batch, probe_of(batch, self._config), norms, due, store=store)
+        probe = probe_of(batch, self._config)
+        evidence = gather(session, self._config, batch, probe, norms, due, store=store, validation=validation)
         if isinstance(store, LastingStore):
             self._writer.submit(store.finish_part)
         if evidence.not_finite:

@@ -1,0 +1,38 @@
+"""Gather the validation that is due after a step: all of its scores, and which of them the reference repeats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.core.backend import Arrays, Batch, Session
+from lockstep.core.train.validation import Validation, means
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Scores at the weights after a step, whose record has their means.
+
+    batch: one of the held-out micro-batches; the sequences that the reference repeats have weight. scores: `nll` and
+    `top1` (B, S) of it, as the session gave them. every: the same of all micro-batches, one after another, (N,).
+    """
+
+    batch: Batch
+    scores: Arrays
+    every: Arrays
+
+
+def held_out(session: Session, validation: Validation, chosen: int, probe: Batch) -> tuple[HeldOut, dict[str, float]]:
+    """Score the held-out micro-batches; return the evidence of it and the record's metrics.
+
+    chosen: number of the micro-batch that is judged token by token. probe: that one, with weight on some sequences.
+    """
+    scores = validation.scores(session)
+    every = {name: np.concatenate([np.ravel(one[name]) for one in scores]) for name in ("nll", "top1")}
+    of_one = {name: np.asarray(scores[chosen][name]) for name in every}
+    return HeldOut(probe, _storable(of_one), _storable(every)), means(scores)
+
+
+def _storable(scores: Arrays) -> Arrays:
+    return {"nll": np.asarray(scores["nll"]), "top1": np.asarray(scores["top1"]).astype(np.int32)}

@@ -1,0 +1,65 @@
+"""Hold a run's validation to twin and truth at the weights after the step, and the record's means to its scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from lockstep.core.backend import Arrays
+from lockstep.core.parity.evidence.evaluation import LOGITS, TARGETS
+from lockstep.core.parity.evidence.gather import Evidence, weighted_part, weighted_rows
+from lockstep.core.parity.judge.evaluation import STAGE, Scores
+from lockstep.core.parity.measures import scalar_bounds
+from lockstep.core.parity.measures.compare import Reference, finding
+from lockstep.core.parity.measures.verdict import Finding, Measure
+from lockstep.core.parity.reference.side_by_side import passes
+from lockstep.core.train.validation import LOSS, TOP1
+
+# Stands before `nll` and `top1` of single tokens.
+OF_TOKENS = "validation/"
+# Each metric of a record → the scores that it is the mean of.
+MEANS = {LOSS: "nll", TOP1: "top1"}
+
+
+def validation(evidence: Evidence, reference: Reference, missing: list[str]) -> Iterator[Finding]:
+    """Compare one micro-batch's scores token by token, on its sequences with weight, and the means of all.
+
+    `missing` gets why scores were not judged. Raises NotSupported if the reference shows no taps.
+    """
+    held_out = evidence.held_out
+    if held_out is None:
+        return
+    yield from means(evidence.record.metrics, held_out.every)
+    part, rows = weighted_part(held_out.batch), weighted_rows(held_out.batch)
+    of_rows = {
+        name: score[rows] if len(score) == len(held_out.batch.tokens) else score
+        for name, score in held_out.scores.items()
+    }
+    scores = Scores({TARGETS: part.targets, **of_rows}, reference, OF_TOKENS)
+    for made in passes(reference, evidence.after, part, [LOGITS]):
+        scores.take(made.twin, made.truth)
+    yield from scores.findings(missing)
+
+
+def means(metrics: Mapping[str, float], every: Arrays) -> Iterator[Finding]:
+    """Hold each mean in a record to that of its scores, which is summed exactly.
+
+    Bound: that of a sum in FP64 (scalar_bounds.py), in which the trainer accumulates.
+    """
+    for metric, name in MEANS.items():
+        scores, said = np.asarray(every[name]), metrics.get(metric)
+        due = _mean(scores)
+        bound, basis = scalar_bounds.sum_bound(scores.size)
+        # A mean of scores that are not finite only inherits that.
+        inherited = not math.isfinite(due) and scalar_bounds.same(said, due)
+        apart = 0.0 if inherited else math.inf if said is None else scalar_bounds.ulps(said, due, np.dtype(np.float64))
+        measure = Measure("ulp", apart, None, bound, f"the mean over all tokens, in FP64: {basis}")
+        yield finding(STAGE, metric, "local", (measure,), scores.size)
+
+
+def _mean(scores: np.ndarray) -> float:
+    if not np.isfinite(scores).all():
+        return float(scores.mean(dtype=np.float64))
+    return math.fsum(scores.ravel().tolist()) / max(scores.size, 1)
