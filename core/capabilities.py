@@ -285,6 +285,16 @@ class ServesThreads(Protocol):
 
 
 @runtime_checkable
+class TapsKeepBits(Protocol):
+    """A session whose tapped program gives the gradients of the one that trains, bit for bit, where neither is wrong.
+
+    Other programs may add in another order. taps_keep_bits: whether it promises so much; without it, nobody does.
+    """
+
+    taps_keep_bits: bool
+
+
+@runtime_checkable
 class OfRanks(Protocol):
     """A session that several ranks share. peers: those ranks; each holds its own, and makes the same calls on it."""
 

@@ -8,14 +8,18 @@ each block's part to gradients that are *stored in bf16*: over 16 blocks of 64 q
 of k and v 1.9 times less exact. CUDA kernels accumulate in FP32.
 
 Under a mask of documents torch's CPU call runs the same kernel; what the mask takes out adds zeros. Its `math` kernel
-computes in FP32 from operands in bf16 and rounds what comes out, forward and backward.
+computes in FP32 from operands in bf16 and rounds what comes out, forward and backward; where it knows of grouped
+queries, it sums the gradients of a group before it rounds them. The flash kernel then adds those of a group's queries
+one head after another, in bf16.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
+from types import EllipsisType
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +53,10 @@ def document_mask(documents_BS: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def attention(q_BSHE: Array, k_BSHE: Array, v_BSHE: Array, policy: Policy, mask_B1ST: Array | None = None) -> Array:
-    """softmax(q·kᵀ/√E + mask)·v → (B, S, H, E); without a mask, every query sees what does not come after it."""
+    """softmax(q·kᵀ/√E + mask)·v → (B, S, H, E); without a mask, every query sees what does not come after it.
+
+    k and v have as many heads as q, or fewer, each for the queries of a group.
+    """
     return _forward(q_BSHE, k_BSHE, v_BSHE, policy, mask_B1ST)[0]
 
 
@@ -69,6 +76,9 @@ def _forward(
     q_BSHE: Array, k_BSHE: Array, v_BSHE: Array, policy: Policy, mask_B1ST: Array | None
 ) -> tuple[Array, Saved]:
     q, k, v = policy.round(q_BSHE), policy.round(k_BSHE), policy.round(v_BSHE)
+    group = q.shape[2] // k.shape[2]
+    if group > 1:
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     scores = _scores(q, k, mask_B1ST)
     top = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - top)
@@ -77,25 +87,45 @@ def _forward(
     rounded = policy.round_output(out)
     # Δ is taken from the rounded output; `math` has none, and sums over its weights instead.
     kept = out if policy.kernel == "math" else rounded
-    return rounded, (q, k, v, kept, top + jnp.log(total), mask_B1ST)
+    return rounded, (q, k[:, :, ::group], v[:, :, ::group], kept, top + jnp.log(total), mask_B1ST)
 
 
 def _backward(policy: Policy, saved: Saved, grad_BSHE: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, out, logsumexp, mask_B1ST = saved
     grad = policy.round(grad_BSHE)
+    group = q.shape[2] // k.shape[2]
+    if group > 1:
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     length, scale = q.shape[1], 1.0 / math.sqrt(q.shape[-1])
     blocks = cpu_blocks(length) if policy.kernel == "cpu" else Blocks(length, length)
     weights = jnp.exp(_scores(q, k, mask_B1ST) - logsumexp)
     delta = jnp.einsum("bshe,bshe->bhs", grad, out)[..., None]
     grad_scores = _inner(policy, weights * (jnp.einsum("bshe,bthe->bhst", grad, v) - delta))
     weights = _inner(policy, weights)
-    grad_q, grad_k, grad_v = jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
+    grad_q = jnp.zeros_like(q)
+    grad_k = grad_v = _of_groups(jnp.zeros_like(k), group, ...)
     for part in _slices(length, blocks.keys):
         grad_q = policy.round(grad_q + jnp.einsum("bhst,bthe->bshe", grad_scores[..., part], k[:, part]) * scale)
-    for part in _slices(length, blocks.queries):
-        grad_k = policy.round(grad_k + jnp.einsum("bhst,bshe->bthe", grad_scores[:, :, part], q[:, part]) * scale)
-        grad_v = policy.round(grad_v + jnp.einsum("bhst,bshe->bthe", weights[:, :, part], grad[:, part]))
+    members = range(group) if one_by_one(policy) else [...]
+    for member, part in itertools.product(members, _slices(length, blocks.queries)):
+        of_k = jnp.einsum("bhst,bshe->bthe", grad_scores[:, :, part], q[:, part]) * scale
+        of_v = jnp.einsum("bhst,bshe->bthe", weights[:, :, part], grad[:, part])
+        grad_k = policy.round(grad_k + _of_groups(of_k, group, member))
+        grad_v = policy.round(grad_v + _of_groups(of_v, group, member))
     return grad_q, grad_k, grad_v, None
+
+
+def one_by_one(policy: Policy) -> bool:
+    """Return whether the gradients of a group's queries are added one head after another, and not summed at once."""
+    return policy.kernel == "cpu"
+
+
+def _of_groups(x_BTHE: Array, group: int, member: int | EllipsisType) -> Array:
+    """(B, T, H, E) → (B, T, H/group, E): what one member of each group has, or the sum over all of them (`...`)."""
+    if group == 1:
+        return x_BTHE
+    by_group = x_BTHE.reshape(*x_BTHE.shape[:2], -1, group, x_BTHE.shape[-1])
+    return by_group.sum(3) if member is ... else by_group[:, :, :, member]
 
 
 def _slices(length: int, size: int) -> list[slice]:

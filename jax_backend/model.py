@@ -1,15 +1,16 @@
 """Llama 3 in JAX (Flax NNX). Twin: torch_backend/model.py, line by line.
 
 Arrays carry their axes: B batch, S sequence, D hidden, H query heads, K key-value heads, E head dim, F feed-forward,
-V vocabulary. Everything is in the policy's stream dtype; casts stand in jax_backend/precision.py and in attention.
+V vocabulary. Everything is in the policy's stream dtype; casts stand in jax_backend/policy.py and in attention.
 Parameters have the canonical names of core/model/names.py. How the model is computed, and not what it is, is applied
 from outside: see jax_backend/kernels/__init__.py.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,8 @@ from lockstep.core.config.schema import ModelConfig, RunConfig
 from lockstep.jax_backend.attention import Mask, attention, document_mask
 from lockstep.jax_backend.kernels.float8 import Float8
 from lockstep.jax_backend.loss import negative_log_likelihood, weighted_mean
-from lockstep.jax_backend.policy import Policy
-from lockstep.jax_backend.precision import head, linear
+from lockstep.jax_backend.policy import Policy, Times, as_it_is
+from lockstep.jax_backend.precision import STREAMS, head, linear
 
 Tap = Callable[[str, Array], Array]
 # (x (B, S, D), weight (V, D), targets (B, S), weights (B, S), total, policy, tap) → loss, per-token losses (B, S)
@@ -32,12 +33,13 @@ class Rope(NamedTuple):
     """Hold the rotation of each position, for every block.
 
     cos, sin: (S, E/2), or (B, S, E/2) where positions count from 0 in each document. mask: which keys each query sees,
-    as attention takes it, or None: all that do not come after it.
+    as attention takes it, or None: all that do not come after it. times: multiplies by a table.
     """
 
     cos: Array
     sin: Array
     mask: Mask | None = None
+    times: Times = operator.mul
 
 
 def no_tap(name: str, value: Array) -> Array:
@@ -78,10 +80,11 @@ class Linear(nnx.Module):
         return linear(x, self.weight[...], bias, policy, self.float8)
 
 
-def rope_tables(length: int, head_dim: int, theta: float) -> tuple[Array, Array]:
-    """Cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), in FP64."""
+def rope_tables(length: int, head_dim: int, theta: float, angles: Any = jnp.float64) -> tuple[Array, Array]:
+    """Cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), in FP64. angles: of frequency and product."""
     exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float64) / head_dim
-    angle = jnp.arange(length, dtype=jnp.float64)[:, None] * theta**-exponent
+    angle = jnp.arange(length, dtype=angles)[:, None] * (theta**-exponent).astype(angles)
+    angle = angle.astype(jnp.float64)
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -92,9 +95,9 @@ def positions(documents_BS: Array) -> Array:
 
 
 def rope_at(rope_tables: tuple[Array, Array], places: Array | None, policy: Policy) -> Rope:
-    """The tables in the stream dtype; of these positions (B, S) if they are given."""
+    """The tables in the stream dtype, or as the plan of casts says; of these positions (B, S) if they are given."""
     cos, sin = rope_tables if places is None else (table[places] for table in rope_tables)
-    return Rope(cos.astype(policy.stream), sin.astype(policy.stream))
+    return Rope(*policy.tables(cos, sin), times=policy.times)
 
 
 class Attention(nnx.Module):
@@ -103,6 +106,7 @@ class Attention(nnx.Module):
     def __init__(self, run: RunConfig) -> None:
         super().__init__()
         config = run.model
+        self.grouped = run.attention.grouped == "kernel"
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         kv = config.kv_heads * config.head_dim
         self.q_proj = Linear(config.hidden, config.hidden, config.qkv_bias)
@@ -114,7 +118,9 @@ class Attention(nnx.Module):
         """Rotate each pair (i, i + E/2) of a head by its position's angle, paired as in Hugging Face's Llama."""
         cos, sin = rope.cos[..., None, :], rope.sin[..., None, :]
         left, right = jnp.split(x_BSHE, 2, axis=-1)
-        return jnp.concatenate((left * cos - right * sin, right * cos + left * sin), axis=-1)
+        times = rope.times
+        parts = times(left, cos) - times(right, sin), times(right, cos) + times(left, sin)
+        return jnp.concatenate(parts, axis=-1)
 
     def expand(self, x_BSKE: Array) -> Array:
         """Give each query head its key-value head: (B, S, K, E) → (B, S, H, E), each KV head repeated in place."""
@@ -122,7 +128,10 @@ class Attention(nnx.Module):
 
     def attend(self, q_BSHE: Array, k_BSKE: Array, v_BSKE: Array, policy: Policy, mask: Mask | None = None) -> Array:
         """softmax(q·kᵀ/√E + mask)·v → (B, S, H, E), operands and output rounded to the operand dtype."""
-        return attention(q_BSHE, self.expand(k_BSKE), self.expand(v_BSKE), policy, mask)
+        k_BSKE, v_BSKE = policy.read(k_BSKE, "rotation"), policy.read(v_BSKE, "linear")
+        if not self.grouped:
+            k_BSKE, v_BSKE = self.expand(k_BSKE), self.expand(v_BSKE)
+        return attention(q_BSHE, k_BSKE, v_BSKE, policy, mask)
 
     def __call__(self, x_BSD: Array, rope: Rope, policy: Policy, tap: Tap, name: str) -> Array:
         """X (B, S, D), already normed → (B, S, D)."""
@@ -132,8 +141,8 @@ class Attention(nnx.Module):
         q_BSHE = q_BSD.reshape(*q_BSD.shape[:2], self.heads, self.head_dim)
         k_BSKE = k_BSD.reshape(*k_BSD.shape[:2], self.kv_heads, self.head_dim)
         v_BSKE = v_BSD.reshape(*v_BSD.shape[:2], self.kv_heads, self.head_dim)
-        q_BSHE = tap(f"{name}.q_rope", self.rotate(q_BSHE, rope))
-        k_BSKE = tap(f"{name}.k_rope", self.rotate(k_BSKE, rope))
+        q_BSHE = tap(f"{name}.q_rope", policy.rotated(lambda x: self.rotate(x, rope), q_BSHE))
+        k_BSKE = tap(f"{name}.k_rope", policy.rotated(lambda x: self.rotate(x, rope), k_BSKE))
         # A candidate's own `attend` (docs/guide/candidates.md) needs no mask where the run has none.
         mask = () if rope.mask is None else (rope.mask,)
         out_BSHE = self.attend(q_BSHE, k_BSKE, v_BSKE, policy, *mask)
@@ -150,15 +159,15 @@ class SwiGLU(nnx.Module):
         self.up_proj = Linear(config.hidden, config.ffn_hidden, config.mlp_bias)
         self.down_proj = Linear(config.ffn_hidden, config.hidden, config.mlp_bias)
 
-    def activate(self, gate_BSF: Array, up_BSF: Array) -> Array:
-        """silu(gate) ⊙ up."""
-        return jax.nn.silu(gate_BSF) * up_BSF
+    def activate(self, gate_BSF: Array, up_BSF: Array, between: Callable[[Array], Array] = as_it_is) -> Array:
+        """silu(gate) ⊙ up. between: what silu(gate) passes."""
+        return between(jax.nn.silu(gate_BSF)) * up_BSF
 
     def __call__(self, x_BSD: Array, policy: Policy, tap: Tap, name: str) -> Array:
         """X (B, S, D), already normed → (B, S, D)."""
         gate_BSF = tap(f"{name}.gate", self.gate_proj(tap(f"{name}.gate.x", x_BSD), policy))
         up_BSF = tap(f"{name}.up", self.up_proj(tap(f"{name}.up.x", x_BSD), policy))
-        act_BSF = tap(f"{name}.act", self.activate(gate_BSF, up_BSF))
+        act_BSF = tap(f"{name}.act", policy.activated(self.activate, gate_BSF, up_BSF))
         return tap(f"{name}.down_proj", self.down_proj(act_BSF, policy))
 
 
@@ -175,12 +184,16 @@ class Block(nnx.Module):
 
     def __call__(self, x_BSD: Array, rope: Rope, policy: Policy, tap: Tap, name: str) -> Array:
         """X (B, S, D) → (B, S, D)."""
-        normed_BSD = tap(f"{name}.attn_norm", self.attn_norm(tap(f"{name}.attn_norm.x", x_BSD)))
+        normed_BSD = self.attn_norm(policy.read(tap(f"{name}.attn_norm.x", x_BSD), "residual"))
+        normed_BSD = tap(f"{name}.attn_norm", policy.kept(normed_BSD, "norm"))
         mixed_BSD = self.attn(normed_BSD, rope, policy, tap, f"{name}.attn")
-        x_BSD = tap(f"{name}.attn_residual", tap(f"{name}.attn_residual.x", x_BSD) + mixed_BSD)
-        normed_BSD = tap(f"{name}.mlp_norm", self.mlp_norm(tap(f"{name}.mlp_norm.x", x_BSD)))
+        sum_BSD = tap(f"{name}.attn_residual.x", x_BSD) + policy.read(mixed_BSD, "linear")
+        x_BSD = tap(f"{name}.attn_residual", policy.kept(sum_BSD, "residual"))
+        normed_BSD = self.mlp_norm(policy.read(tap(f"{name}.mlp_norm.x", x_BSD), "residual"))
+        normed_BSD = tap(f"{name}.mlp_norm", policy.kept(normed_BSD, "norm"))
         mixed_BSD = self.mlp(normed_BSD, policy, tap, f"{name}.mlp")
-        return tap(f"{name}.mlp_residual", tap(f"{name}.mlp_residual.x", x_BSD) + mixed_BSD)
+        sum_BSD = tap(f"{name}.mlp_residual.x", x_BSD) + policy.read(mixed_BSD, "linear")
+        return tap(f"{name}.mlp_residual", policy.kept(sum_BSD, "residual"))
 
 
 class Embedding(nnx.Module):
@@ -218,6 +231,7 @@ class Llama(nnx.Module):
         self.z_loss = run.loss.z_loss
         self.document_mask, self.reset_positions = run.attention.document_mask, run.attention.reset_positions
         self.head_dim, self.theta = config.head_dim, config.rope_theta
+        self.angles = STREAMS[run.precision.plan.angles]
         self.embed = Embedding(config.vocab_size, config.hidden)
         self.blocks = nnx.List(Block(run) for _ in range(config.layers))
         self.final_norm = RMSNorm(config.hidden, config.norm_eps)
@@ -225,7 +239,7 @@ class Llama(nnx.Module):
 
     def rope_of(self, length: int) -> tuple[Array, Array]:
         """Cos and sin (S, E/2) of the first positions, in FP64."""
-        return rope_tables(length, self.head_dim, self.theta)
+        return rope_tables(length, self.head_dim, self.theta, self.angles)
 
     def places(self, length: int, documents_BS: Array | None, policy: Policy) -> Rope:
         """Positions and mask as the configuration asks; a sequence without documents is one document."""
@@ -239,11 +253,11 @@ class Llama(nnx.Module):
 
     def trunk_at(self, tokens_BS: Array, rope: Rope, policy: Policy, tap: Tap = no_tap) -> Array:
         """The same of tokens at given places."""
-        x_BSD = tap("embed", self.embed(tokens_BS))
+        x_BSD = tap("embed", policy.kept(self.embed(tokens_BS), "residual"))
         for i, block in enumerate(self.blocks):
             # Without a tap no block needs its name: blocks that are compiled one by one are then one program.
             x_BSD = block(x_BSD, rope, policy, tap, "" if tap is no_tap else f"blocks.{i}")
-        return tap("final_norm", self.final_norm(x_BSD))
+        return tap("final_norm", policy.kept(self.final_norm(policy.read(x_BSD, "residual")), "norm"))
 
     @property
     def head_weight(self) -> Array:
@@ -263,7 +277,7 @@ class Llama(nnx.Module):
         """Per-token loss (B, S) in nats through whole logits."""
         x_BSD = self.trunk(tokens_BS, policy, self.tap, documents_BS)
         logits_BSV = self.tap("logits", self.logits(x_BSD, policy))
-        return self.tap("nll", self.nll(logits_BSV, targets_BS))
+        return self.tap("nll", self.nll(policy.read(logits_BSV, "logits"), targets_BS))
 
     def loss(
         self,

@@ -33,24 +33,27 @@ POLICIES = {name: _twin(policy) for name, policy in precision.POLICIES.items()}
 
 
 def linear(x: Array, weight: Array, bias: Array | None, policy: Policy, float8: Float8 | None = None) -> Array:
-    """X (…, in), weight (out, in) → (…, out) in the stream dtype; the bias is added in the stream dtype.
+    """X (…, in), weight (out, in) → (…, out) in the stream dtype, where the bias is added, unless the casts differ.
 
     float8: makes the product in FP8 (jax_backend/kernels/float8.py), under a policy whose operands are bf16: a layer
     in FP8 is so under the run's own policy, and `evaluate` may ask for another one.
     """
     if float8 is not None and policy.operand == BF16:
         y = product(x, weight, policy, float8)
+    elif bias is not None and policy.casts.rounds("bias"):
+        return _with_bias(x, weight, bias, policy)
     else:
         y = _product(x, weight, policy, True)
-    return y if bias is None else y + bias
+    return y if bias is None else policy.kept(y + bias, "linear")
 
 
 def head(x_BSD: Array, weight_VD: Array, policy: Policy) -> Array:
     """Logits (B, S, V) in the stream dtype: operands rounded to the operand dtype, output not rounded.
 
-    Nor is the weight's gradient, which is summed chunk by chunk in the stream dtype.
+    Nor is the weight's gradient, which is summed chunk by chunk in the stream dtype. Under a plan that rounds logits
+    both are rounded.
     """
-    return _product(x_BSD, weight_VD, policy, False)
+    return _product(x_BSD, weight_VD, policy, policy.casts.rounds("logits"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -74,3 +77,21 @@ def _product_backward(
 
 
 _product.defvjp(_product_forward, _product_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _with_bias(x: Array, weight: Array, bias: Array, policy: Policy) -> Array:
+    """The product and a rounded bias, with one rounding of their sum."""
+    return policy.round(jnp.einsum("...i,oi->...o", policy.round(x), policy.round(weight)) + policy.round(bias))
+
+
+def _with_bias_forward(x: Array, weight: Array, bias: Array, policy: Policy) -> tuple[Array, tuple[Array, Array]]:
+    return _with_bias(x, weight, bias, policy), (policy.round(x), policy.round(weight))
+
+
+def _with_bias_backward(policy: Policy, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array, Array]:
+    grad_bias = policy.round(grad).sum(tuple(range(grad.ndim - 1)))
+    return *_product_backward(policy, True, saved, grad), policy.round(grad_bias)
+
+
+_with_bias.defvjp(_with_bias_forward, _with_bias_backward)

@@ -381,7 +381,9 @@ class JaxSession:
 
     def _under(self, policy: str) -> Policy:
         """A policy by name, with the roundings of the run's attention kernel."""
-        return replace(POLICIES[policy], kernel=kernel_followed(self.config))
+        found = replace(POLICIES[policy], kernel=kernel_followed(self.config))
+        own = policy == self.config.precision.policy
+        return replace(found, casts=self.config.precision.plan) if own else found
 
     def _run_update(self, inputs: Arrays) -> Arrays:
         def under(prefix: str) -> Tree:

@@ -41,10 +41,10 @@ def stage_functions(run: RunConfig, model: Llama, policy: Policy) -> dict[str, S
         return x.reshape(*x.shape[:2], heads, head_dim)
 
     def embed(inputs: Inputs) -> Array:
-        return inputs["weight"][inputs["tokens"]]
+        return policy.kept(inputs["weight"][inputs["tokens"]], "residual")
 
     def norm(inputs: Inputs) -> Array:
-        return rms_norm(inputs["x"], inputs["weight"], eps)
+        return policy.kept(rms_norm(policy.read(inputs["x"], "residual"), inputs["weight"], eps), "norm")
 
     def project(inputs: Inputs, float8: Float8 | None = None) -> Array:
         return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy, float8)
@@ -52,7 +52,8 @@ def stage_functions(run: RunConfig, model: Llama, policy: Policy) -> dict[str, S
     def rope(inputs: Inputs, heads: int) -> Array:
         length = inputs["x"].shape[1]
         places = positions(inputs["documents"]) if "documents" in inputs else None
-        return attention.rotate(by_heads(inputs["x"], heads), rope_at(model.rope_of(length), places, policy))
+        tables = rope_at(model.rope_of(length), places, policy)
+        return policy.rotated(lambda x: attention.rotate(x, tables), by_heads(inputs["x"], heads))
 
     def attend(inputs: Inputs) -> Array:
         v = by_heads(inputs["v"], kv_heads)
@@ -61,16 +62,16 @@ def stage_functions(run: RunConfig, model: Llama, policy: Policy) -> dict[str, S
         return out.reshape(*out.shape[:2], -1)
 
     def gate(inputs: Inputs) -> Array:
-        return mlp.activate(inputs["gate"], inputs["up"])
+        return policy.activated(mlp.activate, inputs["gate"], inputs["up"])
 
     def add(inputs: Inputs) -> Array:
-        return inputs["x"] + inputs["y"]
+        return policy.kept(inputs["x"] + policy.read(inputs["y"], "linear"), "residual")
 
     def logits(inputs: Inputs) -> Array:
         return head(inputs["x"], inputs["weight"], policy)
 
     def nll(inputs: Inputs) -> Array:
-        return model.nll(inputs["logits"], inputs["targets"])
+        return model.nll(policy.read(inputs["logits"], "logits"), inputs["targets"])
 
     def library_head(inputs: Inputs) -> Array:
         return library_nll(inputs["x"], inputs["weight"], inputs["targets"], policy, run.loss)

@@ -64,10 +64,11 @@ def document_blocks(documents_BS: Tensor) -> BlockMask:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Attention by the kernel of one name (AttentionConfig.kernel)."""
+    """Attention by the kernel of one name (AttentionConfig.kernel). grouped: keys may have fewer heads than queries."""
 
     name: str = "auto"
     deterministic: bool = False
+    grouped: bool = False
 
     @property
     def chosen(self) -> AttentionKernel:
@@ -90,9 +91,9 @@ class Kernel:
             return _fa3(q_BHSE, k_BHSE, v_BHSE)
         backends = self.backends(q_BHSE.device.type, q_BHSE.dtype)
         if not backends:
-            return _sdpa(q_BHSE, k_BHSE, v_BHSE, mask)
+            return _sdpa(q_BHSE, k_BHSE, v_BHSE, mask, self.grouped)
         with sdpa_kernel(backends, set_priority=True):
-            return _sdpa(q_BHSE, k_BHSE, v_BHSE, mask)
+            return _sdpa(q_BHSE, k_BHSE, v_BHSE, mask, self.grouped)
 
     def backends(self, device: str, dtype: torch.dtype) -> list[SDPBackend]:
         """The kernels of torch's call that may run, best first; none: its own choice."""
@@ -104,9 +105,10 @@ class Kernel:
         return [] if device == "cpu" else ordered
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: bool) -> Tensor:
     # torch counts queries from the first key on.
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1)
+    causal = mask is None and q.shape[2] > 1
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
 
 def _causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ AT_A_TIME = 2**17
 
 
 def losses_and_logsumexp(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Per-token loss in the logits' dtype, and logsumexp(logits) in FP64: (…, V), (…) → (…), (…).
+    """Per-token loss in the logits' dtype, FP32 at least, and logsumexp(logits) in FP64: (…, V), (…) → (…), (…).
 
     The loss is −log softmax(logits)[target] + z_loss · logsumexp(logits)² (Chowdhery et al. 2022, section 5).
     """
@@ -30,7 +30,8 @@ def _losses(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Ten
     logsumexp = torch.logsumexp(logits.double(), -1)
     chosen = logits.gather(-1, targets[..., None])[..., 0]
     wide = logsumexp - chosen.double()
-    return (wide + z_loss * logsumexp.square() if z_loss else wide).to(logits.dtype), logsumexp
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return (wide + z_loss * logsumexp.square() if z_loss else wide).to(dtype), logsumexp
 
 
 def logits_gradient(
@@ -97,7 +98,7 @@ class _NegativeLogLikelihood(torch.autograd.Function):
 
 
 def negative_log_likelihood(logits_BSV: Tensor, targets_BS: Tensor, z_loss: float = 0.0) -> Tensor:
-    """logsumexp(logits) − logit of the target, and the z-loss: (B, S, V), (B, S) → (B, S) in nats, in their dtype."""
+    """logsumexp(logits) − logit of the target, and the z-loss: (B, S, V), (B, S) → (B, S) in nats, FP32 at least."""
     nll_BS: Tensor = _NegativeLogLikelihood.apply(logits_BSV, targets_BS, z_loss)
     return nll_BS
 

@@ -21,7 +21,7 @@ from lockstep.torch_backend.kernels.embedding import embedding
 from lockstep.torch_backend.kernels.float8 import Float8
 from lockstep.torch_backend.kernels.recompute_products import gated, scaled
 from lockstep.torch_backend.loss import negative_log_likelihood, weighted_mean
-from lockstep.torch_backend.precision import Policy, head, linear
+from lockstep.torch_backend.precision import DTYPES, Policy, head, linear
 
 Tap = Callable[[str, Tensor], Tensor]
 # (x (B, S, D), weight (V, D), targets (B, S), weights (B, S), total, policy, tap) → loss, per-token losses (B, S)
@@ -78,11 +78,11 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.bias, policy, self.float8)
 
 
-def rope_tables(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), in FP64."""
+def rope_tables(length: int, head_dim: int, theta: float, angles: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), in FP64. angles: of frequency and product."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * theta**-exponent
-    return torch.cos(angle), torch.sin(angle)
+    angle = torch.arange(length, dtype=angles)[:, None] * (theta**-exponent).to(angles)
+    return torch.cos(angle.double()), torch.sin(angle.double())
 
 
 def positions(documents_BS: Tensor) -> Tensor:
@@ -94,9 +94,9 @@ def positions(documents_BS: Tensor) -> Tensor:
 
 
 def rope_at(rope_tables: tuple[Tensor, Tensor], places: Tensor | None, policy: Policy) -> Rope:
-    """The tables in the stream dtype; of these positions (B, S) if they are given."""
+    """The tables in the stream dtype, or as the plan of casts says; of these positions (B, S) if they are given."""
     cos, sin = rope_tables if places is None else (table[places] for table in rope_tables)
-    return Rope(cos.to(policy.stream), sin.to(policy.stream))
+    return Rope(*policy.tables(cos, sin))
 
 
 class Attention(nn.Module):
@@ -105,7 +105,8 @@ class Attention(nn.Module):
     def __init__(self, run: RunConfig) -> None:
         super().__init__()
         config = run.model
-        self.kernel = Kernel(run.attention.kernel, run.deterministic)
+        self.grouped = run.attention.grouped == "kernel"
+        self.kernel = Kernel(run.attention.kernel, run.deterministic, self.grouped)
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         kv = config.kv_heads * config.head_dim
         self.q_proj = Linear(config.hidden, config.hidden, config.qkv_bias)
@@ -127,9 +128,11 @@ class Attention(nn.Module):
         self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
     ) -> Tensor:
         """softmax(q·kᵀ/√E + mask)·v → (B, S, H, E), operands and output rounded to the operand dtype."""
-        q = q_BSHE.to(policy.operand).transpose(1, 2)
-        k = self.expand(k_BSKE).to(policy.operand).transpose(1, 2)
-        v = self.expand(v_BSKE).to(policy.operand).transpose(1, 2)
+        # In the stream dtype: the gradients of the heads that share one are summed there.
+        k_BSKE, v_BSKE = policy.read(k_BSKE, "rotation"), policy.read(v_BSKE, "linear")
+        if not self.grouped:
+            k_BSKE, v_BSKE = self.expand(k_BSKE), self.expand(v_BSKE)
+        q, k, v = (x.to(policy.operand).transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
         return self.kernel(q, k, v, mask).transpose(1, 2).to(policy.stream)
 
     def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
@@ -140,8 +143,8 @@ class Attention(nn.Module):
         q_BSHE = q_BSD.reshape(*q_BSD.shape[:2], self.heads, self.head_dim)
         k_BSKE = k_BSD.reshape(*k_BSD.shape[:2], self.kv_heads, self.head_dim)
         v_BSKE = v_BSD.reshape(*v_BSD.shape[:2], self.kv_heads, self.head_dim)
-        q_BSHE = tap(f"{name}.q_rope", self.rotate(q_BSHE, rope))
-        k_BSKE = tap(f"{name}.k_rope", self.rotate(k_BSKE, rope))
+        q_BSHE = tap(f"{name}.q_rope", policy.rotated(lambda x: self.rotate(x, rope), q_BSHE))
+        k_BSKE = tap(f"{name}.k_rope", policy.rotated(lambda x: self.rotate(x, rope), k_BSKE))
         # A candidate's own `attend` (docs/guide/candidates.md) needs no mask where the run has none.
         mask = () if rope.mask is None else (rope.mask,)
         out_BSHE = self.attend(q_BSHE, k_BSKE, v_BSKE, policy, *mask)
@@ -166,7 +169,7 @@ class SwiGLU(nn.Module):
         """X (B, S, D), already normed → (B, S, D)."""
         gate_BSF = tap(f"{name}.gate", self.gate_proj(tap(f"{name}.gate.x", x_BSD), policy))
         up_BSF = tap(f"{name}.up", self.up_proj(tap(f"{name}.up.x", x_BSD), policy))
-        act_BSF = tap(f"{name}.act", self.activate(gate_BSF, up_BSF))
+        act_BSF = tap(f"{name}.act", policy.activated(self.activate, gate_BSF, up_BSF))
         return tap(f"{name}.down_proj", self.down_proj(act_BSF, policy))
 
 
@@ -183,12 +186,16 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
         """X (B, S, D) → (B, S, D)."""
-        normed_BSD = tap(f"{name}.attn_norm", self.attn_norm(tap(f"{name}.attn_norm.x", x_BSD)))
+        normed_BSD = self.attn_norm(policy.read(tap(f"{name}.attn_norm.x", x_BSD), "residual"))
+        normed_BSD = tap(f"{name}.attn_norm", policy.kept(normed_BSD, "norm"))
         mixed_BSD = self.attn(normed_BSD, rope, policy, tap, f"{name}.attn")
-        x_BSD = tap(f"{name}.attn_residual", tap(f"{name}.attn_residual.x", x_BSD) + mixed_BSD)
-        normed_BSD = tap(f"{name}.mlp_norm", self.mlp_norm(tap(f"{name}.mlp_norm.x", x_BSD)))
+        sum_BSD = tap(f"{name}.attn_residual.x", x_BSD) + policy.read(mixed_BSD, "linear")
+        x_BSD = tap(f"{name}.attn_residual", policy.kept(sum_BSD, "residual"))
+        normed_BSD = self.mlp_norm(policy.read(tap(f"{name}.mlp_norm.x", x_BSD), "residual"))
+        normed_BSD = tap(f"{name}.mlp_norm", policy.kept(normed_BSD, "norm"))
         mixed_BSD = self.mlp(normed_BSD, policy, tap, f"{name}.mlp")
-        return tap(f"{name}.mlp_residual", tap(f"{name}.mlp_residual.x", x_BSD) + mixed_BSD)
+        sum_BSD = tap(f"{name}.mlp_residual.x", x_BSD) + policy.read(mixed_BSD, "linear")
+        return tap(f"{name}.mlp_residual", policy.kept(sum_BSD, "residual"))
 
 
 class Embedding(nn.Module):
@@ -228,7 +235,8 @@ class Llama(nn.Module):
         self.fused_loss: FusedLoss | None = None
         self.z_loss = run.loss.z_loss
         self.document_mask, self.reset_positions = run.attention.document_mask, run.attention.reset_positions
-        self.kernel = Kernel(run.attention.kernel, run.deterministic)
+        self.kernel = Kernel(run.attention.kernel, run.deterministic, run.attention.grouped == "kernel")
+        self.angles = DTYPES[run.precision.plan.angles]
         self.rope = run.train.longest, config.head_dim, config.rope_theta
         self.place_rope(torch.get_default_device())
         self.embed = Embedding(config.vocab_size, config.hidden)
@@ -238,7 +246,8 @@ class Llama(nn.Module):
 
     def place_rope(self, device: torch.device) -> None:
         """Make the RoPE tables on a device: buffers in FP64, not part of the state."""
-        cos, sin = rope_tables(*self.rope)
+        # By its default where it is the default, as somebody else's may know no other.
+        cos, sin = rope_tables(*self.rope, *(() if self.angles == torch.float64 else (self.angles,)))
         self.register_buffer("cos", cos.to(device), persistent=False)
         self.register_buffer("sin", sin.to(device), persistent=False)
 
@@ -258,11 +267,11 @@ class Llama(nn.Module):
 
     def trunk_at(self, tokens_BS: Tensor, rope: Rope, policy: Policy, tap: Tap = no_tap) -> Tensor:
         """The same of tokens at given places."""
-        x_BSD = tap("embed", self.embed(tokens_BS))
+        x_BSD = tap("embed", policy.kept(self.embed(tokens_BS), "residual"))
         for i, block in enumerate(self.blocks):
             # Without a tap no block needs its name: blocks that are compiled one by one are then one program.
             x_BSD = block(x_BSD, rope, policy, tap, "" if tap is no_tap else f"blocks.{i}")
-        return tap("final_norm", self.final_norm(x_BSD))
+        return tap("final_norm", policy.kept(self.final_norm(policy.read(x_BSD, "residual")), "norm"))
 
     @property
     def head_weight(self) -> Tensor:
@@ -271,11 +280,11 @@ class Llama(nn.Module):
         return weight
 
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
-        """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype."""
+        """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype, or as the plan of casts says."""
         return head(x_BSD, self.tap("logits.weight", self.head_weight), policy)
 
     def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        """logsumexp(logits) − logit of the target, and the z-loss, (B, S), in the logits' dtype."""
+        """logsumexp(logits) − logit of the target, and the z-loss, (B, S), in the logits' dtype, FP32 at least."""
         return negative_log_likelihood(logits_BSV, targets_BS, self.z_loss)
 
     def forward(

@@ -2,7 +2,8 @@
 
 Weights, residual stream, norms, RoPE, softmax and loss are in the *stream* dtype. A matrix product casts its operands
 to the *operand* dtype, accumulates in FP32 at least, and rounds its output to the operand dtype, except the head, whose
-logits leave the product in the stream dtype.
+logits leave the product in the stream dtype. What else is rounded is the plan of casts (`precision.casts`): tensors
+that it keeps in the operand format have that dtype.
 
 Backward casts under bf16: the gradient of a product's output is rounded to bf16 before both backward products, whose
 results are bf16, then FP32. For `linear` that is what autograd makes of the casts; `head` needs a rule of its own: its
@@ -11,6 +12,7 @@ weight's gradient, a sum over all tokens that is made chunk by chunk, leaves the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.core.components import precision
+from lockstep.core.components.cast_plan import LOCKSTEP, CastPlan
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 
@@ -31,12 +34,41 @@ class Policy:
     """stream: dtype of everything but matrix operands. operand: dtype of both operands of a matrix product.
 
     onednn: FP32 products on the CPU are oneDNN's, not those of torch's BLAS: the order of their sums is another one.
+    casts: what else is rounded to the operand dtype.
     """
 
     name: str
     stream: torch.dtype
     operand: torch.dtype
     onednn: bool = False
+    casts: CastPlan = LOCKSTEP
+
+    def kept(self, x: Tensor, key: str) -> Tensor:
+        """X in the dtype in which the plan keeps what a key of it names: the operand dtype, or the stream's."""
+        return x.to(self.operand if self.casts.keeps(key) else self.stream)
+
+    def read(self, x: Tensor, key: str) -> Tensor:
+        """X in the stream dtype, where something reads it. key: of the plan, by which X is kept; the twin needs it."""
+        return x.to(self.stream)
+
+    def rotated(self, rotate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Apply a rotation with the plan's casts of what it reads and writes."""
+        x = self.kept(x, "rope") if self.casts.rounds("rope") else self.read(x, "linear")
+        return self.kept(rotate(self.read(x, "rope") if self.casts.rotates_widely else x), "rotation")
+
+    def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE's tables in the stream dtype, with the plan's rounding."""
+        cos, sin = cos.to(self.stream), sin.to(self.stream)
+        return (cos.to(self.operand), sin.to(self.operand)) if self.casts.rotates_narrowly else (cos, sin)
+
+    def activated(self, activate: Callable[[Tensor, Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+        """Apply an activation of two inputs with the plan's casts of what it reads and writes."""
+        if not self.casts.rounds("act"):
+            return activate(self.read(gate, "linear"), self.read(up, "linear"))
+        gate, up = self.kept(gate, "act"), self.kept(up, "act")
+        if not self.casts.rounds_inside_act:
+            gate, up = self.read(gate, "act"), self.read(up, "act")
+        return self.kept(activate(gate, up), "act")
 
 
 # By the name of core/components/precision.py. TF32 is what CUDA makes of FP32 operands (torch_backend/switches.py sets
@@ -55,7 +87,7 @@ POLICIES = {
 
 def policy_of(config: RunConfig) -> Policy:
     """The policy of a run. Raises UserError if it asks for oneDNN's products and torch was built without oneDNN."""
-    return replace(POLICIES[config.precision.policy], onednn=_by_onednn(config))
+    return replace(POLICIES[config.precision.policy], onednn=_by_onednn(config), casts=config.precision.plan)
 
 
 def products_in_force(config: RunConfig) -> dict[str, str]:
@@ -73,13 +105,16 @@ def _by_onednn(config: RunConfig) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float8: Float8 | None = None) -> Tensor:
-    """X (…, in), weight (out, in) → (…, out) in the stream dtype; the bias is added in the stream dtype.
+    """X (…, in), weight (out, in) → (…, out) in the stream dtype, where the bias is added, unless the casts differ.
 
     float8: makes the product in FP8 (torch_backend/kernels/float8.py), under a policy whose operands are bf16: a layer
     in FP8 is so under the run's own policy, and `evaluate` may ask for another one.
     """
     x = x.to(policy.operand)
-    if float8 is not None and policy.operand == torch.bfloat16:
+    in_float8 = float8 is not None and policy.operand == torch.bfloat16
+    if bias is not None and policy.casts.rounds("bias") and not in_float8:
+        return _with_bias(x, weight, bias, policy)
+    if float8 is not None and in_float8:
         y = float8.product(x, weight)
     elif slow(x):
         y = F.linear(x.to(policy.stream), weight.to(policy.operand).to(policy.stream)).to(policy.operand)
@@ -87,11 +122,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float
         y = _Linear.apply(x, weight)
     else:
         y = F.linear(x, weight.to(policy.operand))
-    return y.to(policy.stream) if bias is None else y.to(policy.stream) + bias
+    return policy.kept(y if bias is None else y.to(policy.stream) + bias, "linear")
+
+
+def _with_bias(x: Tensor, weight: Tensor, bias: Tensor, policy: Policy) -> Tensor:
+    """The same with a bias of the operand dtype, and one rounding of the sum. x is of the operand dtype."""
+    weight, bias = weight.to(policy.operand), bias.to(policy.operand)
+    if slow(x):
+        wide = F.linear(x.to(policy.stream), weight.to(policy.stream), bias.to(policy.stream))
+        return policy.kept(wide.to(policy.operand), "linear")
+    return policy.kept(F.linear(x, weight, bias), "linear")
 
 
 def head(x_BSD: Tensor, weight_VD: Tensor, policy: Policy) -> Tensor:
-    """Logits (B, S, V) in the stream dtype: operands rounded to the operand dtype, output not rounded."""
+    """Logits (B, S, V) in the stream dtype: operands rounded to the operand dtype, output not rounded.
+
+    Under a plan that rounds logits they are a linear layer's, in the operand dtype.
+    """
+    if policy.casts.rounds("logits"):
+        return linear(x_BSD, weight_VD, None, policy).to(policy.operand)
     if policy.operand == policy.stream:
         return linear(x_BSD, weight_VD, None, policy)
     logits: Tensor = _Head.apply(x_BSD, weight_VD, policy.operand, policy.onednn)
@@ -120,15 +169,16 @@ class _Head(torch.autograd.Function):
     def forward(ctx: Any, x_BSD: Tensor, weight_VD: Tensor, operand: torch.dtype, onednn: bool) -> Tensor:
         x, weight = x_BSD.to(operand), weight_VD.to(operand)
         ctx.save_for_backward(x, weight)
-        ctx.stream, ctx.onednn = x_BSD.dtype, onednn
-        return wide_product(x.flatten(0, -2), weight.T, x_BSD.dtype, onednn).unflatten(0, x.shape[:-1])
+        ctx.of_x, ctx.stream, ctx.onednn = x_BSD.dtype, weight_VD.dtype, onednn
+        return wide_product(x.flatten(0, -2), weight.T, weight_VD.dtype, onednn).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         grad = grads[0].to(x.dtype)
         grad_x = narrow_product(grad.flatten(0, -2), weight, ctx.stream, ctx.onednn).unflatten(0, grad.shape[:-1])
-        return grad_x, wide_product(grad.flatten(0, -2).T, x.flatten(0, -2), ctx.stream, ctx.onednn), None, None
+        grad_weight = wide_product(grad.flatten(0, -2).T, x.flatten(0, -2), ctx.stream, ctx.onednn)
+        return grad_x.to(ctx.of_x), grad_weight, None, None
 
 
 def slow(x: Tensor) -> bool:

@@ -41,10 +41,11 @@ def stage_functions(run: RunConfig, model: Llama, policy: Policy, float8: Float8
         return x.unflatten(-1, (heads, head_dim))
 
     def embed(inputs: Inputs) -> Tensor:
-        return embedding(inputs["tokens"], inputs["weight"])
+        return policy.kept(embedding(inputs["tokens"], inputs["weight"]), "residual")
 
     def norm(inputs: Inputs) -> Tensor:
-        return rms_norm(inputs["x"], inputs["weight"], eps)
+        x = policy.read(policy.kept(inputs["x"], "residual"), "residual")
+        return policy.kept(rms_norm(x, inputs["weight"], eps), "norm")
 
     def project(inputs: Inputs, float8: Float8 | None = None) -> Tensor:
         return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy, float8)
@@ -52,24 +53,28 @@ def stage_functions(run: RunConfig, model: Llama, policy: Policy, float8: Float8
     def rope(inputs: Inputs, heads: int) -> Tensor:
         length = inputs["x"].shape[1]
         places = positions(inputs["documents"]) if "documents" in inputs else None
-        return attention.rotate(by_heads(inputs["x"], heads), rope_at(model.rope_of(length), places, policy))
+        tables = rope_at(model.rope_of(length), places, policy)
+        x = policy.kept(by_heads(inputs["x"], heads), "linear")
+        return policy.rotated(lambda x: attention.rotate(x, tables), x)
 
     def attend(inputs: Inputs) -> Tensor:
-        v = by_heads(inputs["v"], kv_heads)
+        v = policy.kept(by_heads(inputs["v"], kv_heads), "linear")
+        q, k = (policy.kept(inputs[role], "rotation") for role in ("q", "k"))
         mask = (model.kernel.mask(inputs["documents"]),) if "documents" in inputs else ()
-        return attention.attend(inputs["q"], inputs["k"], v, policy, *mask).flatten(2)
+        return attention.attend(q, k, v, policy, *mask).flatten(2)
 
     def gate(inputs: Inputs) -> Tensor:
-        return mlp.activate(inputs["gate"], inputs["up"])
+        gate, up = (policy.kept(inputs[role], "linear") for role in ("gate", "up"))
+        return policy.activated(mlp.activate, gate, up)
 
     def add(inputs: Inputs) -> Tensor:
-        return inputs["x"] + inputs["y"]
+        return policy.kept(policy.kept(inputs["x"], "residual") + policy.kept(inputs["y"], "linear"), "residual")
 
     def logits(inputs: Inputs) -> Tensor:
         return head(inputs["x"], inputs["weight"], policy)
 
     def nll(inputs: Inputs) -> Tensor:
-        return model.nll(inputs["logits"], inputs["targets"])
+        return model.nll(policy.kept(inputs["logits"], "logits"), inputs["targets"])
 
     def library_head(inputs: Inputs) -> Tensor:
         largest = inputs["grad"].abs().max().double() if "grad" in inputs else torch.tensor(0.0).double()
@@ -109,5 +114,5 @@ def run_stage(function: StageFunction, inputs: Mapping[str, np.ndarray], policy:
     out = function(tensors)
     if grad is None:
         return {"out": out}
-    grads = torch.autograd.grad(out, list(leaves.values()), grad)
+    grads = torch.autograd.grad(out, list(leaves.values()), grad.to(out.dtype))
     return {"out": out, **{f"grad/{role}": g for role, g in zip(leaves, grads, strict=True)}}

@@ -47,10 +47,10 @@ def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     errors: list[str] = []
-    for file, tree in reversed(_chain(path) if path else []):
-        for key, value in flatten(tree).items():
-            values[key], origin[key] = value, str(file)
     known = settings()
+    for file, tree in reversed(_chain(path) if path else []):
+        for key, value in flatten(tree, whole=known).items():
+            values[key], origin[key] = value, str(file)
     sections = _sections(known)
     values = {key: value for key, value in values.items() if value != {} or key not in sections}
     for key, text in (overrides or {}).items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from lockstep.core.components.cast_plan import problem_with, read_plan
 from lockstep.core.components.loss_heads import LOSS_HEADS
 from lockstep.core.components.optimizers import OPTIMIZERS
 from lockstep.core.components.precision import POLICIES
@@ -125,6 +126,22 @@ def _fp8_layers_are_there(patterns: str, policy: str, family: str, layers: int) 
     return None
 
 
+def _casts_suit_policy(casts: str, policy: str) -> str | None:
+    return problem_with(casts, POLICIES[policy].operand)
+
+
+def _casts_suit_head(casts: str, head: str) -> str | None:
+    if LOSS_HEADS[head].library and read_plan(casts).rounds("logits"):
+        return f"the head of {head} has casts of its own and shows no logits; take 'chunked', or leave logits = fp32"
+    return None
+
+
+def _groups_have_a_twin(grouped: str, device: str) -> str | None:
+    if grouped == "kernel" and device == "cuda":
+        return "how CUDA's kernels sum the gradients of a group has no twin yet: take 'copies'"
+    return None
+
+
 def _onednn_is_for_eager(products: str, device: str, enabled: bool) -> str | None:
     if products == "onednn" and (device != "cpu" or enabled):
         return "oneDNN makes the products of eager runs on the CPU: set device = cpu and compile.enabled = false"
@@ -209,6 +226,9 @@ RULES = (
     Rule(("optim.eight_bit", "optim.name"), _eight_bits_are_asked_for),
     Rule(("optim.fused", "optim.name", "precision.policy"), _fused_can_be),
     Rule(("precision.cpu_products", "device", "compile.enabled"), _onednn_is_for_eager),
+    Rule(("attention.grouped", "device"), _groups_have_a_twin),
+    Rule(("precision.casts", "precision.policy"), _casts_suit_policy),
+    Rule(("precision.casts", "loss.head"), _casts_suit_head),
     Rule(("precision.loss_scale",), _scale_is_a_power_of_two),
     Rule(("recompute.parts", "recompute.keep_products", "recompute.every"), _parts_are_known),
     Rule(("recompute.memory_budget", "compile.enabled", "compile.backend"), _budget_needs_inductor),

@@ -5,7 +5,7 @@ A run file (core/config/file.py) lists only what differs from the defaults.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -94,12 +94,15 @@ class RunConfig(Section):
         return self
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys. An empty one stays, as a value of its own."""
+def flatten(tree: Mapping[str, Any], prefix: str = "", whole: Container[str] = ()) -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys. An empty one stays, as a value of its own.
+
+    whole: dotted keys whose value may be a mapping, and stays one.
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and value and f"{prefix}{key}" not in whole:
+            flat |= flatten(value, f"{prefix}{key}.", whole)
         else:
             flat[f"{prefix}{key}"] = value
     return flat

@@ -5,9 +5,10 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from lockstep.core.components.attention_kernels import ATTENTION_KERNELS, AttentionKernel
+from lockstep.core.components.cast_plan import CastPlan, canonical, read_plan
 from lockstep.core.components.choice import OneOf
 from lockstep.core.components.loss_heads import LOSS_HEADS, LossHead
 from lockstep.core.components.optimizers import OPTIMIZERS, Optimizer
@@ -188,6 +189,11 @@ class PrecisionConfig(Section):
         "bf16",
         description="operands of the matrix products; fp64, fp32: no casts; fp8: bf16 but for the block linears",
     )
+    casts: Annotated[str, BeforeValidator(canonical)] = Field(
+        "lockstep",
+        description="what else is rounded to the operands' format: lockstep: nothing; autocast: what torch.autocast "
+        "rounds; or choices, as `residual=bf16, logits=bf16` (docs/guide/casts.md)",
+    )
     cpu_products: Literal["auto", "blas", "onednn"] = Field(
         "auto",
         description="FP32 products on the CPU in eager: of torch's BLAS, or of oneDNN, which sums in another order; "
@@ -202,6 +208,11 @@ class PrecisionConfig(Section):
     def chosen(self) -> PrecisionPolicy:
         """The policy itself."""
         return POLICIES[self.policy]
+
+    @property
+    def plan(self) -> CastPlan:
+        """The plan of casts."""
+        return read_plan(self.casts)
 
     @property
     def operand(self) -> str:
@@ -264,6 +275,11 @@ class AttentionConfig(Section):
 
     kernel: Annotated[str, OneOf(ATTENTION_KERNELS)] = Field(
         "auto", description="which kernel; auto: math or flash on CPU, by length and precision; cuDNN's on CUDA"
+    )
+    grouped: Literal["copies", "kernel"] = Field(
+        "copies",
+        description="grouped queries: each gets a copy of its key and value, or the kernel knows of groups and sums "
+        "their gradients (torch's enable_gqa, on the CPU)",
     )
     document_mask: bool = Field(False, description="tokens see their own document only")
     reset_positions: bool = Field(False, description="positions count from 0 in each document")

@@ -48,8 +48,10 @@ def peak_words(estimate: Estimate) -> str:
 
 def memory_rows(estimate: Estimate) -> Rows:
     """Components, what stays between steps, the peak, and what the device must have."""
-    found = estimate.memory
+    found, precision = estimate.memory, estimate.config.precision
     rows: Rows = [[name, gb(size)] for name, size in found.state.items()]
+    if precision.plan.changed:
+        rows.insert(0, [f"casts: {precision.casts}", "planned as with 'lockstep', which keeps more in FP32"])
     rows.append(["steady: weights and moments", gb(found.steady)])
     rows.append(["gradients", gb(found.gradients)])
     rows += [[f"activations: {name}", gb(size)] for name, size in found.activations.items() if size]

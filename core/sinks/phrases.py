@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from lockstep.core.backend import StepRecord
-from lockstep.core.parity.measures.verdict import Check, Finding
+from lockstep.core.parity.measures.verdict import Check, Finding, Fitting
 from lockstep.core.train.loss_scale import FINITE, SCALE, SKIPPED
 from lockstep.core.train.metrics import ATTENTION_LOGIT, MEMORY, RECOMPILED, SEQUENCE_LENGTH
 
@@ -59,6 +59,8 @@ def check_line(check: Check) -> str:
         what = "nothing" if finding is None else "nothing that the model computes"
         return f"{head}: {what} was compared" + (f" ({check.not_covered[0]}, …)" if check.not_covered else "")
     where = place_of(finding)
+    if check.fitting:
+        head += f" ({'agrees' if check.fitting.agrees else 'is nearer'} under {_settings(check.fitting.settings)})"
     kind = "origin" if check.origin else "worst of " + _findings(check)
     if not finding.measures:
         return f"{head}; {kind}: {where}, nothing was compared"
@@ -70,6 +72,19 @@ def headline(verdict: str, idle: Sequence[str]) -> str:
     """`agreed; not exercised: document mask, clipping`. idle: levers that agreement says nothing of."""
     said = f"; not exercised: {', '.join(idle)}" if idle and verdict == "agreed" else ""
     return verdict.replace("_", " ") + said
+
+
+def fitting_in_words(found: Fitting) -> str:
+    """Say what casts that were not declared explain of a step that disagreed."""
+    there, declared = _settings(found.settings), _settings(found.declared)
+    if found.agrees:
+        return f"it differs from what is declared, {declared}: every comparison agrees under {there}"
+    left = f"; the origin under these is {place_of(found.left)}" if found.left else ""
+    return f"stages are nearer to {there} than to what is declared, {declared}{left}"
+
+
+def _settings(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{key} = {value!r}" for key, value in values.items())
 
 
 def place_of(finding: Finding) -> str:

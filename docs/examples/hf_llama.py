@@ -67,12 +67,15 @@ class HfSession:
     def load(self, state: State) -> None:
         raise NotSupported("this example only trains from the start")
 
+    def losses(self, micro: Batch) -> torch.Tensor:
+        logits = self.model(torch.from_numpy(micro.tokens).long()).logits
+        return F.cross_entropy(logits.mT, torch.from_numpy(micro.targets).long(), reduction="none")
+
     def backward(self, batch: Batch) -> tuple[float, np.ndarray]:
         self.optimizer.zero_grad()
         total, loss, nll = float(batch.weights.sum()), 0.0, []
         for micro in batch.micro_batches(self.config.train.micro_batch_size):
-            logits = self.model(torch.from_numpy(micro.tokens).long()).logits
-            each = F.cross_entropy(logits.mT, torch.from_numpy(micro.targets).long(), reduction="none")
+            each = self.losses(micro)
             part = (each * torch.from_numpy(micro.weights)).sum() / total
             part.backward()
             loss += part.item()

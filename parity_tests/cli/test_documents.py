@@ -53,6 +53,29 @@ def test_the_example_of_hugging_faces_llama_agrees(lockstep: Lockstep, run_file:
     assert {"nll", "loss", "gradients", "grad_norm", "moments", "update"} <= {f["stage"] for f in found["stages"]}
 
 
+AUTOCAST = {"precision.casts": "autocast", "attention.kernel": "flash", "attention.grouped": "kernel"}
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "not declared"])
+def test_the_example_under_autocast_agrees_with_its_own_casts(
+    lockstep: Lockstep, run_file: Path, tmp_path: Path, declared: bool
+) -> None:
+    verdict, candidate = tmp_path / "verdict.json", f"{DOCS / 'examples' / 'hf_llama_autocast.py'}:HfLlamaAutocast"
+    settings = [word for key, value in AUTOCAST.items() for word in (f"--{key}", value)] if declared else []
+    said = lockstep(
+        *("parity", run_file, "--steps", 1, "--quick", "--compile.enabled", "false", *settings),
+        *("--candidate", candidate, "--json", verdict),
+    )
+    found = json.loads(verdict.read_text())
+    assert said.code == (0 if declared else 1), said.out
+    if declared:
+        seen = {(f["stage"], f["phase"]) for f in found["stages"] if f["scope"] == "local"}
+        assert {("act", "forward"), ("q_rope", "backward"), ("attn", "backward"), ("logits", "forward")} <= seen
+        assert found["fitting"] is None
+    else:
+        assert found["fitting"]["agrees"] and found["fitting"]["settings"] == AUTOCAST
+
+
 def test_the_example_with_another_epsilon_disagrees(
     lockstep: Lockstep, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,6 +220,13 @@ BROKEN = {
         {"precision.cpu_products": "onednn", "compile.enabled": "false"},
     ],
     ("precision.loss_scale",): [{"precision.loss_scale": "1000"}, {"precision.loss_scale": "1e300"}],
+    ("precision.casts", "precision.policy"): [
+        {"precision.casts": "autocast", "precision.policy": "fp32"},
+        {"precision.casts": "residual=bf16", "precision.policy": "fp16"},
+        {"precision.casts": "angles=fp32", "precision.policy": "fp64"},
+    ],
+    ("precision.casts", "loss.head"): [{"precision.casts": "logits=bf16", "loss.head": "torch"}],
+    ("attention.grouped", "device"): [{"attention.grouped": "kernel", "device": "cuda"}],
     ("recompute.parts", "recompute.keep_products", "recompute.every"): [
         {"recompute.parts": "mpl"},
         {"recompute.parts": "block, mlp"},

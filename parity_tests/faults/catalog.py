@@ -11,6 +11,7 @@ from __future__ import annotations
 from lockstep.parity_tests.faults import (
     attention,
     backward,
+    casts,
     compiled,
     data,
     device,
@@ -224,6 +225,40 @@ DOCUMENTS = (
         loss_moves_less_than=TINY,
         note="the session was given the right documents, and its program others",
         settings=MASKED,
+    ),
+)
+
+AUTOCAST, NARROW = {"precision.casts": "autocast"}, {"precision.casts": "residual=bf16, logits=bf16"}
+CASTS = (
+    Fault(
+        casts.ActivationRoundedOnce,
+        "act",
+        layer=0,
+        loss_moves_less_than=TINY,
+        recipes=BF16,
+        settings=AUTOCAST,
+    ),
+    Fault(casts.RopeTablesRounded, "q_rope", layer=0, loss_moves_less_than=TINY, recipes=BF16, settings=AUTOCAST),
+    Fault(casts.ResidualLeftInFp32, "attn_residual", layer=1, loss_moves_less_than=TINY, recipes=BF16, settings=NARROW),
+    Fault(
+        casts.ResidualGradientCut,
+        "mlp_residual",
+        "backward",
+        layer=0,
+        backward_only=True,
+        loss_moves_less_than=TINY,
+        recipes=BF16,
+        settings=NARROW,
+        note="it is lost in the sum of what the next block's two readers send back",
+    ),
+    Fault(
+        casts.HeadGradientRoundedTwice,
+        "logits",
+        "backward",
+        backward_only=True,
+        loss_moves_less_than=TINY,
+        recipes=BF16,
+        settings=NARROW,
     ),
 )
 
@@ -618,6 +653,7 @@ SAMPLING = (
 FAULTS = (
     *FORWARD,
     *DOCUMENTS,
+    *CASTS,
     *BACKWARD,
     *BEYOND,
     *OWN,
@@ -635,4 +671,4 @@ FAULTS = (
 )
 
 # Those that one eager check of the first step must find, by the backend alone.
-CATALOG = (*FORWARD, *DOCUMENTS, *BACKWARD, *UPDATE, *STATE, *DEVICE, *EVALUATION, *SAMPLING)
+CATALOG = (*FORWARD, *DOCUMENTS, *CASTS, *BACKWARD, *UPDATE, *STATE, *DEVICE, *EVALUATION, *SAMPLING)

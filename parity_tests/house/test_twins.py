@@ -21,7 +21,6 @@ WORDS = {
     "Array": "Tensor",
     "astype": "to",
     "axis": "dim",
-    "concatenate": "cat",
     "repeat(": "repeat_interleave(",
     "split": "chunk",
 }

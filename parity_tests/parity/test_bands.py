@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lockstep.core.backend import Batch
+from lockstep.core.components.cast_plan import PLANS, VALUES, CastPlan, plan_text
 from lockstep.core.config.schema import LossConfig, OptimConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.judge.end_to_end import errors_of_loss
@@ -30,7 +32,22 @@ def distances(excess: float = 1.0, gain: float = 0.0, distance: float = 0.0, rel
 def test_every_comparison_of_every_recipe_was_measured(recipe):
     found = set(calibrated_bounds.table()[recipe])
     apart = ("adamw8bit/", "adamw8bit_bnb/", "muon/", "forward/torch_", "backward/torch_")
-    assert calibrated_bounds.all_kinds(FULL) == {kind for kind in found if not kind.startswith(apart)}
+    of_casts = {kind for kind in found if calibrated_bounds.CAST in kind}
+    assert calibrated_bounds.all_kinds(FULL) == {kind for kind in found - of_casts if not kind.startswith(apart)}
+
+
+@pytest.mark.parametrize("recipe", ["bf16/eager", "bf16/compiled", "fp16/eager", "fp8_rowwise/eager"])
+def test_every_choice_of_a_plan_of_casts_was_measured(recipe):
+    """Alone and beside autocast's, which makes other results narrow."""
+    policy, _, program = recipe.partition("/")
+    operand = FULL.precision.model_copy(update={"policy": policy}).operand
+    for key, values in VALUES.items():
+        for plan in (CastPlan(), PLANS["autocast"]):
+            for value in values:
+                casts = plan_text(replace(plan, **{key: value}), operand)
+                precision = FULL.precision.model_copy(update={"policy": policy, "casts": casts})
+                compiled = FULL.compile.model_copy(update={"enabled": program == "compiled"})
+                calibrated_bounds.require(FULL.model_copy(update={"precision": precision, "compile": compiled}))
 
 
 def test_each_optimizer_needs_its_own_kinds():

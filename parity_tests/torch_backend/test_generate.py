@@ -173,8 +173,8 @@ def from_the_first_key(monkeypatch):
     """A single query is masked as torch counts: it sees the first key alone."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
-    def first(q, k, v, attn_mask, is_causal):
-        return sdpa(q, k, v, attn_mask=attn_mask, is_causal=True)
+    def first(q, k, v, attn_mask, is_causal, **others):
+        return sdpa(q, k, v, attn_mask=attn_mask, is_causal=True, **others)
 
     monkeypatch.setattr("lockstep.torch_backend.attention.F.scaled_dot_product_attention", first)
 

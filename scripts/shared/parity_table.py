@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lockstep.core.parity.measures.verdict import Check, Finding, never_exercised, overall
 from lockstep.core.parity.modes.free_running import Drift
 from lockstep.core.parity.reference.stages import is_forward, place
-from lockstep.core.sinks.phrases import bounds, headline, place_of
+from lockstep.core.sinks.phrases import bounds, fitting_in_words, headline, place_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +56,8 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str) -> Non
             console.print(f"  wrong by itself as well: {place_of(other)}", markup=False)
         if inherited := sum(first.role(f) == "contaminated" for f in first.findings):
             console.print(f"  contaminated: {inherited} comparisons that only inherited wrong inputs", markup=False)
+        if first.fitting:
+            console.print(f"declared: {fitting_in_words(first.fitting)}", markup=False, soft_wrap=True)
         if first.cause:
             console.print(f"cause: {first.cause}", markup=False, soft_wrap=True)
         named = o

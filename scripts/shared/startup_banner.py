@@ -166,7 +166,8 @@ def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str
     in_force = {
         "device": f"{about['device']}, {about['backend']} {next(iter(about['versions'].values()))}",
         **about["in_force"],
-        "precision": f"matrix products in {config.precision.operand}, all else and the master weights in {stream}",
+        "precision": f"matrix products in {config.precision.operand}, all else and the master weights in {stream}"
+        + (f"; casts: {config.precision.casts}" if config.precision.plan.changed else ""),
         "a step": f"{tokens:,} tokens: {sequences_of(train)}, "
         f"{train.accumulation} micro-batches{' a rank' if train.ranks > 1 else ''}",
         "learning rate": learning_rate_of(config),

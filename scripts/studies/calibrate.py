@@ -34,6 +34,7 @@ import torch
 import tyro
 
 from lockstep.core.backend import Arrays
+from lockstep.core.components.cast_plan import NARROW
 from lockstep.core.model.names import GRADIENT
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.judge.local import stages
@@ -48,9 +49,10 @@ from lockstep.scripts.studies.samples import Checks, Sample, kept
 
 TABLE = ROOT / "core/parity/measures/calibrated_bounds.json"
 # What is measured apart: `step`, a whole step with AdamW; what another optimizer or a library's loss head does.
-Part = Literal["step", "adamw8bit", "adamw8bit_bnb", "muon", "torch_head", "liger_head", "cce_head"]
+# `casts`: what a plan of casts rounds (`precision.casts`).
+Part = Literal["step", "casts", "adamw8bit", "adamw8bit_bnb", "muon", "torch_head", "liger_head", "cce_head"]
 PARTS: tuple[Part, ...] = get_args(Part)
-ON_CPU: tuple[Part, ...] = ("step", "adamw8bit", "muon", "torch_head")
+ON_CPU: tuple[Part, ...] = ("step", "casts", "adamw8bit", "muon", "torch_head")
 POLICIES = ("fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise")
 RECIPES = tuple(f"{policy}/{program}" for policy in POLICIES for program in ("eager", "compiled"))
 CALIBRATION_DRAWS, HELD_OUT_DRAWS = range(30), range(1000, 1008)
@@ -81,7 +83,7 @@ def clean_checks(job: Job) -> Checks:
         return (Measure("excess", d.excess, None, None, "calibration"),)
 
     optimizer = part if part in ("adamw8bit", "adamw8bit_bnb", "muon") else "adamw"
-    config = draw_config(draw, recipe, optimizer=optimizer)
+    config = draw_config(draw, recipe, optimizer=optimizer, casts=part == "casts")
     if part.endswith("_head"):
         loss = config.loss.model_copy(update={"head": part.removesuffix("_head")})
         config = config.model_copy(update={"loss": loss, "device": device})
@@ -93,6 +95,8 @@ def clean_checks(job: Job) -> Checks:
             judge(evidence, of_seed)
         elif part.endswith("_head"):
             list(stages(replace(evidence, taps=_of_head(evidence.taps)), of_seed, []))
+        elif part == "casts":
+            list(stages(evidence, of_seed, []))
         else:
             list(update(evidence, of_seed))
     return checks
@@ -105,6 +109,8 @@ def _of_head(taps: Arrays) -> Arrays:
 
 def part_of(kind: str) -> Part:
     """Return the part whose clean runs measure a kind of comparison."""
+    if calibrated_bounds.CAST in kind:
+        return "casts"
     scope, _, stage = kind.partition("/")
     named = stage.partition("/")[0] if scope in ("forward", "backward") else scope
     return next((part for part in PARTS if part == named), "step")
@@ -113,7 +119,10 @@ def part_of(kind: str) -> Part:
 def measured_here(recipe: str) -> list[Part]:
     """The parts whose clean runs are those of this recipe (`measured_under` in calibrated_bounds.py)."""
     kinds = {part: f"forward/{part}" if part.endswith("_head") else f"{part}/update" for part in PARTS}
-    return [part for part in PARTS if part == "step" or calibrated_bounds.measured_under(recipe, kinds[part]) == recipe]
+    kinds["casts"] = f"forward/act{calibrated_bounds.CAST}"
+    if calibrated_bounds.policy_of(recipe).operand not in NARROW:
+        del kinds["casts"]
+    return [part for part in kinds if part == "step" or calibrated_bounds.measured_under(recipe, kinds[part]) == recipe]
 
 
 def keep(rows: dict[str, Any], recipe: str, parts: list[Part], measured: dict[str, Any]) -> None:

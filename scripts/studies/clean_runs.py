@@ -21,6 +21,8 @@ import numpy as np
 import torch
 
 from lockstep.core.backend import Batch, State
+from lockstep.core.components.cast_plan import NARROW, PLANS, VALUES, CastPlan, plan_text
+from lockstep.core.components.precision import POLICIES
 from lockstep.core.config.schema import (
     CompileConfig,
     LossConfig,
@@ -54,12 +56,15 @@ def text() -> np.ndarray:
 Optimizer = Literal["adamw", "adamw8bit", "adamw8bit_bnb", "muon"]
 
 
-def draw_config(seed: int, recipe: str, accumulate: bool | None = None, optimizer: Optimizer = "adamw") -> RunConfig:
+def draw_config(
+    seed: int, recipe: str, accumulate: bool | None = None, optimizer: Optimizer = "adamw", casts: bool = False
+) -> RunConfig:
     """A random run of a recipe (`policy/eager` or `policy/compiled`); the shapes depend on the seed alone.
 
     One to four layers, 24 to 256 hidden, one to all KV heads, tied or not, biases or not, sequences of 16 to 320
     tokens, one to four micro-batches. accumulate: whether there are several; by default the seed decides.
-    optimizer: any but AdamW has rates and decay by group as well, and Muon its own settings.
+    optimizer: any but AdamW has rates and decay by group as well, and Muon its own settings. casts: under a random plan
+    of casts, and Lockstep's own where there is no narrower format.
     """
     rng = np.random.default_rng([seed, 1])
     heads = int(rng.choice([2, 4, 6, 8]))
@@ -95,15 +100,30 @@ def draw_config(seed: int, recipe: str, accumulate: bool | None = None, optimize
         optim = optim.model_copy(update={"name": name, "eight_bit": library, **by_group})
     length = int(rng.choice([16, 33, 64, 100, 128, 200, 320]))
     policy, program = recipe.split("/")
+    narrow = casts and POLICIES[policy].operand in NARROW
+    precision = PrecisionConfig(policy=policy, loss_scale=2.0**12, loss_scale_interval=40)
+    if narrow:
+        plan = draw_plan(seed)
+        precision = precision.model_copy(update={"casts": plan_text(plan, precision.operand)})
     return RunConfig(
         seed=seed,
         device="cpu",
         model=model,
         train=TrainConfig(steps=1000, batch_size=micro * parts, micro_batch_size=micro, sequence_length=length),
         optim=optim,
-        precision=PrecisionConfig(policy=policy, loss_scale=2.0**12, loss_scale_interval=40),
+        precision=precision,
         **_levers(np.random.default_rng([seed, 4]), compiled=program == "compiled"),
     )
+
+
+def draw_plan(seed: int) -> CastPlan:
+    """Draw a plan of casts: autocast's in every fifth draw, else a choice for each key, rope's and act's in turn."""
+    if seed % 5 == 4:
+        return PLANS["autocast"]
+    rng = np.random.default_rng([seed, 5])
+    drawn = {key: str(rng.choice(values)) for key, values in VALUES.items()}
+    in_turn = {key: VALUES[key][seed % len(VALUES[key])] for key in ("rope", "act")}
+    return CastPlan(**drawn | in_turn)
 
 
 def _levers(rng: np.random.Generator, compiled: bool) -> dict[str, Section]:

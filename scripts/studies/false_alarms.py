@@ -55,8 +55,9 @@ FIRST_DRAW = 5000
 class Kind:
     """Name a kind of clean run. accumulate: whether the batch has several micro-batches; None: as the draw says.
 
-    head: of a library, or Lockstep's own. first_draw: those before were looked at while its bounds were set. Chunks of
-    the head, recomputation and programs of blocks are drawn at random under every kind.
+    head: of a library, or Lockstep's own. casts: under a random plan of casts. first_draw: those before were looked at
+    while its bounds were set. Chunks of the head, recomputation and programs of blocks are drawn at random under every
+    kind.
     """
 
     recipe: str
@@ -66,11 +67,12 @@ class Kind:
     documents: bool = False
     ranks: int = 1
     head: str = ""
+    casts: bool = False
     first_draw: int = FIRST_DRAW
 
     def config(self, draw: int) -> RunConfig:
         """The run of a draw."""
-        config = draw_config(draw, self.recipe, self.accumulate, self.optimizer)
+        config = draw_config(draw, self.recipe, self.accumulate, self.optimizer, self.casts)
         changes: dict[str, Section] = {}
         if self.recompute and not config.recompute.parts:
             changes["recompute"] = RecomputeConfig(parts="block" if draw % 2 else "norms,attention,mlp")
@@ -105,6 +107,9 @@ RECIPES = {
     "bf16, 8-bit AdamW of bitsandbytes": Kind("bf16/eager", optimizer="adamw8bit_bnb"),
     "bf16, Muon": Kind("bf16/eager", optimizer="muon", first_draw=6000),
     "bf16, torch's loss head": Kind("bf16/eager", head="torch"),
+    "bf16, random casts": Kind("bf16/eager", casts=True),
+    "bf16, random casts, compiled": Kind("bf16/compiled", casts=True),
+    "fp16, random casts": Kind("fp16/eager", casts=True),
 }
 EARLIER = """Earlier rounds, each under narrower bounds and on draws that are not used again, accused 2 of 864 checks,
 11 of 1,872 and 5 of 3,936; a fourth, the last before there were levers, none of 10,080; a fifth, before single elements
@@ -140,6 +145,11 @@ def digest(label: str) -> str:
     config, recipe = RECIPES[label].config(0), RECIPES[label].recipe
     of_all = ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
     kinds = calibrated_bounds.all_kinds(config.model_copy(update={"model": of_all}))
+    if RECIPES[label].casts:
+        rows = calibrated_bounds.table()[
+            calibrated_bounds.measured_under(recipe, f"forward/act{calibrated_bounds.CAST}")
+        ]
+        kinds |= {kind for kind in rows if calibrated_bounds.CAST in kind}
     used = {
         (kind, size): (calibrated_bounds.limits(recipe, kind, size), calibrated_bounds.extremes_of(recipe, kind))
         for kind in kinds

@@ -24,6 +24,7 @@ from typing import Any
 
 import tyro
 
+from lockstep.core.components.precision import POLICIES
 from lockstep.scripts.studies.repository import ROOT
 
 ROWS, PAGE = ROOT / ".cache/parity_matrix.json", ROOT / "docs/results/parity_matrix.md"
@@ -32,12 +33,15 @@ CONFIG, STEPS = "configs/quickstart.toml", 2
 LEVERS: dict[str, tuple[str, ...]] = {
     "program": ("eager", "compiled"),
     "precision": ("fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise"),
+    "casts": ("lockstep", "autocast", "residual"),
     "head": ("full", "chunked", "torch"),
     "recomputed": ("none", "mlp", "block"),
     "micro-batches": ("1", "4"),
     "ranks": ("1", "2, DDP", "2, FSDP"),
     "optimizer": ("adamw", "adamw8bit", "muon"),
 }
+# What stands for the third of the casts, in the format of the operands.
+RESIDUAL = "residual={0}, norm={0}, rope=after rotation, act=after product"
 # A model of two blocks in which every lever has something to do: several chunks, 8-bit blocks of 256 numbers also on
 # each of two ranks.
 SMALL = {
@@ -62,14 +66,28 @@ def pairs(cell: Sequence[str]) -> set[tuple[int, str, int, str]]:
 
 def design(levers: Mapping[str, Sequence[str]]) -> list[Cell]:
     """Cells in which every pair of values of two levers meets: each time the one that brings most new pairs."""
-    every = [tuple(values) for values in itertools.product(*levers.values())]
+    every = [cell for cell in itertools.product(*levers.values()) if is_allowed(cell, tuple(levers))]
     missing = set().union(*map(pairs, every))
     found: list[Cell] = []
     while missing:
         best = max(every, key=lambda cell: len(pairs(cell) & missing))
         found.append(best)
         missing -= pairs(best)
+    for cell in list(found):  # later ones may have brought all that an early one did
+        others = [other for other in found if other != cell]
+        if pairs(cell) <= set().union(*map(pairs, others)):
+            found = others
     return found
+
+
+def is_allowed(cell: Cell, levers: Sequence[str]) -> bool:
+    """Return whether a configuration may have these values together.
+
+    FP32 has no narrower format to round to, and a library's head has casts of its own.
+    """
+    of = dict(zip(levers, cell, strict=True))
+    casts = of.get("casts", "lockstep")
+    return casts == "lockstep" or (of["precision"] != "fp32" and not (casts == "autocast" and of["head"] == "torch"))
 
 
 def settings(cell: Cell) -> dict[str, str]:
@@ -87,6 +105,9 @@ def settings(cell: Cell) -> dict[str, str]:
         | {
             "compile.enabled": str(of["program"] == "compiled").lower(),
             "precision.policy": of["precision"],
+            "precision.casts": RESIDUAL.format(POLICIES[of["precision"]].operand)
+            if of["casts"] == "residual"
+            else of["casts"],
             "loss.head": of["head"],
             "recompute.parts": "" if of["recomputed"] == "none" else of["recomputed"],
             "train.micro_batch_size": str(size),

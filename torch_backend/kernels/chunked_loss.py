@@ -51,10 +51,10 @@ class _ChunkedLoss(torch.autograd.Function):
         targets_N: Tensor,
         weights_N: Tensor,
         total: Tensor,
-        settings: tuple[torch.dtype, float, int, bool, bool],
+        settings: tuple[torch.dtype, float, int, bool, bool, bool],
     ) -> tuple[Tensor, ...]:
-        operand, z_loss, chunk, show, onednn = settings
-        stream = x_ND.dtype
+        operand, z_loss, chunk, show, onednn, narrow_logits = settings
+        stream = weight_VD.dtype
         x, weight = x_ND.to(operand), weight_VD.to(operand)
         shares_N = weights_N.double() / total.double()
         loss = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -66,7 +66,10 @@ class _ChunkedLoss(torch.autograd.Function):
             rows = slice(start, start + chunk)
             # All that is computed from the logits of the chunk before.
             x_rows = after(x[rows], [loss, losses[-1], grad_x[-1], grad_weight]) if losses else x[rows]
-            logits = wide_product(x_rows, weight.T, stream, onednn)
+            if narrow_logits:
+                logits = narrow_product(x_rows, weight.T, stream, onednn).to(operand)
+            else:
+                logits = wide_product(x_rows, weight.T, stream, onednn)
             part, logsumexp = losses_and_logsumexp(logits, targets_N[rows], z_loss)
             # The share is rounded as the gradient of a loss is that autograd hands down.
             grad = logits_gradient(logits, targets_N[rows], logsumexp, shares_N[rows].to(stream), z_loss, not show)
@@ -77,6 +80,9 @@ class _ChunkedLoss(torch.autograd.Function):
             losses.append(part)
             if show:
                 shown.append((logits, grad))
+        if narrow_logits:
+            grad_weight = grad_weight.to(operand).to(stream)
+        ctx.of_x = x_ND.dtype
         ctx.save_for_backward(torch.cat(grad_x), grad_weight)
         ctx.set_materialize_grads(False)
         found = (torch.cat(losses), *(torch.cat(parts) for parts in zip(*shown, strict=True)))
@@ -87,7 +93,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
         scale = grads[0].to(grad_x.dtype)
-        return grad_x * scale, grad_weight * scale, None, None, None, None
+        return (grad_x * scale).to(ctx.of_x), grad_weight * scale, None, None, None, None
 
 
 class _Link(torch.autograd.Function):
@@ -103,8 +109,8 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logits, grad_losses = ctx.saved_tensors
-        scale = grads[0].to(grad_logits.dtype)
-        return grads[0], grad_logits * scale, grad_losses * scale, None, None
+        scale = grads[0].to(grad_losses.dtype)
+        return grads[0], (grad_logits * scale).to(grad_logits.dtype), grad_losses * scale, None, None
 
 
 def chunked_loss(
@@ -122,7 +128,8 @@ def chunked_loss(
 
     tap: sees `logits` and `nll`, and their gradients come back through it; None shows nothing and keeps nothing.
     """
-    batch, settings = targets_BS.shape, (policy.operand, z_loss, chunk, tap is not None, policy.onednn)
+    narrow = policy.casts.rounds("logits")
+    batch, settings = targets_BS.shape, (policy.operand, z_loss, chunk, tap is not None, policy.onednn, narrow)
     arguments = x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), weights_BS.flatten(), total, settings
     loss, losses_N, *shown = _ChunkedLoss.apply(*arguments)
     losses_BS = losses_N.unflatten(0, batch)

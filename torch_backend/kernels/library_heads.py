@@ -132,8 +132,8 @@ def library_nll(
 ) -> Tensor:
     """Per-token losses (B, S) in the stream dtype. largest: the largest gradient that any of them will be given."""
     scale = torch.where(largest > 0, 1 / largest, 1.0)
-    x = _Scaled.apply(x_BSD.flatten(0, 1), 1 / scale).to(policy.operand)
+    x = _Scaled.apply(x_BSD.flatten(0, 1).to(policy.stream), 1 / scale).to(policy.operand)
     weight = _Scaled.apply(weight_VD, 1 / scale).to(policy.operand)
-    losses = LIBRARY_HEADS[loss.head].losses(x, weight, targets_BS.flatten(), loss).to(x_BSD.dtype)
+    losses = LIBRARY_HEADS[loss.head].losses(x, weight, targets_BS.flatten(), loss).to(policy.stream)
     nll_BS: Tensor = _Scaled.apply(losses, scale).unflatten(0, targets_BS.shape)
     return nll_BS

@@ -197,17 +197,24 @@ def _blocks_stay_whole(shape: Shape, ranks: int) -> bool:
 
 
 def to_numpy(tensor: Tensor | None) -> np.ndarray:
-    """Copy a tensor, whole where it is cut over ranks, to host memory; every rank that holds a part calls it."""
+    """Copy a tensor, whole where it is cut over ranks, to host memory; every rank that holds a part calls it.
+
+    Numbers of 16 bits are widened there: NumPy has no bf16.
+    """
     assert tensor is not None
-    array: np.ndarray = whole(tensor.detach()).to("cpu", copy=True).numpy()
+    array: np.ndarray = _widened(whole(tensor.detach()).to("cpu", copy=True)).numpy()
     return array
 
 
 def part_to_numpy(tensor: Tensor | None) -> np.ndarray:
     """Copy this rank's part of a tensor to host memory."""
     assert tensor is not None
-    array: np.ndarray = local(tensor).to("cpu", copy=True).numpy()
+    array: np.ndarray = _widened(local(tensor).to("cpu", copy=True)).numpy()
     return array
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize == 2 else tensor
 
 
 def own_rows(arrays: Arrays, name: str, like: Tensor) -> np.ndarray:

@@ -113,5 +113,5 @@ class Decoder:
             rope = rope_at((model.cos[start:stop], model.sin[start:stop]), None, self.policy)
             ids = torch.tensor(tokens[None, start:], dtype=torch.long, device=self.device)
             x_BSD = model.trunk_at(ids, rope, self.policy, tap)[:, -1:]
-            logits: np.ndarray = model.logits(x_BSD, self.policy)[0, 0].cpu().numpy()
+            logits: np.ndarray = model.logits(x_BSD, self.policy)[0, 0].to(self.policy.stream).cpu().numpy()
         return logits

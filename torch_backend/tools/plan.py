@@ -24,7 +24,7 @@ from lockstep.torch_backend.kernels.float8 import apply_float8, float8
 from lockstep.torch_backend.kernels.loss_head import apply_loss_head
 from lockstep.torch_backend.kernels.recompute import apply_recompute
 from lockstep.torch_backend.model import Llama
-from lockstep.torch_backend.precision import POLICIES
+from lockstep.torch_backend.precision import policy_of
 from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools.bench import random_batches
 
@@ -144,7 +144,7 @@ def _known(size: int | torch.SymInt) -> int:
 
 def fake(config: RunConfig) -> tuple[Llama, tuple[Any, ...]]:
     """The model and a micro-batch, in the fake mode that is on."""
-    policy = POLICIES[config.precision.policy]
+    policy = policy_of(config)
     before = torch.get_default_dtype()
     # Parameters cannot change their dtype under fake tensors.
     torch.set_default_dtype(policy.stream)

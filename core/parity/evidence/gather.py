@@ -21,6 +21,7 @@ from lockstep.core.capabilities import (
     ShowsRankGradients,
     StreamsRankGradients,
     Take,
+    TapsKeepBits,
     ask,
     ranks_of,
 )
@@ -92,6 +93,7 @@ class Evidence:
     (core/parity/evidence/evaluation.py, cached_logits.py); empty if there are none.
     misread: elements of each of the batch's arrays that lay otherwise on the device, where they were read back.
     held_out: the validation that was due after the step; None if none was.
+    taps_keep_bits: whether the tapped program promises the bits of the one that trains (core/capabilities.py).
     """
 
     before: State
@@ -116,6 +118,7 @@ class Evidence:
     evaluated: Arrays = field(default_factory=dict)
     misread: Mapping[str, int] = field(default_factory=dict)
     held_out: HeldOut | None = None
+    taps_keep_bits: bool = False
 
     @property
     def given_probe(self) -> Batch | None:
@@ -297,6 +300,7 @@ def _gather(
         evaluated=scores,
         misread=misread,
         held_out=validated,
+        taps_keep_bits=_taps_keep_bits(session),
     )
 
 
@@ -308,6 +312,13 @@ def _validated(
     chosen = int(drawn[16:24], 16) % len(validation.batches)
     probe = probe_of(validation.batches[chosen], config, turn=int(drawn[24:32], 16))
     return held_out(session, validation, chosen, probe)
+
+
+def _taps_keep_bits(session: Session) -> bool:
+    try:
+        return ask(session, TapsKeepBits).taps_keep_bits
+    except NotSupported:
+        return False
 
 
 def _computed_again(

@@ -96,6 +96,7 @@ class _Document:
     evaluated: str = ""
     misread: Mapping[str, int] = field(default_factory=dict)
     held_out: _HeldOut | None = None
+    taps_keep_bits: bool = False
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -179,6 +180,7 @@ class _Writer:
             self._kind("evaluated", evidence.evaluated) if evidence.evaluated else "",
             evidence.misread,
             self._held_out(evidence.held_out),
+            evidence.taps_keep_bits,
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -269,4 +271,5 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         evaluated=store.arrays(document.evaluated) if document.evaluated else {},
         misread=document.misread,
         held_out=held_out(document.held_out),
+        taps_keep_bits=document.taps_keep_bits,
     )

@@ -17,7 +17,8 @@ import numpy as np
 
 from lockstep.core.arrays import part_of, shape_of
 from lockstep.core.backend import Arrays, NotSupported, RankReport
-from lockstep.core.model.graph import Operation
+from lockstep.core.components.precision import narrowed
+from lockstep.core.model.graph import OUTPUT, Operation
 from lockstep.core.model.names import GRADIENT, in_fp8, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.judge.rows import with_ranks
@@ -43,8 +44,16 @@ from lockstep.core.train.loss_scale import SCALE
 Contribution = tuple[np.ndarray, np.ndarray]  # of the twin, of the truth
 
 
-def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iterator[Finding]:
-    """Each stage's output, then each gradient that it sends back, in no particular order of the chain."""
+def stages(
+    evidence: Evidence,
+    reference: Reference,
+    missing: list[str],
+    chosen: Callable[[Operation], bool] = lambda stage: True,
+) -> Iterator[Finding]:
+    """Each stage's output, then each gradient that it sends back, in no particular order of the chain.
+
+    chosen: which stages; sums of gradients are those of tensors that a chosen one writes.
+    """
     if not evidence.taps:
         return
     evidence = _as_computed(evidence)
@@ -53,7 +62,7 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
     sent: dict[tuple[str, str], Contribution] = {}
     if has_gradients:
         yield _loss_backward(evidence, reference)
-    for stage in stages_of(reference.config):
+    for stage in filter(chosen, stages_of(reference.config)):
         if absent := [t for t in (*stage.reads.values(), stage.tap) if t not in evidence.taps]:
             basis = "every tap that was asked for is there"
             yield exact(stage.id, stage.tap, len(absent), len(absent), basis, ", ".join(absent))
@@ -74,7 +83,7 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
         except ValueError as error:  # shapes that do not fit together: the tap's own comparison says so
             yield exact(stage.id, stage.tap, 1, 1, "shapes of the inputs fit together", str(error).splitlines()[0])
             continue
-        kind, noise = calibrated_bounds.local_kind(stage.id), Noise(reference, variant, inputs, w, t)
+        kind, noise = calibrated_bounds.local_kind(reference.config, stage), Noise(reference, variant, inputs, w, t)
         c = evidence.taps[stage.tap]
         yield compare(
             reference,
@@ -101,7 +110,7 @@ def stages(evidence: Evidence, reference: Reference, missing: list[str]) -> Iter
             heard = functools.partial(noise.of, f"grad/{role}", terms)
             yield _sent_back(stage, role, name, sides, evidence.taps, reference, heard)
     if has_gradients:
-        for shared in sums.values():
+        for shared in (one for one in sums.values() if chosen(one.producer)):
             yield from _sum(shared, sent, evidence.taps, reference)
 
 
@@ -126,8 +135,9 @@ class Program:
         raw = micro.program if name in micro.program else micro.grads
         if name in raw and GRADIENT + name in self._evidence.taps:
             stage = "compiler" if self._reference.config.compile.enabled else "gradients"
-            tapped = self._evidence.taps[GRADIENT + name]
-            self._bridges += _bridge(stage, name, raw[name], tapped, twin, truth, errors, self._reference)
+            sides = raw[name], self._evidence.taps[GRADIENT + name]
+            keeps = self._evidence.taps_keep_bits
+            self._bridges += _bridge(stage, name, *sides, twin, truth, errors, self._reference, keeps)
 
     def findings(self) -> Iterator[Finding]:
         """The comparisons that were made, and those of the candidate's own gradients with each other."""
@@ -203,14 +213,28 @@ def _narrowly_reduced(
     Each is at most u of what it rounds, and that no larger than the sum of the parts' magnitudes (Higham 2002, 4.2),
     or half the smallest spacing. together: the sum of the parts' magnitudes, float64.
     """
-    train, dtype = reference.config.train, reference.config.parallel.gradient_dtype
+    ranks, dtype = reference.config.train.ranks, reference.config.parallel.gradient_dtype
+    return _rounded_sum("reduction", name, whole, total, together, ranks, dtype, f" over {ranks} ranks")
+
+
+def _rounded_sum(
+    stage: str,
+    name: str,
+    whole: np.ndarray,
+    total: np.ndarray,
+    together: np.ndarray,
+    roundings: int,
+    dtype: str,
+    over: str = "",
+) -> Finding:
+    """A sum with so many roundings to a narrow format against the sum of its parts in a wide one."""
     roundoff, smallest = NARROW[dtype]
     size = float(np.linalg.norm(total.astype(np.float64)))
-    lost = train.ranks * (roundoff * float(np.linalg.norm(together)) + smallest * math.sqrt(total.size))
-    basis = f"summed over {train.ranks} ranks in {dtype}: {train.ranks} roundings of {roundoff:.1e} of the parts' sizes"
+    lost = roundings * (roundoff * float(np.linalg.norm(together)) + smallest * math.sqrt(total.size))
+    basis = f"summed{over} in {dtype}: {roundings} roundings of {roundoff:.1e} of the parts' sizes"
     apart = relative_difference(whole, total)
     measure = Measure("relative_difference", apart, None, lost / size if size else 0.0, basis)
-    return finding("reduction", name, "local", (measure,), whole.size, float(np.mean(whole != total)))
+    return finding(stage, name, "local", (measure,), whole.size, float(np.mean(whole != total)), phase="backward")
 
 
 # What a rank's record says → the link that it belongs to.
@@ -367,7 +391,7 @@ def _sent_back(
     c = taps.get(GRADIENT + name)
     note = "" if c is not None else "no gradient came back"
     c = np.zeros_like(t) if c is None else c
-    kind = calibrated_bounds.local_kind(stage.id, role)
+    kind = calibrated_bounds.local_kind(reference.config, stage, role)
 
     def compared(rows: slice = slice(None)) -> Finding:
         part = c[rows], w[rows], t[rows]
@@ -401,21 +425,23 @@ def _sum(
         yield exact(shared.producer.id, shared.name, 1, 1, "what its consumers send back arrives", phase="backward")
     else:
         parts = [taps[name] for name in names]
-        together, sizes = np.zeros(total.shape), []
-        for part in parts:
-            together += part
-            sizes.append(_norm(part))
-        size = _norm(together)
-        found = same_but_for_rounding(
-            reference,
-            shared.producer.id,
-            shared.name,
-            total,
-            together,
-            "backward",
-            sum(sizes) / size if size else 1.0,
-        )
-        yield _at(found, shared.producer)
+        yield _at(_sum_of_shown(shared, total, parts, reference), shared.producer)
+
+
+def _sum_of_shown(shared: Shared, total: np.ndarray, parts: Sequence[np.ndarray], reference: Reference) -> Finding:
+    """The sum of parts that the candidate shows, all of them; in the format in which the plan of casts keeps it."""
+    precision, stage = reference.config.precision, shared.producer.id
+    together, sizes = np.zeros(total.shape), []
+    for part in parts:
+        together += part
+        sizes.append(_norm(part))
+    if shared.name == shared.producer.tap and precision.plan.option(shared.producer.kind, OUTPUT):
+        # One after another in any order: each addition rounds once.
+        magnitudes = functools.reduce(np.add, map(np.abs, parts))
+        return _rounded_sum(stage, shared.name, total, together, magnitudes, len(parts) - 1, precision.operand)
+    size = _norm(together)
+    cancelled = sum(sizes) / size if size else 1.0
+    return same_but_for_rounding(reference, stage, shared.name, total, together, "backward", cancelled)
 
 
 def _sum_with_hidden(
@@ -435,13 +461,17 @@ def _sum_with_hidden(
     if any(part.shape != shape for part in (c, *(taps[name] for name in shown))):
         return exact(shared.producer.id, shared.name, 1, 1, basis, phase="backward")
     along = dict.fromkeys(hidden, 0.0)
+    precision, producer = reference.config.precision, shared.producer
+    kept = shared.name == producer.tap and precision.plan.option(producer.kind, OUTPUT)
+    narrow = precision.operand if kept else ""
     found: dict[tuple[str, str], Comparison] = {}
     for key, stage in hidden.items():
-        kind = calibrated_bounds.local_kind(stage.id, key[1])
+        kind = calibrated_bounds.local_kind(reference.config, stage, key[1])
         found[key] = Comparison(reference, stage.id, kind, shared.name, "local", shape, "backward")
     for where in stretches(math.prod(shape)):
         own = sum((part_of(taps, name, where).astype(np.float64) for name in shown), start=np.zeros(()))
         w, t = (sum((sides[i].reshape(-1)[where].astype(np.float64) for sides in of_hidden), start=own) for i in (0, 1))
+        w = narrowed(w, narrow) if narrow else w
         candidate = c.reshape(-1)[where]
         for key, comparison in found.items():
             comparison.add(candidate, w.astype(c.dtype), t)
@@ -467,8 +497,12 @@ def _bridge(
     t: np.ndarray,
     errors: int,
     reference: Reference,
+    keeps_bits: bool,
 ) -> Iterator[Finding]:
-    """Untapped against tapped gradient, as a twin distance."""
+    """Untapped against tapped gradient, as a twin distance.
+
+    keeps_bits: both programs are to give the same bits; else they may be as far apart as two that a compiler made.
+    """
     if not untapped.shape == tapped.shape == t.shape:
         yield exact(stage, name, 1, 1, "shapes must be equal", f"{untapped.shape}, {tapped.shape}", "backward")
         return
@@ -480,8 +514,11 @@ def _bridge(
         unequal += int(np.count_nonzero(mine != theirs))
     d = replace(sums.distances(reference.stream), excess=1.0, unequal=unequal / t.size)
     size = min(calibrated_bounds.carriers(t), errors)
-    found = reference.bound(reference.recipe, calibrated_bounds.bridge_kind(reference.config.model, name), d, size)
-    if reference.config.device == "cuda":  # where attention adds up the gradient of q in no fixed order
+    recipe = reference.recipe if keeps_bits else calibrated_bounds.compiled(reference.recipe)
+    found = reference.bound(recipe, calibrated_bounds.bridge_kind(reference.config.model, name), d, size)
+    if (
+        reference.config.device == "cuda" or not keeps_bits
+    ):  # where attention adds up the gradient of q in no fixed order
         found = tuple(measure for measure in found if measure.name != "unequal")
     measures = (*found, *_along_the_truth(found, d))
     yield finding(stage, name, "local", measures, tapped.size, d.unequal, phase="backward")

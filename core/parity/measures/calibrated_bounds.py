@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.core.components.cast_plan import NARROW
 from lockstep.core.components.optimizers import all_rules
 from lockstep.core.components.precision import POLICIES, PrecisionPolicy
 from lockstep.core.config.schema import ModelConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.families import graph_of
-from lockstep.core.model.graph import OUTPUT
+from lockstep.core.model.graph import OUTPUT, Operation
 from lockstep.core.model.groups import update_rules
 from lockstep.core.parity.measures import here, peak_bounds
 from lockstep.core.parity.measures.distances import Distances
@@ -64,6 +65,9 @@ FP64_LIMIT = 1e-12
 # a relative error below this, 80 ulp, is never accused end to end, and one above it in a gradient always is.
 FP32_LIMIT = 1e-5
 
+
+# Before the choice of a plan of casts, in a kind of comparison.
+CAST = " with "
 
 # Independent errors that one token, or one row of a matrix, has of its own.
 OF_A_ROW = 16
@@ -168,7 +172,8 @@ def least(recipe: str, kind: str) -> tuple[float, float]:
     """The narrowest bounds on excess and distance that a comparison may have."""
     scope, _, stage = kind.partition("/")
     place, _, role = stage.partition("/")
-    rounded = scope in ("end_to_end", "gradients", "bridge") or (rounds_operands(place) and role != "bias")
+    products = rounds_operands(place) and role != "bias"
+    rounded = scope in ("end_to_end", "gradients", "bridge") or products or CAST in kind
     narrow = policy_of(recipe).rounds
     if is_rounded_update(kind) or (narrow and rounded):
         return LEAST_OF_MANY if kind in OF_MANY else LEAST_EXCESS, LEAST_DISTANCE
@@ -182,6 +187,8 @@ def result_of(recipe: str, kind: str) -> Result:
     scope, _, stage = kind.partition("/")
     if scope == "bridge":
         return "same"
+    if CAST in kind:
+        return "rounded"
     place, _, role = stage.partition("/")
     kept = scope in ("forward", "backward") and keeps_product(place, role or OUTPUT)
     return "kept" if kept else "rounded"
@@ -202,6 +209,11 @@ def recipe_of(config: RunConfig) -> str:
     return f"{config.precision.policy}/{'compiled' if config.compile.enabled else 'eager'}"
 
 
+def compiled(recipe: str) -> str:
+    """The recipe of the same policy whose programs a compiler makes."""
+    return f"{policy_of(recipe).name}/compiled"
+
+
 def policy_of(recipe: str) -> PrecisionPolicy:
     """The precision policy of a recipe. Raises UserError for one that there is not."""
     try:
@@ -219,9 +231,14 @@ def gradient_kind(model: ModelConfig, parameter: str) -> str:
     return f"gradients/{'vocabulary' if group in ('embedding', 'head') else group}"
 
 
-def local_kind(stage: str, role: str | None = None) -> str:
-    """A stage's output from its own inputs, or the gradient that it sends back through an input of this role."""
-    return f"forward/{stage}" if role is None else f"backward/{stage}/{role}"
+def local_kind(config: RunConfig, stage: Operation, role: str | None = None) -> str:
+    """A stage's output from its own inputs, or the gradient that it sends back through an input of this role.
+
+    Where the plan of casts rounds that result, its choice stands behind `CAST`.
+    """
+    kind = f"forward/{stage.id}" if role is None else f"backward/{stage.id}/{role}"
+    choice = config.precision.plan.option(stage.kind, role or OUTPUT)
+    return f"{kind}{CAST}{choice}" if choice else kind
 
 
 def tap_kind(stage: str, phase: str) -> str:
@@ -247,8 +264,8 @@ def all_kinds(config: RunConfig) -> set[str]:
         kinds |= {gradient_kind(config.model, name), bridge_kind(config.model, name)}
         kinds |= {update_kind(config, name, what) for what in (*rule.moments, "update")}
     for stage in forward_stages(config.model, loss=config.loss):
-        kinds |= {local_kind(stage.id), tap_kind(stage.id, "forward"), tap_kind(stage.id, "backward")}
-        kinds |= {local_kind(stage.id, role) for role in (*stage.reads, *stage.params)}
+        kinds |= {local_kind(config, stage), tap_kind(stage.id, "forward"), tap_kind(stage.id, "backward")}
+        kinds |= {local_kind(config, stage, role) for role in (*stage.reads, *stage.params)}
     return kinds
 
 
@@ -321,8 +338,11 @@ def measured_under(recipe: str, kind: str) -> str:
     """The recipe whose clean runs measure a kind.
 
     Muon and 8-bit AdamW compute in FP32 under every policy. A library's head is no part of what a compiler makes, and
-    FP8 leaves it in bf16.
+    FP8 leaves it in bf16, and with it what a plan of casts rounds.
     """
+    if CAST in kind:
+        operand = policy_of(recipe).operand
+        return f"{operand}/{recipe.partition('/')[2]}" if operand in NARROW else recipe
     if kind.partition("/")[0] in {rule.bounds for rule in all_rules() if rule.bounds}:
         return "fp32/eager"
     return f"{policy_of(recipe).operand}/eager" if of_library(kind) else recipe
@@ -409,9 +429,17 @@ def mean_over_checks(recipe: str, kind: str, excess: float, size: int, checks: i
 def extremes_of(recipe: str, kind: str) -> Extremes:
     """The extremes that bound a comparison. Raises UserError for an uncalibrated recipe."""
     try:
-        return table()[measured_under(recipe, kind)][kind]
+        found = table()[measured_under(recipe, kind)][kind]
     except KeyError:
         raise _not_measured(f"{recipe} ({kind})") from None
+    product, cast, _ = kind.partition(CAST)
+    if cast and rounds_operands(product.split("/")[1]) and result_of(recipe, product) == "rounded":
+        # What the product's own roundings do, clean runs under any plan show. How many elements the plan's rounding
+        # makes equal, only those under it do.
+        joined = found | extremes_of(recipe, product)
+        sharp = joined.sharp and found.sharp and replace(joined.sharp, unequal=found.sharp.unequal)
+        return replace(joined, sharp=sharp)
+    return found
 
 
 def _not_measured(what: str) -> UserError:

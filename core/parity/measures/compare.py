@@ -76,9 +76,7 @@ class Reference:
 
     @classmethod
     def _opened(cls, backend: Backend, config: RunConfig) -> Reference:
-        plain = _plain(config)
-        rounded = config.parallel.gradient_dtype != "fp32"
-        twin = backend.open(plain.model_copy(update={"train": config.train}) if rounded else plain)
+        plain, twin = _plain(config), _twin(backend, config)
         # Within a budget of memory it does one thing at a time.
         threads = _serves_threads(backend) and not config.parity.memory_gb
         if config.precision.exact:
@@ -88,6 +86,10 @@ class Reference:
             return cls(config, twin, truth, threads=threads)
         in_stream = plain.model_copy(update={"precision": PrecisionConfig(policy="fp32")})
         return cls(config, twin, truth, open_plain=cache(lambda: backend.open(in_stream)), threads=threads)
+
+    def with_twin_of(self, backend: Backend, config: RunConfig) -> Reference:
+        """The same truth beside the twin of another configuration, which differs in its casts; the caller closes it."""
+        return replace(self, config=config, twin=_twin(backend, config))
 
     def over_a_run(self) -> Reference:
         """The same sessions with sums of their own, begun now: for the checks of one run in their order."""
@@ -144,6 +146,12 @@ class JudgeOfRanks:
         """As the backend itself; rank 0 calls it."""
         assert self._backend is not None
         return self._backend.describe(config)
+
+
+def _twin(backend: Backend, config: RunConfig) -> Session:
+    plain = _plain(config)
+    rounded = config.parallel.gradient_dtype != "fp32"
+    return backend.open(plain.model_copy(update={"train": config.train}) if rounded else plain)
 
 
 def _plain(config: RunConfig) -> RunConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -98,10 +98,30 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Fitting:
+    """Casts, or an attention kernel, that fit a step better than the declared ones.
+
+    settings, declared: values by dotted key. agrees: whether the whole step agrees under them. left: the origin under
+    them.
+    """
+
+    settings: Mapping[str, str]
+    declared: Mapping[str, str]
+    agrees: bool
+    left: Finding | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings for a verdict's JSON."""
+        said = {"settings": dict(self.settings), "declared": dict(self.declared)}
+        return {**said, "agrees": self.agrees, "left": _origin_json(self.left)}
+
+
+@dataclass(frozen=True)
 class Check:
     """The findings of one checked step.
 
     not_exercised: levers of the run that did nothing in what was compared (core/parity/judge/exercised.py).
+    fitting: of a step that disagreed, other casts that fit (core/parity/diagnose/fitting.py).
     """
 
     step: int
@@ -110,6 +130,7 @@ class Check:
     seconds: float = 0.0
     cause: str | None = None
     not_exercised: tuple[str, ...] = ()
+    fitting: Fitting | None = None
 
     @property
     def verdict(self) -> Outcome:
@@ -157,6 +178,7 @@ class Check:
             "origin": _origin_json(self.origin),
             "origins": [_origin_json(f) for f in self.origins],
             "cause": self.cause,
+            "fitting": self.fitting.to_json() if self.fitting else None,
             "stages": [f.to_json() | {"role": self.role(f)} for f in self.findings],
             "not_covered": list(self.not_covered),
             "not_exercised": list(self.not_exercised),
@@ -174,6 +196,7 @@ def verdict_json(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
         "first_bad_step": first.step if first else None,
         "origin": _origin_json(first.origin) if first else None,
         "cause": first.cause if first else None,
+        "fitting": first.fitting.to_json() if first and first.fitting else None,
         **context,
         "stages": [f.to_json() | {"role": c.role(f), "step": c.step} for c in checks for f in c.findings],
         "not_covered": sorted({item for c in checks for item in c.not_covered}),

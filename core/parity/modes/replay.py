@@ -17,6 +17,7 @@ from lockstep.core.capabilities import ranks_of
 from lockstep.core.checkpoint.taken_over import require_taken_over
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.parity.diagnose.fitting import with_fitting
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence import observations
 from lockstep.core.parity.evidence.capsule import Capsule
@@ -62,7 +63,7 @@ def judge_capsule(capsule: Capsule, reference: Backend, config: RunConfig | None
         raise UserError(f"{capsule.evidence} is not what a capsule holds: {error}") from error
     opened = sound_reference(reference, config)
     try:
-        check = judged(evidence, opened)
+        check = with_fitting(judged(evidence, opened), evidence, opened, reference)
     finally:
         opened.close()
     return Replayed(capsule.step, "evidence", check, _not_shown(capsule))
@@ -90,7 +91,8 @@ def replay_capsule(
             due = capsule.about.get("due")
             evidence = gather(session, config, capsule.batch, capsule.given_probe, due=due, store=store)
             evidence = of_all_ranks(evidence, store, ranks)
-            _, check = recheck_rows(session, config, evidence, judged(evidence, opened), opened)
+            evidence, check = recheck_rows(session, config, evidence, judged(evidence, opened), opened)
+            check = with_fitting(check, evidence, opened, reference)
     finally:
         session.close()
         opened.close()

@@ -33,12 +33,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from lockstep.core.backend import Batch, Session, StepRecord
+from lockstep.core.backend import Backend, Batch, Session, StepRecord
 from lockstep.core.checkpoint.format import folder_name
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import write_atomically
 from lockstep.core.load_backend import load_backend
+from lockstep.core.parity.diagnose.fitting import with_fitting
 from lockstep.core.parity.evidence.gather import Evidence, gather
 from lockstep.core.parity.evidence.lasting import LastingStore
 from lockstep.core.parity.evidence.place import return_large_blocks
@@ -421,16 +422,20 @@ def judge_all(
 ) -> None:
     """Judge the evidence whose step and folder come and send each result, until the trainer is done or has ended."""
     opened: Reference | None = None
-    judged = 0
+    backend: Backend | None = None
+    judged, fitted = 0, False
     while (told := _received(evidence_in)) is not None:
         step, folder = told
         result: Result
         try:
             evidence = open_evidence(folder)
-            if opened is None:
-                opened = sound_reference(load_backend(reference), config).over_a_run()
+            if opened is None or backend is None:
+                backend = load_backend(reference)
+                opened = sound_reference(backend, config).over_a_run()
             # What is shown again after an alarm is no check of the run.
             check = judge(evidence, replace(opened, over_steps=None) if evidence.rechecked else opened)
+            if check.verdict == "disagreed" and not fitted and not evidence.rechecked:
+                check, fitted = with_fitting(check, evidence, opened, backend), True
             folder_kept = None if evidence.rechecked else observations
             result = check if folder_kept is None else _kept(check, evidence, config, folder_kept)
         except UserError as error:

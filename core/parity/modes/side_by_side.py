@@ -10,6 +10,7 @@ from lockstep.core.backend import Backend, Batch, NotSupported, Session
 from lockstep.core.capabilities import Candidate, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.parity.diagnose.fitting import with_fitting
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence.gather import Evidence, gather
 from lockstep.core.parity.evidence.place import (
@@ -57,6 +58,8 @@ def check_steps(
         stack.callback(session.close)
         ranks = ranks_of(session)
         opened = stack.enter_context(_opening(reference, config))
+        # Plans of casts are tried on the first check that disagrees.
+        fitted = False
         for batch in batches:
             with store_for(config, ranks) as store:
                 evidence = gather(session, config, batch, store=store)
@@ -66,6 +69,9 @@ def check_steps(
                 references = opened()
                 evidence, check = recheck_rows(session, config, evidence, judge(evidence, references), references)
                 if check.verdict == "disagreed":
+                    if not fitted:
+                        check = with_fitting(check, evidence, references, reference)
+                        fitted = True
                     check = alarm(session, evidence, check)
             yield check
 

@@ -17,10 +17,11 @@ import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, NotSupported
 from lockstep.core.capabilities import RunsStages
+from lockstep.core.components.cast_plan import LOCKSTEP
 from lockstep.core.components.precision import narrowed
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.families import graph_of
-from lockstep.core.model.graph import Operation
+from lockstep.core.model.graph import OUTPUT, Operation
 from lockstep.core.model.names import GRADIENT, in_fp8, probe_shapes
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL
 from lockstep.core.parity.reference.operations import LOOK_UP, aligned, run_operation
@@ -84,6 +85,7 @@ class Chain:
 
     session: runs stages in the precision of one side. stream: the dtype of that side's tensors. parameters: canonical
     name → weights; a segment's are read when it begins. fp8: linear layers that the run computes in FP8 are so here.
+    casts: the run's plan of casts is in force; tensors that it keeps in a narrow format have gradients in that one.
     scale: the loss scale, which gradients are divided by at the end. ranks: gradients are summed over so many ranks,
     each rank's sum rounded to the run's `parallel.gradient_dtype`.
     """
@@ -96,12 +98,17 @@ class Chain:
         stream: type[np.floating],
         *,
         fp8: bool = False,
+        casts: bool = False,
         scale: float = 1.0,
         ranks: int = 1,
     ) -> None:
         self._session, self._config, self._parameters, self._stream = session, config, parameters, stream
         self._fp8, self._scale, self._ranks = fp8, scale, ranks
-        self._segments = segments(graph_of(config.model, config.attention, config.loss).operations)
+        graph = graph_of(config.model, config.attention, config.loss)
+        self._segments = segments(graph.operations)
+        self._plan = config.precision.plan if casts else LOCKSTEP
+        # In which format the sum of what the readers of a tap send back is kept, where it is not the stream's.
+        self._narrow = {tap for tap, one in graph.by_tap.items() if self._plan.option(one.kind, OUTPUT)}
 
     def run(self, batch: Batch, names: Collection[str]) -> Named:
         """Give each array that is asked for once, the last segment's first, in the stream dtype.
@@ -193,7 +200,7 @@ class Chain:
                     raise NotSupported(f"the reference gives no gradients of {one.id}")
                 for role, tap in one.reads.items():
                     sent = found[f"grad/{role}"]
-                    part.grads[tap] = part.grads[tap] + sent if tap in part.grads else sent
+                    part.grads[tap] = self._kept(tap, part.grads[tap] + sent if tap in part.grads else sent)
                 for role, name in one.params.items():
                     by_rank, sent = sums.setdefault(name, []), found[f"grad/{role}"]
                     if rank < len(by_rank):
@@ -204,6 +211,10 @@ class Chain:
                     del sent
                 del found
             del part.taps[one.tap]
+
+    def _kept(self, tap: str, grad: np.ndarray) -> np.ndarray:
+        """A tap's gradient in the format in which the plan of casts keeps the tap."""
+        return narrowed(grad, self._config.precision.operand) if tap in self._narrow else grad
 
     def _run(self, one: Operation, inputs: Arrays) -> Arrays:
         stage = f"{one.id}/fp8" if self._fp8 and in_fp8(self._config, one) else one.id
@@ -217,7 +228,9 @@ class Chain:
         parameters = {parameter.name: parameter.size for one in head for parameter in one.parameters.values()}
         allowed = max(HEAD_BYTES, np.dtype(self._stream).itemsize * sum(parameters.values()))
         at_once = max(1, allowed // each)
-        if at_once >= length or asked or not {one.kind for one in head} <= BY_POSITION:
+        # A head whose weight's gradient is rounded sums it whole before.
+        whole = self._plan.rounds("logits") or not {one.kind for one in head} <= BY_POSITION
+        if at_once >= length or asked or whole:
             return [micro]
         return [micro.positions(slice(start, start + at_once)) for start in range(0, length, at_once)]
 

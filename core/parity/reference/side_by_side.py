@@ -60,6 +60,7 @@ def _chains(reference: Reference, state: State, batch: Batch, names: Collection[
             state.params,
             reference.stream,
             fp8=True,
+            casts=True,
             scale=scale,
             ranks=config.train.ranks if narrow else 1,
         ),

@@ -1,0 +1,199 @@
+"""Look for casts and an attention kernel that fit what a check examined, where stages differ from what is declared.
+
+A trainer that rounds where the run does not declare it, or does not where it does, is not wrong by itself: autocast,
+fused kernels and bf16 residual streams are right by another declaration (core/components/cast_plan.py). Each choice
+is tried on the stages that it touches, from the candidate's own inputs; then the whole step is judged under what was
+found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from lockstep.core.backend import Backend, NotSupported
+from lockstep.core.components.attention_kernels import ATTENTION_KERNELS, AUTO
+from lockstep.core.components.cast_plan import KINDS_OF, PLANS, VALUES, CastPlan, choices, plan_text
+from lockstep.core.config.auto import settled
+from lockstep.core.config.schema import RunConfig, flatten
+from lockstep.core.errors import UserError
+from lockstep.core.model.graph import Operation
+from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.judge import local
+from lockstep.core.parity.judge.judge import judge
+from lockstep.core.parity.measures.compare import Reference
+from lockstep.core.parity.measures.verdict import Check, Finding, Fitting
+from lockstep.core.parity.reference.stages import stages_of
+
+# Choices depend on each other where one stage reads two: a second round settles them.
+ROUNDS = 2
+# The kernels that a twin can follow, and whether they know of grouped queries.
+KERNELS = [
+    {"kernel": kernel.name, "grouped": grouped}
+    for kernel in ATTENTION_KERNELS.values()
+    if not kernel.on_cpu and kernel is not AUTO
+    for grouped in ("copies", "kernel")
+]
+# Beyond this many times its bound, a comparison is as far off as one can be.
+MOST = 1e9
+SHOWN = ("precision.casts", "attention.kernel", "attention.grouped")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One thing that may be declared otherwise.
+
+    kinds: of the operations whose mathematics it changes. others: gives configurations with another value of it.
+    """
+
+    kinds: tuple[str, ...]
+    others: Callable[[RunConfig], Iterator[RunConfig]]
+
+
+def with_fitting(check: Check, evidence: Evidence, reference: Reference, backend: Backend) -> Check:
+    """Return the check with the settings under which fewer stages differ, if it disagreed and there are such.
+
+    reference: that judged it. backend: opens twins under other settings. Nothing is tried where no stage was examined.
+    """
+    if check.verdict != "disagreed" or not evidence.taps:
+        return check
+    tried = [choice for choice in _choices(reference.config) if _touched(choice, check, reference.config)]
+    if not tried:
+        return check
+    one_step = replace(reference, over_steps=None)
+    try:
+        found = reference.ranks.of_first(lambda: _fitting(tried, check, evidence, one_step, backend))
+    except (NotSupported, UserError, ValueError):
+        return check
+    return check if found is None else replace(check, fitting=found)
+
+
+def _choices(config: RunConfig) -> list[Choice]:
+    """Return the choices of a run: plans that have names, each key of a plan, and attention's kernel on the CPU."""
+    keys = choices(config.precision.operand)
+    found = [Choice(KINDS_OF[key], _casts(key)) for key in keys]
+    if set(keys) == set(VALUES):
+        found.insert(0, Choice(tuple({kind for kinds in KINDS_OF.values() for kind in kinds}), _named))
+    return [*found, Choice(("attention",), _kernels)] if config.device != "cuda" else found
+
+
+def _named(config: RunConfig) -> Iterator[RunConfig]:
+    for plan in PLANS.values():
+        if plan != config.precision.plan:
+            yield _with_plan(config, plan)
+
+
+def _casts(key: str) -> Callable[[RunConfig], Iterator[RunConfig]]:
+    def others(config: RunConfig) -> Iterator[RunConfig]:
+        plan = config.precision.plan
+        for value in VALUES[key]:
+            if value != getattr(plan, key):
+                yield _with_plan(config, replace(plan, **{key: value}))
+
+    return others
+
+
+def _kernels(config: RunConfig) -> Iterator[RunConfig]:
+    for kernel in KERNELS:
+        attention = config.attention.model_copy(update=kernel)
+        if attention != config.attention:
+            yield config.model_copy(update={"attention": attention})
+
+
+def _with_plan(config: RunConfig, plan: CastPlan) -> RunConfig:
+    casts = plan_text(plan, config.precision.operand)
+    return config.model_copy(update={"precision": config.precision.model_copy(update={"casts": casts})})
+
+
+def _touched(choice: Choice, check: Check, config: RunConfig) -> bool:
+    """Return whether a stage whose mathematics a choice changes differs by itself."""
+    kinds = {one.id: one.kind for one in stages_of(config)}
+    return any(not one.ok and one.scope == "local" and kinds.get(one.stage) in choice.kinds for one in check.findings)
+
+
+def _fitting(
+    tried: list[Choice], check: Check, evidence: Evidence, reference: Reference, backend: Backend
+) -> Fitting | None:
+    declared = reference.config
+    first = next((one.layer for one in check.findings if not one.ok and one.layer is not None), None)
+    # Without what `auto` stands for: a kernel is to be compared with another by name.
+    config = settled(declared, "cuda" if declared.device == "cuda" else "cpu")
+    for _ in range(ROUNDS):
+        before = config
+        for choice in tried:
+            config = _best(choice, config, evidence, reference, backend, {None, first})
+        if config == before:
+            break
+    config = _with_plan(config, _as_named(config.precision.plan, config))
+    differs = _differing(declared, config)
+    if not differs:
+        return None
+    with closing(_Twin(reference, backend, config)) as other:
+        whole = judge(evidence, other.reference)
+    if whole.verdict != "agreed" and _broken(whole) >= _broken(check):
+        return None
+    was = flatten(declared.model_dump())
+    return Fitting(differs, {key: was[key] for key in differs}, whole.verdict == "agreed", whole.origin)
+
+
+def _differing(declared: RunConfig, config: RunConfig) -> Mapping[str, str]:
+    """Return the settings that are not the declared ones, by dotted key."""
+    device = "cuda" if declared.device == "cuda" else "cpu"
+    before, after = (flatten(one.model_dump()) for one in (settled(declared, device), config))
+    return {key: after[key] for key in SHOWN if after[key] != before[key]}
+
+
+def _as_named(plan: CastPlan, config: RunConfig) -> CastPlan:
+    """Return the plan that has a name, if it differs only in what this model does not have."""
+    of_model = {one.kind for one in stages_of(config)}
+    if not any("bias" in one.params for one in stages_of(config)):
+        of_model.discard("linear")
+    keys = [key for key, kinds in KINDS_OF.items() if of_model & set(kinds)]
+    same = (one for one in PLANS.values() if all(getattr(one, key) == getattr(plan, key) for key in keys))
+    return next(same, plan)
+
+
+def _best(
+    choice: Choice,
+    config: RunConfig,
+    evidence: Evidence,
+    reference: Reference,
+    backend: Backend,
+    layers: set[int | None],
+) -> RunConfig:
+    """Return the configuration under which the stages of a choice differ least; of equal ones the present one."""
+
+    def chosen(stage: Operation) -> bool:
+        return stage.kind in choice.kinds and stage.layer in layers
+
+    best, least = config, math.inf
+    for one in (config, *choice.others(config)):
+        with closing(_Twin(reference, backend, one)) as other:
+            beyond = sum(map(_beyond, local.stages(evidence, other.reference, [], chosen)))
+        if beyond < least:
+            best, least = one, beyond
+        if not least:
+            break
+    return best
+
+
+def _beyond(found: Finding) -> float:
+    """Return how far a comparison is beyond its bounds: the logarithm of its worst strain, 0 within them."""
+    return math.log(min(max(found.worst.strain, 1.0), MOST)) if found.measures else 0.0
+
+
+def _broken(check: Check) -> int:
+    return sum(not one.ok and one.scope == "local" for one in check.findings)
+
+
+class _Twin:
+    """A reference whose twin has other settings; the truth stays the one that is open."""
+
+    def __init__(self, reference: Reference, backend: Backend, config: RunConfig) -> None:
+        self.reference = reference.with_twin_of(backend, config)
+
+    def close(self) -> None:
+        """Close the twin."""
+        self.reference.twin.close()
