@@ -126,6 +126,19 @@ class ReadsBack(Protocol):
 
 
 @runtime_checkable
+class ShowsParts(Protocol):
+    """A session whose step sketches what each of its micro-batches adds to its gradients, without another pass."""
+
+    def keep_parts(self) -> None:
+        """Sketch what each micro-batch of the next step adds."""
+        ...
+
+    def parts_kept(self) -> Sequence[Mapping[str, Any]]:
+        """That, in the batch's order: `Observation` by `gradient/NAME`, before clipping; it is not kept any longer."""
+        ...
+
+
+@runtime_checkable
 class KeepsKeys(Protocol):
     """A session that samples with a cache of keys and values."""
 

@@ -33,6 +33,7 @@ from lockstep.torch_backend.programs import Programs, Tensors
 from lockstep.torch_backend.ranks.sharded_tensors import to_numpy, whole
 from lockstep.torch_backend.ranks.sharing import MicroLoss
 from lockstep.torch_backend.stages import run_stage, stage_functions
+from lockstep.torch_backend.step_parts import StepParts, sketched_alone
 from lockstep.torch_backend.tools.attention_logits import largest_logits
 from lockstep.torch_backend.tools.generate import Decoder
 from lockstep.torch_backend.tools.memory import free_memory
@@ -40,6 +41,7 @@ from lockstep.torch_backend.tools.scores import scores
 from lockstep.torch_backend.tools.sketch import (
     Kept,
     sign_table,
+    sketch,
     sketch_alone,
     sketches_of,
     whole_observation,
@@ -65,6 +67,8 @@ class Observes(Programs):
     # Bytes that were free on the GPU when taps were first asked for.
     _free_at_first: float | None
     _sketching: tuple[Any, Any, Tensor] | None
+    # What the micro-batches of the next step add, where a check asks for it.
+    _parts: StepParts | None
     # Brings a tensor of the state or a gradient to the host.
     _shown: Callable[[Tensor | None], np.ndarray]
 
@@ -206,7 +210,7 @@ class Observes(Programs):
         wanted = probes | {name: p for name, p in self.parameters.items() if name in asked}
         grads = self._grads(loss, list(wanted.values())) if wanted else ()
         gradients = zip(wanted, grads, strict=True)
-        return seen | {GRADIENT + n: g / self.scale for n, g in gradients if g is not None}
+        return seen | {GRADIENT + n: self.unscaled(g) for n, g in gradients if g is not None}
 
     def _observe_passing(
         self, batch: Batch, names: frozenset[str], take: Take, rows: Callable[[Tensor], Tensor]
@@ -226,7 +230,7 @@ class Observes(Programs):
                 take(TAPS, name, self._shown(value))
 
         def scaled(gradient: Tensor) -> Tensor:
-            return gradient.detach().to(self.policy.stream) / self.scale
+            return self.unscaled(gradient.detach().to(self.policy.stream))
 
         def give_gradient(name: str, gradient: Tensor) -> None:
             give(GRADIENT + name, scaled(rows(gradient)))
@@ -297,10 +301,10 @@ class Observes(Programs):
         found = {name: whole_observation(kept, shapes[name]) for name, kept in seen.items()}
         for name, grad in zip(zeros, by_tap, strict=True):
             if grad is not None:
-                found[GRADIENT + name] = sketch_alone(grad / self.scale, shapes[name])
+                found[GRADIENT + name] = sketch_alone(self.unscaled(grad), shapes[name])
         if "nll" in found:
             found[PROBE_NLL] = found["nll"]
-        grads = {n: g / self.scale for n, g in zip(self.parameters, by_parameter, strict=True) if g is not None}
+        grads = {n: self.unscaled(g) for n, g in zip(self.parameters, by_parameter, strict=True) if g is not None}
         return found | _of_gradients(of_gradients(grads, table), grads)
 
     def _sketches(self, largest: int) -> tuple[Any, Any, Tensor]:
@@ -320,9 +324,18 @@ class Observes(Programs):
         return self._sketching
 
     def sketched(self, grads: Tensors) -> dict[str, Observation]:
-        """Observe gradients by their parameters' names."""
+        """Observe gradients by their parameters' names, from sketches alone."""
         _, _, table = self._sketches(0)
-        return _of_gradients(sketches_of(grads, table), grads)
+        return sketched_alone({name: sketch(grad, table=table) for name, grad in grads.items()}, grads)
+
+    def keep_parts(self) -> None:
+        """Sketch what each micro-batch of the next step adds to its gradients."""
+        self._parts = StepParts(self.parameters, self._sketches(0)[2])
+
+    def parts_kept(self) -> Sequence[Mapping[str, Observation]]:
+        """Return that by `gradient/NAME`, a micro-batch each in their order; it is not kept any longer."""
+        found, self._parts = self._parts, None
+        return () if found is None else found.found
 
     def _sketched_gradients(self, loss: Tensor, nll: list[Tensor]) -> dict[str, Observation]:
         """Observations of a step's NLL and gradients, which stay on the device but for their sketches."""

@@ -346,8 +346,8 @@ def kept_moment(optimizer: torch.optim.Optimizer, p: nn.Parameter, kind: str) ->
     entry = optimizer.state[p]
     if "state1" in entry:  # bitsandbytes'
         return read_moment(entry, kind)
-    value: Tensor = entry.get(kind, torch.zeros_like(p)).detach()
-    return value
+    value: Tensor = entry[kind] if kind in entry else torch.zeros_like(p)
+    return value.detach()
 
 
 def in_codes(tensor: Tensor) -> bool:

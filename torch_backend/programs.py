@@ -215,6 +215,10 @@ class Programs:
         """The loss scale, 1 but under fp16."""
         return self.scalars.get(SCALE, 1.0)
 
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        """A gradient without the loss scale; the same tensor where that is 1."""
+        return gradient if self.scale == 1 else gradient / self.scale
+
     def total_weight(self, batch: Batch) -> Tensor:
         """Σ weight over a batch / loss scale, a float64 scalar on the device: what the loss is divided by.
 

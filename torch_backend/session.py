@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ from lockstep.torch_backend.ranks.sharded_tensors import (
     to_numpy,
 )
 from lockstep.torch_backend.ranks.sharing import Sharing
+from lockstep.torch_backend.step_parts import StepParts
 from lockstep.torch_backend.switches import Switches
 from lockstep.torch_backend.tools.deterministic import costs, guarded, switch
 from lockstep.torch_backend.tools.memory import memory
@@ -106,6 +107,7 @@ class TorchSession(Observes):
         self._sound_windows: set[frozenset[str]] = set()
         self._free_at_first: float | None = None
         self._sketching: tuple[Any, Any, Tensor] | None = None
+        self._parts: StepParts | None = None
         # Kept only while `stream_gradients` asks.
         self._take_program: Take | None = None
         # What is made of a step's loss, NLL and gradients before they are clipped, and what came of it.
@@ -371,7 +373,7 @@ class TorchSession(Observes):
         inputs = *self.to_device(micro), self.total_weight(micro), *self.documents(micro)
         self.switches.require()
         self.ranks.unreduced(
-            lambda p, gradient: take(GRADS, names[id(p)], to_numpy(gradient / self.scale)), self.micro_loss, *inputs
+            lambda p, gradient: take(GRADS, names[id(p)], to_numpy(self.unscaled(gradient))), self.micro_loss, *inputs
         )
 
     @collects
@@ -417,7 +419,7 @@ class TorchSession(Observes):
         if self._take_program is None:
             return
         for name, grad in grads.items():
-            self._take_program(PROGRAM, name, self._shown(grad / self.scale))
+            self._take_program(PROGRAM, name, self._shown(self.unscaled(grad)))
 
     def keep_inputs(self) -> None:
         """Keep copies of what the programs of the next step are given."""
@@ -457,6 +459,8 @@ class TorchSession(Observes):
         programs = self.ranks.plan(micros) if self.ranks else (self._micro_loss for _ in mine)
         if self._inputs is not None:
             self._inputs.clear()
+        if self._parts is not None:
+            self._parts.found.clear()
         for micro, program in zip(mine, programs, strict=True):
             micro_loss, micro_nll = self._forward_backward(micro, program, total)
             loss += micro_loss.detach()
@@ -488,7 +492,8 @@ class TorchSession(Observes):
             with self.mark("forward"):
                 loss, nll = program(tokens, targets, weights, total, *documents)
             self.programs += self._programs_made() - made
-            with self.mark("backward"):
+            parts = self._parts.next_one(self.scale) if self._parts is not None else nullcontext()
+            with self.mark("backward"), parts:
                 loss.backward()
         return loss, nll
 

@@ -42,6 +42,8 @@ def same(one, other):
     """Return whether two values hold the same bits, times aside."""
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, float):
+        return same(np.float64(one).reshape(1), np.float64(other).reshape(1))
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
     if is_dataclass(one):

@@ -56,14 +56,20 @@ def test_it_is_found_during_training(fault: Fault) -> None:
     assert check.verdict == "disagreed" and all(OWN in found.note for found in check.findings if not found.ok)
 
 
+class _Apart(TorchSession):
+    """Its step does not show what each micro-batch adds: checks compute micro-batches apart from it."""
+
+    keep_parts = None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "fp64"])
 @pytest.mark.parametrize("micros, weights", [(4, "own"), (3, "own"), (4, "uneven")])
-def test_an_honest_step_is_the_sum_of_its_micro_batches(policy, micros, weights):
+def test_an_honest_step_is_the_sum_of_micro_batches_apart(policy, micros, weights):
     """Where shares are powers of two, to a few ulp; else as near as two roundings of one program are."""
     config = tiny_config(policy, train={"batch_size": 2 * micros})
     batch = text_batch(config) if weights == "own" else uneven_weights(text_batch(config), 3)
-    _, check = checked(TorchBackend().open(config), config, training=True, batch=batch)
-    assert check.verdict == "agreed", check.origin
+    evidence, check = checked(_Apart(config), config, training=True, batch=batch)
+    assert check.verdict == "agreed" and not evidence.own_in_step, check.origin
     sums = of_own(check, "accumulation")
     assert len(sums) == len(parameter_shapes(config.model))
     exact = policy != "fp16" and (micros, weights) == (4, "own")
@@ -74,9 +80,80 @@ def test_an_honest_step_is_the_sum_of_its_micro_batches(policy, micros, weights)
     assert all(high < 0.5 for high in allowed.values())
 
 
+@pytest.mark.parametrize("policy, micros, weights", [("bf16", 3, "own"), ("fp16", 4, "uneven"), ("fp32", 4, "uneven")])
+def test_an_honest_step_is_the_sum_of_what_its_micro_batches_add(policy, micros, weights):
+    """To a few ulp, whatever the shares: in the step they are rounded as they are."""
+    config = tiny_config(policy, train={"batch_size": 2 * micros})
+    batch = text_batch(config) if weights == "own" else uneven_weights(text_batch(config), 3)
+    evidence, check = checked(TorchSession(config), config, training=True, batch=batch)
+    assert check.verdict == "agreed" and evidence.own_in_step, check.origin
+    sums = of_own(check, "accumulation")
+    assert len(sums) == len(parameter_shapes(config.model))
+    assert all(found.worst.high is not None and found.worst.high < 1e-5 for found in sums)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_step_that_shows_its_parts_has_the_bits_of_one_that_does_not(compiled):
+    config = tiny_config("bf16", compiled, train={"batch_size": 6})
+    shown, plain = TorchSession(config), TorchSession(config)
+    for seed in range(2):
+        batch = text_batch(config, seed)
+        shown.keep_parts()
+        assert shown.step(batch) == plain.step(batch)
+        parts = shown.parts_kept()
+        assert [len(part) for part in parts] == [len(parameter_shapes(config.model))] * 3
+    assert shown.parts_kept() == ()
+    for one, other in zip(shown.parameters.values(), plain.parameters.values(), strict=True):
+        assert one.equal(other)
+
+
+class _WrongInTheThird(TorchSession):
+    """The third micro-batch of a step has a loss that is too large, and a reported one that is not."""
+
+    def accumulate(self, batch):
+        self._passed = 0
+        return super().accumulate(batch)
+
+    def _forward_backward(self, micro, program, total):
+        self._passed += 1
+        wrong = self._passed == 3
+
+        def too_large(*inputs):
+            loss, nll = program(*inputs)
+            return loss + 0.5 * (loss - loss.detach()) if wrong else loss, nll
+
+        return super()._forward_backward(micro, too_large, total)
+
+
+class _MeanOfMeans(TorchSession):
+    """Every micro-batch counts alike, whatever its weight; the reported loss is right."""
+
+    def _forward_backward(self, micro, program, total):
+        own = super().total_weight(micro) * 4
+
+        def alike(*inputs):
+            loss, nll = program(*inputs)
+            return loss.detach() + (total / own) * (loss - loss.detach()), nll
+
+        return super()._forward_backward(micro, alike, total)
+
+
+@pytest.mark.parametrize("session", [_WrongInTheThird, _MeanOfMeans])
+def test_what_a_micro_batch_adds_is_held_to_the_reference_in_its_turn(session):
+    """Neither is seen in the sum: it is that of its parts."""
+    for seed in range(40):
+        batch = uneven_weights(text_batch(FOUR, seed), 3)
+        if int(batch.digest()[8:16], 16) % 4 == 2:
+            break
+    evidence, check = checked(session(FOUR), training=True, batch=batch)
+    assert part_repeated(evidence, FOUR) == 2
+    assert all(found.ok for found in of_own(check, "accumulation"))
+    assert not all(found.ok for found in of_own(check, "gradients"))
+
+
 @pytest.mark.parametrize("micros, weights", [(3, "own"), (4, "uneven")])
 def test_a_lost_micro_batch_is_found_where_parts_round_otherwise(micros, weights):
-    class Loses(TorchSession):
+    class Loses(_Apart):
         def accumulate(self, batch):
             lost = len(batch.tokens) > 2
             return super().accumulate(batch.rows(slice(2, None)) if lost else batch)

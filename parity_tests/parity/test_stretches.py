@@ -16,6 +16,7 @@ from lockstep.core.parity.judge.update import update
 from lockstep.core.parity.measures import stretches as stretches_module
 from lockstep.core.parity.measures.compare import Comparison, Reference, compare, relative_difference
 from lockstep.core.parity.measures.distances import Sums, distances
+from lockstep.core.parity.measures.peaks import Norms, PeakSums
 from lockstep.core.parity.measures.stretches import stretches
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.parity.plain import plain_distances
@@ -55,6 +56,25 @@ def test_sums_of_parts_are_those_of_the_whole(three):
     assert ratio == pytest.approx(due_ratio, rel=1e-12)
     off = np.linalg.norm(c - due_ratio * three[2]) / np.linalg.norm(three[2])
     assert residual == pytest.approx(off, rel=1e-9)
+
+
+def test_stretches_without_a_difference_count_as_the_others(three):
+    """Where c is w, neither c − w nor its products are computed."""
+    _, w, t = three
+    for c in (w, np.where(np.arange(t.shape[0])[:, None] < 100, w, three[0])):
+        found, due = distances(c, w, t, np.float32), plain_distances(c, w, t)
+        for name, value in due.items():
+            assert getattr(found, name) == pytest.approx(value, rel=1e-9), name
+    endless = w.copy()
+    endless[-1, -1] = np.inf
+    assert np.isinf(distances(endless, endless, t, np.float32).excess)
+    for one, other in ((w, w), (w, -t)):  # of zeros, and of a candidate that is nowhere the twin
+        apart, squares = (one - other).astype(np.float64).ravel(), np.square(w - t).ravel()
+        sums, without = PeakSums(t.shape), PeakSums(t.shape)
+        sums.add(apart, squares, t.ravel())
+        without.add(None, squares, t.ravel())
+        same = sums.peaks(1e-7, 1e-30, Norms()) == without.peaks(1e-7, 1e-30, Norms())
+        assert same == (one is other)
 
 
 @pytest.mark.parametrize("place", ["candidate", "twin", "truth"])

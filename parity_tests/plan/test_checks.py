@@ -14,7 +14,7 @@ from lockstep.core.parity.evidence.index import DATA
 from lockstep.core.parity.evidence.place import is_large, store_for
 from lockstep.core.parity.evidence.saved import save_evidence
 from lockstep.core.parity.evidence.store import FolderStore, MemoryStore
-from lockstep.core.plan.checks import GB, checks_waiting, cost_of_check, over_budget
+from lockstep.core.plan.checks import GB, SCORES, checks_waiting, cost_of_check, over_budget
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.session import TorchSession
 
@@ -46,6 +46,15 @@ def test_a_check_writes_what_was_planned_and_no_more(policy: str, micro: int, th
     save_evidence(gather(session, config, batch, probe, store=store), store)
     written = sum(file.stat().st_size - DATA for file in store.folder.glob("*.safetensors"))
     assert LEAST < written / cost_of_check(config, thorough=thorough).kept <= 1
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp64"])
+def test_scores_and_cached_logits_take_what_was_planned(policy: str) -> None:
+    config = tiny_config(policy, train={"batch_size": 2, "sequence_length": 32})
+    evidence = gather(TorchSession(config), config, text_batch(config))
+    taken = sum(array.nbytes for array in evidence.evaluated.values())
+    assert taken == cost_of_check(config, thorough=True).evidence[SCORES]
+    assert SCORES not in cost_of_check(config, thorough=False).evidence
 
 
 def test_memory_is_that_of_a_segment_whatever_the_depth() -> None:

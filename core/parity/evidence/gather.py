@@ -32,7 +32,7 @@ from lockstep.core.parity.evidence.evaluation import Likeliest, evaluated, polic
 from lockstep.core.parity.evidence.held_out import HeldOut, held_out
 from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into
 from lockstep.core.parity.evidence.observations import Observation
-from lockstep.core.parity.evidence.parts import observed_parts
+from lockstep.core.parity.evidence.parts import has_parts, observed_parts, parts_of_step
 from lockstep.core.parity.evidence.read_back import reading_back
 from lockstep.core.parity.evidence.round_trip import round_trip
 from lockstep.core.parity.evidence.store import FolderStore, MemoryStore, Store
@@ -75,8 +75,9 @@ class Evidence:
     before, after: state around the step. batch: what the step was given, with its own loss weights.
     due:       digest of the batch that the data order prescribes for this step, where that is known.
     stepped:   the candidate's NLL, loss and gradients on that batch: those of the step itself, where it shows them.
-    own:       of each of the step's micro-batches by itself, with its own weights, the observations of the candidate's
-               gradients, by `gradient/PARAMETER`; empty where the step is one micro-batch.
+    own:       of each of the step's micro-batches, the observations of the candidate's gradients, by
+               `gradient/PARAMETER`; empty where the step is one micro-batch. own_in_step: whether they are what each
+               adds to the step; otherwise each was computed apart from it, with its own weights.
     thorough:  whether the reference repeats the whole step, and accumulation and the checkpoint are tried. Otherwise it
                repeats one micro-batch of the step, another one from check to check.
     tapped:    a micro-batch whose loss lies, with uneven weights, on some of its sequences. The reference repeats it.
@@ -119,6 +120,7 @@ class Evidence:
     misread: Mapping[str, int] = field(default_factory=dict)
     held_out: HeldOut | None = None
     taps_keep_bits: bool = False
+    own_in_step: bool = False
 
     @property
     def given_probe(self) -> Batch | None:
@@ -212,8 +214,11 @@ def _gather(
         tapped = probe
     elif tapped is None:
         tapped = probe_of(micro_to_probe(batch, config), config, turn=before.step)
+    several = has_parts(config, batch)
+    # A thorough check has time for passes apart from the step, which find what only a micro-batch's place in it does.
+    shows_parts = parts_of_step(session, config) if several and not thorough else None
     # The step's micro-batches first: gradients that are not cleared then show in those of the one that follows.
-    own = _own(session, config, batch, missing)
+    own = _own(session, config, batch, missing) if several and shows_parts is None else ()
     probed = attempt("gradients and per-token NLL", tapped, "probed")
     # The step itself tells its gradients, where the session can: to compute them twice costs a step.
     stepped = in_passing = None
@@ -243,6 +248,8 @@ def _gather(
         keeping += time.perf_counter() - began
 
     given_to_program = reading_back(session, missing)
+    if shows_parts is not None:
+        shows_parts.keep_parts()
     started = time.perf_counter()
     not_finite = ""
     try:
@@ -265,6 +272,8 @@ def _gather(
         record = replace(record, metrics={**record.metrics, **metrics})
     started = time.perf_counter()
     misread = given_to_program(batch)
+    if shows_parts is not None and not (own := tuple(shows_parts.parts_kept())):
+        missing.append("the step's gradients against those of its micro-batches: the step showed none of them")
     after = state_into(into, "after", session)
     if stepped is None and probed is not None and thorough:
         stepped = _computed_again(session, batch, before, after, missing, into)
@@ -301,6 +310,7 @@ def _gather(
         misread=misread,
         held_out=validated,
         taps_keep_bits=_taps_keep_bits(session),
+        own_in_step=shows_parts is not None,
     )
 
 
@@ -340,9 +350,7 @@ def _computed_again(
 def _own(
     session: Session, config: RunConfig, batch: Batch, missing: list[str]
 ) -> tuple[Mapping[str, Observation], ...]:
-    """Observe the gradients of each of the step's micro-batches by itself; of a single one, the step's own serve."""
-    if config.train.accumulation * config.train.ranks == 1 or len(batch.cut(config.train)) == 1:
-        return ()
+    """Observe the gradients of each of the step's micro-batches apart from the step."""
     try:
         return tuple(observed_parts(session, config, batch))
     except NotSupported as reason:

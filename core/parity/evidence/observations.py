@@ -23,7 +23,7 @@ from lockstep.core.files.npz import read_npz
 from lockstep.core.parity.evidence.sketch import K, sketch
 from lockstep.core.parity.measures.calibrated_bounds import carriers
 from lockstep.core.parity.measures.distances import Distances, ratios
-from lockstep.core.parity.measures.stretches import stretches
+from lockstep.core.parity.measures.stretches import Space, stretches, wide
 
 SCHEMA = 1
 # Names beside taps and `grad/TAP`, which are of the tapped batch: NLL and parameter gradients of the probe batch.
@@ -53,15 +53,16 @@ def observed(x: np.ndarray) -> Observation:
     """Observe a floating array, a stretch at a time; norm and mean are accumulated in FP64."""
     flat = np.ascontiguousarray(x).reshape(-1)
     total, power, added, largest, finite = sketch(flat[:0]), 0.0, 0.0, 0.0, 0
+    space = Space(1)
     with np.errstate(all="ignore"):
         for where in stretches(flat.size):
-            wide = flat[where].astype(np.float64)
+            part = wide(flat[where], *space.of(where.stop - where.start))
             total += sketch(flat[where], where.start)
-            power += float(wide @ wide)
-            added += float(wide.sum())
-            finite += int(np.count_nonzero(np.isfinite(wide)))
+            power += float(part @ part)
+            added += float(part.sum())
+            finite += int(np.count_nonzero(np.isfinite(part)))
             # NaN is larger than every number.
-            largest = float(np.maximum(largest, np.abs(wide).max()))
+            largest = float(np.maximum(largest, np.maximum(part.max(), -part.min())))
         mean = added / flat.size if flat.size else 0.0
         return Observation(
             total, math.sqrt(power), largest, mean, x.size - finite, x.size, carriers(x) if x.size else 0

@@ -1,7 +1,8 @@
-"""Observe the gradients of a step's micro-batches, each computed by itself with the step's own loss weights.
+"""Observe the gradients of a step's micro-batches: what each adds to the step, or each computed apart from it.
 
-Sketches are linear: those of the parts, each by its share of the loss weight, add up to the sketch of what the step
-accumulated. So a step is held to its micro-batches from some kilobytes a tensor, and no gradient leaves the device.
+Sketches are linear: those of the parts add up to the sketch of what the step accumulated; those of micro-batches that
+were computed apart, each by its share of the loss weight. So a step is held to its micro-batches from some kilobytes a
+tensor, and no gradient leaves the device.
 """
 
 from __future__ import annotations
@@ -11,12 +12,25 @@ from collections.abc import Mapping
 import numpy as np
 
 from lockstep.core.backend import Batch, NotSupported, Session
-from lockstep.core.capabilities import SketchesGradients, StreamsRankGradients, ask, ask_stream, ranks_of
+from lockstep.core.capabilities import ShowsParts, SketchesGradients, StreamsRankGradients, ask, ask_stream, ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.observations import PARAMETER, Observation, observed
 from lockstep.core.streams import GRADS, stream_gradients
 
 Observations = Mapping[str, Observation]
+
+
+def has_parts(config: RunConfig, batch: Batch) -> bool:
+    """Return whether a step on `batch` is several micro-batches; of a single one, the step's own gradients serve."""
+    return config.train.accumulation * config.train.ranks > 1 and len(batch.cut(config.train)) > 1
+
+
+def parts_of_step(session: Session, config: RunConfig) -> ShowsParts | None:
+    """Return the session as one whose step shows what its micro-batches add; None if it does not, or has ranks."""
+    try:
+        return ask(session, ShowsParts) if config.train.ranks == 1 else None
+    except NotSupported:
+        return None
 
 
 def observed_parts(session: Session, config: RunConfig, batch: Batch) -> list[Observations]:

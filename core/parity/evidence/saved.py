@@ -97,6 +97,7 @@ class _Document:
     misread: Mapping[str, int] = field(default_factory=dict)
     held_out: _HeldOut | None = None
     taps_keep_bits: bool = False
+    own_in_step: bool = False
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -181,6 +182,7 @@ class _Writer:
             evidence.misread,
             self._held_out(evidence.held_out),
             evidence.taps_keep_bits,
+            evidence.own_in_step,
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -272,4 +274,5 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         misread=document.misread,
         held_out=held_out(document.held_out),
         taps_keep_bits=document.taps_keep_bits,
+        own_in_step=document.own_in_step,
     )

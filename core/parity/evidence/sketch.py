@@ -12,6 +12,8 @@ import math
 
 import numpy as np
 
+from lockstep.core.parity.measures.stretches import stretches
+
 K = 1021
 
 # A mixing hash of 32 bits (lowbias32, Wellons 2018). The high word of a coordinate is spread by the golden ratio first.
@@ -33,9 +35,12 @@ def hashed(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 def signs(start: int, count: int) -> np.ndarray:
     """Signs of the coordinates start … start + count − 1 as int8, ±1; start may exceed 2³²."""
-    n = np.arange(start, start + count, dtype=np.uint64)
-    low, high = n.astype(np.uint32), (n >> np.uint64(32)).astype(np.uint32)
-    return (1 - 2 * (hashed(low, high) & np.uint32(1)).astype(np.int8)).astype(np.int8)
+    found = np.empty(count, np.int8)
+    for where in stretches(count):
+        n = np.arange(start + where.start, start + where.stop, dtype=np.uint64)
+        low, high = n.astype(np.uint32), (n >> np.uint64(32)).astype(np.uint32)
+        found[where] = 1 - 2 * (hashed(low, high) & np.uint32(1)).astype(np.int8)
+    return found
 
 
 def _signs(start: int, count: int) -> np.ndarray:

@@ -130,13 +130,17 @@ def repeat(
     return Repeated(twin, truth, errors)
 
 
-def repeat_alone(state: State, batch: Batch, reference: Reference) -> Repeated:
-    """Run the reference on one batch for its NLL and parameter gradients. Raises NotSupported if it gives none."""
+def repeat_alone(state: State, batch: Batch, reference: Reference, weight: float | None = None) -> Repeated:
+    """Run the reference on one batch for its NLL and parameter gradients.
+
+    weight: what the loss Σ weight·nll is divided by, by default the batch's own Σ weight. Raises NotSupported if the
+    reference gives no gradients.
+    """
     names = [PROBE_NLL, *(PARAMETER + name for name in parameter_shapes(reference.config.model))]
     twin: dict[str, Observation] = {}
     truth: dict[str, Observation] = {}
     errors = K
-    for made in passes(reference, state, batch, names):
+    for made in passes(reference, state, batch, names, weight):
         if made.name == PROBE_NLL:
             errors = errors_of_loss(made.truth, batch)
         twin[made.name], truth[made.name] = observed(made.twin), observed(made.truth)

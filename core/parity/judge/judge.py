@@ -58,15 +58,17 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
     if state[0].ok:
         program = local.Program(evidence, reference)
         scores, cached = Scores(evidence.evaluated, reference), CachedLogits(evidence, reference)
+        left_out: list[str] = []
         with _beside(reference, partial(_of_evidence, evidence, reference)) as of_evidence:
             repeated = _repeated(evidence, reference, missing, program, (scores.take, cached.take))
+            of_own, shown, again = own_step.findings(evidence, reference, left_out)
             kept, of_model, of_step, lost = of_evidence()
         missing += lost
         findings += [*of_model, *_as_far_as_it_goes(program.findings, missing)]
         if repeated:
             compared = partial(end_to_end.compare_with, kept, repeated, reference)
             findings += _as_far_as_it_goes(compared, missing)
-        of_own, shown, again = own_step.findings(evidence, reference, missing)
+        missing += left_out
         findings += of_step
         findings += [*scores.findings(missing), *cached.findings()]
         findings += _as_far_as_it_goes(partial(validation, evidence, reference, missing), missing)

@@ -33,10 +33,14 @@ OWN = "the step with its own weights"
 
 @dataclass(frozen=True)
 class Shown:
-    """The part of the step that the reference repeats. found: the candidate's observations of it. batch: of it."""
+    """The part of the step that the reference repeats.
+
+    batch: of it. found: the candidate's observations of it. weight: what its loss is divided by, None for its own.
+    """
 
     batch: Batch
     found: Observations
+    weight: float | None = None
 
 
 def shown(evidence: Evidence, reference: Reference, missing: list[str]) -> Shown | None:
@@ -50,10 +54,13 @@ def shown(evidence: Evidence, reference: Reference, missing: list[str]) -> Shown
         missing.append("the step's own gradients end to end: those of a single micro-batch are not known")
         return None
     micros = evidence.batch.cut(reference.config.train)
+    if len(evidence.own) != len(micros):  # `_accumulated` counts them
+        return None
     rows = len(micros[0].tokens)
     nll = evidence.stepped.nll[number * rows : (number + 1) * rows]
     missing.append(f"the step's own gradients end to end, of {len(micros) - 1} of its micro-batches: in other checks")
-    return Shown(micros[number], {PROBE_NLL: observed(nll), **evidence.own[number]})
+    weight = float(evidence.batch.weights.sum(dtype=np.float64)) if evidence.own_in_step else None
+    return Shown(micros[number], {PROBE_NLL: observed(nll), **evidence.own[number]}, weight)
 
 
 def part_repeated(evidence: Evidence, config: RunConfig) -> int | None:
@@ -77,7 +84,7 @@ def findings(
     found: list[Finding] = []
     if part is not None:
         try:
-            repeated = end_to_end.repeat_alone(evidence.before, part.batch, reference)
+            repeated = end_to_end.repeat_alone(evidence.before, part.batch, reference, part.weight)
             # Means over checks are those of the probe: of one kind of batch.
             found += end_to_end.compare_with(part.found, repeated, replace(reference, over_steps=None))
         except NotSupported as reason:
@@ -90,9 +97,10 @@ def findings(
 def _accumulated(
     evidence: Evidence, reference: Reference, repeated: Repeated | None, missing: list[str]
 ) -> Iterator[Finding]:
-    """The step's gradients against those of its micro-batches, by their shares of the loss weight, from sketches.
+    """The step's gradients against the sum of what its micro-batches add, from sketches.
 
-    Over several ranks the sum has been reduced too, and is called so.
+    A micro-batch that was computed apart adds its share of the loss weight. Over several ranks the sum has been reduced
+    too, and is called so.
     """
     if not evidence.own or evidence.stepped is None or evidence.not_finite:
         return
@@ -101,7 +109,8 @@ def _accumulated(
     total = float(evidence.batch.weights.sum(dtype=np.float64))
     shares = [float(micro.weights.sum(dtype=np.float64)) / total for micro in micros]
     stage = "accumulation" if config.train.ranks == 1 else "reduction"
-    rounds = _rounds_otherwise(shares, evidence.before.scalars.get(SCALE, 1.0))
+    rounds = not evidence.own_in_step and _rounds_otherwise(shares, evidence.before.scalars.get(SCALE, 1.0))
+    shares = [1.0] * len(shares) if evidence.own_in_step else shares
     if rounds and repeated is None:
         missing.append(f"{stage} of the step's micro-batches: how far honest ones may be apart is not known")
         return

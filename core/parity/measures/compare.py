@@ -22,7 +22,7 @@ from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.decode import Direction, direction, explain
 from lockstep.core.parity.measures.distances import Distances, Sums
 from lockstep.core.parity.measures.peaks import Norms
-from lockstep.core.parity.measures.stretches import stretches
+from lockstep.core.parity.measures.stretches import Space, stretches, wide
 from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
 from lockstep.core.parity.reference.stages import chain
 from lockstep.core.run.ranks import ONE, Ranks
@@ -218,8 +218,11 @@ class Comparison:
             self._sums.add(*sides)
             if self._sketches is not None:
                 candidate, twin, truth = sides
-                for total, x in zip(self._sketches, (candidate - twin, twin - truth, truth), strict=True):
-                    total += sketch(x, at)
+                apart, honest, of_truth = self._sketches
+                honest += sketch(twin - truth, at)
+                of_truth += sketch(truth, at)
+                if not np.array_equal(candidate, twin):  # else the sketch is zero
+                    apart += sketch(candidate - twin, at)
 
     def finding(self, noise: Callable[[], Norms] | None = None) -> Finding:
         """Hold what was added to its bounds.
@@ -320,12 +323,13 @@ def same_but_for_rounding(
 def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
     """‖a − b‖ / ‖b‖ in FP64; infinite if anything is not finite, or b is zero and a is not."""
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    apart = scale = 0.0
+    apart, scale, space = 0.0, 0.0, Space(2)
     for where in stretches(flat_b.size):
-        a64, b64 = flat_a[where].astype(np.float64), flat_b[where].astype(np.float64)
+        of_a, of_b = space.of(where.stop - where.start)
+        b64 = wide(flat_b[where], of_b)
         scale += float(b64 @ b64)
-        a64 -= b64
-        apart += float(a64 @ a64)
+        off = np.subtract(wide(flat_a[where], of_a), b64, out=of_a)
+        apart += float(off @ off)
     if not (np.isfinite(apart) and np.isfinite(scale)):
         return float("inf")
     return math.sqrt(apart / scale) if scale else (0.0 if apart == 0 else float("inf"))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lockstep.core.parity.measures.peaks import Norms, Peaks, PeakSums
-from lockstep.core.parity.measures.stretches import stretches
+from lockstep.core.parity.measures.stretches import Space, stretches, wide
 
 # An honest FP32 stage differs from its FP64 truth by about half an ulp an operation in each element; below two ulp
 # (of the norm) a difference of rounding between two correct implementations is not worth a ratio.
@@ -68,6 +68,7 @@ class Sums:
 
     def __post_init__(self) -> None:
         self._peaks = PeakSums(self.shape) if self.shape is not None else None
+        self._space = Space(5)
 
     def add(self, candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray) -> None:
         """Add parts of one shape. Raises ValueError if their shapes differ."""
@@ -79,20 +80,30 @@ class Sums:
                 self._add(*(x[where] for x in flat))
 
     def _add(self, candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray) -> None:
-        c, w, t = (x.astype(np.float64, copy=False) for x in (candidate, twin, truth))
-        error, honest, apart = c - t, w - t, c - w
-        self.unequal += int(np.count_nonzero(candidate != twin))
+        of_truth, of_twin, of_candidate, honest, apart = self._space.of(candidate.size)
+        t, w = wide(truth, of_truth), wide(twin, of_twin)
+        np.subtract(w, t, out=honest)
+        power, along = float(honest @ honest), float(honest @ t)
+        differ = int(np.count_nonzero(candidate != twin))
+        if differ:
+            c = wide(candidate, of_candidate)
+            error = np.subtract(c, t, out=apart)
+            self.of_candidate += float(error @ error)
+            self.error_along += float(error @ t)
+            np.subtract(c, w, out=apart)
+            self.apart += float(apart @ apart)
+            self.apart_along += float(apart @ t)
+        else:  # the rule where the twin is fed what the candidate was: c − w is zero, and c − t is w − t
+            self.of_candidate += power
+            self.error_along += along
+        self.unequal += differ
         self.size += candidate.size
-        self.of_candidate += float(error @ error)
-        self.apart += float(apart @ apart)
         self.power += float(t @ t)
-        self.apart_along += float(apart @ t)
-        self.error_along += float(error @ t)
+        self.of_twin += power
         squares = np.square(honest, out=honest)
-        self.of_twin += float(squares.sum())
         self.fourth += float(squares @ squares)
         if self._peaks is not None:
-            self._peaks.add(apart, squares, t)
+            self._peaks.add(apart if differ else None, squares, t)
 
     def distances(self, stream: type[np.floating], noise: Norms = NO_NOISE) -> Distances:
         """The measures. `stream` is the dtype whose ulp sets the floor.

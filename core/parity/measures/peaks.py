@@ -19,6 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.core.parity.measures.stretches import Space
+
+# What is summed: squares of c − w, w − t and t; then (c − w)·t, by row alone.
+APART, HONEST, TRUTH, ALONG = range(4)
+
 
 @dataclass(frozen=True)
 class Peaks:
@@ -76,28 +81,26 @@ class PeakSums:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._rows, self._columns = table_of(shape)
-        self._at = 0
-        # Squares of c − w, w − t and t; then (c − w)·t, by row alone.
+        self._at, self._space = 0, Space(3)
         self._largest = np.zeros(3)
         self._by_row, self._by_column = np.zeros((4, max(1, self._rows))), np.zeros((3, max(1, self._columns)))
 
-    def add(self, apart: np.ndarray, honest_squares: np.ndarray, truth: np.ndarray) -> None:
-        """Add the elements that follow: c − w, (w − t)² and t, flat, float64."""
-        squares = np.square(apart), honest_squares, np.square(truth)
-        # Equal bits are the rule: what is zero needs no passes.
-        differs = bool(squares[0].any())
-        sums = (*squares, apart * truth if differs else squares[0])
-        for which, square in enumerate(squares):
-            if differs or which:
-                self._largest[which] = max(self._largest[which], square.max(initial=0.0))
-        for row, column, where in self._blocks(apart.size):
-            for which, x in enumerate(sums):
-                if differs or which in (1, 2):
-                    block = x[where].reshape(-1, min(self._columns, where.stop - where.start))
-                    self._by_row[which, row : row + len(block)] += block.sum(1)
-                    if which < len(self._by_column):
-                        self._by_column[which, column : column + block.shape[1]] += block.sum(0)
-        self._at += apart.size
+    def add(self, apart: np.ndarray | None, honest_squares: np.ndarray, truth: np.ndarray) -> None:
+        """Add the elements that follow: c − w, or None where it is zero, (w − t)² and t, flat, float64."""
+        of_truth, of_apart, along = self._space.of(truth.size)
+        sums = {HONEST: honest_squares, TRUTH: np.square(truth, out=of_truth)}
+        if apart is not None:
+            sums |= {APART: np.square(apart, out=of_apart), ALONG: np.multiply(apart, truth, out=along)}
+        for which, x in sums.items():
+            if which != ALONG:
+                self._largest[which] = max(self._largest[which], x.max(initial=0.0))
+        for row, column, where in self._blocks(truth.size):
+            for which, x in sums.items():
+                block = x[where].reshape(-1, min(self._columns, where.stop - where.start))
+                self._by_row[which, row : row + len(block)] += block.sum(1)
+                if which != ALONG:
+                    self._by_column[which, column : column + block.shape[1]] += block.sum(0)
+        self._at += truth.size
 
     def _blocks(self, size: int) -> Iterator[tuple[int, int, slice]]:
         """The rest of a row that was begun, the whole rows, the beginning of the next: row, column and where."""

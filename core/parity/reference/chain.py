@@ -110,12 +110,12 @@ class Chain:
         # In which format the sum of what the readers of a tap send back is kept, where it is not the stream's.
         self._narrow = {tap for tap, one in graph.by_tap.items() if self._plan.option(one.kind, OUTPUT)}
 
-    def run(self, batch: Batch, names: Collection[str]) -> Named:
+    def run(self, batch: Batch, names: Collection[str], weight: float | None = None) -> Named:
         """Give each array that is asked for once, the last segment's first, in the stream dtype.
 
         names: `nll/probe`, the per-token NLL (B, S), which comes before any parameter's gradient;
         `gradient/PARAMETER`, summed over micro-batches; TAP and `grad/TAP`, of a batch that is one micro-batch.
-        Gradients are those of Σ weight·nll / Σ weight.
+        Gradients are those of Σ weight·nll / `weight`, by default Σ weight.
 
         Raises NotSupported if the session does not run a stage or gives no gradient of it, and ValueError if taps are
         asked for of several micro-batches.
@@ -127,7 +127,7 @@ class Chain:
         back = any(name.startswith((GRADIENT, PARAMETER)) for name in names)
         ranks = self._ranks if len(micros) % self._ranks == 0 else 1
         sums: dict[str, list[np.ndarray]] = {}
-        total = float(batch.weights.sum(dtype=np.float64)) / self._scale
+        total = (float(batch.weights.sum(dtype=np.float64)) if weight is None else weight) / self._scale
         self._forward(micros)
         for segment in reversed(self._segments):
             weights = self._weights(segment)

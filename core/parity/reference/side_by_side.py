@@ -25,18 +25,22 @@ class Made:
     truth: np.ndarray
 
 
-def passes(reference: Reference, state: State, batch: Batch, names: Collection[str]) -> Iterator[Made]:
+def passes(
+    reference: Reference, state: State, batch: Batch, names: Collection[str], weight: float | None = None
+) -> Iterator[Made]:
     """Give what is asked for of one batch at a state, in the order and under the names of `Chain.run`.
+
+    weight: what the loss Σ weight·nll is divided by, by default the batch's own Σ weight.
 
     A reference that does not run single stages takes the state and computes everything at once; gradients then come
     before taps. Raises NotSupported if it cannot do that either.
     """
     if reference.config.parity.reference_devices == 1:
-        begun = _begun(_chains(reference, state, batch, names))
+        begun = _begun(_chains(reference, state, batch, names, weight))
         if begun is not None:
             yield from begun
             return
-    yield from _together([_at_once(session, state, batch, names) for session in reference.sessions])
+    yield from _together([_at_once(session, state, batch, names, weight) for session in reference.sessions])
 
 
 def _begun(made: Iterator[Made]) -> Iterator[Made] | None:
@@ -49,7 +53,9 @@ def _begun(made: Iterator[Made]) -> Iterator[Made] | None:
         return None
 
 
-def _chains(reference: Reference, state: State, batch: Batch, names: Collection[str]) -> Iterator[Made]:
+def _chains(
+    reference: Reference, state: State, batch: Batch, names: Collection[str], weight: float | None
+) -> Iterator[Made]:
     config, scale = reference.config, state.scalars.get(SCALE, 1.0)
     narrow = config.parallel.gradient_dtype != "fp32"
     sides = [ask(session, RunsStages) for session in reference.sessions]
@@ -67,7 +73,7 @@ def _chains(reference: Reference, state: State, batch: Batch, names: Collection[
         # FP64 has no FP8: the truth runs the plain stages.
         *(Chain(side, config, state.params, np.float64, scale=scale) for side in sides[1:]),
     ]
-    yield from _together([one.run(batch, names) for one in chains])
+    yield from _together([one.run(batch, names, weight) for one in chains])
 
 
 def _together(sides: list[Named]) -> Iterator[Made]:
@@ -76,14 +82,18 @@ def _together(sides: list[Named]) -> Iterator[Made]:
         yield Made(name, twin, truth)
 
 
-def _at_once(session: Session, state: State, batch: Batch, names: Collection[str]) -> Named:
+def _at_once(session: Session, state: State, batch: Batch, names: Collection[str], weight: float | None) -> Named:
     session.load(state)
+    share = 1.0 if weight is None else float(batch.weights.sum(dtype=np.float64)) / weight
     taps = [name for name in names if name != PROBE_NLL and not name.startswith(PARAMETER)]
     if len(taps) < len(names):
         found = session.gradients(batch)
         if PROBE_NLL in names:
             yield PROBE_NLL, found.nll
-        yield from ((n, found.grads[n.removeprefix(PARAMETER)]) for n in names if n.startswith(PARAMETER))
+        for name in names:
+            if name.startswith(PARAMETER):
+                gradient = found.grads[name.removeprefix(PARAMETER)]
+                yield name, gradient if share == 1 else gradient * gradient.dtype.type(share)
         del found
     if taps:
         seen = session.observe(batch, taps)
