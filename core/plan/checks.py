@@ -19,7 +19,7 @@ from lockstep.core.model.groups import moment_names
 from lockstep.core.model.names import probe_shapes, tap_names
 from lockstep.core.model.windows import device_bytes
 from lockstep.core.parity.evidence.cached_logits import ALONE
-from lockstep.core.parity.evidence.evaluation import POLICIES
+from lockstep.core.parity.evidence.evaluation import policies_of
 from lockstep.core.parity.evidence.sketch import K
 from lockstep.core.run.ranks import is_sharded
 
@@ -27,6 +27,7 @@ GB = 1e9
 # A part of the evidence.
 TAPS = "taps, their and weights' gradients"
 SCORES = "scores of evaluation, logits of sampling"
+VALIDATION = "validation"
 # Sequences with weight in the micro-batch whose stages are judged, unless all are looked at.
 LOOKED_AT = 2
 # Bytes of an observation: a sketch in FP32, and its statistics.
@@ -97,7 +98,8 @@ def cost_of_check(config: RunConfig, *, thorough: bool) -> CheckCost:
         "gradients of step and micro-batch": 2 * weights,
         TAPS: tapped + weights,
         "gradients apart and together": (2 * weights if accumulates else 0) + reduced,
-        SCORES: _scored(config, rows) if thorough else 0,
+        SCORES: _scored(config, rows, thorough),
+        VALIDATION: 0 if thorough or not config.eval.every else _validated(config),
         "sketches of each micro-batch's gradients": OBSERVATION_BYTES * len(parameters) * micros if micros > 1 else 0,
     }
     largest = number * max(one.size for one in parameters.values())
@@ -202,15 +204,22 @@ def _tapped(config: RunConfig, rows: int) -> int:
     return sum(math.prod(shape) * (2 if name in taps else 1) for name, shape in shapes.items())
 
 
-def _scored(config: RunConfig, rows: int) -> int:
+def _scored(config: RunConfig, rows: int, thorough: bool) -> int:
     """Bytes of targets (int32); by policy, of NLL and of whether the target is likeliest (int32); of cached logits.
 
     The reference makes no pass for them: it has the logits of the looked-at sequences for the taps.
     """
     number = FORMATS[config.precision.stream].bytes
-    scores = sum(4 + (FORMATS[policy].bytes if policy else number) for policy in POLICIES)
-    tokens = rows * config.train.sequence_length
-    return tokens * (4 + scores) + (ALONE + 1) * (number * config.model.vocab_size + 4)
+    scores = sum(4 + (FORMATS[policy].bytes if policy else number) for policy in policies_of(config, thorough))
+    cached = (ALONE + 1) * (number * config.model.vocab_size + 4) if thorough else 0
+    return rows * config.train.sequence_length * (4 + scores) + cached
+
+
+def _validated(config: RunConfig) -> int:
+    """Bytes of a held-out micro-batch, of its NLL and whether each target is likeliest (int32), and of those of all."""
+    tokens = config.train.micro_batch_size * config.train.sequence_length
+    of_batch = 12 + (4 if config.attention.needs_documents else 0)
+    return tokens * (of_batch + (1 + config.eval.batches) * (FORMATS[config.precision.stream].bytes + 4))
 
 
 def _segments(config: RunConfig) -> float:

@@ -14,7 +14,8 @@ from lockstep.core.parity.evidence.index import DATA
 from lockstep.core.parity.evidence.place import is_large, store_for
 from lockstep.core.parity.evidence.saved import save_evidence
 from lockstep.core.parity.evidence.store import FolderStore, MemoryStore
-from lockstep.core.plan.checks import GB, SCORES, checks_waiting, cost_of_check, over_budget
+from lockstep.core.plan.checks import GB, SCORES, VALIDATION, checks_waiting, cost_of_check, over_budget
+from lockstep.core.train.validation import Validation
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.session import TorchSession
 
@@ -54,7 +55,22 @@ def test_scores_and_cached_logits_take_what_was_planned(policy: str) -> None:
     evidence = gather(TorchSession(config), config, text_batch(config))
     taken = sum(array.nbytes for array in evidence.evaluated.values())
     assert taken == cost_of_check(config, thorough=True).evidence[SCORES]
-    assert SCORES not in cost_of_check(config, thorough=False).evidence
+    assert VALIDATION not in cost_of_check(config, thorough=True).evidence
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp64"])
+def test_a_check_during_training_keeps_validation_and_no_cached_logits(policy: str) -> None:
+    config = tiny_config(policy, train={"batch_size": 2, "sequence_length": 32})
+    validation = Validation([text_batch(config, number) for number in range(config.eval.batches)])
+    batch = text_batch(config)
+    evidence = gather(TorchSession(config), config, batch, probe_of(batch, config), validation=validation)
+    planned, held_out = cost_of_check(config, thorough=False).evidence, evidence.held_out
+    assert held_out is not None
+    assert sum(array.nbytes for array in evidence.evaluated.values()) == planned[SCORES]
+    kept = (*held_out.batch.arrays.values(), *held_out.scores.values(), *held_out.every.values())
+    assert sum(array.nbytes for array in kept) == planned[VALIDATION]
+    never = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 0})})
+    assert VALIDATION not in cost_of_check(never, thorough=False).evidence
 
 
 def test_memory_is_that_of_a_segment_whatever_the_depth() -> None:
