@@ -73,6 +73,8 @@ class BadStep:
     origin:  {stage, tap, phase, layer} as the line has it. origins: every link that is wrong by itself, in order.
     key, measures, note: of the comparison that `origin` names, None and empty if the line does not hold it.
     roles:   comparisons by `HELD`, `CONTAMINATED`, `ORIGIN` and `NAMED`.
+    fitting: settings that were not declared and fit better, as `key = value`; empty without any. fits: whether the
+             whole step agrees under them.
     """
 
     step: int
@@ -83,6 +85,8 @@ class BadStep:
     measures: tuple[Measure, ...]
     note: str
     roles: Mapping[int, int]
+    fitting: str = ""
+    fits: bool = False
 
 
 @dataclass
@@ -297,8 +301,13 @@ def _roles(check: Json, findings: Sequence[Json]) -> tuple[list[int], int | None
     return roles, named
 
 
+def _table(value: Any) -> Json:
+    return value if isinstance(value, dict) else {}
+
+
 def _bad_step(step: int, check: Json, roles: Sequence[int], named: Json | None) -> BadStep:
-    origin = check.get("origin")
+    origin, fitting = check.get("origin"), _table(check.get("fitting"))
+    settings = _table(fitting.get("settings"))
     return BadStep(
         step=step,
         origin=origin,
@@ -308,4 +317,6 @@ def _bad_step(step: int, check: Json, roles: Sequence[int], named: Json | None) 
         measures=tuple(_measure(m) for m in named["measures"]) if named else (),
         note=str(named.get("note") or "") if named else "",
         roles=Counter(roles),
+        fitting=", ".join(f"{key} = {value!r}" for key, value in settings.items()),
+        fits=bool(fitting.get("agrees")),
     )

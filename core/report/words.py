@@ -81,6 +81,9 @@ def _disagreed(checks: Checks, bad: BadStep) -> str:
         )
     if bad.note:
         parts.append(f"<p>Decoded: <b>{esc(bad.note)}</b>.</p>")
+    if bad.fitting:
+        how = "every comparison agrees under" if bad.fits else "stages are nearer to"
+        parts.append(f"<p>Declared otherwise: {how} <b>{esc(bad.fitting)}</b>.</p>")
     if bad.cause:
         parts.append(f"<p>Cause: <b>{esc(bad.cause)}</b>.</p>")
     others = [o for o in bad.origins if bad.origin is None or dict(o) != dict(bad.origin)]

@@ -307,6 +307,16 @@ def test_the_table_starts_with_the_origin_then_broken_then_honest_stages(pages):
     assert 'class="origin"' in table and 'class="origin"' not in pages["honest"]
 
 
+@pytest.mark.parametrize(("agrees", "how"), [(True, "every comparison agrees under"), (False, "stages are nearer to")])
+def test_casts_that_fit_better_are_told(tmp_path, runs, agrees, how):
+    checks = lines(runs["faulty"] / "parity.jsonl")
+    bad = next(check for check in checks if check["verdict"] == "disagreed")
+    bad["fitting"] = {"settings": {"precision.casts": "<autocast>"}, "declared": {}, "agrees": agrees, "left": None}
+    page = build_report(replace_lines(write_run(tmp_path / "run", steps=200), "parity.jsonl", checks))
+    assert f"Declared otherwise: {how} precision.casts = '<autocast>'." in verdict_words(page)
+    assert "<autocast>" not in page
+
+
 def test_lines_of_schema_1_are_drawn_without_their_roles(tmp_path, runs):
     old = [c | {"schema": 1} for c in lines(runs["faulty"] / "parity.jsonl")]
     for check in old:
