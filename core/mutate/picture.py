@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from html import escape
 
 from lockstep.core.mutate.conditions import CONDITIONS
 from lockstep.core.mutate.operators import OPERATORS

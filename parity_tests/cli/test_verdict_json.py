@@ -12,7 +12,17 @@ from lockstep.core.parity.reference.stages import chain
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.cli.workspace import Done
 
-PROMISED = ["schema", "verdict", "first_bad_step", "origin", "cause", "stages", "not_covered", "not_exercised"]
+PROMISED = [
+    "schema",
+    "verdict",
+    "first_bad_step",
+    "origin",
+    "cause",
+    "fitting",
+    "stages",
+    "not_covered",
+    "not_exercised",
+]
 BESIDE = {"recipe", "candidate", "reference", "steps", "seconds", "origins"}
 STAGE = {"stage", "tap", "phase", "layer", "scope", "measures", "size", "unequal", "note", "ok", "step", "role"}
 MEASURE = {"name", "value", "low", "high", "basis", "ok"}
