@@ -74,7 +74,7 @@ def stage_functions(run: RunConfig, model: Llama, policy: Policy) -> dict[str, S
         return model.nll(policy.read(inputs["logits"], "logits"), inputs["targets"])
 
     def library_head(inputs: Inputs) -> Array:
-        return library_nll(inputs["x"], inputs["weight"], inputs["targets"], policy, run.loss)
+        return library_nll(policy.read(inputs["x"], "norm"), inputs["weight"], inputs["targets"], policy, run.loss)
 
     of_kind: dict[str, StageFunction] = {
         "embedding": embed,

@@ -78,7 +78,9 @@ def stage_functions(run: RunConfig, model: Llama, policy: Policy, float8: Float8
 
     def library_head(inputs: Inputs) -> Tensor:
         largest = inputs["grad"].abs().max().double() if "grad" in inputs else torch.tensor(0.0).double()
-        return library_nll(inputs["x"], inputs["weight"], inputs["targets"], largest, policy, run.loss)
+        return library_nll(
+            policy.kept(inputs["x"], "norm"), inputs["weight"], inputs["targets"], largest, policy, run.loss
+        )
 
     of_kind: dict[str, StageFunction] = {
         "embedding": embed,

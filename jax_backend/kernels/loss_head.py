@@ -20,7 +20,7 @@ def _library(loss: LossConfig) -> FusedLoss:
     def head(
         x_BSD: Array, weight_VD: Array, targets_BS: Array, weights_BS: Array, total: Array, policy: Policy, tap: Tap
     ) -> tuple[Array, Array]:
-        nll_BS = tap("nll", library_nll(x_BSD, weight_VD, targets_BS, policy, loss))
+        nll_BS = tap("nll", library_nll(policy.read(x_BSD, "norm"), weight_VD, targets_BS, policy, loss))
         return weighted_mean(nll_BS, weights_BS, total), nll_BS
 
     return head

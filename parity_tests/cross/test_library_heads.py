@@ -100,9 +100,12 @@ def test_it_is_the_whole_head_within_the_policy_s_rounding(policy, tied):
         assert apart(other.grads[name], gradient) < roundings * UNIT[policy], name
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_check_of_it_agrees(compiled):
+@pytest.mark.parametrize(
+    ("compiled", "casts"), [(False, "lockstep"), (True, "lockstep"), (False, "residual=bf16, norm=bf16")]
+)
+def test_a_check_of_it_agrees(compiled, casts):
     config = with_head(tiny_config("bf16", compiled=compiled), chunk=50)
+    config = config.model_copy(update={"precision": config.precision.model_copy(update={"casts": casts})})
     evidence = gather(TorchBackend().open(config), config, uneven_weights(text_batch(config), 0))
     check = judge(evidence, Reference.open(JaxBackend(), config))
     assert check.verdict == "agreed", check.origin
