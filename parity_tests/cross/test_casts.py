@@ -29,7 +29,7 @@ PLANS = (
     "residual=bf16, norm=bf16, logits=bf16, rope=bf16, act=after product",
     "rope=after rotation, act=after silu and product, bias=bf16, angles=fp32",
 )
-# Of elements that are rounded: those at a tie. Clean runs of the calibration show at most 0.008, in attention.
+# The share of rounded elements that may lie at a tie. Clean runs of the calibration show at most 0.008, in attention.
 TIES = 0.02
 
 
@@ -40,7 +40,7 @@ def config_under(casts: str, policy: str = "bf16") -> RunConfig:
 
 @cache
 def seen(casts: str, policy: str = "bf16") -> tuple[RunConfig, Batch, Arrays, Arrays]:
-    """What the trainer shows of one micro-batch, and its weights."""
+    """Return what the trainer shows of one micro-batch, and its weights."""
     config = config_under(casts, policy)
     session = TorchBackend().open(config)
     batch = text_batch(config).cut(config.train)[0]

@@ -206,7 +206,7 @@ def test_a_rank_that_is_wrong_by_itself_is_named(tmp_path: Path) -> None:
     rows = [Row.from_json(line) for line in lines if line and "id" in line]
     assert {row.id: row.named for row in rows} == ON_RANKS
     assert all(row.exact and row.recipe == "bf16/eager, 2 ranks" for row in rows)
-    # What rank 0 computes is right: the sizes are those on the rank that is wrong.
+    # Rank 0 computes the right thing: the sizes are those on the rank that is wrong.
     assert all(row.effect > 1e-3 for row in rows if "loader" not in row.id)
 
 

@@ -60,7 +60,7 @@ def test_every_place_of_the_step_is_there() -> None:
 
 
 def test_over_ranks_one_rank_is_wrong_or_their_sum() -> None:
-    """What checkpoints and validation are to one rank is not drawn; each rank has a part of its own."""
+    """Checkpoints and validation of one rank alone are not drawn; each rank has a part of its own."""
     of_one, of_two = places(whole_logits()), places(whole_logits(ranks=2))
     left_out = {"written", "read", "validation"}
     assert {place.kind for place in of_two} == set(KINDS) - left_out

@@ -76,7 +76,7 @@ class MutantBench:
     def row(self, mutant: Mutant) -> Row:
         """Plant one mutant, measure and judge it; an exception becomes the row's error.
 
-        Of several ranks it is raised: another one may be waiting, and none can go on.
+        Among several ranks it is raised: another one may be waiting, and none can go on.
         """
         place = place_of(self.config, mutant)
         row = self._begun(mutant, place)
@@ -213,7 +213,7 @@ class MutantBench:
         return check
 
 
-# What a row says of the size of a mutant.
+# The fields of a row that give the size of a mutant.
 MOVED = ("gradients", "worst", "loss", "update", "effect")
 
 

@@ -434,8 +434,8 @@ def extremes_of(recipe: str, kind: str) -> Extremes:
         raise _not_measured(f"{recipe} ({kind})") from None
     product, cast, _ = kind.partition(CAST)
     if cast and rounds_operands(product.split("/")[1]) and result_of(recipe, product) == "rounded":
-        # What the product's own roundings do, clean runs under any plan show. How many elements the plan's rounding
-        # makes equal, only those under it do.
+        # Clean runs under any plan show what the product's own roundings do. Those under the plan alone show how many
+        # elements its rounding makes equal.
         joined = found | extremes_of(recipe, product)
         sharp = joined.sharp and found.sharp and replace(joined.sharp, unequal=found.sharp.unequal)
         return replace(joined, sharp=sharp)

@@ -21,7 +21,7 @@ import numpy as np
 
 from lockstep.core.parity.measures.stretches import Space
 
-# What is summed: squares of c − w, w − t and t; then (c − w)·t, by row alone.
+# The sums: squares of c − w, w − t and t; then (c − w)·t, by row alone.
 APART, HONEST, TRUTH, ALONG = range(4)
 
 
