@@ -166,3 +166,28 @@ def test_extremes_of_a_table_are_read_and_written():
     assert Extremes.from_json(old).to_json() == old
     assert (row | Extremes.from_json(old)).sharp == row.sharp
     assert peak_bounds.LEAST.keys() == {"rounded", "kept", "sum", "same"}
+
+
+def dominated() -> np.ndarray:
+    """Return a small matrix in which one element outweighs all others, and lies almost at a tie."""
+    truth = np.random.default_rng(1).standard_normal((8, 32)) * 1e-3
+    truth[3, 5] = 1.0 + 0.499 * 2.0**-7
+    return truth
+
+
+@pytest.mark.parametrize(("ulps", "accused"), [(1, False), (3, True)])
+def test_one_element_at_a_tie_is_no_distance(ulps: int, accused: bool) -> None:
+    """An element that outweighs its tensor falls to the other side of a tie; three ulp are none."""
+    truth = dominated()
+    twin = rounded(truth)
+    candidate = twin.copy()
+    candidate[3, 5] += ulps * 2.0**-7
+    d = distances(candidate, twin, truth, np.float32)
+    assert d.twin_distance > 1
+    broken = {m.name for m in calibrated_bounds.measures("bf16/eager", "backward/q/weight", d, 54) if not m.ok}
+    assert ("twin_distance" in broken) == accused
+
+
+def test_many_elements_at_a_tie_are_a_distance() -> None:
+    d = distances(with_ties(0.2), TWIN, TRUTH, np.float32)
+    assert peak_bounds.distance_of_ties("rounded", d) == 0

@@ -37,6 +37,7 @@ from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.stretches import STRETCH, stretches
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.parity.reference.stages import (
+    chain,
     forward_stages,
     is_library_head,
     keeps_product,
@@ -432,6 +433,11 @@ def extremes_of(recipe: str, kind: str) -> Extremes:
         found = table()[measured_under(recipe, kind)][kind]
     except KeyError:
         raise _not_measured(f"{recipe} ({kind})") from None
+    policy, stage = policy_of(recipe), kind.partition(CAST)[0].split("/")[1:2]
+    of_kernel = kind.startswith(("forward/", "backward/")) and chain().kinds.get(*stage) == "attention"
+    if of_kernel and policy.rounds and recipe != f"{policy.name}/eager":
+        # A compiled program calls the kernel that eager calls.
+        found = found | extremes_of(f"{policy.name}/eager", kind)
     product, cast, _ = kind.partition(CAST)
     if cast and rounds_operands(product.split("/")[1]) and result_of(recipe, product) == "rounded":
         # Clean runs under any plan show what the product's own roundings do. Those under the plan alone show how many
@@ -470,6 +476,11 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
         times = f"×{peak_bounds.REACH:.2g}"
         distance_basis = why(clean.sharp.distance, sharper, peak_bounds.LEAST[result_of(recipe, kind)].distance, times)
     # Between two FP32 programs a relative error is the bound that holds.
+    # A distance, and its part along the truth, that elements at a tie alone make.
+    ties = peak_bounds.distance_of_ties(result_of(recipe, kind), d) if clean.sharp else 0.0
+    if ties > limit.distance:
+        limit = replace(limit, distance=ties, gain=max(limit.gain, ties))
+        distance_basis = f"at most {peak_bounds.FEW_TIES} elements, each within a rounding at a tie"
     held = clean.sharp if not (kind.startswith("bridge/") and policy_of(recipe).in_fp32) else None
     sharp = tuple(peak_bounds.measures(held, result_of(recipe, kind), d, size, wider)) if held else ()
     if kind.startswith("bridge/"):

@@ -30,6 +30,8 @@ from lockstep.core.parity.measures.verdict import Measure
 Result = Literal["rounded", "kept", "sum", "same"]
 
 TIE = 3.0
+# So many elements at a tie are no sign of anything. Where one of them outweighs a small tensor, they are its distance.
+FEW_TIES = 2
 KEPT = 0.02
 LEAST_OF_SUMS = 4.0
 ODDS = 10.0
@@ -112,6 +114,18 @@ def share_at_most(share: float, size: int) -> float:
 def distance_limit(clean: Sharp, result: Result) -> float:
     """The bound on the twin distance of a large tensor, where it is sharper than that of `calibrated_bounds`."""
     return max(REACH * clean.distance, LEAST[result].distance)
+
+
+def distance_of_ties(result: Result, d: Distances) -> float:
+    """The distance that a few elements at a tie may make, a whole ulp each; 0 where others differ as well.
+
+    One element is d.peaks.largest of the twin's largest error away, and may be TIE.
+    """
+    peaks = d.peaks
+    if result != "rounded" or peaks is None or not peaks.largest:
+        return 0.0
+    count = round(d.unequal * peaks.rows * peaks.columns)
+    return TIE * d.twin_distance / peaks.largest if count <= FEW_TIES else 0.0
 
 
 def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: float) -> Iterator[Measure]:
