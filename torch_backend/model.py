@@ -246,8 +246,7 @@ class Llama(nn.Module):
 
     def place_rope(self, device: torch.device) -> None:
         """Make the RoPE tables on a device: buffers in FP64, not part of the state."""
-        # By its default where it is the default, as somebody else's may know no other.
-        cos, sin = rope_tables(*self.rope, *(() if self.angles == torch.float64 else (self.angles,)))
+        cos, sin = rope_tables(*self.rope, self.angles)
         self.register_buffer("cos", cos.to(device), persistent=False)
         self.register_buffer("sin", sin.to(device), persistent=False)
 

@@ -67,7 +67,7 @@ class Observes(Programs):
     # Bytes that were free on the GPU when taps were first asked for.
     _free_at_first: float | None
     _sketching: tuple[Any, Any, Tensor] | None
-    # What the micro-batches of the next step add, where a check asks for it.
+    # Sketches of what each micro-batch of the next step adds, where a check asks for them.
     _parts: StepParts | None
     # Brings a tensor of the state or a gradient to the host.
     _shown: Callable[[Tensor | None], np.ndarray]

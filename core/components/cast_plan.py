@@ -122,17 +122,15 @@ _RESULTS: dict[tuple[str, str], tuple[str, ...]] = {
     ("logits", "weight"): ("logits",),
     ("nll", "logits"): ("logits",),
 }
-# Key → the kinds of operations whose mathematics it changes.
-KINDS_OF: dict[str, tuple[str, ...]] = {
-    "residual": ("embedding", "sum", "norm"),
-    "norm": ("norm",),
-    "linear": ("sum", "rope", "attention", "gated"),
-    "bias": ("linear",),
-    "rope": ("rope", "attention"),
-    "act": ("gated",),
-    "logits": ("logits", "nll"),
-    "angles": ("rope",),
-}
+
+
+def kinds_of(key: str) -> frozenset[str]:
+    """Return the kinds of operations whose mathematics a key changes."""
+    if key == "angles":
+        return frozenset({"rope"})
+    named = {key, "rotation"} if key == "rope" else {key}
+    return frozenset(kind for (kind, _), keys in _RESULTS.items() if named & set(keys))
+
 
 LOCKSTEP = CastPlan()
 # torch.autocast over a model with FP32 weights, as of torch 2.13: linear layers give bf16, and what reads it goes on in

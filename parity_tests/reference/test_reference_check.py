@@ -133,7 +133,7 @@ def interleaved(self, x, rope):
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
 
 
-def counted_from_one(length, head_dim, theta):
+def counted_from_one(length, head_dim, theta, angles):
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     angle = torch.arange(1, length + 1, dtype=torch.float64)[:, None] * theta**-exponent
     return angle.cos(), angle.sin()

@@ -40,7 +40,7 @@ LEVERS: dict[str, tuple[str, ...]] = {
     "ranks": ("1", "2, DDP", "2, FSDP"),
     "optimizer": ("adamw", "adamw8bit", "muon"),
 }
-# What stands for the third of the casts, in the format of the operands.
+# The plan that the third value of `casts` names, in the format of the operands.
 RESIDUAL = "residual={0}, norm={0}, rope=after rotation, act=after product"
 # A model of two blocks in which every lever has something to do: several chunks, 8-bit blocks of 256 numbers also on
 # each of two ranks.

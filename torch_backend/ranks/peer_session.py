@@ -358,7 +358,7 @@ class PeerSession:
             return call(take)
 
     def _noting(self, take: Take) -> Take:
-        """What notes the digest of each tap that all ranks compute alike, and gives `take` what this rank gives.
+        """Return a `take` that notes the digest of each tap that all ranks compute alike, and gives on this rank's.
 
         Where weights are cut, the gradients of all but rank 0 are zero. On a GPU sums of a backward pass vary, unless
         the run is deterministic; and Inductor chooses a GPU's kernels by time, each rank its own.
@@ -379,7 +379,7 @@ class PeerSession:
         return note
 
     def _noting_sums(self, give: Take) -> Take:
-        """What notes the digest of each gradient, which ranks with whole weights have alike, and gives it on."""
+        """Return a `take` that notes each gradient's digest, alike on ranks with whole weights, and gives it on."""
         if not self._by_rank or self.own.root is not None:
             return give
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.core.backend import Backend, NotSupported
 from lockstep.core.components.attention_kernels import ATTENTION_KERNELS, AUTO
-from lockstep.core.components.cast_plan import KINDS_OF, PLANS, VALUES, CastPlan, choices, plan_text
+from lockstep.core.components.cast_plan import PLANS, VALUES, CastPlan, choices, kinds_of, plan_text
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig, flatten
 from lockstep.core.errors import UserError
@@ -48,7 +48,7 @@ class Choice:
     kinds: of the operations whose mathematics it changes. others: gives configurations with another value of it.
     """
 
-    kinds: tuple[str, ...]
+    kinds: frozenset[str]
     others: Callable[[RunConfig], Iterator[RunConfig]]
 
 
@@ -73,10 +73,10 @@ def with_fitting(check: Check, evidence: Evidence, reference: Reference, backend
 def _choices(config: RunConfig) -> list[Choice]:
     """Return the choices of a run: plans that have names, each key of a plan, and attention's kernel on the CPU."""
     keys = choices(config.precision.operand)
-    found = [Choice(KINDS_OF[key], _casts(key)) for key in keys]
+    found = [Choice(kinds_of(key), _casts(key)) for key in keys]
     if set(keys) == set(VALUES):
-        found.insert(0, Choice(tuple({kind for kinds in KINDS_OF.values() for kind in kinds}), _named))
-    return [*found, Choice(("attention",), _kernels)] if config.device != "cuda" else found
+        found.insert(0, Choice(frozenset().union(*map(kinds_of, keys)), _named))
+    return [*found, Choice(frozenset({"attention"}), _kernels)] if config.device != "cuda" else found
 
 
 def _named(config: RunConfig) -> Iterator[RunConfig]:
@@ -118,8 +118,7 @@ def _fitting(
 ) -> Fitting | None:
     declared = reference.config
     first = next((one.layer for one in check.findings if not one.ok and one.layer is not None), None)
-    # Without what `auto` stands for: a kernel is to be compared with another by name.
-    config = settled(declared, "cuda" if declared.device == "cuda" else "cpu")
+    config = _by_name(declared)
     for _ in range(ROUNDS):
         before = config
         for choice in tried:
@@ -140,9 +139,13 @@ def _fitting(
 
 def _differing(declared: RunConfig, config: RunConfig) -> Mapping[str, str]:
     """Return the settings that are not the declared ones, by dotted key."""
-    device = "cuda" if declared.device == "cuda" else "cpu"
-    before, after = (flatten(one.model_dump()) for one in (settled(declared, device), config))
+    before, after = (flatten(one.model_dump()) for one in (_by_name(declared), config))
     return {key: after[key] for key in SHOWN if after[key] != before[key]}
+
+
+def _by_name(config: RunConfig) -> RunConfig:
+    """Return the run with the kernel that stands for `auto` in its place: kernels are compared by name."""
+    return settled(config, "cuda" if config.device == "cuda" else "cpu")
 
 
 def _as_named(plan: CastPlan, config: RunConfig) -> CastPlan:
@@ -150,7 +153,7 @@ def _as_named(plan: CastPlan, config: RunConfig) -> CastPlan:
     of_model = {one.kind for one in stages_of(config)}
     if not any("bias" in one.params for one in stages_of(config)):
         of_model.discard("linear")
-    keys = [key for key, kinds in KINDS_OF.items() if of_model & set(kinds)]
+    keys = [key for key in VALUES if of_model & kinds_of(key)]
     same = (one for one in PLANS.values() if all(getattr(one, key) == getattr(plan, key) for key in keys))
     return next(same, plan)
 

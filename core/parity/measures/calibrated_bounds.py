@@ -37,7 +37,6 @@ from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.stretches import STRETCH, stretches
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.parity.reference.stages import (
-    chain,
     forward_stages,
     is_library_head,
     keeps_product,
@@ -433,11 +432,6 @@ def extremes_of(recipe: str, kind: str) -> Extremes:
         found = table()[measured_under(recipe, kind)][kind]
     except KeyError:
         raise _not_measured(f"{recipe} ({kind})") from None
-    policy, stage = policy_of(recipe), kind.partition(CAST)[0].split("/")[1:2]
-    of_kernel = kind.startswith(("forward/", "backward/")) and chain().kinds.get(*stage) == "attention"
-    if of_kernel and policy.rounds and recipe != f"{policy.name}/eager":
-        # A compiled program calls the kernel that eager calls.
-        found = found | extremes_of(f"{policy.name}/eager", kind)
     product, cast, _ = kind.partition(CAST)
     if cast and rounds_operands(product.split("/")[1]) and result_of(recipe, product) == "rounded":
         # Clean runs under any plan show what the product's own roundings do. Those under the plan alone show how many
