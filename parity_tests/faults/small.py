@@ -121,3 +121,20 @@ class BlackBoxRopeAnglesInBf16(TorchBackend):
 
     class session_class(_NoTaps, swapped(Llama, _Bf16Angles)):  # type: ignore[misc]
         pass
+
+
+def _in_e4m3(grad: Tensor) -> Tensor:
+    scale = 448.0 / grad.abs().max()
+    return (grad * scale).to(torch.float8_e4m3fn).to(grad.dtype) / scale
+
+
+class _KeysInE4m3(Linear):
+    def forward(self, x: Tensor, policy: Policy) -> Tensor:
+        return linear(x, backward(self.weight, _in_e4m3), self.bias, policy, self.float8)
+
+
+class BlackBoxKeysGradientsInE4m3(TorchBackend):
+    """The gradient of the keys' weights is rounded to e4m3, in a session that shows NLL and gradients alone."""
+
+    class session_class(_NoTaps, swapped(Linear, _KeysInE4m3, "blocks.*.attn.k_proj")):  # type: ignore[misc]
+        pass

@@ -33,7 +33,21 @@ def test_every_comparison_of_every_recipe_was_measured(recipe):
     found = set(calibrated_bounds.table()[recipe])
     apart = ("adamw8bit/", "adamw8bit_bnb/", "muon/", "forward/torch_", "backward/torch_")
     of_casts = {kind for kind in found if calibrated_bounds.CAST in kind}
-    assert calibrated_bounds.all_kinds(FULL) == {kind for kind in found - of_casts if not kind.startswith(apart)}
+    of_layers = {kind for kind in found if kind.endswith(calibrated_bounds.OVER_LAYERS)}
+    rest = found - of_casts - of_layers
+    assert calibrated_bounds.all_kinds(FULL) == {kind for kind in rest if not kind.startswith(apart)}
+
+
+@pytest.mark.parametrize("recipe", ["bf16/eager", "bf16/compiled", "fp32/eager", "fp16/eager", "fp8_rowwise/eager"])
+def test_every_mean_over_layers_was_measured(recipe):
+    of_many = {"embed", "final_norm", "logits", "nll", "together", "vocabulary"}
+    each = {
+        kind
+        for kind in calibrated_bounds.all_kinds(FULL)
+        if kind.startswith(("gradients/", "end_to_end/")) and kind.rpartition("/")[2] not in of_many
+    }
+    measured = {kind for kind in calibrated_bounds.table()[recipe] if kind.endswith(calibrated_bounds.OVER_LAYERS)}
+    assert measured == {kind + calibrated_bounds.OVER_LAYERS for kind in each}
 
 
 @pytest.mark.parametrize("recipe", ["bf16/eager", "bf16/compiled", "fp16/eager", "fp8_rowwise/eager"])

@@ -186,7 +186,10 @@ def test_a_step_of_one_micro_batch_is_held_to_the_reference_itself():
     config = tiny_config("bf16", train={"batch_size": 2})
     evidence, check = checked(TorchBackend().open(config), config, training=True)
     assert evidence.own == () and check.verdict == "agreed"
-    assert len(of_own(check, "gradients")) == len(parameter_shapes(config.model)) + 2
+    names = parameter_shapes(config.model)
+    of_layers = {name.split(".", 2)[2] for name in names if name.startswith("blocks.")}
+    # Besides each parameter: their names, the mean over all of them, and the means over layers.
+    assert len(of_own(check, "gradients")) == len(names) + 2 + len(of_layers)
     turned = {name: -gradient for name, gradient in evidence.stepped.grads.items()}
     wrong = replace(evidence, stepped=replace(evidence.stepped, grads=turned))
     assert not all(found.ok for found in of_own(judge(wrong, Reference.open(JaxBackend(), config)), "gradients"))

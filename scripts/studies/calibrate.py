@@ -42,6 +42,7 @@ from lockstep.core.parity.judge.update import update
 from lockstep.core.parity.measures import calibrated_bounds, here
 from lockstep.core.parity.measures.calibrated_bounds import Extremes
 from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.peak_bounds import Sharp
 from lockstep.core.parity.measures.scatter import SCATTER_SIZE, scatter
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.scripts.studies.clean_runs import clean_evidence, draw_config, open_reference
@@ -154,10 +155,14 @@ def over_checks(runs: list[Checks]) -> dict[str, float]:
 
 
 def add_sharp(rows: dict[str, Any], clean: dict[str, Extremes]) -> None:
-    """Put what norms hide into the rows of a recipe that are there; everything else in them stays."""
+    """Join what norms hide with the rows of a recipe that are there, and add rows of kinds that are not.
+
+    Everything else in the rows stays.
+    """
+    rows |= {kind: row.to_json() for kind, row in clean.items() if kind not in rows}
     for kind, row in rows.items():
         if kind in clean and (sharp := clean[kind].sharp) is not None:
-            row["sharp"] = asdict(sharp)
+            row["sharp"] = asdict(sharp | Sharp(**row["sharp"]) if "sharp" in row else sharp)
         if kind in clean and clean[kind].over_checks is not None:
             row["over_checks"] = clean[kind].over_checks
 
@@ -278,7 +283,7 @@ class Calibrate:
     table: Path = TABLE
     """the table to write; docs/results/calibration.md follows that of the package alone"""
     add: bool = False
-    """add what norms hide (core/parity/measures/peak_bounds.py) to the rows that are there, which stay otherwise"""
+    """join what norms hide (core/parity/measures/peak_bounds.py) with the rows that are there, which stay otherwise"""
     samples: Path | None = None
     """a folder that keeps what each draw showed; a draw that is there is not run again"""
     draws: int = len(CALIBRATION_DRAWS)

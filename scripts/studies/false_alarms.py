@@ -149,6 +149,7 @@ def digest(label: str) -> str:
     config, recipe = RECIPES[label].config(0), RECIPES[label].recipe
     of_all = ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
     kinds = calibrated_bounds.all_kinds(config.model_copy(update={"model": of_all}))
+    kinds |= {kind for kind in calibrated_bounds.table()[recipe] if kind.endswith(calibrated_bounds.OVER_LAYERS)}
     if RECIPES[label].casts:
         rows = calibrated_bounds.table()[
             calibrated_bounds.measured_under(recipe, f"forward/act{calibrated_bounds.CAST}")

@@ -20,6 +20,7 @@ from lockstep.core.parity.evidence.gather import Evidence, weighted_part, weight
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed
 from lockstep.core.parity.evidence.sketch import K
 from lockstep.core.parity.judge.aggregates import geometric_mean
+from lockstep.core.parity.judge.over_layers import OverLayers
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import Reference, compare_observed, exact, finding
 from lockstep.core.parity.measures.distances import Distances
@@ -162,13 +163,15 @@ def errors_of_loss(nll: np.ndarray, batch: Batch) -> int:
 def compare_with(found: Observations, repeated: Repeated, reference: Reference) -> Iterator[Finding]:
     """Every observation of a candidate against twin and truth at its state and on its batches."""
     twin, truth = repeated.twin, repeated.truth
+    over_layers = OverLayers(reference)
     for stage in stages_of(reference.config):
         for name, phase in ((stage.tap, "forward"), (GRADIENT + stage.tap, "backward")):
             if name in found and name in twin and not (name == "nll" and PROBE_NLL in found):
                 kind = calibrated_bounds.tap_kind(stage.id, phase)
-                yield compare_observed(
-                    reference, stage.id, kind, stage.tap, found[name], twin[name], truth[name], phase
-                )
+                sides = found[name], twin[name], truth[name]
+                one = compare_observed(reference, stage.id, kind, stage.tap, *sides, phase)
+                over_layers.add(one, kind, min(truth[name].independent, K))
+                yield one
     if PROBE_NLL in found:
         last = stages_of(reference.config)[-1].id
         kind = calibrated_bounds.tap_kind(last, "forward")
@@ -176,10 +179,13 @@ def compare_with(found: Observations, repeated: Repeated, reference: Reference) 
         if reference.over_steps is not None:
             reference.over_steps.means.add(of_nll, kind, truth[PROBE_NLL].independent)
         yield of_nll
-    yield from _parameter_gradients(found, repeated, reference)
+    yield from _parameter_gradients(found, repeated, reference, over_layers)
+    yield from over_layers.findings()
 
 
-def _parameter_gradients(found: Observations, repeated: Repeated, reference: Reference) -> Iterator[Finding]:
+def _parameter_gradients(
+    found: Observations, repeated: Repeated, reference: Reference, over_layers: OverLayers
+) -> Iterator[Finding]:
     twin, truth, errors = repeated.twin, repeated.truth, repeated.errors
     shapes = parameter_shapes(reference.config.model)
     given = {name.removeprefix(PARAMETER) for name in found if name.startswith(PARAMETER)}
@@ -195,6 +201,7 @@ def _parameter_gradients(found: Observations, repeated: Repeated, reference: Ref
             kind = calibrated_bounds.gradient_kind(reference.config.model, name)
             one = compare_observed(reference, "gradients", kind, name, found[key], twin[key], truth[key], most=errors)
             excesses += [m.value for m in one.measures if m.name == "excess"]
+            over_layers.add(one, kind, min(truth[key].independent, errors, K))
             yield one
     if excesses:
         together = Distances(geometric_mean(excesses), 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -46,7 +46,9 @@ class Limits:
             return cls(math.inf, math.inf, math.inf, calibrated_bounds.FP64_LIMIT, LOSS_UNITS, basis)
         recipe = f"{precision}/eager"
         kinds = [
-            k for k in calibrated_bounds.table()[recipe] if k.startswith("gradients/") and k != "gradients/together"
+            k
+            for k in calibrated_bounds.table()[recipe]
+            if k.startswith("gradients/") and not calibrated_bounds.is_mean(k)
         ]
         # Large tensors only: their own scatter is negligible.
         found = [calibrated_bounds.limits(recipe, kind, 2**60) for kind in kinds]

@@ -1,0 +1,44 @@
+"""Geometric means over layers of the excess of one tensor of theirs, end to end.
+
+One tensor's ratio of errors says little end to end: its bound is five times the extreme of clean runs. A fault in one
+kind of layer alone (queries and keys, say) is a small part of the mean over all parameters, and all of the mean of that
+parameter over the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lockstep.core.parity.judge.aggregates import geometric_mean
+from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures.compare import Reference, finding
+from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.verdict import Finding
+
+
+@dataclass
+class OverLayers:
+    """Collect the end-to-end comparisons of one check; give the mean of each tensor over the layers that have it."""
+
+    reference: Reference
+    _seen: dict[tuple[str, str, str, str], list[tuple[float, int]]] = field(default_factory=dict)
+
+    def add(self, found: Finding, kind: str, errors: int) -> None:
+        """Add a comparison of a layer's tensor. errors: independent errors that the tensor carries."""
+        excess = next((m.value for m in found.measures if m.name == "excess"), None)
+        if found.layer is not None and excess is not None:
+            tensor = found.tap.split(".", 2)[2]
+            self._seen.setdefault((found.stage, found.phase, tensor, kind), []).append((excess, errors))
+
+    def findings(self) -> Iterator[Finding]:
+        """One finding for each tensor of two layers or more, where clean runs of the recipe measured such means."""
+        recipe = self.reference.recipe
+        for (stage, phase, tensor, kind), seen in self._seen.items():
+            if len(seen) < 2:
+                continue
+            kind += calibrated_bounds.OVER_LAYERS
+            together = Distances(geometric_mean([excess for excess, _ in seen]), 0.0, 0.0, 0.0, 0.0, 0.0)
+            bounds = self.reference.bound(recipe, kind, together, min(errors for _, errors in seen))
+            if only := tuple(m for m in bounds if m.name == "excess"):
+                yield finding(stage, f"mean over layers of {tensor}", "end_to_end", only, len(seen), phase=phase)
