@@ -79,7 +79,7 @@ def clean_checks(job: Job) -> Checks:
     checks: Checks = []
 
     def record(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, ...]:
-        if part_of(kind) == part:
+        if part_of(kind) == part and calibrated_bounds.measured_under(recipe, kind) == recipe:
             checks[-1].append((kind, d, size))
         return (Measure("excess", d.excess, None, None, "calibration"),)
 

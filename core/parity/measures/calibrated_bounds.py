@@ -37,6 +37,7 @@ from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.stretches import STRETCH, stretches
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.parity.reference.stages import (
+    chain,
     forward_stages,
     is_library_head,
     keeps_product,
@@ -344,15 +345,20 @@ def require(config: RunConfig) -> None:
 def measured_under(recipe: str, kind: str) -> str:
     """The recipe whose clean runs measure a kind.
 
-    Muon and 8-bit AdamW compute in FP32 under every policy. A library's head is no part of what a compiler makes, and
-    FP8 leaves it in bf16, and with it what a plan of casts rounds.
+    Muon and 8-bit AdamW compute in FP32 under every policy. A library's head is no part of what a compiler makes. FP8
+    leaves it in bf16, and with it attention and what a plan of casts rounds.
     """
-    if CAST in kind:
-        operand = policy_of(recipe).operand
-        return f"{operand}/{recipe.partition('/')[2]}" if operand in NARROW else recipe
+    operand = policy_of(recipe).operand
+    if operand in NARROW and (CAST in kind or _of_attention(kind)):
+        return f"{operand}/{recipe.partition('/')[2]}"
     if kind.partition("/")[0] in {rule.bounds for rule in all_rules() if rule.bounds}:
         return "fp32/eager"
-    return f"{policy_of(recipe).operand}/eager" if of_library(kind) else recipe
+    return f"{operand}/eager" if of_library(kind) else recipe
+
+
+def _of_attention(kind: str) -> bool:
+    scope, _, stage = kind.partition("/")
+    return scope in ("forward", "backward") and chain().kinds.get(stage.partition("/")[0]) == "attention"
 
 
 def of_library(kind: str) -> bool:
