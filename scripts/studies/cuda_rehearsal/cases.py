@@ -1,0 +1,149 @@
+"""The cases of the rehearsal: every lever by itself, eager and compiled, and the runs that are to be made on H100s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.core.components.attention_kernels import ATTENTION_KERNELS, AUTO
+from lockstep.core.components.loss_heads import LOSS_HEADS
+from lockstep.core.components.optimizers import OPTIMIZERS
+from lockstep.core.components.precision import POLICIES
+from lockstep.core.config.schema import PARTS
+
+LEVERS, RUNS = "levers", "runs"
+# More than any case takes: what a case needs shows, where a real device would refuse.
+BOUNDLESS = 400_000_000_000
+# Every case by itself: two blocks of the 1.24B model at full width, two micro-batches.
+TWO_BLOCKS = {
+    "device": "cuda",
+    "model.layers": "2",
+    "train.batch_size": "32",
+    "train.micro_batch_size": "16",
+    "train.curriculum": "",
+    "log.norms_every": "0",
+}
+EAGER = {"compile.enabled": "false"}
+# cuDNN's attention, which `auto` takes on an H100, cannot be shown: flash attention keeps tensors of the same sizes.
+ATTENTION = {"bf16": "flash", "fp16": "flash", "fp32": "efficient", "tf32": "efficient", "fp64": "math"}
+# What the trainer says of torch's own head before the version that has it.
+NEEDS_TORCH = "needs torch 2.13"
+CASTS = ("autocast", "residual=bf16", "logits=bf16", "residual=bf16, norm=bf16, linear=bf16, logits=bf16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. run: its run file. settings: beside it, dotted key → text. memory: of the device, in bytes.
+
+    length: tokens a sequence of the step, where it is not `train.sequence_length`. ranks: processes, joined by a
+    stand-in for NCCL. refused: what the trainer's refusal says where it must not run. not_shown: why the stand-in
+    cannot run it.
+    """
+
+    name: str
+    group: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    run: str = "configs/llama-1b.toml"
+    memory: int | None = BOUNDLESS
+    length: int | None = None
+    refused: str = ""
+    not_shown: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that make the step together."""
+        return int(self.settings.get("train.ranks", "1"))
+
+    @property
+    def compiled(self) -> bool:
+        """Return whether torch.compile makes its program."""
+        return self.settings.get("compile.enabled") != "false"
+
+    def asked(self) -> dict[str, Any]:
+        """What worker.py is given."""
+        return {"run": self.run, "settings": dict(self.settings), "length": self.length, "ranks": self.ranks}
+
+
+def cases() -> tuple[Case, ...]:
+    """All cases, those that take least first."""
+    levers = tuple(_levers())
+    eager = [Case(f"eager: {c.name}", LEVERS, c.settings | EAGER, **_rest(c)) for c in levers]
+    compiled = [Case(f"compiled: {c.name}", LEVERS, c.settings, **_rest(c)) for c in levers]
+    return (*eager, *compiled, *_modes(), *_runs())
+
+
+def _rest(case: Case) -> dict[str, str]:
+    return {"refused": case.refused, "not_shown": case.not_shown}
+
+
+def _lever(name: str, why: Mapping[str, str] | None = None, **settings: str) -> Case:
+    """A case of TWO_BLOCKS; settings: keys with `__` for the dot."""
+    own = {key.replace("__", "."): value for key, value in settings.items()}
+    kernel = {"attention.kernel": ATTENTION[POLICIES[own.get("precision.policy", "bf16")].operand]}
+    return Case(name, LEVERS, TWO_BLOCKS | kernel | own, **(why or {}))
+
+
+def _levers() -> Iterator[Case]:
+    for policy in POLICIES:
+        yield _lever(f"policy {policy}", precision__policy=policy)
+    yield _lever("policy fp32, written-out attention", precision__policy="fp32", attention__kernel="math")
+    for head in LOSS_HEADS.values():
+        # One that reads values on the host is in no program of the whole model.
+        scope = {"compile__scope": "blocks"} if head.reads_on_host else {}
+        older = {"refused": NEEDS_TORCH} if head.name == "torch" else {}
+        if head.name != "chunked":
+            yield _lever(f"head {head.name}", older, loss__head=head.name, **scope)
+    yield _lever("head chunked, chunk 1024", loss__chunk="1024")
+    yield _lever("head chunked, chunk 16384", loss__chunk="16384")
+    yield _lever("head chunked, z-loss", loss__z_loss="1e-4")
+    yield _lever("untied head", model__tied="false")
+    for optimizer in OPTIMIZERS:
+        if optimizer != "adamw":
+            yield _lever(f"optimizer {optimizer}", optim__name=optimizer)
+    yield _lever("optimizer adamw8bit, bitsandbytes", optim__name="adamw8bit", optim__eight_bit="bitsandbytes")
+    yield _lever("optimizer adamw, not fused", optim__fused="false")
+    for kernel in ATTENTION_KERNELS.values():
+        cudnn = {"not_shown": "cuDNN's own checks of the device"} if kernel is AUTO or kernel.needs == "cudnn" else {}
+        missing = {"refused": "is not installed"} if kernel.needs == "fa3" else {}
+        if kernel.name != "flash":
+            yield _lever(f"attention {kernel.name}", cudnn | missing, attention__kernel=kernel.name)
+    no_twin = {"refused": "attention.grouped"}
+    yield _lever("attention flash, grouped by the kernel", no_twin, attention__grouped="kernel")
+    for kernel in ("efficient", "flex"):
+        masked = {"attention__kernel": kernel, "attention__document_mask": "true"}
+        yield _lever(f"document mask, {kernel}", attention__reset_positions="true", **masked)
+    for part in PARTS:
+        yield _lever(f"recompute {part}", recompute__parts=part)
+    yield _lever("recompute block, products kept", recompute__parts="block", recompute__keep_products="true")
+    yield _lever("recompute norms, attention", recompute__parts="norms,attention")
+    for plan in CASTS:
+        yield _lever(f"casts {plan}", precision__casts=plan)
+    yield _lever("deterministic", deterministic="true")
+
+
+def _modes() -> Iterator[Case]:
+    for scope in ("model", "blocks"):
+        for mode in ("default", "reduce-overhead", "max-autotune"):
+            if (scope, mode) not in (("model", "default"), ("blocks", "max-autotune")):
+                name = f"compiled: {scope}, {mode}"
+                yield _lever(name, compile__scope=scope, compile__mode=mode)
+    yield _lever("compiled: blocks, recompute block", compile__scope="blocks", recompute__parts="block")
+    yield _lever("compiled: memory budget 0.5", recompute__memory_budget="0.5")
+
+
+def _runs() -> Iterator[Case]:
+    flash = {"attention.kernel": "flash", "log.norms_every": "0", "device": "cuda"}
+    step = flash | {"train.batch_size": "64", "train.curriculum": ""}
+    for policy in ("bf16", "fp8_tensorwise", "fp8_rowwise"):
+        yield Case(f"1.24B, [64, 2048], {policy}", RUNS, step | {"precision.policy": policy}, memory=None)
+    residual = {"precision.casts": "residual=bf16"}
+    yield Case("1.24B, [64, 2048], residual=bf16", RUNS, step | residual, memory=None)
+    laptop = "configs/rollout/laptop.toml"
+    yield Case("rollout/laptop on a GPU", RUNS, flash, laptop, memory=None)
+    one = "configs/rollout/h100x1.toml"
+    yield Case("rollout/h100x1, 2048 tokens", RUNS, flash, one, memory=None, length=2048)
+    yield Case("rollout/h100x1, 4096 tokens", RUNS, flash, one, memory=None, length=4096)
+    for ranks in (2, 8):
+        own = flash | {"train.ranks": str(ranks)}
+        yield Case(f"rollout/h100x{ranks}, 2048 tokens", RUNS, own, f"configs/rollout/h100x{ranks}.toml", memory=None)

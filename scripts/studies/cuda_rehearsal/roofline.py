@@ -1,0 +1,76 @@
+"""Seconds of a logged step from a roofline: what its kernels move and its products multiply, at stated rates.
+
+    block products, head products    FLOPs of each product at its format's rate, or its bytes at the bandwidth
+    cross-entropy                    bytes of the generated kernels that pass over a chunk's logits
+    Triton kernels                   bytes of the other generated kernels, as Inductor counts them
+    attention                        3.5 forward passes at its kernel's share of the peak (core/plan/seconds.py)
+    rest                             fills and copies on the device as logged; by formula what torch's own kernels do
+                                     outside the program: gradients added over micro-batches, clipping, the optimizer
+
+Nothing for launches, gaps, or kernels that are neither generated nor named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.budget import optimizer_bytes, parameter_count
+from lockstep.core.plan import GPUS
+from lockstep.core.plan.seconds import seconds
+
+# FLOP/s and bytes/s that large products and simple kernels are known to reach on an H100 SXM: below the 794 and 1,403
+# TFLOP/s of the MAMF table (core/plan/gpus.py), and 90 % of 3.35 TB/s.
+RATES = {"bf16": 700e12, "fp16": 700e12, "fp8_e4m3": 1200e12, "fp8_e5m2": 1200e12}
+BANDWIDTH = 3.0e12
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
+# Seconds of a step at [64, 2048] that are to be reached, by policy.
+GOALS = {"bf16": 1.80, "fp8_tensorwise": 1.55}
+ITEMS = ("block products", "head products", "Triton kernels", "cross-entropy", "attention", "rest")
+
+
+def roofline(line: Mapping[str, Any], config: RunConfig) -> dict[str, float]:
+    """Seconds by ITEMS of the step in a line of the study. Raises KeyError for products in a format without a rate."""
+    vocabulary = config.model.vocab_size
+    logits = _rounded_up(config.loss.chunk) * _rounded_up(vocabulary)
+    found = dict.fromkeys(ITEMS, 0.0)
+    for product in line["products"]:
+        head = vocabulary in (product["m"], product["n"], product["k"])
+        found["head products" if head else "block products"] += product["calls"] * product_seconds(product)
+    for kernel in line["generated"]:
+        item = "cross-entropy" if kernel["elements"] == logits else "Triton kernels"
+        found[item] += kernel["launches"] * kernel["gb"] * 1e9 / BANDWIDTH
+    timed = seconds(config, GPUS["h100"])
+    assert timed is not None
+    found["attention"] = timed.attention
+    moved = line["copies"]["memset"][1] + 2 * line["copies"]["d2d"][1] + outside_the_program(config)
+    found["rest"] = moved / BANDWIDTH
+    return found
+
+
+def product_seconds(product: Mapping[str, Any]) -> float:
+    """One call: its FLOPs at the rate of its first operand's format, or operands and result at the bandwidth."""
+    m, n, k, batch = (product[name] for name in ("m", "n", "k", "batch"))
+    sizes = {"a": m * k, "b": k * n, "c": m * n * (2 if product["adds"] else 1)}
+    moved = batch * sum(size * BYTES[product[name]] for name, size in sizes.items())
+    return max(2.0 * m * n * k * batch / RATES[product["a"]], moved / BANDWIDTH)
+
+
+def outside_the_program(config: RunConfig) -> float:
+    """Bytes of FP32 gradients added over micro-batches (3 passes), clipped (norm, product) and of the optimizer."""
+    gradients = 4.0 * parameter_count(config.model)
+    return 3 * gradients * (config.train.accumulation - 1) + 3 * gradients + optimizer_bytes(config)
+
+
+def without_bytes(kernels: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Launches of generated kernels whose bytes Inductor does not tell: templates and kernels written by hand."""
+    found: dict[str, int] = {}
+    for kernel in kernels:
+        if not kernel["gb"]:
+            found[kernel["name"]] = found.get(kernel["name"], 0) + kernel["launches"]
+    return found
+
+
+def _rounded_up(size: int) -> int:
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,174 @@
+"""Run one case of the rehearsal in a process of its own, above the stand-in, and write what it did as JSON.
+
+    python -m lockstep.scripts.studies.cuda_rehearsal.worker SETTINGS RESULT
+
+SETTINGS: a JSON file of `Case.asked`. Started by `__main__.py` with the environment of build.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lockstep.core.backend import Batch
+from lockstep.core.config.file import load_config
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.plan import GPUS
+from lockstep.core.plan.memory import memory
+from lockstep.scripts.studies.cuda_rehearsal.build import LIBRARY
+from lockstep.scripts.studies.cuda_rehearsal.log import as_json, read_log
+from lockstep.scripts.studies.repository import ROOT
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.ranks.process_groups import join_group, meet, take_device
+from lockstep.torch_backend.session import TorchSession
+from lockstep.torch_backend.tools.bench import random_batches
+
+# The last one is logged: its programs are compiled, its moments are there, its gradients' memory is known.
+STEPS = 3
+# A key of the ranks' store.
+DONE = "rehearsed"
+
+
+def run(asked: dict[str, Any]) -> dict[str, Any]:
+    """Three steps of a configuration; what the last one did. Raises what the trainer raises."""
+    config = load_config(ROOT / asked["run"], asked["settings"])
+    found: dict[str, Any] = {"plan_bytes": memory(config, GPUS["h100"]).peak, "peak_bytes": [], "seconds": []}
+    found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+    # Values decide nothing here, and a billion of them take half a minute to draw.
+    TorchSession._initialise = lambda self: None  # type: ignore[method-assign]
+    length = asked.get("length") or config.train.sequence_length
+    batch = batch_of(config, length)
+    generated = Generated()
+    backend = TorchBackend()
+    backend.describe(config)  # refuses what cannot run, as a command does
+    session = _opened(backend, config)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        for number in range(STEPS):
+            torch.cuda.reset_peak_memory_stats()
+            if number == STEPS - 1:
+                ctypes.CDLL(LIBRARY).standin_log(str(log).encode())
+                generated.launches.clear()
+            before = sum(os.times()[:4])
+            session.step(batch)
+            # Of this process and of the compilers that it waited for: what other work the machine has does not count.
+            found["seconds"].append(sum(os.times()[:4]) - before)
+            found["peak_bytes"].append(torch.cuda.max_memory_allocated())
+        ctypes.CDLL(LIBRARY).standin_log(b"")
+        step = read_log(log.read_text().splitlines())
+    counters = torch._dynamo.utils.counters
+    made = generated.as_json()
+    return (
+        found
+        | as_json(step)
+        | {
+            "launches": step.launches,
+            "triton_launches": sum(step.triton.values()),
+            "triton_gb": sum(kernel["gb"] * kernel["launches"] for kernel in made),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "graphs_compiled": counters["stats"]["unique_graphs"],
+            "graph_breaks": sum(counters["graph_break"].values()),
+            "generated": made,
+        }
+    )
+
+
+def _opened(backend: TorchBackend, config: RunConfig) -> TorchSession:
+    """The session of this process, as rank 0 where there are several."""
+    if config.train.ranks > 1:
+        rank, ranks, store = meet()
+        join_group(rank, ranks, store, take_device(0, cuda=True))
+    session = backend.open_rank(config)
+    if config.train.ranks > 1:
+        session.join_ranks()
+    return session
+
+
+def stand_by() -> None:
+    """Be another rank until rank 0 is done: collectives send nothing, so nothing more is asked of it."""
+    rank, ranks, store = meet()
+    join_group(rank, ranks, store, take_device(0, cuda=True))
+    store.set_timeout(timedelta(hours=2))
+    store.wait([DONE])
+
+
+def batch_of(config: RunConfig, length: int) -> Batch:
+    """Random tokens of a step at this length: as many as at `train.sequence_length`; documents where asked for."""
+    train = config.train.model_copy(
+        update={
+            "batch_size": config.train.batch_size * config.train.sequence_length // length,
+            "sequence_length": length,
+        }
+    )
+    (batch,) = random_batches(config.model_copy(update={"train": train}), 1)
+    if not config.attention.needs_documents:
+        return batch
+    documents = np.broadcast_to(np.arange(length, dtype=np.int32) // (length // 4), batch.tokens.shape).copy()
+    return Batch(batch.tokens, batch.targets, batch.weights, documents)
+
+
+class Generated:
+    """Count launches of Inductor's kernels with the bytes that each reads and writes, as Inductor counts them."""
+
+    def __init__(self) -> None:
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+        self.launches: Counter[tuple[str, float, int]] = Counter()
+        original = CachingAutotuner.run
+
+        def counted(kernel: Any, *arguments: Any, **options: Any) -> Any:
+            meta = kernel.inductor_meta
+            elements = 1
+            for hint in (kernel.size_hints or {}).values():
+                elements *= hint
+            self.launches[meta.get("kernel_name", "?"), meta.get("kernel_num_gb") or 0.0, elements] += 1
+            return original(kernel, *arguments, **options)
+
+        CachingAutotuner.run = counted
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Name, GB (10^9) a launch, elements as rounded up to powers of two, and launches; most bytes first."""
+        found = [
+            {"name": name, "gb": gb, "elements": elements, "launches": launches}
+            for (name, gb, elements), launches in self.launches.items()
+        ]
+        return sorted(found, key=lambda one: -one["gb"] * one["launches"])
+
+
+def main() -> None:
+    """Run what the first file asks for and write the second one, also where the trainer refuses or fails."""
+    if int(os.environ.get("RANK", "0")):
+        stand_by()
+        return
+    asked, result = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    try:
+        found = {"ran": True, **run(asked)}
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        said = " ".join(str(error).split())
+        found = {
+            "ran": False,
+            "error": f"{type(error).__name__}: {said[:600]}",
+            "where": f"{Path(where.filename).name}:{where.lineno}",
+            "torch": torch.__version__,
+        }
+        traceback.print_exc()
+    result.write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.distributed_c10d._get_default_store().set(DONE, "")
+
+
+if __name__ == "__main__":
+    main()
