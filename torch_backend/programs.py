@@ -91,6 +91,10 @@ class Programs:
             # Inductor drops a cast to bf16 and back inside a fusion, and with it the policy's rounding of the head's
             # operands.
             options = {"emulate_precision_casts": True, **INDUCTOR, **torch._inductor.list_mode_options(config.mode)}
+            if self.policy.stream == torch.float64:
+                # Inductor's kernels for CUDA that reduce along both axes keep their sums in FP32 whatever they add
+                # (torch/_inductor/codegen/triton.py, `codegen_body`): in FP64 Triton refuses them.
+                options["triton.mix_order_reduction"] = False
             options |= program_cache.options_of(type(self))
         made: Any = torch.compile(program, fullgraph=True, dynamic=False, backend=config.backend, options=options)
         if config.backend != "inductor":

@@ -65,7 +65,7 @@ def _full(z: Sizes) -> Head:
     _gradient(back, z, n)
     back.free("logits")
     if z.casts:
-        back.make(narrow=float(z.operand * n * V))
+        back.make(narrow=_narrowed(z, n))
     back.make(narrow_x=operand if z.casts else 0.0)
     back.make(d_x=D)
     back.free("narrow_x")
@@ -128,6 +128,11 @@ def _full_fused(z: Sizes, tied: bool) -> Head:
     return Head(forward.there, forward.phase, back.phase + late.phase, logits)
 
 
+def _narrowed(z: Sizes, rows: int) -> float:
+    """Bytes of the gradient of `rows` rows of logits as products read it; none where it has that format already."""
+    return float(z.operand * rows * z.vocab) if z.logits != z.operand else 0.0
+
+
 def _copied(tape: Tape, z: Sizes, rows: int) -> None:
     if z.copies:
         tape.make(copies=float(z.stream * z.hidden * (rows + z.vocab)))
@@ -148,7 +153,7 @@ def _losses(tape: Tape, z: Sizes, rows: int) -> None:
 
 def _gradient(tape: Tape, z: Sizes, rows: int, overwrite: bool = False) -> None:
     """`logits_gradient`, eager: it leaves `grad`; on the CPU in the place of `logits` if they may be overwritten."""
-    out = float(z.stream * rows * z.vocab)
+    out = float(z.logits * rows * z.vocab)
     if z.on_cpu:
         tape.make(grad=0.0 if overwrite else out)
         tape.make(softmax=8.0 * _at_a_time(z, rows) * z.vocab)
@@ -172,7 +177,7 @@ def _gradient(tape: Tape, z: Sizes, rows: int, overwrite: bool = False) -> None:
 
 def _in_chunks(z: Sizes, rows: int, chunks: int) -> Head:
     n, V = z.tokens, z.vocab
-    logits, narrow = float(z.stream * rows * V), float(z.operand * rows * V) if z.casts else 0.0
+    logits, narrow = float(z.logits * rows * V), _narrowed(z, rows)
     weight, D = float(z.stream * V * z.hidden), float(z.stream * n * z.hidden)
     forward = Tape()
     if z.casts:
@@ -193,7 +198,7 @@ def _in_chunks(z: Sizes, rows: int, chunks: int) -> Head:
         forward.free_if("grad_before", "narrow_before")
         forward.make(narrow=narrow)
         if z.copies:
-            forward.make(wide=logits)
+            forward.make(wide=float(z.stream * rows * V))
         forward.make(part=weight)
         forward.free_if("wide")
         forward.free("narrow", "part", "grad", "logits")
@@ -219,15 +224,16 @@ def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int) -> None:
     forward.make(together=float(z.operand * n * z.hidden))
     if z.copies:
         forward.make(copies=weight + float(z.stream * rows * z.hidden))
-    if chunks > 1:
+    if chunks > 1 and (z.casts or z.on_cpu):
+        # Without a cast CUDA's product takes the sum before as what it adds to, and a chunk's logits are gone by then.
         forward.make(before=weight)
-    grad = float(z.operand * rows * V) if z.casts else 0.0
+    # On the CPU in place of the logits where it has their dtype; CUDA's kernel passes over them several times.
+    grad = 0.0 if z.on_cpu and not z.casts else float(z.operand * rows * V)
     if chunks > 2 and logits + grad <= weight:
         # Inductor estimates a sum to be a tensor of its own, and keeps the product before for the next one wherever
         # that stays below its estimate (torch/_inductor/codegen/wrapper.py, `should_reuse_buffer`).
         forward.make(kept=weight)
     forward.make(logits=logits)
-    # In place of the logits where it has their dtype.
     forward.make(grad=grad)
     if z.casts:
         # The wide copy that the CPU's product reads takes the logits' place.

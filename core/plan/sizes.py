@@ -85,7 +85,7 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         kernel=kernel_of(config, gpu),
         on_cpu=not gpu.cuda,
         slow=not gpu.cuda and FORMATS[policy].slow_on_cpu,
-        logits=operand if autocast else stream,
+        logits=operand if autocast or config.precision.plan.rounds("logits") else stream,
         autocast=autocast,
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -76,33 +77,35 @@ def run_case(case: Case, python: Path, library: Path, arguments: Arguments) -> d
         variables = os.environ | environment(library, folder, case.memory) | {"PYTHONPATH": str(ROOT / "src")}
         if "deterministic" in case.settings:
             variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        processes = [
-            subprocess.Popen(
-                [str(python), "-m", WORKER, str(folder / "asked.json"), str(folder / f"result{rank}.json")],
-                env=variables | ranks(case.ranks, rank),
-                stdout=subprocess.DEVNULL,
-                stderr=(folder / f"said{rank}").open("w"),
-                cwd=ROOT,
-            )
-            for rank in range(case.ranks)
-        ]
-        try:
-            codes = [process.wait(arguments.timeout) for process in processes]
-        except subprocess.TimeoutExpired:
-            return {"ran": False, "error": f"no end within {arguments.timeout} s"}
-        finally:
-            for process in processes:
-                process.kill()
-        result = folder / "result0.json"
+        said = folder / "said"
+        with said.open("w") as errors:
+            command = [str(python), "-m", WORKER, str(folder / "asked.json"), str(folder / "result.json")]
+            processes = [
+                subprocess.Popen(
+                    command, env=variables | ranks(case.ranks, rank), cwd=ROOT, stdout=errors, stderr=errors
+                )
+                for rank in range(case.ranks)
+            ]
+            try:
+                codes = [process.wait(arguments.timeout) for process in processes]
+            except subprocess.TimeoutExpired:
+                return {"ran": False, "error": f"no end within {arguments.timeout} s"}
+            finally:
+                for process in processes:
+                    process.kill()
+        result = folder / "result.json"
         if not result.exists():
-            return {"ran": False, "error": f"ended by {_signal(codes[0])}"}
+            last = (said.read_text(errors="replace").strip().splitlines() or [""])[-1]
+            return {"ran": False, "error": f"ended by {_signal(codes[0])}: {last[:200]}"}
         found: dict[str, Any] = json.loads(result.read_text())
         return found
 
 
 def trimmed(line: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the names of kernels, where only their number is read; the runs keep them for the roofline."""
-    if not line["ran"] or line["group"] == RUNS:
+    """Leave out folders of this machine, and names of kernels where only their number is read: not of the runs."""
+    if not line["ran"]:
+        return {**line, "error": re.sub(r"(/[\w.+-]+)+/", "", line["error"])}
+    if line["group"] == RUNS:
         return line
     return {key: value for key, value in line.items() if key not in ("kernels", "triton", "generated")}
 

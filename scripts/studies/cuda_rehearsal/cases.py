@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.core.components.attention_kernels import ATTENTION_KERNELS, AUTO
@@ -55,26 +55,19 @@ class Case:
         """Processes that make the step together."""
         return int(self.settings.get("train.ranks", "1"))
 
-    @property
-    def compiled(self) -> bool:
-        """Return whether torch.compile makes its program."""
-        return self.settings.get("compile.enabled") != "false"
-
     def asked(self) -> dict[str, Any]:
         """What worker.py is given."""
-        return {"run": self.run, "settings": dict(self.settings), "length": self.length, "ranks": self.ranks}
+        return {"run": self.run, "settings": dict(self.settings), "length": self.length}
 
 
 def cases() -> tuple[Case, ...]:
     """All cases, those that take least first."""
     levers = tuple(_levers())
-    eager = [Case(f"eager: {c.name}", LEVERS, c.settings | EAGER, **_rest(c)) for c in levers]
-    compiled = [Case(f"compiled: {c.name}", LEVERS, c.settings, **_rest(c)) for c in levers]
+    eager = [replace(c, name=f"eager: {c.name}", settings={**c.settings, **EAGER}) for c in levers]
+    # What no torch runs here is compiled in vain.
+    tried = [c for c in levers if not c.not_shown and c.refused in ("", NEEDS_TORCH)]
+    compiled = [replace(c, name=f"compiled: {c.name}") for c in tried]
     return (*eager, *compiled, *_modes(), *_runs())
-
-
-def _rest(case: Case) -> dict[str, str]:
-    return {"refused": case.refused, "not_shown": case.not_shown}
 
 
 def _lever(name: str, why: Mapping[str, str] | None = None, **settings: str) -> Case:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.core.config.file import load_config
+from lockstep.core.plan import GPUS
+from lockstep.core.plan.memory import memory
 from lockstep.scripts.studies.cuda_rehearsal.cases import RUNS, Case, cases
 from lockstep.scripts.studies.cuda_rehearsal.roofline import BANDWIDTH, GOALS, ITEMS, RATES, roofline, without_bytes
 from lockstep.scripts.studies.repository import ROOT
@@ -66,7 +68,9 @@ def page(lines: Sequence[Line]) -> str:
     known = {case.name: case for case in cases()}
     latest = {(line["case"], line["environment"]): line for line in lines if line["case"] in known}
     order = {name: number for number, name in enumerate(known)}
-    rows = sorted(latest.values(), key=lambda line: (order[line["case"]], line["environment"]))
+    plans = {name: planned(known[name]) for name in {line["case"] for line in latest.values() if line["ran"]}}
+    rows = [{**line, "plan_bytes": plans.get(line["case"])} for line in latest.values()]
+    rows.sort(key=lambda line: (order[line["case"]], line["environment"]))
     sections: Mapping[str, Iterator[str]] = {
         "What holds": _summary(rows, known),
         "The runs that are to be made": _runs(rows),
@@ -92,8 +96,13 @@ def outcome(line: Line, case: Case) -> str:
     return "refused" if case.refused and case.refused in line["error"] else "FAILED"
 
 
+def planned(case: Case) -> float:
+    """The peak of a case by `lockstep plan`, in bytes, as it plans today."""
+    return memory(load_config(ROOT / case.run, case.settings), GPUS["h100"]).peak
+
+
 def off(line: Line) -> float:
-    """The plan's peak / the allocator's − 1."""
+    """The plan's peak / the allocator's − 1. line: with `plan_bytes`, as `page` gives it."""
     return float(line["plan_bytes"] / line["peak_bytes"][-1] - 1)
 
 

@@ -25,8 +25,6 @@ import torch.distributed as dist
 from lockstep.core.backend import Batch
 from lockstep.core.config.file import load_config
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.plan import GPUS
-from lockstep.core.plan.memory import memory
 from lockstep.scripts.studies.cuda_rehearsal.build import LIBRARY
 from lockstep.scripts.studies.cuda_rehearsal.log import as_json, read_log
 from lockstep.scripts.studies.repository import ROOT
@@ -44,11 +42,10 @@ DONE = "rehearsed"
 def run(asked: dict[str, Any]) -> dict[str, Any]:
     """Three steps of a configuration; what the last one did. Raises what the trainer raises."""
     config = load_config(ROOT / asked["run"], asked["settings"])
-    found: dict[str, Any] = {"plan_bytes": memory(config, GPUS["h100"]).peak, "peak_bytes": [], "seconds": []}
-    found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "peak_bytes": [], "seconds": []}
     # Values decide nothing here, and a billion of them take half a minute to draw.
     TorchSession._initialise = lambda self: None  # type: ignore[method-assign]
-    length = asked.get("length") or config.train.sequence_length
+    length = asked["length"] or config.train.sequence_length
     batch = batch_of(config, length)
     generated = Generated()
     backend = TorchBackend()
@@ -125,7 +122,7 @@ class Generated:
     def __init__(self) -> None:
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-        self.launches: Counter[tuple[str, float, int]] = Counter()
+        self.launches: Counter[tuple[str, float, int, int]] = Counter()
         original = CachingAutotuner.run
 
         def counted(kernel: Any, *arguments: Any, **options: Any) -> Any:
@@ -133,16 +130,20 @@ class Generated:
             elements = 1
             for hint in (kernel.size_hints or {}).values():
                 elements *= hint
-            self.launches[meta.get("kernel_name", "?"), meta.get("kernel_num_gb") or 0.0, elements] += 1
+            passes = max(1, kernel.fn.src.count("for r0_offset in "))
+            self.launches[meta.get("kernel_name", "?"), meta.get("kernel_num_gb") or 0.0, elements, passes] += 1
             return original(kernel, *arguments, **options)
 
         CachingAutotuner.run = counted
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Name, GB (10^9) a launch, elements as rounded up to powers of two, and launches; most bytes first."""
+        """Name, GB (10^9) a launch, elements as rounded up to powers of two, passes, launches; most bytes first.
+
+        passes: loops over the reduced axis. Inductor counts what a kernel reads once, however many it has.
+        """
         found = [
-            {"name": name, "gb": gb, "elements": elements, "launches": launches}
-            for (name, gb, elements), launches in self.launches.items()
+            {"name": name, "gb": gb, "elements": elements, "passes": passes, "launches": launches}
+            for (name, gb, elements, passes), launches in self.launches.items()
         ]
         return sorted(found, key=lambda one: -one["gb"] * one["launches"])
 
