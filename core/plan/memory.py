@@ -143,7 +143,7 @@ def _sum(sizes: Mapping[str, float]) -> float:
 
 
 def _residual(z: Sizes) -> float:
-    return float(z.stream * z.tokens * z.hidden)
+    return float(z.residual * z.tokens * z.hidden)
 
 
 def _one_block(config: RunConfig) -> Graph:
@@ -294,7 +294,7 @@ def _spared(config: RunConfig, z: Sizes) -> float:
     recompute = config.recompute
     if not (z.whole and z.casts) or ("block" in recompute.chosen and recompute.every == 1):
         return 0.0
-    return float((z.stream - z.operand) * z.tokens * z.hidden)
+    return float((z.residual - z.operand) * z.tokens * z.hidden)
 
 
 def _final_spared(config: RunConfig, z: Sizes) -> float:

@@ -23,8 +23,8 @@ class Sizes:
     """Tokens of a micro-batch and widths of the model; stream, operand: bytes of a number (torch_backend/precision.py).
 
     fused: a compiler makes one kernel of neighbouring pointwise operations. whole: the forward pass is one program.
-    kernel: attention's. logits: bytes of a logit. autocast: see `sizes_of`. slow: FP16 on the CPU, whose products are
-    made in FP32.
+    kernel: attention's. logits, residual: bytes of a logit, and of a number of the residual stream. autocast: see
+    `sizes_of`. slow: FP16 on the CPU, whose products are made in FP32.
     """
 
     tokens: int
@@ -43,6 +43,7 @@ class Sizes:
     on_cpu: bool
     slow: bool
     logits: int
+    residual: int
     autocast: bool
 
     @property
@@ -69,6 +70,9 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
     """
     model, train, policy = config.model, config.train, config.precision.operand
     stream, operand = FORMATS[config.precision.stream].bytes, FORMATS[policy].bytes
+    fused = config.compile.enabled and config.compile.backend == "inductor"
+    # Eager, the norms that read a narrow residual stream keep it widened.
+    narrow = fused and config.precision.plan.rounds("residual")
     return Sizes(
         tokens=train.micro_batch_size * train.sequence_length,
         length=train.sequence_length,
@@ -80,12 +84,13 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         stream=stream,
         operand=operand,
         fp8=config.precision.fp8 is not None,
-        fused=config.compile.enabled and config.compile.backend == "inductor",
-        whole=config.compile.enabled and config.compile.backend == "inductor" and config.compile.scope == "model",
+        fused=fused,
+        whole=fused and config.compile.scope == "model",
         kernel=kernel_of(config, gpu),
         on_cpu=not gpu.cuda,
         slow=not gpu.cuda and FORMATS[policy].slow_on_cpu,
         logits=operand if autocast or config.precision.plan.rounds("logits") else stream,
+        residual=operand if narrow else stream,
         autocast=autocast,
     )
 

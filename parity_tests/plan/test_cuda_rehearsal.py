@@ -25,8 +25,6 @@ CASES = {case.name: case for case in cases()}
 PLANNED = planned(CASES["1.24B, [64, 2048], bf16"])
 # Lines whose memory can be held against the plan.
 COMPARED = [(found["case"], found) for found in read_lines(LINES) if found["ran"] and not found["graphs"]]
-# What the plan does not follow: activations that a plan of casts keeps in bf16.
-FAR = {"eager: casts autocast": 0.07, "eager: casts residual=bf16, norm=bf16, linear=bf16, logits=bf16": 0.04}
 # A step of two micro-batches, as the stand-in would write it.
 LOG = """\
 allocate 2097152
@@ -139,11 +137,16 @@ def test_the_page_tells_what_does_not_hold():
     bad = line(case=case, group=LEVERS, peak_bytes=[0, 0, planned(CASES[case]) / 0.966])
     assert off(bad | {"plan_bytes": planned(CASES[case])}) == pytest.approx(-0.034) and waits(bad) == 3
     text = page([bad, line(case="eager: head full", ran=False, error="RuntimeError: oh"), line()])
-    assert f"- {case} (torch 2.11.0): 3 synchronisations a step (1 × event, 2 × stream)" in text
-    assert f"- {case} (torch 2.11.0): plan -3.4% from the allocator" in text
+    quiet = "3 synchronisations a step (1 × event, 2 × stream)"
+    assert f"- {case} (torch 2.11.0): {quiet}; plan -3.4% from the allocator" in text
     assert "- eager: head full (torch 2.11.0): RuntimeError: oh" in text
     assert "| 2.11.0 | 2 | 0 | 0 | 1 | 1 of 2 | 0 of 2 |" in text
     assert "Launched without known bytes: by_hand × 7." in text
+
+
+def test_what_is_known_is_told():
+    text = page([line(case="eager: head cce", group=LEVERS, peak_bytes=[0, 0, planned(CASES["eager: head cce"])])])
+    assert "2 × stream): cut-cross-entropy asks the device" in text
 
 
 def test_a_case_that_was_run_again_counts_once():
@@ -181,7 +184,8 @@ def test_every_case_loads_or_is_refused():
 @pytest.mark.parametrize("name", sorted({name for name, found in COMPARED}))
 def test_the_plan_is_near_the_allocator(name):
     for found in (found for case, found in COMPARED if case == name):
-        assert abs(planned(CASES[name]) / found["peak_bytes"][-1] - 1) < FAR.get(name, NEAR), found["environment"]
+        near = abs(planned(CASES[name]) / found["peak_bytes"][-1] - 1) < NEAR
+        assert near or CASES[name].known, found["environment"]
 
 
 def test_fp32_logits_where_they_are_bf16_are_seen(monkeypatch):

@@ -16,7 +16,6 @@ import re
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,26 +76,28 @@ def run_case(case: Case, python: Path, library: Path, arguments: Arguments) -> d
         variables = os.environ | environment(library, folder, case.memory) | {"PYTHONPATH": str(ROOT / "src")}
         if "deterministic" in case.settings:
             variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        said = folder / "said"
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}", "-m"]
+        command = [str(python), "-m", *(launcher if case.ranks > 1 else []), WORKER]
+        said, result = folder / "said", folder / "result.json"
         with said.open("w") as errors:
-            command = [str(python), "-m", WORKER, str(folder / "asked.json"), str(folder / "result.json")]
-            processes = [
-                subprocess.Popen(
-                    command, env=variables | ranks(case.ranks, rank), cwd=ROOT, stdout=errors, stderr=errors
-                )
-                for rank in range(case.ranks)
-            ]
+            process = subprocess.Popen(
+                [*command, str(folder / "asked.json"), str(result)],
+                env=variables,
+                cwd=ROOT,
+                stdout=errors,
+                stderr=errors,
+            )
             try:
-                codes = [process.wait(arguments.timeout) for process in processes]
+                code = process.wait(arguments.timeout)
             except subprocess.TimeoutExpired:
                 return {"ran": False, "error": f"no end within {arguments.timeout} s"}
             finally:
-                for process in processes:
-                    process.kill()
-        result = folder / "result.json"
+                # Torchrun ends its ranks.
+                process.terminate()
+                process.wait()
         if not result.exists():
             last = (said.read_text(errors="replace").strip().splitlines() or [""])[-1]
-            return {"ran": False, "error": f"ended by {_signal(codes[0])}: {last[:200]}"}
+            return {"ran": False, "error": f"ended by {_signal(code)}: {last[:200]}"}
         found: dict[str, Any] = json.loads(result.read_text())
         return found
 
@@ -108,20 +109,6 @@ def trimmed(line: dict[str, Any]) -> dict[str, Any]:
     if line["group"] == RUNS:
         return line
     return {key: value for key, value in line.items() if key not in ("kernels", "triton", "generated")}
-
-
-def ranks(count: int, rank: int) -> Mapping[str, str]:
-    """Torchrun's variables of one rank; none for a run of one."""
-    if count == 1:
-        return {}
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29517",
-    }
 
 
 def _signal(code: int) -> str:

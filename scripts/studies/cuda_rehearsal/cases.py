@@ -31,6 +31,17 @@ ATTENTION = {"bf16": "flash", "fp16": "flash", "fp32": "efficient", "tf32": "eff
 NEEDS_TORCH = "needs torch 2.13"
 CASTS = ("autocast", "residual=bf16", "logits=bf16", "residual=bf16, norm=bf16, linear=bf16, logits=bf16")
 
+_OF_CASTS = "the plan counts no activation that a plan of casts keeps in bf16 (core/plan/formulas.py)"
+# Why something does not hold, by the case's name without `eager` or `compiled`.
+KNOWN = {
+    "policy fp64": "compiled, written-out attention holds the scores once, not twice (core/plan/formulas.py)",
+    "head torch": "torch's head keeps the narrow gradient of the chunk before (core/plan/head.py, _of_library)",
+    "head liger": "Liger-Kernel reads counts of targets on the host (ops/fused_linear_cross_entropy.py, item)",
+    "head cce": "cut-cross-entropy asks the device for the number of targets once a micro-batch",
+    "optimizer adamw8bit, bitsandbytes": "bitsandbytes waits after each parameter (optim/optimizer.py, sync_gpu)",
+    **{f"casts {plan}": _OF_CASTS for plan in CASTS if plan in ("autocast", CASTS[-1])},
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -54,6 +65,11 @@ class Case:
     def ranks(self) -> int:
         """Processes that make the step together."""
         return int(self.settings.get("train.ranks", "1"))
+
+    @property
+    def known(self) -> str:
+        """Why it does not hold what the page asks for, where that is known; empty otherwise."""
+        return KNOWN.get(self.name.removeprefix("eager: ").removeprefix("compiled: "), "")
 
     def asked(self) -> dict[str, Any]:
         """What worker.py is given."""

@@ -133,13 +133,16 @@ def _summary(rows: Sequence[Line], known: Mapping[str, Case]) -> Iterator[str]:
 
 def _broken(rows: Sequence[Line], known: Mapping[str, Case]) -> Iterator[str]:
     for line in rows:
-        name = f"- {line['case']} (torch {line['environment']})"
-        if outcome(line, known[line["case"]]) == "FAILED":
-            yield f"{name}: {line['error'][:160]}"
-        elif line["ran"] and waits(line) > WAITS:
-            yield f"{name}: {waits(line)} synchronisations a step ({_counts(line['synchronisations'])})"
+        case, found = known[line["case"]], []
+        if outcome(line, case) == "FAILED":
+            found.append(line["error"][:160])
+        if line["ran"] and waits(line) > WAITS:
+            found.append(f"{waits(line)} synchronisations a step ({_counts(line['synchronisations'])})")
         if line in _compared(rows) and abs(off(line)) > NEAR:
-            yield f"{name}: plan {off(line):+.1%} from the allocator"
+            found.append(f"plan {off(line):+.1%} from the allocator")
+        if found:
+            because = f": {case.known}" if case.known else ""
+            yield f"- {case.name} (torch {line['environment']}): {'; '.join(found)}{because}"
 
 
 def _runs(rows: Sequence[Line]) -> Iterator[str]:

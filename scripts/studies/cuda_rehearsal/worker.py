@@ -97,6 +97,8 @@ def stand_by() -> None:
     """Be another rank until rank 0 is done: collectives send nothing, so nothing more is asked of it."""
     rank, ranks, store = meet()
     join_group(rank, ranks, store, take_device(0, cuda=True))
+    # The session of rank 0 makes this group for its checkpoints.
+    dist.new_group(backend="gloo")
     store.set_timeout(timedelta(hours=2))
     store.wait([DONE])
 
