@@ -269,7 +269,7 @@ def _fused_attention(z: Sizes, kernel: Mapping[str, float], products: float, nor
     forward.make(**kernel)
     forward.free("projected")
     if z.kernel.written_out:
-        forward.make(scratch=2 * kernel["scores"])
+        forward.make(scratch=(2 if z.on_cpu else 1) * kernel["scores"])
         forward.free("scratch")
     if (z.casts and not z.autocast) or z.kernel.written_out:
         # The kernel's output goes through the stream dtype: what the output projection reads is a tensor of its own.
@@ -283,7 +283,7 @@ def _fused_attention(z: Sizes, kernel: Mapping[str, float], products: float, nor
     back.free("d_o")
     back.free_if("o.x")
     if z.kernel.written_out:
-        back.make(scratch=2 * kernel["scores"])
+        back.make(scratch=(2 if z.on_cpu else 1) * kernel["scores"])
         back.free("scratch")
     back.make(d_qkv=3 * operand)
     back.free(*kernel, "d_out")

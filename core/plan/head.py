@@ -220,7 +220,7 @@ def _in_chunks(z: Sizes, rows: int, chunks: int) -> Head:
 
 def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int) -> None:
     n, V = z.tokens, z.vocab
-    logits, weight = float(z.stream * rows * V), float(z.stream * V * z.hidden)
+    logits, weight = float(z.logits * rows * V), float(z.stream * V * z.hidden)
     forward.make(together=float(z.operand * n * z.hidden))
     if z.copies:
         forward.make(copies=weight + float(z.stream * rows * z.hidden))

@@ -108,9 +108,9 @@ def kernel_name(mangled: str) -> str:
 def _product(rest: str) -> Product:
     _, *words = rest.split()
     found = dict(zip(words[::2], words[1::2], strict=True))
-    formats = [FORMATS.get(int(found[name]), f"type {found[name]}") for name in "abc"]
-    sizes = [int(found[name]) for name in ("m", "n", "k", "batch")]
-    return Product(*sizes, *formats, float(found["beta"]) != 0, math_mode(int(found["math"])))
+    a, b, c = (FORMATS.get(int(found[name]), f"type {found[name]}") for name in "abc")
+    m, n, k, batch = (int(found[name]) for name in ("m", "n", "k", "batch"))
+    return Product(m, n, k, batch, a, b, c, float(found["beta"]) != 0, math_mode(int(found["math"])))
 
 
 def math_mode(number: int) -> str:

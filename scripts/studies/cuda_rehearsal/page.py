@@ -147,9 +147,9 @@ def _broken(rows: Sequence[Line], known: Mapping[str, Case]) -> Iterator[str]:
 
 def _runs(rows: Sequence[Line]) -> Iterator[str]:
     yield _filled(RUNS_OF)
-    header = ("run", "torch", "allocated, GB", "plan, GB", "off", "reserved, GB")
-    header += ("synchronisations", "launches", "of Triton", "cold compilation, CPU s")
-    found = []
+    header = ["run", "torch", "allocated, GB", "plan, GB", "off", "reserved, GB"]
+    header += ["synchronisations", "launches", "of Triton", "cold compilation, CPU s"]
+    found: list[Sequence[object]] = []
     for line in rows:
         if line["group"] == RUNS and not line["ran"]:
             found.append((line["case"], line["environment"], line["error"][:100], *[""] * 7))
@@ -230,7 +230,7 @@ def _formats(line: Line) -> list[str]:
 
 def _every(rows: Sequence[Line], known: Mapping[str, Case]) -> Iterator[str]:
     yield _filled(CASES)
-    found = []
+    found: list[Sequence[object]] = []
     for line in rows:
         case = known[line["case"]]
         start = line["case"], line["environment"], outcome(line, case)
