@@ -78,7 +78,10 @@ def documents_of(tokens: NDArray[np.int32], end_of_text: int) -> NDArray[np.int3
 
 def _batch_at(split: TokenSplit, starts: NDArray[np.int64], sequence_length: int, end_of_text: int | None) -> Batch:
     windows = split.gather(starts, sequence_length + 1)
-    tokens = np.ascontiguousarray(windows[:, :-1])
-    targets = np.ascontiguousarray(windows[:, 1:])
+    # One allocation for all three: the system hands out large ones in large pages, and small ones page by page.
+    tokens, targets, last = np.empty((3, len(starts), sequence_length), dtype=np.int32)
+    tokens[:], targets[:] = windows[:, :-1], windows[:, 1:]
+    weights = last.view(np.float32)
+    weights.fill(1)
     documents = None if end_of_text is None else documents_of(tokens, end_of_text)
-    return Batch(tokens, targets, np.ones(tokens.shape, dtype=np.float32), documents)
+    return Batch(tokens, targets, weights, documents)

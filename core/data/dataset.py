@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from lockstep.core.data.index import INDEX_NAME, TOKENIZER_NAME, DatasetIndex, ShardEntry, read_index
@@ -24,28 +25,30 @@ class TokenSplit:
     """The tokens of a split, as one stream over all of its shards."""
 
     def __init__(self, parts: Sequence[Tokens], files: Sequence[ShardFile] = ()) -> None:
-        """Take the stream as consecutive `parts`, each of shape (tokens,).
+        """Take the stream as consecutive `parts`, each of shape (tokens,), of one dtype.
 
         files: of parts that are mapped, the files, which are looked after at each read.
         """
         self._parts = list(parts)
         self._files = list(files)
+        self._dtype = self._parts[0].dtype if self._parts else np.dtype(np.uint16)
         self._bounds = np.cumsum([0, *(part.size for part in self._parts)], dtype=np.int64)
+        self._views: dict[int, Tokens] = {}
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the stream."""
         return int(self._bounds[-1])
 
-    def gather(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int32]:
-        """The windows [start, start + length) of the stream, which may lie across shards.
+    def gather(self, starts: NDArray[np.int64], length: int) -> Tokens:
+        """Return the windows [start, start + length) of the stream, which may lie across shards.
 
         Args:
             starts: int64 (B,), in any order, repeats allowed.
             length: tokens in each window, >= 1.
 
         Returns:
-            int32 (B, length).
+            (B, length), of the parts' dtype, which is unsigned.
 
         Raises:
             IndexError: a window reaches outside the stream.
@@ -57,33 +60,34 @@ class TokenSplit:
         if starts.size and (starts.min() < 0 or starts.max() > self.num_tokens - length):
             raise IndexError(f"a window of {length} tokens reaches outside the split's {self.num_tokens} tokens")
         begins = starts.astype(np.int64)
-        windows = np.empty((begins.size, length), dtype=np.int32)
         first = np.searchsorted(self._bounds, begins, side="right") - 1
-        last = np.searchsorted(self._bounds, begins + (length - 1), side="right") - 1
-        for part in self._touched(first, last):
-            if self._files:
+        if self._files:
+            last = np.searchsorted(self._bounds, begins + (length - 1), side="right") - 1
+            for part in set().union(*map(range, first.tolist(), (last + 1).tolist())):
                 self._files[part].require_unchanged()
-            rows = np.flatnonzero((first <= part) & (part <= last))
-            self._copy(int(part), rows, begins, windows)
+        if len(self._parts) == 1 and starts.size:
+            return self._windows_of_one_part(length)[begins]
+        return self._copied(first, begins, length)
+
+    def _windows_of_one_part(self, length: int) -> Tokens:
+        """Return a view (starts, length) whose row i is the window at i: numpy copies rows of it in one call.
+
+        Views are kept: making one takes as long as copying a small batch, and a run has few lengths.
+        """
+        if length not in self._views:
+            self._views[length] = sliding_window_view(self._parts[0], length)
+        return self._views[length]
+
+    def _copied(self, first: NDArray[np.intp], begins: NDArray[np.int64], length: int) -> Tokens:
+        """Copy windows one by one: part by part where one lies across shards."""
+        windows = np.empty((begins.size, length), dtype=self._dtype)
+        for row, (part, start) in enumerate(zip(first.tolist(), (begins - self._bounds[first]).tolist(), strict=True)):
+            filled = 0
+            while filled < length:
+                piece = self._parts[part][start : start + length - filled]
+                windows[row, filled : filled + piece.size] = piece
+                filled, part, start = filled + piece.size, part + 1, 0
         return windows
-
-    def _touched(self, first: NDArray[np.intp], last: NDArray[np.intp]) -> NDArray[np.intp]:
-        """The parts that lie in any of the ranges [first, last]."""
-        change = np.zeros(len(self._parts) + 1, dtype=np.int64)
-        np.add.at(change, first, 1)
-        np.add.at(change, last + 1, -1)
-        return np.flatnonzero(np.cumsum(change) > 0)
-
-    def _copy(self, part: int, rows: NDArray[np.intp], begins: NDArray[np.int64], windows: NDArray[np.int32]) -> None:
-        """Fill what `part` holds of the windows in `rows`."""
-        tokens = self._parts[part]
-        positions = (begins[rows] - self._bounds[part])[:, None] + np.arange(windows.shape[1], dtype=np.int64)
-        inside = (positions >= 0) & (positions < tokens.size)
-        if inside.all():
-            windows[rows] = tokens[positions]
-        else:
-            row, column = np.nonzero(inside)
-            windows[rows[row], column] = tokens[positions[row, column]]
 
 
 class TokenDataset:

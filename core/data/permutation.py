@@ -37,9 +37,12 @@ def permute(indices: NDArray[np.int64], epochs: NDArray[np.int64], size: int, se
         return np.zeros(indices.shape, dtype=np.int64)
     values = indices.astype(_U64).ravel()
     epoch_keys = _mix(epochs.astype(_U64).ravel() * _GOLDEN + _mix(np.array([seed], dtype=_U64)))
-    outside = np.arange(values.size)
+    # By round and index. They stay the same along a cycle, and cost as much as the rest of a round.
+    keys = _mix(epoch_keys + np.arange(1, _ROUNDS + 1, dtype=_U64)[:, None] * _GOLDEN)
+    values = _feistel(values, keys, half_bits)
+    outside = np.flatnonzero(values >= _U64(size))
     while outside.size:
-        values[outside] = _feistel(values[outside], epoch_keys[outside], half_bits)
+        values[outside] = _feistel(values[outside], keys[:, outside], half_bits)
         outside = outside[values[outside] >= _U64(size)]
     return values.astype(np.int64).reshape(indices.shape)
 
@@ -47,8 +50,7 @@ def permute(indices: NDArray[np.int64], epochs: NDArray[np.int64], size: int, se
 def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: np.uint64) -> NDArray[np.uint64]:
     mask = (_U64(1) << half_bits) - _U64(1)
     left, right = values >> half_bits, values & mask
-    for number in range(1, _ROUNDS + 1):
-        round_keys = _mix(keys + np.array([number], dtype=_U64) * _GOLDEN)
+    for round_keys in keys:
         # The finaliser's high bits depend on all input bits; a half needs only a few of them.
         left, right = right, left ^ (_mix(right ^ round_keys) >> (_U64(64) - half_bits))
     return (left << half_bits) | right

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,9 @@ from numpy.typing import NDArray
 
 from lockstep.core.data.permutation import permute
 from lockstep.core.errors import UserError
+
+# Places of a run whose blocks are computed at once.
+_STRETCH = 4096
 
 
 @dataclass(frozen=True)
@@ -80,5 +84,24 @@ class BlockSampler:
             )
         positions = first_token + np.arange(count, dtype=np.int64) * sequence_length
         run_blocks, offsets = np.divmod(positions, self.block_length)
-        epochs, indices = np.divmod(run_blocks, self.num_blocks)
-        return permute(indices, epochs, self.num_blocks, self.seed) * self.block_length + offsets
+        return self._blocks_at(run_blocks) * self.block_length + offsets
+
+    def _blocks_at(self, run_blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the split's blocks at places of the run that do not fall, int64 (B,)."""
+        if not run_blocks.size:
+            return run_blocks
+        first, last = int(run_blocks[0]) // _STRETCH, int(run_blocks[-1]) // _STRETCH
+        stretches = [_stretch(self.seed, self.num_blocks, number) for number in range(first, last + 1)]
+        return (stretches[0] if first == last else np.concatenate(stretches))[run_blocks - first * _STRETCH]
+
+
+@functools.lru_cache(maxsize=16)
+def _stretch(seed: int, num_blocks: int, number: int) -> NDArray[np.int64]:
+    """Return the split's blocks at places [number * _STRETCH, (number + 1) * _STRETCH) of the run, int64 (_STRETCH,).
+
+    To permute 16 places takes a quarter as long as 4,096, so a small batch's are computed with those that follow.
+    """
+    epochs, indices = np.divmod(number * _STRETCH + np.arange(_STRETCH, dtype=np.int64), num_blocks)
+    blocks = permute(indices, epochs, num_blocks, seed)
+    blocks.flags.writeable = False
+    return blocks

@@ -26,6 +26,23 @@ def test_targets_are_the_next_tokens():
     assert np.array_equal(batch.tokens[:, 0], sampler.window_starts(40, 6, 10))
 
 
+def test_batches_share_no_memory():
+    split, sampler = counting(1001), BlockSampler(4, 1001, 20)
+    one, other = train_batch(split, sampler, 0, 6, 10), train_batch(split, sampler, 0, 6, 10)
+    digest = other.digest()
+    for array in one.arrays.values():
+        array[:] = 0
+        assert other.digest() == digest
+    assert np.array_equal(one.targets, one.tokens) and train_batch(split, sampler, 0, 6, 10).digest() == digest
+
+
+def test_large_ids_come_through():
+    tokens = np.arange(70_000, 71_001, dtype=np.uint32)
+    batch = train_batch(TokenSplit(np.array_split(tokens, 3)), BlockSampler(4, 1001, 20), 0, 50, 20)
+    assert np.array_equal(np.sort(batch.tokens.ravel()), tokens[:-1])
+    assert np.array_equal(batch.targets, batch.tokens + 1)
+
+
 def test_a_sample_does_not_depend_on_its_batch():
     split, sampler = counting(1001), BlockSampler(4, 1001, 20)
     whole = train_batch(split, sampler, 0, 12, 10)

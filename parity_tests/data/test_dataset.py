@@ -40,7 +40,7 @@ def test_gather_is_slicing(sizes, length, seed):
     length = min(length, whole.size)
     starts = np.random.default_rng(seed + 1).integers(0, whole.size - length + 1, 7)
     found = split.gather(starts, length)
-    assert found.dtype == np.int32 and found.shape == (7, length)
+    assert found.dtype == np.uint16 and found.shape == (7, length)
     assert np.array_equal(found, [whole[start : start + length] for start in starts])
 
 
@@ -54,6 +54,23 @@ def test_gather_refuses_what_is_outside():
     for starts, length in ((np.array([[0]]), 3), (np.array([0.5]), 3), (np.array([0]), 0)):
         with pytest.raises(ValueError):
             split.gather(starts, length)
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30], ids=["mapped", "in memory"])
+def test_a_mapped_shard_that_was_changed_is_named_where_it_is_read(copy, limit):
+    split = TokenDataset.open(copy, memory_limit_bytes=limit).split("train")
+    start, whole = np.array([0]), split.num_tokens
+    before = split.gather(start, whole)
+    path = copy / "train_00001.bin"
+    raw = path.read_bytes()
+    path.unlink()
+    path.write_bytes(raw)
+    if limit:
+        assert np.array_equal(split.gather(start, whole), before)
+        return
+    assert np.array_equal(split.gather(start, 5)[0], before[0, :5])
+    with pytest.raises(UserError, match=r"train_00001\.bin was changed while it was in use"):
+        split.gather(start, whole)
 
 
 def test_an_empty_split_has_no_tokens():

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core.data.sampler import BlockSampler
+from lockstep.core.data.permutation import permute
+from lockstep.core.data.sampler import _STRETCH, BlockSampler
 from lockstep.core.errors import UserError
 
 BLOCK = 24
@@ -54,6 +55,16 @@ def test_any_part_is_the_slice_of_the_whole(blocks, length, first, count, data):
     end = data.draw(st.integers(begin, count))
     part = sampler.window_starts((first + begin) * length, end - begin, length)
     assert np.array_equal(part, whole[begin:end])
+
+
+@pytest.mark.parametrize("blocks", [7, 1000, _STRETCH, 10**7])
+@pytest.mark.parametrize("first", [0, _STRETCH - 3, 2 * _STRETCH - 1, 5 * _STRETCH, 10**12])
+@pytest.mark.parametrize("count", [1, 6, 2 * _STRETCH + 2])
+def test_the_order_is_that_of_the_permutation_wherever_a_batch_begins(blocks, first, count):
+    sampler = BlockSampler(8, blocks * BLOCK + 1, BLOCK)
+    epochs, indices = np.divmod(first + np.arange(count), blocks)
+    expected = permute(indices, epochs, blocks, 8) * BLOCK
+    assert np.array_equal(sampler.window_starts(first * BLOCK, count, BLOCK), expected)
 
 
 @given(length=st.sampled_from(LENGTHS), blocks=st.integers(1, 30))
