@@ -41,7 +41,18 @@ def test_every_comparison_of_every_recipe_was_measured(recipe):
     assert here == {kind for kind in rest if not kind.startswith(apart)}
 
 
-@pytest.mark.parametrize("recipe", ["bf16/eager", "bf16/compiled", "fp32/eager", "fp16/eager", "fp8_rowwise/eager"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "bf16/eager",
+        "bf16/compiled",
+        "fp32/eager",
+        "fp32/compiled",
+        "fp16/eager",
+        "fp8_rowwise/eager",
+        "fp8_tensorwise/eager",
+    ],
+)
 def test_every_mean_over_layers_was_measured(recipe):
     of_many = {"embed", "final_norm", "logits", "nll", "together", "vocabulary"}
     each = {
