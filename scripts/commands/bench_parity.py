@@ -21,12 +21,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import jax
 import torch
+import tyro
 from torch import Tensor
 
 from lockstep.core.backend import Batch

@@ -29,6 +29,8 @@ QUICKSTART = shipped_config("quickstart")
 # One step, compilation included; starting a process, imports included.
 STEP_LIMIT, START_LIMIT = 300.0, 120.0
 MOST_THREADS = 1024
+# A peer's threads wait as its own users' do: libgomp's default. Lockstep's wait as scripts/cli.py lets them.
+LIBGOMP_SPINS = "300000"
 NEEDED = {"hugging-face": ("transformers", "accelerate")}
 
 
@@ -159,14 +161,15 @@ def _row(
     from lockstep.core.config.file import load_config
 
     command = [sys.executable, "-P", "-m", "lockstep.scripts.shared.bench_peer"]
-    environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     sides: list[Side] = []
     try:
         for one in part:
             config = load_config(options.config, {**given, **ROWS[row], **one.settings})
             job = {"program": one.program, "config": config.model_dump(mode="json"), "threads": threads}
-            sides.append(Side(one.name, command, HOME, log, environment))
+            own = {} if one.ours else {"GOMP_SPINCOUNT": LIBGOMP_SPINS}
+            sides.append(Side(one.name, command, HOME, log, environment | own))
             sides[-1].ask(json.dumps(job), START_LIMIT)
         taken, losses = in_turns(sides, options.warmup, options.rounds, options.seconds, STEP_LIMIT)
         memory = {side.name: side.ask("end", START_LIMIT)["memory"] for side in sides}

@@ -1,8 +1,5 @@
 # Sourced by the other scripts: variables that must be set before torch and jax are loaded. What is set already stays.
 
-# Threads that wait in OpenMP's barrier give their core to whoever shares the machine (the JAX worker, another test).
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
-
 # What torch.compile generated is found again by the next run.
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$repo/.cache/inductor}
 
