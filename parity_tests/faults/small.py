@@ -55,9 +55,9 @@ def _one_doubled(grad: Tensor) -> Tensor:
     size = grad.abs()
     # Of the tensor's rms: neither the largest nor one that is next to nothing.
     at = (size - size.square().mean().sqrt()).abs().argmin()
-    wrong = grad.clone()
-    wrong.view(-1)[at] *= 2
-    return wrong
+    # By a mask: a compiled program knows no number to index with.
+    here = torch.arange(grad.numel(), device=grad.device).view_as(grad) == at
+    return torch.where(here, 2 * grad, grad)
 
 
 class _OneElement(Linear):
