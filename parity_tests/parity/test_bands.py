@@ -45,7 +45,6 @@ def test_every_comparison_of_every_recipe_was_measured(recipe):
     "recipe",
     [
         "bf16/eager",
-        "bf16/compiled",
         "fp32/eager",
         "fp32/compiled",
         "fp16/eager",
