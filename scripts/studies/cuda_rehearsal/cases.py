@@ -33,14 +33,15 @@ CASTS = ("autocast", "residual=bf16", "logits=bf16", "residual=bf16, norm=bf16, 
 
 _OF_CASTS = "the plan counts no activation that a plan of casts keeps in bf16 (core/plan/formulas.py)"
 _OF_RANKS = "not taken apart: memory beside DDP's buckets, and events that are probably the timers of DDP's own log"
-# Why something does not hold, by the case's name without `eager` or `compiled`.
+# Why something does not hold, by the case's name, with `eager` or `compiled` or for both.
 KNOWN = {
+    "compiled: head torch": "not taken apart",
     "head torch": "torch's head keeps the narrow gradient of the chunk before (core/plan/head.py, _of_library)",
     "head liger": "Liger-Kernel reads counts of targets on the host (ops/fused_linear_cross_entropy.py, item)",
     "head cce": "cut-cross-entropy asks the device for the number of targets once a micro-batch",
     "optimizer adamw8bit, bitsandbytes": "bitsandbytes waits after each parameter (optim/optimizer.py, sync_gpu)",
     "recompute norms, attention": "not taken apart: Inductor's order of the blocks' buffers is not followed",
-    "rollout/laptop on a GPU": "cuBLAS's workspaces, 67 MB, are as large as the rest (core/plan counts them outside)",
+    "rollout/laptop on a GPU": "67 MB, probably cuBLAS's workspaces, which core/plan counts outside the peak",
     **{f"rollout/h100x{ranks}, 2048 tokens": _OF_RANKS for ranks in (2, 8)},
     **{f"casts {plan}": _OF_CASTS for plan in CASTS if plan in ("autocast", CASTS[-1])},
 }
@@ -72,7 +73,8 @@ class Case:
     @property
     def known(self) -> str:
         """Why it does not hold what the page asks for, where that is known; empty otherwise."""
-        return KNOWN.get(self.name.removeprefix("eager: ").removeprefix("compiled: "), "")
+        of_both = KNOWN.get(self.name.removeprefix("eager: ").removeprefix("compiled: "), "")
+        return KNOWN.get(self.name, of_both)
 
     def asked(self) -> dict[str, Any]:
         """What worker.py is given."""

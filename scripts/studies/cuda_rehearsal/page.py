@@ -241,7 +241,8 @@ def _every(rows: Sequence[Line], known: Mapping[str, Case]) -> Iterator[str]:
         copies = ", ".join(str(line["copies"][kind][0]) for kind in ("h2d", "d2h", "d2d"))
         replays = f"; {line['graphs']} replays" if line["graphs"] else ""
         graphs = f"{line['graphs_compiled']} / {line['graph_breaks']}{replays}"
-        found.append((*start, f"{line['launches']:,}", triton, copies, graphs, f"{line['seconds'][0]:.1f}"))
+        first = f"{line['seconds'][0]:.1f}" if line["seconds"] else "not measured"
+        found.append((*start, f"{line['launches']:,}", triton, copies, graphs, first))
     header = ("case", "torch", "outcome", "launches", "Triton: launches, GB", "copies: in, out, within")
     yield _table((*header, "graphs", "first, CPU s"), found)
 
