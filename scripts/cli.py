@@ -100,6 +100,10 @@ COMMANDS = {
         "lockstep.scripts.commands.bench_peers",
         "the same model beside Hugging Face's Trainer and a nanoGPT-like loop",
     ),
+    "bench data": (
+        "lockstep.scripts.commands.bench_data",
+        "how fast batches are made, beside nanoGPT's get_batch, mmap slices and a DataLoader",
+    ),
     "bench parity": ("lockstep.scripts.commands.bench_parity", "what a check costs, in training steps"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from lockstep.core.errors import UserError
 from lockstep.core.sinks.visible import markdown
@@ -23,9 +24,18 @@ def read_results(path: Path, suite: str, schema: int) -> dict[str, Any]:
     raise UserError(f"{path} is no JSON of `lockstep bench {suite}` (schema {schema}); name another file")
 
 
-def write_page(path: Path, text: str) -> None:
-    """Write a page. Raises UserError if it cannot be written."""
+def write_page(path: Path, text: str, picture: str = "", shows: str = "") -> None:
+    """Write a page, and beside it its picture (SVG), which stands below the title.
+
+    shows: what there is to see, for those who do not see it. Raises UserError if a file cannot be written.
+    """
+    text = markdown(text)
     try:
-        path.write_text(markdown(text))
+        if picture:
+            beside = path.with_suffix(".svg")
+            beside.write_text(picture)
+            title, _, rest = text.partition("\n")
+            text = f"{title}\n\n![{shows}]({quote(beside.name)})\n{rest}"
+        path.write_text(text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error

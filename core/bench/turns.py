@@ -78,13 +78,21 @@ class Side:
 def in_turns(
     sides: Sequence[Side], warmup: int, rounds: int, seconds: float, limit: float
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of each counted step and losses of all steps, by contender.
+    """Seconds of each counted step and losses of all steps, by contender, as `answers_in_turns` takes them."""
+    said = answers_in_turns(sides, warmup, rounds, seconds, limit)
+    taken = {name: [answer["seconds"] for answer in answers[warmup:]] for name, answers in said.items()}
+    return taken, {name: [answer["loss"] for answer in answers] for name, answers in said.items()}
+
+
+def answers_in_turns(
+    sides: Sequence[Side], warmup: int, rounds: int, seconds: float, limit: float, message: str = "go"
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the answers to `message`, those of `warmup` rounds first, by contender.
 
     In each round every contender makes one step; who begins moves on by one. After `seconds` there is no further round,
     but one is counted in any case. limit: seconds that one step may take, compilation included.
     """
-    taken: dict[str, list[float]] = {side.name: [] for side in sides}
-    losses: dict[str, list[float]] = {side.name: [] for side in sides}
+    said: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
     started = time.monotonic()
     for number in range(warmup + rounds):
         if number == warmup:
@@ -93,8 +101,5 @@ def in_turns(
             break
         first = number % len(sides)
         for side in (*sides[first:], *sides[:first]):
-            said = side.ask("go", limit)
-            losses[side.name].append(said["loss"])
-            if number >= warmup:
-                taken[side.name].append(said["seconds"])
-    return taken, losses
+            said[side.name].append(side.ask(message, limit))
+    return said

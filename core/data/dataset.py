@@ -57,17 +57,22 @@ class TokenSplit:
         """
         if starts.ndim != 1 or not np.issubdtype(starts.dtype, np.integer) or length < 1:
             raise ValueError(f"gather takes integers (B,) and length >= 1, got {starts.dtype} {starts.shape}, {length}")
-        if starts.size and (starts.min() < 0 or starts.max() > self.num_tokens - length):
-            raise IndexError(f"a window of {length} tokens reaches outside the split's {self.num_tokens} tokens")
         begins = starts.astype(np.int64)
-        first = np.searchsorted(self._bounds, begins, side="right") - 1
-        if self._files:
-            last = np.searchsorted(self._bounds, begins + (length - 1), side="right") - 1
-            for part in set().union(*map(range, first.tolist(), (last + 1).tolist())):
-                self._files[part].require_unchanged()
+        # What is negative is beyond everything without its sign: one comparison and not two.
+        if starts.size and int(begins.view(np.uint64).max()) > self.num_tokens - length:
+            raise IndexError(f"a window of {length} tokens reaches outside the split's {self.num_tokens} tokens")
         if len(self._parts) == 1 and starts.size:
+            self._require_unchanged({0})
             return self._windows_of_one_part(length)[begins]
+        first = np.searchsorted(self._bounds, begins, side="right") - 1
+        last = np.searchsorted(self._bounds, begins + (length - 1), side="right") - 1
+        self._require_unchanged(set().union(*map(range, first.tolist(), (last + 1).tolist())))
         return self._copied(first, begins, length)
+
+    def _require_unchanged(self, parts: set[int]) -> None:
+        if self._files:
+            for part in parts:
+                self._files[part].require_unchanged()
 
     def _windows_of_one_part(self, length: int) -> Tokens:
         """Return a view (starts, length) whose row i is the window at i: numpy copies rows of it in one call.

@@ -16,13 +16,14 @@ All numbers are unsigned and little-endian. The document table stands before the
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,16 +96,21 @@ class ShardFile:
     @classmethod
     def of(cls, path: Path) -> ShardFile:
         """The file as it is now. Raises UserError if it is not there."""
-        try:
-            found = os.stat(path)
-        except OSError as error:
-            raise UserError(f"cannot read the shard {path}: {error.strerror or error}") from error
-        return cls(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+        return cls(path, _identity(path))
 
     def require_unchanged(self) -> None:
         """Raise UserError if the file is gone, or another one. What is cut off a mapped file kills who reads there."""
-        if ShardFile.of(self.path) != self:
+        if _identity(self.path) != self.identity:
             raise UserError(f"the shard {self.path} was changed while it was in use; put it back, or prepare it anew")
+
+
+def _identity(path: Path) -> tuple[int, int, int, int]:
+    """Return what another file, or a changed one, has not. Raises UserError if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise UserError(f"cannot read the shard {path}: {error.strerror or error}") from error
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def write_shard(path: Path, documents: Sequence[NDArray[np.integer[Any]]], token_bytes: int) -> ShardHeader:
@@ -182,6 +188,8 @@ def map_tokens(path: Path, header: ShardHeader) -> Tokens:
     """
     try:
         mapped = np.memmap(path, dtype=header.dtype, mode="r", offset=header.tokens_offset, shape=(header.tokens,))
+        # Windows lie anywhere. Without this the system reads up to megabytes around each that is not in memory yet.
+        cast(mmap.mmap, mapped.base).madvise(mmap.MADV_RANDOM)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot map the shard {path}: {error}") from error
     # A plain array over the same pages: indexing a memmap costs Python calls each time.

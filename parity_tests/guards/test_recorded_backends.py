@@ -82,6 +82,7 @@ GIVEN = {
     "bench step": [["--json", "RUN/run.json", "--page", "page.md"]],
     "bench best": [["RUN"]],
     "bench peers": [["--json", "RUN/run.json", "--page", "page.md"]],
+    "bench data": [["--json", "RUN/run.json", "--page", "page.md"]],
     "bench parity": [["--json", "RUN/run.json", "--page", "page.md"]],
 }
 

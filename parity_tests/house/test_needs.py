@@ -80,6 +80,7 @@ NOT_USED = {
     "plan": {"tomli_w"},
     "bench step": {"tomli_w"},
     "bench peers": {"safetensors", "tomli_w"},
+    "bench data": {"tomli_w"},
 }
 
 

@@ -19,8 +19,8 @@ FORBIDDEN = {
     "jax_backend": {"torch_backend", "scripts", "parity_tests"},
     "scripts": {"parity_tests"},
 }
-# A table of contenders, which scripts/shared/bench_peer.py imports.
-ALLOWED = {("core/bench/peers.py", "torch_backend")}
+# Tables of contenders, which scripts/shared/bench_peer.py and bench_loader.py import.
+ALLOWED = {("core/bench/peers.py", "torch_backend"), ("core/bench/data.py", "torch_backend")}
 
 
 def forbidden_names(root: Path) -> set[tuple[str, str]]:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import sys
 import time
-import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.core.bench.suite import in_one_line
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.errors import UserError
+from lockstep.scripts.shared.in_lines import say, work_in_lines
 
 # Modules that a contender needs besides its own: what they take is no memory of its training.
 IMPORTS = {
@@ -67,16 +63,12 @@ def compete(job: dict[str, Any], out: IO[str]) -> None:
         Path("/proc/self/clear_refs").write_text("5")
     started = 0.0
 
-    def say(answer: dict[str, Any]) -> None:
-        out.write(json.dumps(answer) + "\n")
-        out.flush()
-
     def turn(loss: float | None) -> None:
         nonlocal started
         if cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-        say({"ready": True} if loss is None else {"seconds": seconds, "loss": loss})
+        say({"ready": True} if loss is None else {"seconds": seconds, "loss": loss}, out)
         if sys.stdin.readline().strip() != "go":
             raise Over
         started = time.perf_counter()
@@ -85,21 +77,8 @@ def compete(job: dict[str, Any], out: IO[str]) -> None:
         run(race, turn)
     most = resident("VmHWM:")
     memory = None if most is None or before is None else most - before
-    say({"memory": torch.cuda.max_memory_allocated() if cuda else memory})
-
-
-def main() -> None:
-    """Read the job, compete; an error is an answer."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    try:
-        compete(json.loads(sys.stdin.readline()), out)
-    except Exception as error:
-        if not isinstance(error, UserError):
-            traceback.print_exc()
-        out.write(json.dumps({"error": in_one_line(str(error) or type(error).__name__)}) + "\n")
-        out.flush()
+    say({"memory": torch.cuda.max_memory_allocated() if cuda else memory}, out)
 
 
 if __name__ == "__main__":
-    main()
+    work_in_lines(compete)

@@ -33,6 +33,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "bench step": ("rich",),
     "bench best": ("rich", "tomli_w"),
     "bench peers": ("rich",),
+    "bench data": ("rich", "tokenizers"),
     "bench parity": ("safetensors", "tokenizers", "tomli_w"),
 }
 

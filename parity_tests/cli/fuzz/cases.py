@@ -356,6 +356,7 @@ _COMMAND_OPTIONS = {
     "bench step": "lockstep.scripts.commands.bench_step:Bench",
     "bench best": "lockstep.scripts.commands.bench_best:BenchBest",
     "bench peers": "lockstep.scripts.commands.bench_peers:BenchPeers",
+    "bench data": "lockstep.scripts.commands.bench_data:BenchData",
     "bench parity": "lockstep.scripts.commands.bench_parity:BenchParity",
 }
 assert set(_COMMAND_OPTIONS) == set(COMMANDS), "every command is fuzzed"

@@ -1,0 +1,79 @@
+"""Lockstep's loader as a contender of `lockstep bench data`.
+
+A contender is a class: `Loader(folder, sequences, length, sample)` opens the data for batches [sequences, length] from
+the run's `sample` on; `take(batches)` makes so many.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.backend import Batch
+from lockstep.core.data.batches import train_batch
+from lockstep.core.data.dataset import TokenDataset
+from lockstep.core.data.loader import Prefetcher
+from lockstep.core.data.sampler import BlockSampler
+
+# Steps ahead of the trainer, the default of data.prefetch.
+_AHEAD = 2
+
+
+class InMemory:
+    """Tokens in memory, each byte checked when they are opened: what a run has that does not say otherwise."""
+
+    verify, memory_limit_bytes = True, 1 << 40
+
+    def __init__(self, folder: Path, sequences: int, length: int, sample: int = 0, seed: int = 0) -> None:
+        dataset = TokenDataset.open(folder, verify=self.verify, memory_limit_bytes=self.memory_limit_bytes)
+        self._split = dataset.split("train")
+        self._sampler = BlockSampler(seed, self._split.num_tokens, length)
+        self._sequences, self._length, self._sample = sequences, length, sample
+
+    def take(self, batches: int) -> None:
+        """Make the next batches."""
+        for step in range(batches):
+            self._make(step)
+        self._sample += batches * self._sequences
+
+    def _make(self, step: int) -> Batch:
+        first = (self._sample + step * self._sequences) * self._length
+        return train_batch(self._split, self._sampler, first, self._sequences, self._length)
+
+    def seconds_by_part(self, batches: int) -> dict[str, float]:
+        """Return the seconds of a batch that its order, its copy, and the rest take: int32, targets and weights."""
+        began = time.perf_counter()
+        starts = [self._starts(step) for step in range(batches)]
+        ordered = time.perf_counter()
+        for each in starts:
+            self._split.gather(each, self._length + 1)
+        copied = time.perf_counter()
+        self._sample += batches * self._sequences
+        self.take(batches)
+        order, copy, whole = ordered - began, copied - ordered, time.perf_counter() - copied
+        parts = {"order": order, "copy": copy, "the rest": whole - order - copy}
+        return {name: seconds / batches for name, seconds in parts.items()}
+
+    def _starts(self, step: int) -> NDArray[np.int64]:
+        first = (self._sample + step * self._sequences) * self._length
+        return self._sampler.window_starts(first, self._sequences, self._length)
+
+
+class Mapped(InMemory):
+    """Tokens in mapped files, which are not read before they are needed; the files are looked at by each batch."""
+
+    verify, memory_limit_bytes = False, 0
+
+
+class Ahead(InMemory):
+    """The same batches through the thread that makes them ahead of the trainer."""
+
+    def take(self, batches: int) -> None:
+        """Take the next batches from the thread."""
+        with Prefetcher(self._make, 0, batches, _AHEAD) as ready:
+            for _ in ready:
+                pass
+        self._sample += batches * self._sequences

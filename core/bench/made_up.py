@@ -1,0 +1,76 @@
+"""Data sets of made-up tokens for `lockstep bench data`: one to read, and one that is large on paper alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.core.data.index import TOKENIZER_NAME, DatasetIndex, ShardEntry, SplitEntry, write_index
+from lockstep.core.data.shards import ShardHeader, shard_name, write_shard
+from lockstep.core.data.tokenizer import train_tokenizer
+from lockstep.core.errors import UserError
+
+# The same tokens as a file of nothing else, as the peers read them.
+RAW_NAME = "train.bin"
+VOCABULARY = 50_257
+_SHARD_TOKENS, _DOCUMENT_TOKENS = 1 << 22, 1 << 10
+_TOKEN_BYTES = 2
+
+
+def write_made_up(folder: Path, tokens: int) -> None:
+    """Write `tokens` random ids into `folder`, as shards of Lockstep's and as `RAW_NAME`.
+
+    tokens: a multiple of 1,024, which is a document's length.
+    """
+    draw = np.random.default_rng(0)
+    ids = draw.integers(1, VOCABULARY, tokens, dtype=np.uint16)
+    end = _write_tokenizer(folder)
+    ids[_DOCUMENT_TOKENS - 1 :: _DOCUMENT_TOKENS] = end
+    ids.tofile(folder / RAW_NAME)
+    shards = []
+    for number, begin in enumerate(range(0, tokens, _SHARD_TOKENS)):
+        part = ids[begin : begin + _SHARD_TOKENS]
+        name = shard_name("train", number)
+        header = write_shard(folder / name, list(part.reshape(-1, _DOCUMENT_TOKENS)), _TOKEN_BYTES)
+        shards.append(_entry(name, header))
+    _write_index(folder, tuple(shards), end)
+
+
+def write_on_paper(folder: Path, tokens: int) -> None:
+    """Write a data set whose only shard has `tokens` ids and is a hole in the file system but for its header.
+
+    Its ids are all 0 and its checksum is not that of its bytes: it is to be opened without verifying.
+    Raises UserError if the file system holds no file of that size.
+    """
+    end = _write_tokenizer(folder)
+    name = shard_name("train", 0)
+    try:
+        real = write_shard(folder / name, [np.array([end])], _TOKEN_BYTES)
+        header = ShardHeader(_TOKEN_BYTES, tokens, real.documents, real.sha256)
+        with open(folder / name, "r+b") as file:
+            file.seek(16)  # the number of tokens in the header
+            file.write(tokens.to_bytes(8, "little"))
+        os.truncate(folder / name, header.file_bytes)
+    except OSError as error:
+        raise UserError(f"{folder}: no file of {tokens * _TOKEN_BYTES:,} bytes here: {error.strerror}") from error
+    _write_index(folder, (_entry(name, header),), end)
+
+
+def _write_tokenizer(folder: Path) -> int:
+    """Write a tokenizer; return its end of text."""
+    tokenizer = train_tokenizer([], 257)
+    (folder / TOKENIZER_NAME).write_bytes(tokenizer.content)
+    return tokenizer.eot_id
+
+
+def _entry(name: str, header: ShardHeader) -> ShardEntry:
+    return ShardEntry(name, header.tokens, header.documents, 0, header.sha256)
+
+
+def _write_index(folder: Path, shards: tuple[ShardEntry, ...], end: int) -> None:
+    sha256 = hashlib.sha256((folder / TOKENIZER_NAME).read_bytes()).hexdigest()
+    train, val = (SplitEntry(part, None, None) for part in (shards, ()))
+    write_index(folder, DatasetIndex(VOCABULARY, end, _TOKEN_BYTES, sha256, train, val, {}, {}))

@@ -1,0 +1,232 @@
+"""`lockstep bench data`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from lockstep.core.errors import UserError
+from lockstep.scripts.shared.arguments import check_file, parse
+from lockstep.scripts.shared.installation import HOME
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import IO, Any
+
+    from lockstep.core.bench.peers import Contender
+    from lockstep.core.bench.turns import Side
+
+# Opening the data, workers included; starting a process, imports included.
+TURN_LIMIT, START_LIMIT = 120.0, 120.0
+# Of a turn, in seconds; rounds before those that count.
+TURN, WARMUP = 0.25, 1
+# Tokens come in documents of 1,024, and the largest batch must fit.
+LEAST, MOST = 2_000, 4_000_000
+
+
+@dataclass
+class BenchData:
+    """Time how fast batches are made, beside nanoGPT's get_batch, mmap slices and a DataLoader: `lockstep bench data`.
+
+    Each contender has one core, the same for all, and they take turns. Also measured: the time to the first batch, and
+    a resume at sample 10⁹ of a data set that is so large on paper. Ends 0 if all was measured, 2 otherwise.
+    """
+
+    rows: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: all)")] = ()
+    """of 16x128, 64x1024, 512x1024: sequences × tokens of a batch"""
+    without: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: nobody)")] = ()
+    """who does not take part, of lockstep-ahead, lockstep-mapped, mmap, nanogpt, dataloader"""
+    rounds: int = 15
+    """turns of each that count"""
+    seconds: float = 30.0
+    """of a row after its warm-up; then no further round begins"""
+    kilotokens: int = 65536
+    """tokens of the made-up data set, in units of 1,024; they take four bytes each of the temporary folder"""
+    json: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("bench_data.json")
+    """where results are kept; what processes print goes beside it, as .log"""
+    page: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
+    """measure nothing: write the results as a page in Markdown, and a picture beside it"""
+
+
+def main(argv: list[str]) -> int:
+    """Measure, or write the page."""
+    from lockstep.core.bench.data import CONTENDERS, ROWS, SCHEMA, SHOWS, SUITE, figure, page
+    from lockstep.core.bench.files import read_results, write_page
+
+    options, _ = parse(BenchData, "bench data", argv, with_settings=False)
+    _check(options, tuple(ROWS), [one.name for one in CONTENDERS if one.name != "lockstep"])
+    if options.page:
+        results = read_results(options.json, SUITE, SCHEMA)
+        write_page(options.page, page(results), figure(results), SHOWS)
+        print(options.page)
+        return 0
+    return measure(options, options.rows or tuple(ROWS), [one for one in CONTENDERS if one.name not in options.without])
+
+
+def _check(options: BenchData, rows: Sequence[str], names: Sequence[str]) -> None:
+    for row in options.rows:
+        if row not in rows:
+            raise UserError(f"command line: rows: {row or repr(row)} is not a row; they are {', '.join(rows)}")
+    for name in options.without:
+        if name not in names:
+            raise UserError(f"command line: without: {name or repr(name)} is nobody; they are {', '.join(names)}")
+    if not 1 <= options.rounds <= 10_000:
+        raise UserError(f"command line: rounds = {options.rounds}: must be a number from 1 to 10000")
+    if not 0 < options.seconds < float("inf"):
+        raise UserError(f"command line: seconds = {options.seconds}: must be a number above 0")
+    if not LEAST <= options.kilotokens <= MOST:
+        raise UserError(f"command line: kilotokens = {options.kilotokens}: must be a number from {LEAST} to {MOST}")
+    check_file("json", options.json)
+    check_file("page", options.page)
+
+
+def measure(options: BenchData, rows: Sequence[str], contenders: Sequence[Contender]) -> int:
+    """Row by row, then first batches; the file is written after each."""
+    from lockstep.core.bench.data import HEADERS, SCHEMA, SUITE, answers, cells
+    from lockstep.core.bench.made_up import write_made_up
+    from lockstep.core.files.atomic import write_atomically
+    from lockstep.core.sinks.tables import table
+    from lockstep.core.sinks.terminal import open_console
+
+    def keep() -> None:
+        write_atomically(options.json, [(json.dumps(results, indent=1) + "\n").encode()])
+
+    console = open_console(max(120, open_console().width))
+    results: dict[str, Any] = {"schema": SCHEMA, "suite": SUITE, **_about(), "tokens": 1024 * options.kilotokens}
+    results |= {"rows": [], "first": {}, "resume": {"reason": "not begun"}}
+    with options.json.with_suffix(".log").open("a") as log, tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        data = Path(folder) / "data"
+        data.mkdir()
+        write_made_up(data, results["tokens"])
+        for row in rows:
+            results["rows"].append(found := _row(row, options, data, contenders, log))
+            keep()
+            if found["status"] == "measured":
+                console.print(table(row, HEADERS, cells(found)))
+            for line in answers(found):
+                console.print(line, markup=False, soft_wrap=True)
+        failed = any(found["status"] != "measured" for found in results["rows"])
+        try:
+            results["first"] = _first(options, data, contenders, log)
+            keep()
+            results["resume"] = _resume(options, Path(folder) / "paper", log)
+        except UserError as error:
+            results["resume"] = {"reason": str(error)}
+            console.print(str(error), markup=False)
+            failed = True
+        keep()
+    for line in _first_lines(results):
+        console.print(line, markup=False, soft_wrap=True)
+    return 2 if failed else 0
+
+
+def _row(row: str, options: BenchData, data: Path, contenders: Sequence[Contender], log: IO[str]) -> dict[str, Any]:
+    from lockstep.core.bench.data import ROWS, result
+    from lockstep.core.bench.turns import answers_in_turns
+
+    sides: list[Side] = []
+    try:
+        for one in contenders:
+            sides.append(_start(one, data, ROWS[row], [], log))
+        said = answers_in_turns(sides, WARMUP, options.rounds, options.seconds, TURN_LIMIT)
+        parts = next(side for side in sides if side.name == "lockstep").ask("parts", TURN_LIMIT)["parts"]
+        return result(row, {name: answers[WARMUP:] for name, answers in said.items()}, parts)
+    except UserError as error:
+        return {"row": row, "status": "failed", "reason": str(error)}
+    finally:
+        for side in sides:
+            side.close()
+
+
+def _first(options: BenchData, data: Path, contenders: Sequence[Contender], log: IO[str]) -> dict[str, Any]:
+    """Seconds to the first batch, and of them those of opening the data, by contender."""
+    from lockstep.core.bench.data import FIRST, ROWS
+    from lockstep.core.bench.turns import answers_in_turns
+
+    sides: list[Side] = []
+    try:
+        for one in contenders:
+            sides.append(_start(one, data, ROWS[FIRST], _seeds(options) if one.ours else [], log))
+        said = answers_in_turns(sides, WARMUP, options.rounds, options.seconds, TURN_LIMIT, "first 0")
+    finally:
+        for side in sides:
+            side.close()
+    return {
+        name: {key: [answer[key] for answer in answers[WARMUP:]] for key in ("seconds", "opened")}
+        for name, answers in said.items()
+    }
+
+
+def _resume(options: BenchData, folder: Path, log: IO[str]) -> dict[str, Any]:
+    """Seconds to the first batch of a data set on paper, by the sample that the run goes on at."""
+    from lockstep.core.bench.data import CONTENDERS, FIRST, PAPER_SAMPLES, RESUMED_AT, ROWS
+    from lockstep.core.bench.made_up import write_on_paper
+
+    folder.mkdir()
+    write_on_paper(folder, PAPER_SAMPLES * ROWS[FIRST][1] + 1)
+    mapped = next(one for one in CONTENDERS if one.name == "lockstep-mapped")
+    side = _start(mapped, folder, ROWS[FIRST], _seeds(options, len(RESUMED_AT)), log)
+    at: dict[str, list[float]] = {str(sample): [] for sample in RESUMED_AT}
+    try:
+        for number in range(WARMUP + options.rounds):
+            for sample in RESUMED_AT:
+                seconds = side.ask(f"first {sample}", TURN_LIMIT)["seconds"]
+                if number >= WARMUP:
+                    at[str(sample)].append(seconds)
+    finally:
+        side.close()
+    return {"samples": PAPER_SAMPLES, "at": at}
+
+
+def _seeds(options: BenchData, each: int = 1) -> list[int]:
+    """Return seeds of orders, one for each first batch that a contender makes."""
+    return list(range((WARMUP + options.rounds) * each))
+
+
+def _start(one: Contender, data: Path, shape: tuple[int, int], seeds: list[int], log: IO[str]) -> Side:
+    """Start a contender's process and wait until it has imported everything."""
+    from lockstep.core.bench.turns import Side
+
+    command = [sys.executable, "-P", "-m", "lockstep.scripts.shared.bench_loader"]
+    side = Side(one.name, command, HOME, log, {"OMP_NUM_THREADS": "1"})
+    job = {"program": one.program, "folder": str(data), "sequences": shape[0], "length": shape[1]}
+    side.ask(json.dumps({**job, "turn": TURN, "seeds": seeds, "core": _core()}), START_LIMIT)
+    return side
+
+
+def _core() -> int:
+    """Return the core that all contenders share, the last of those that this process may use."""
+    return max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+
+
+def _first_lines(results: dict[str, Any]) -> list[str]:
+    from statistics import median
+
+    from lockstep.core.bench.data import milliseconds
+
+    first = ", ".join(f"{name} {milliseconds(median(of['seconds']))}" for name, of in results["first"].items())
+    at = results["resume"].get("at", {})
+    resumed = ", ".join(f"{int(sample):,} {milliseconds(median(seconds))}" for sample, seconds in at.items())
+    return [f"first batch: {first}"] * bool(first) + [f"first batch from sample: {resumed}"] * bool(resumed)
+
+
+def _about() -> dict[str, Any]:
+    import platform
+
+    import numpy as np
+
+    from lockstep.torch_backend.tools.bench import versions
+
+    device = {"kind": "cpu", "name": f"{platform.machine()} CPU", "cores": os.cpu_count()}
+    return {"device": device, "versions": {**versions(), "numpy": np.__version__}}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
