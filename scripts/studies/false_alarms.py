@@ -114,9 +114,10 @@ RECIPES = {
 EARLIER = """Earlier rounds, each under narrower bounds and on draws that are not used again, accused 2 of 864 checks,
 11 of 1,872 and 5 of 3,936; a fourth, the last before there were levers, none of 10,080; a fifth, before single elements
 had bounds and the step's own weights were judged, none of 8,256; a sixth, before there were means over layers, none of
-552. Each accusation was looked into, and what it taught became part of the bounds: sums in FP32, errors that one early rounding gives to all that
-follows, one token that outweighs all others, a run of one letter. One of Muon was in a matrix whose norm lay at a tie
-of bf16, to which torch rounds it; Lockstep's Muon has not rounded it since, and its draws began anew.
+552. Each accusation was looked into, and what it taught became part of the bounds: sums in FP32, errors that one early
+rounding gives to all that follows, one token that outweighs all others, a run of one letter. One of Muon was in a
+matrix whose norm lay at a tie of bf16, to which torch rounds it; Lockstep's Muon has not rounded it since, and its
+draws began anew.
 
 Under the first bounds of casts 3 of 48 compiled checks under random casts were accused: one element of a small
 gradient, at a tie, was all of its distance; and attention's gradient of k had bounds from 8 shapes only. A few elements
