@@ -1,7 +1,7 @@
 """The scoreboard as a page: runs what is missing of `lockstep faults`, then writes docs/results/faults.md.
 
 python -m lockstep.parity_tests.boards.board            goes on where it stopped
-python -m lockstep.parity_tests.boards.board --anew     begins again: kept rows do not know which code made them
+python -m lockstep.parity_tests.boards.board --anew     begins again: kept rows are those of the commit that made them
 python -m lockstep.parity_tests.boards.board --page     only writes the page from the rows that are there
 
 Rows are kept in docs/results/faults.json.
@@ -34,11 +34,6 @@ RECIPES = (
     "bf16/compiled",
     *(f"{policy}/{program}" for policy in ("fp16", "fp8_tensorwise") for program in ("eager", "compiled")),
 )
-# Rows of one recipe take an hour and a half on 2 cores; they are not all made anew at once.
-MADE_WITH = {
-    "bf16/eager": "46b2f90",
-    "the other recipes": "1374e85, before the step's own weights and casts were judged",
-}
 
 
 def line(row: Row) -> str:
@@ -75,8 +70,6 @@ def page(rows: Sequence[Row]) -> str:
         "first run. `acts`: the first wrong step. `found`: the first check that disagreed. `loss moved`: relative, in "
         "the step in which the fault first acts. `#`: of the list of faults met in public projects.",
         "",
-        "Made with commit " + "; ".join(f"{commit} ({recipe})" for recipe, commit in MADE_WITH.items()) + ".",
-        "",
     ]
     for recipe in RECIPES:
         of_recipe = [row for row in rows if row.recipe == recipe and row.expected is not None]
@@ -89,6 +82,8 @@ def page(rows: Sequence[Row]) -> str:
             f"## {recipe}",
             "",
             f"{in_words(counts)}." + (f" Not run under this recipe: {', '.join(absent)}." if absent else ""),
+            "",
+            f"Made with commit {', '.join(sorted({row.commit for row in of_recipe}))}.",
             "",
             "| fault | # | what is wrong | planted in | acts | found | named | measured (bound) | loss moved | cause, "
             "notes |",

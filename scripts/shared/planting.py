@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.core.errors import UserError
@@ -85,7 +86,7 @@ class Bench:
         row = Row(self.honest_name, self._recipe, "", None, None, 1, HONEST_STEPS, None, None)
         started = time.perf_counter()
         row = self._judged(row, self.honest, lambda batches: batches, HONEST_STEPS, "none")
-        return replace(row, seconds=time.perf_counter() - started)
+        return replace(row, seconds=time.perf_counter() - started, commit=self._commit)
 
     def row(self, fault: Any) -> Row:
         """Plant one fault and judge it; an exception becomes the row's error."""
@@ -108,7 +109,13 @@ class Bench:
             row = self._judged(row, fault.make(), fault.loader or (lambda batches: batches), last, self.causes)
         except Exception as error:  # a fault may break more than it says; the others are tried all the same
             row = replace(row, error=in_one_line(error))
-        return replace(row, seconds=time.perf_counter() - started)
+        return replace(row, seconds=time.perf_counter() - started, commit=self._commit)
+
+    @cached_property
+    def _commit(self) -> str:
+        from lockstep.scripts.shared.startup_banner import git_commit
+
+        return git_commit() or ""
 
     @property
     def _recipe(self) -> str:

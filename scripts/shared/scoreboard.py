@@ -29,6 +29,7 @@ class Row:
     step: the first check that disagreed. named: its origin. others: all origins in the chain's order.
     rank: place of the expected origin among them, from 1. measure: the origin's worst measure, with its bound.
     loss_moved: relative change of the loss in the first step in which the fault acts. error: why there is no verdict.
+    commit: of the checkout that made the row, empty outside one.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Row:
     checks: int = 0
     seconds: float = 0.0
     error: str = ""
+    commit: str = ""
 
     @property
     def in_time(self) -> bool:
