@@ -58,7 +58,7 @@ class TokenSplit:
         if starts.ndim != 1 or not np.issubdtype(starts.dtype, np.integer) or length < 1:
             raise ValueError(f"gather takes integers (B,) and length >= 1, got {starts.dtype} {starts.shape}, {length}")
         begins = starts.astype(np.int64)
-        # What is negative is beyond everything without its sign: one comparison and not two.
+        # Read as unsigned, a negative start is larger than any other: one comparison finds both.
         if starts.size and int(begins.view(np.uint64).max()) > self.num_tokens - length:
             raise IndexError(f"a window of {length} tokens reaches outside the split's {self.num_tokens} tokens")
         if len(self._parts) == 1 and starts.size:

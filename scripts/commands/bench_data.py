@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Opening the data, workers included; starting a process, imports included.
 TURN_LIMIT, START_LIMIT = 120.0, 120.0
-# Of a turn, in seconds; rounds before those that count.
+# Seconds of a turn; rounds before those that count.
 TURN, WARMUP = 0.25, 1
 # Tokens come in documents of 1,024, and the largest batch must fit.
 LEAST, MOST = 2_000, 4_000_000

@@ -34,7 +34,10 @@ WORKER = "lockstep.scripts.studies.cuda_rehearsal.worker"
 
 @dataclass(frozen=True)
 class Arguments:
-    """What is run. only: parts of the names of cases, separated by semicolons; empty = all. timeout: seconds a case."""
+    """Choose what runs.
+
+    only: parts of the names of cases, separated by semicolons; empty = all. timeout: seconds a case.
+    """
 
     python: Path | None = None
     page: bool = False

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "standin"
-# Of torch's libraries, those that call CUDA.
+# Torch's libraries that call CUDA.
 LIBRARIES = ("libc10_cuda", "libtorch_cuda", "libtorch_python", "libtorch_cuda_linalg", "libcaffe2_nvrtc")
 LIBRARY = "libcuda.so.1"
-# What a stand-in answers for; cuFile and cuBLAS's versions are the real libraries'.
+# Functions that a stand-in answers for; cuFile and cuBLAS's versions are the real libraries'.
 ANSWERED = re.compile(r"(?!cuFile)(__cuda|cuda|cublas|nccl|cu[A-Z])\w*")
 REAL = {"cublasLtGetVersion", "cublasGetVersion_v2", "cublasGetVersion"}
 

@@ -27,7 +27,7 @@ TWO_BLOCKS = {
 EAGER = {"compile.enabled": "false"}
 # cuDNN's attention, which `auto` takes on an H100, cannot be shown: flash attention keeps tensors of the same sizes.
 ATTENTION = {"bf16": "flash", "fp16": "flash", "fp32": "efficient", "tf32": "efficient", "fp64": "math"}
-# What the trainer says of torch's own head before the version that has it.
+# The trainer's refusal of torch's own head, before the version of torch that has it.
 NEEDS_TORCH = "needs torch 2.13"
 CASTS = ("autocast", "residual=bf16", "logits=bf16", "residual=bf16, norm=bf16, linear=bf16, logits=bf16")
 
@@ -77,7 +77,7 @@ class Case:
         return KNOWN.get(self.name, of_both)
 
     def asked(self) -> dict[str, Any]:
-        """What worker.py is given."""
+        """Return the JSON that worker.py is given."""
         return {"run": self.run, "settings": dict(self.settings), "length": self.length}
 
 
@@ -85,7 +85,7 @@ def cases() -> tuple[Case, ...]:
     """All cases, those that take least first."""
     levers = tuple(_levers())
     eager = [replace(c, name=f"eager: {c.name}", settings={**c.settings, **EAGER}) for c in levers]
-    # What no torch runs here is compiled in vain.
+    # A case that no torch runs here is not compiled either.
     tried = [c for c in levers if not c.not_shown and c.refused in ("", NEEDS_TORCH)]
     compiled = [replace(c, name=f"compiled: {c.name}") for c in tried]
     return (*eager, *compiled, *_modes(), *_runs())

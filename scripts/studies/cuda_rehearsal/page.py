@@ -127,7 +127,7 @@ def _summary(rows: Sequence[Line], known: Mapping[str, Case]) -> Iterator[str]:
         quiet = f"{sum(waits(line) <= WAITS for line in ran)} of {len(ran)}"
         counted.append((version, *map(kinds.count, OUTCOMES), near, quiet))
     yield _table(header, counted)
-    yield "What does not hold:"
+    yield "Misses:"
     yield "\n".join(_broken(rows, known)) or "nothing was found."
 
 
