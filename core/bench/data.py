@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.bench.bars import Bar, Panel, picture
-from lockstep.core.bench.peers import Contender, ratio
+from lockstep.core.bench.intervals import interval, ratio
+from lockstep.core.bench.peers import Contender
 
 SCHEMA, SUITE = 1, "data"
 _OURS, _THEIRS = "lockstep.core.bench.loaders", "lockstep.torch_backend.tools.peers.loaders"
@@ -61,14 +62,6 @@ def result(row: str, said: Mapping[str, Sequence[Mapping[str, Any]]], parts: Map
     ratios = {peer: {own: ratio(taken[own], taken[peer]) for own in ours} for peer in peers}
     found = {"row": row, "status": "measured", "reason": None}
     return {**found, "contenders": contenders, "ratios": ratios, "parts": dict(parts)}
-
-
-def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
-    """Return the 95 % interval of the median, by bootstrap."""
-    each = np.array(values, float)
-    chosen = np.random.default_rng(0).integers(0, len(each), (draws, len(each)))
-    low, high = np.quantile(np.median(each[chosen], axis=1), [0.025, 0.975])
-    return float(low), float(high)
 
 
 def answers(found: Mapping[str, Any]) -> list[str]:

@@ -1,20 +1,25 @@
-"""Lockstep's loader as a contender of `lockstep bench data`.
+"""Lockstep's loader as a contender of `lockstep bench data` and `bench ladder`, and the naive ones of the latter.
 
 A contender is a class: `Loader(folder, sequences, length, sample)` opens the data for batches [sequences, length] from
-the run's `sample` on; `take(batches)` makes so many.
+the run's `sample` on; `take(batches)` makes so many. Those of the ladder have `make(step)` too, which returns a batch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.backend import Batch
+from lockstep.core.bench.made_up import RAW_NAME
 from lockstep.core.data.batches import train_batch
 from lockstep.core.data.dataset import TokenDataset
+from lockstep.core.data.index import read_index
 from lockstep.core.data.loader import Prefetcher
 from lockstep.core.data.sampler import BlockSampler
 
@@ -36,10 +41,11 @@ class InMemory:
     def take(self, batches: int) -> None:
         """Make the next batches."""
         for step in range(batches):
-            self._make(step)
+            self.make(step)
         self._sample += batches * self._sequences
 
-    def _make(self, step: int) -> Batch:
+    def make(self, step: int) -> Batch:
+        """Make the batch of a step after the loader's sample."""
         first = (self._sample + step * self._sequences) * self._length
         return train_batch(self._split, self._sampler, first, self._sequences, self._length)
 
@@ -73,7 +79,71 @@ class Ahead(InMemory):
 
     def take(self, batches: int) -> None:
         """Take the next batches from the thread."""
-        with Prefetcher(self._make, 0, batches, _AHEAD) as ready:
+        with Prefetcher(self.make, 0, batches, _AHEAD) as ready:
             for _ in ready:
                 pass
         self._sample += batches * self._sequences
+
+
+class MappedTokenByToken:
+    """The batches of the run, put together token by token in Python, from a file that is mapped: the ladder's first."""
+
+    def __init__(self, folder: Path, sequences: int, length: int, sample: int = 0, seed: int = 0) -> None:
+        self._tokens = self._open(folder / RAW_NAME, f"<u{read_index(folder).token_bytes}")
+        self._sampler = BlockSampler(seed, len(self._tokens), length)
+        self._sequences, self._length, self._sample = sequences, length, sample
+
+    def _open(self, path: Path, dtype: str) -> NDArray[np.unsignedinteger]:
+        return np.memmap(path, dtype=dtype, mode="r")
+
+    def take(self, batches: int) -> None:
+        """Make the next batches."""
+        for step in range(batches):
+            self.make(step)
+        self._sample += batches * self._sequences
+
+    def make(self, step: int) -> Batch:
+        """Make the batch of a step after the loader's sample."""
+        first = (self._sample + step * self._sequences) * self._length
+        tokens, targets = [], []
+        for start in self._sampler.window_starts(first, self._sequences, self._length).tolist():
+            places = range(start, start + self._length)
+            tokens.append([int(self._tokens[place]) for place in places])
+            targets.append([int(self._tokens[place + 1]) for place in places])
+        made = np.array(tokens, np.int32), np.array(targets, np.int32)
+        return Batch(*made, np.ones((self._sequences, self._length), np.float32))
+
+
+class TokenByToken(MappedTokenByToken):
+    """The same from memory, into which the whole file was read."""
+
+    def _open(self, path: Path, dtype: str) -> NDArray[np.unsignedinteger]:
+        return np.fromfile(path, dtype=dtype)
+
+
+class Watched:
+    """Batches without end, each made when it is asked for.
+
+    seconds: of making the last one.
+    """
+
+    def __init__(self, make: Callable[[int], Batch]) -> None:
+        self._make = make
+        self._last: Batch | None = None
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Make the batches of steps 0, 1 and so on."""
+        for step in itertools.count():
+            began = time.perf_counter()
+            self._last = self._make(step)
+            self.seconds = time.perf_counter() - began
+            yield self._last
+
+    def digest(self) -> str:
+        """Return what names the contents of the last batch: tokens, targets and weights."""
+        assert self._last is not None
+        found = hashlib.sha256()
+        for part in (self._last.tokens, self._last.targets, self._last.weights):
+            found.update(f"{part.dtype}{part.shape}".encode() + np.ascontiguousarray(part).tobytes())
+        return found.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Data sets of made-up tokens for `lockstep bench data`: one to read, and one that is large on paper alone."""
+"""Data sets of made-up tokens for benches: one to read, and one that is large on paper alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.core.data.index import TOKENIZER_NAME, DatasetIndex, ShardEntry, SplitEntry, write_index
-from lockstep.core.data.shards import ShardHeader, shard_name, write_shard
+from lockstep.core.data.shards import ShardHeader, shard_name, token_bytes_for, write_shard
 from lockstep.core.data.tokenizer import train_tokenizer
 from lockstep.core.errors import UserError
 
@@ -17,26 +17,31 @@ from lockstep.core.errors import UserError
 RAW_NAME = "train.bin"
 VOCABULARY = 50_257
 _SHARD_TOKENS, _DOCUMENT_TOKENS = 1 << 22, 1 << 10
-_TOKEN_BYTES = 2
+_TOKEN_BYTES = token_bytes_for(VOCABULARY)
 
 
-def write_made_up(folder: Path, tokens: int) -> None:
+def write_made_up(folder: Path, tokens: int, vocabulary: int = VOCABULARY) -> None:
     """Write `tokens` random ids into `folder`, as shards of Lockstep's and as `RAW_NAME`.
 
-    tokens: a multiple of 1,024, which is a document's length.
+    Ids are skewed: low ones are common, as in text, so that a loss falls from the first steps on.
+
+    tokens: a multiple of 1,024, which is a document's length. vocabulary: number of ids, at least MIN_VOCAB_SIZE of
+    core/data/tokenizer.py.
     """
     draw = np.random.default_rng(0)
-    ids = draw.integers(1, VOCABULARY, tokens, dtype=np.uint16)
     end = _write_tokenizer(folder)
-    ids[_DOCUMENT_TOKENS - 1 :: _DOCUMENT_TOKENS] = end
-    ids.tofile(folder / RAW_NAME)
+    token_bytes = token_bytes_for(vocabulary)
     shards = []
-    for number, begin in enumerate(range(0, tokens, _SHARD_TOKENS)):
-        part = ids[begin : begin + _SHARD_TOKENS]
-        name = shard_name("train", number)
-        header = write_shard(folder / name, list(part.reshape(-1, _DOCUMENT_TOKENS)), _TOKEN_BYTES)
-        shards.append(_entry(name, header))
-    _write_index(folder, tuple(shards), end)
+    with (folder / RAW_NAME).open("wb") as raw:
+        for number, begin in enumerate(range(0, tokens, _SHARD_TOKENS)):
+            drawn = draw.random(min(_SHARD_TOKENS, tokens - begin), dtype=np.float32)
+            ids = (1 + (vocabulary - 1) * drawn**3).astype(f"<u{token_bytes}")
+            ids[_DOCUMENT_TOKENS - 1 :: _DOCUMENT_TOKENS] = end
+            raw.write(ids.tobytes())
+            name = shard_name("train", number)
+            header = write_shard(folder / name, list(ids.reshape(-1, _DOCUMENT_TOKENS)), token_bytes)
+            shards.append(_entry(name, header))
+    _write_index(folder, tuple(shards), end, vocabulary, token_bytes)
 
 
 def write_on_paper(folder: Path, tokens: int) -> None:
@@ -56,7 +61,7 @@ def write_on_paper(folder: Path, tokens: int) -> None:
         os.truncate(folder / name, header.file_bytes)
     except OSError as error:
         raise UserError(f"{folder}: no file of {tokens * _TOKEN_BYTES:,} bytes here: {error.strerror}") from error
-    _write_index(folder, (_entry(name, header),), end)
+    _write_index(folder, (_entry(name, header),), end, VOCABULARY, _TOKEN_BYTES)
 
 
 def _write_tokenizer(folder: Path) -> int:
@@ -70,7 +75,7 @@ def _entry(name: str, header: ShardHeader) -> ShardEntry:
     return ShardEntry(name, header.tokens, header.documents, 0, header.sha256)
 
 
-def _write_index(folder: Path, shards: tuple[ShardEntry, ...], end: int) -> None:
+def _write_index(folder: Path, shards: tuple[ShardEntry, ...], end: int, vocabulary: int, token_bytes: int) -> None:
     sha256 = hashlib.sha256((folder / TOKENIZER_NAME).read_bytes()).hexdigest()
     train, val = (SplitEntry(part, None, None) for part in (shards, ()))
-    write_index(folder, DatasetIndex(VOCABULARY, end, _TOKEN_BYTES, sha256, train, val, {}, {}))
+    write_index(folder, DatasetIndex(vocabulary, end, token_bytes, sha256, train, val, {}, {}))

@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from lockstep.core.bench.intervals import ratio
 from lockstep.core.components.optimizers import ADAMW
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
@@ -90,26 +89,30 @@ def check_comparable(config: RunConfig) -> None:
         raise UserError(f"bench peers: the peers know no {', '.join(found)}; name a run without")
 
 
-def bound(config: RunConfig, step: int) -> float:
+def bound(one: RunConfig, other: RunConfig, step: int) -> float:
     """By how much the losses of two honest contenders may differ after `step` steps, relative.
 
-    Two sides, each a rounding error of the loss. Under FP32 that of its longest sum of n terms, √n · 2⁻²⁴, which every
+    Each side has a rounding error of the loss. Under FP32 that of its longest sum of n terms, √n · 2⁻²⁴, which every
     token may share. Under bf16 a chain of 12 roundings a block, √(12·layers) · 2⁻⁹ a token, each token with its own:
     the mean over a step's tokens has 1/√tokens of it. Every update may add as much.
     """
+    return step * (_rounding(one) + _rounding(other))
+
+
+def _rounding(config: RunConfig) -> float:
     model, train = config.model, config.train
     roundoff = ROUNDOFF[config.precision.policy]
     if config.precision.chosen.in_fp32:
         terms = float(max(model.vocab_size, model.ffn_hidden, train.micro_batch_size * train.sequence_length))
     else:
         terms = 12.0 * model.layers / (train.batch_size * train.sequence_length)
-    return 2 * step * roundoff * math.sqrt(terms)
+    return roundoff * math.sqrt(terms)
 
 
-def disagreement(config: RunConfig, losses: Mapping[str, Sequence[float]]) -> str | None:
+def disagreement(configs: Mapping[str, RunConfig], losses: Mapping[str, Sequence[float]]) -> str | None:
     """The first step at which a contender's loss is not that of the first contender, in words; None if all agree.
 
-    Nothing compared is a disagreement too.
+    configs: the settings of each contender. Nothing compared is a disagreement too.
     """
     names = list(losses)
     steps = min((len(found) for found in losses.values()), default=0)
@@ -118,21 +121,14 @@ def disagreement(config: RunConfig, losses: Mapping[str, Sequence[float]]) -> st
     for index in range(min(steps, COMPARED)):
         expected = losses[names[0]][index]
         for name in names[1:]:
-            found, limit = losses[name][index], bound(config, index + 1) * abs(expected)
+            allowed = bound(configs[names[0]], configs[name], index + 1)
+            found, limit = losses[name][index], allowed * abs(expected)
             if not abs(found - expected) <= limit:
                 return (
                     f"step {index + 1}: the loss of {name} is {found:.7g}, that of {names[0]} {expected:.7g}; "
                     f"rounding explains {limit:.1e}"
                 )
     return None
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float], draws: int = 2000) -> dict[str, float]:
-    """Their seconds / ours, round by round: the median, and its 95 % interval by bootstrap over the rounds."""
-    each = np.array(theirs, float) / np.array(ours, float)
-    chosen = np.random.default_rng(0).integers(0, len(each), (draws, len(each)))
-    low, high = np.quantile(np.median(each[chosen], axis=1), [0.025, 0.975])
-    return {"median": float(np.median(each)), "low": float(low), "high": float(high)}
 
 
 def result(
@@ -145,7 +141,11 @@ def result(
 ) -> dict[str, Any]:
     """One row's result."""
     tokens = config.train.batch_size * config.train.sequence_length
-    found: dict[str, Any] = {"row": row, "status": "measured", "reason": disagreement(config, losses)}
+    found: dict[str, Any] = {
+        "row": row,
+        "status": "measured",
+        "reason": disagreement(dict.fromkeys(losses, config), losses),
+    }
     found["contenders"] = {
         name: {
             "seconds": list(taken[name]),

@@ -41,7 +41,7 @@ def test_lockstep_s_loaders_make_the_run_s_batches(made_up, kind, monkeypatch):
     loader.take(3)
     loader.take(2)
     monkeypatch.undo()
-    expected = loaders.InMemory(made_up, 20, 128, sample=8, seed=3)._make(0)
+    expected = loaders.InMemory(made_up, 20, 128, sample=8, seed=3).make(0)
     assert np.array_equal(np.concatenate([batch.tokens for batch in made]), expected.tokens)
 
 

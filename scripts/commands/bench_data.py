@@ -14,7 +14,7 @@ import tyro
 
 from lockstep.core.errors import UserError
 from lockstep.scripts.shared.arguments import check_file, parse
-from lockstep.scripts.shared.installation import HOME
+from lockstep.scripts.shared.bench_sides import LOADER_LIMIT, LOADER_WARMUP, start_loader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from lockstep.core.bench.peers import Contender
     from lockstep.core.bench.turns import Side
 
-# Opening the data, workers included; starting a process, imports included.
-TURN_LIMIT, START_LIMIT = 120.0, 120.0
-# Seconds of a turn; rounds before those that count.
-TURN, WARMUP = 0.25, 1
 # Tokens come in documents of 1,024, and the largest batch must fit.
 LEAST, MOST = 2_000, 4_000_000
 
@@ -134,10 +130,10 @@ def _row(row: str, options: BenchData, data: Path, contenders: Sequence[Contende
     sides: list[Side] = []
     try:
         for one in contenders:
-            sides.append(_start(one, data, ROWS[row], [], log))
-        said = answers_in_turns(sides, WARMUP, options.rounds, options.seconds, TURN_LIMIT)
-        parts = next(side for side in sides if side.name == "lockstep").ask("parts", TURN_LIMIT)["parts"]
-        return result(row, {name: answers[WARMUP:] for name, answers in said.items()}, parts)
+            sides.append(start_loader(one.name, one.program, data, ROWS[row], [], log))
+        said = answers_in_turns(sides, LOADER_WARMUP, options.rounds, options.seconds, LOADER_LIMIT)
+        parts = next(side for side in sides if side.name == "lockstep").ask("parts", LOADER_LIMIT)["parts"]
+        return result(row, {name: answers[LOADER_WARMUP:] for name, answers in said.items()}, parts)
     except UserError as error:
         return {"row": row, "status": "failed", "reason": str(error)}
     finally:
@@ -153,13 +149,14 @@ def _first(options: BenchData, data: Path, contenders: Sequence[Contender], log:
     sides: list[Side] = []
     try:
         for one in contenders:
-            sides.append(_start(one, data, ROWS[FIRST], _seeds(options) if one.ours else [], log))
-        said = answers_in_turns(sides, WARMUP, options.rounds, options.seconds, TURN_LIMIT, "first 0")
+            seeds = _seeds(options) if one.ours else []
+            sides.append(start_loader(one.name, one.program, data, ROWS[FIRST], seeds, log))
+        said = answers_in_turns(sides, LOADER_WARMUP, options.rounds, options.seconds, LOADER_LIMIT, "first 0")
     finally:
         for side in sides:
             side.close()
     return {
-        name: {key: [answer[key] for answer in answers[WARMUP:]] for key in ("seconds", "opened")}
+        name: {key: [answer[key] for answer in answers[LOADER_WARMUP:]] for key in ("seconds", "opened")}
         for name, answers in said.items()
     }
 
@@ -172,13 +169,14 @@ def _resume(options: BenchData, folder: Path, log: IO[str]) -> dict[str, Any]:
     folder.mkdir()
     write_on_paper(folder, PAPER_SAMPLES * ROWS[FIRST][1] + 1)
     mapped = next(one for one in CONTENDERS if one.name == "lockstep-mapped")
-    side = _start(mapped, folder, ROWS[FIRST], _seeds(options, len(RESUMED_AT)), log)
+    seeds = _seeds(options, len(RESUMED_AT))
+    side = start_loader(mapped.name, mapped.program, folder, ROWS[FIRST], seeds, log)
     at: dict[str, list[float]] = {str(sample): [] for sample in RESUMED_AT}
     try:
-        for number in range(WARMUP + options.rounds):
+        for number in range(LOADER_WARMUP + options.rounds):
             for sample in RESUMED_AT:
-                seconds = side.ask(f"first {sample}", TURN_LIMIT)["seconds"]
-                if number >= WARMUP:
+                seconds = side.ask(f"first {sample}", LOADER_LIMIT)["seconds"]
+                if number >= LOADER_WARMUP:
                     at[str(sample)].append(seconds)
     finally:
         side.close()
@@ -187,23 +185,7 @@ def _resume(options: BenchData, folder: Path, log: IO[str]) -> dict[str, Any]:
 
 def _seeds(options: BenchData, each: int = 1) -> list[int]:
     """Return seeds of orders, one for each first batch that a contender makes."""
-    return list(range((WARMUP + options.rounds) * each))
-
-
-def _start(one: Contender, data: Path, shape: tuple[int, int], seeds: list[int], log: IO[str]) -> Side:
-    """Start a contender's process and wait until it has imported everything."""
-    from lockstep.core.bench.turns import Side
-
-    command = [sys.executable, "-P", "-m", "lockstep.scripts.shared.bench_loader"]
-    side = Side(one.name, command, HOME, log, {"OMP_NUM_THREADS": "1"})
-    job = {"program": one.program, "folder": str(data), "sequences": shape[0], "length": shape[1]}
-    side.ask(json.dumps({**job, "turn": TURN, "seeds": seeds, "core": _core()}), START_LIMIT)
-    return side
-
-
-def _core() -> int:
-    """Return the core that all contenders share, the last of those that this process may use."""
-    return max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    return list(range((LOADER_WARMUP + options.rounds) * each))
 
 
 def _first_lines(results: dict[str, Any]) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import platform
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,22 +14,21 @@ import tyro
 
 from lockstep.core.errors import UserError
 from lockstep.scripts.shared.arguments import check_file, parse
-from lockstep.scripts.shared.installation import HOME, shipped_config
+from lockstep.scripts.shared.bench_sides import START_LIMIT, STEP_LIMIT, about, check_turns, start_trainer
+from lockstep.scripts.shared.installation import shipped_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import IO, Any
 
     from lockstep.core.bench.peers import Contender
-    from lockstep.core.config.schema import RunConfig
+    from lockstep.core.bench.turns import Side
 
 QUICKSTART = shipped_config("quickstart")
-# One step, compilation included; starting a process, imports included.
-STEP_LIMIT, START_LIMIT = 300.0, 120.0
-MOST_THREADS = 1024
 # A peer's threads wait as its own users' do: libgomp's default. Lockstep's wait as scripts/cli.py lets them.
 LIBGOMP_SPINS = "300000"
-NEEDED = {"hugging-face": ("transformers", "accelerate")}
+LIBRARIES = ("transformers", "accelerate")
+NEEDED = {"hugging-face": LIBRARIES}
 
 
 @dataclass
@@ -94,12 +91,7 @@ def _check(options: BenchPeers) -> None:
     for row in options.rows:
         if row not in ROWS:
             raise UserError(f"command line: rows: {row or repr(row)} is not a row; they are {', '.join(ROWS)}")
-    if options.rounds < 1 or options.warmup < 1:
-        raise UserError("command line: rounds and warmup: at least one step each is needed")
-    if not 0 <= options.threads <= MOST_THREADS:
-        raise UserError(f"command line: threads = {options.threads}: must be a number from 0 to {MOST_THREADS}")
-    if not (math.isfinite(options.seconds) and options.seconds > 0):
-        raise UserError(f"command line: seconds = {options.seconds}: must be a number above 0")
+    check_turns(options.rounds, options.warmup, options.seconds, options.threads)
     check_file("json", options.json)
     check_file("page", options.page)
 
@@ -136,7 +128,7 @@ def measure(options: BenchPeers, given: dict[str, str], rows: list[str], contend
     console = open_console(max(120, open_console().width))
     config = load_config(options.config, {**given, **ROWS[rows[0]]})
     threads = options.threads or os.cpu_count() or 1
-    results: dict[str, Any] = {"schema": SCHEMA, "suite": SUITE, **_about(config, threads), "rows": []}
+    results: dict[str, Any] = {"schema": SCHEMA, "suite": SUITE, **about(config, threads, LIBRARIES), "rows": []}
     with options.json.with_suffix(".log").open("a") as log:
         for row in rows:
             part = taking_part(row, config.device, contenders)
@@ -157,20 +149,15 @@ def _row(
     row: str, options: BenchPeers, given: dict[str, str], part: Sequence[Contender], threads: int, log: IO[str]
 ) -> dict[str, Any]:
     from lockstep.core.bench.peers import ROWS, result
-    from lockstep.core.bench.turns import Side, in_turns
+    from lockstep.core.bench.turns import in_turns
     from lockstep.core.config.file import load_config
 
-    command = [sys.executable, "-P", "-m", "lockstep.scripts.shared.bench_peer"]
-    environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     sides: list[Side] = []
     try:
         for one in part:
             config = load_config(options.config, {**given, **ROWS[row], **one.settings})
-            job = {"program": one.program, "config": config.model_dump(mode="json"), "threads": threads}
             own = {} if one.ours else {"GOMP_SPINCOUNT": LIBGOMP_SPINS}
-            sides.append(Side(one.name, command, HOME, log, environment | own))
-            sides[-1].ask(json.dumps(job), START_LIMIT)
+            sides.append(start_trainer(one.name, one.program, config, threads, log, own))
         taken, losses = in_turns(sides, options.warmup, options.rounds, options.seconds, STEP_LIMIT)
         memory = {side.name: side.ask("end", START_LIMIT)["memory"] for side in sides}
     except UserError as error:
@@ -179,25 +166,6 @@ def _row(
         for side in sides:
             side.close()
     return result(row, load_config(options.config, {**given, **ROWS[row]}), part, taken, losses, memory)
-
-
-def _about(config: RunConfig, threads: int) -> dict[str, Any]:
-    from importlib import metadata
-
-    from lockstep.torch_backend.tools.bench import device_facts, versions
-
-    device = device_facts()
-    if config.device == "cpu":
-        device = {"kind": "cpu", "name": f"{platform.machine()} CPU", "cores": os.cpu_count()}
-    found = versions()
-    for name in ("transformers", "accelerate"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    dumped = config.model_dump(mode="json")
-    about = {key: dumped[key] for key in ("name", "seed", "model", "train", "optim")}
-    return {"device": {**device, "threads": threads}, "versions": found, "config": about}
 
 
 if __name__ == "__main__":

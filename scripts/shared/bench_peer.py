@@ -1,4 +1,7 @@
-"""One contender of `lockstep bench peers` in a process of its own (core/bench/turns.py says how it is spoken to)."""
+"""One contender of `lockstep bench peers`, or rung of `bench ladder`, in a process of its own.
+
+core/bench/turns.py says how it is spoken to.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from lockstep.core.bench.loaders import Watched
 from lockstep.core.config.schema import RunConfig
 from lockstep.scripts.shared.in_lines import say, work_in_lines
 
@@ -46,6 +50,14 @@ def load(program: str) -> Any:
     return function
 
 
+def watched(data: dict[str, str], config: RunConfig) -> Watched:
+    """Open the data of a job (scripts/shared/bench_sides.py) with its loader."""
+    module, _, name = data["loader"].partition(":")
+    train = config.train
+    opened = getattr(importlib.import_module(module), name)
+    return Watched(opened(Path(data["folder"]), train.batch_size, train.sequence_length, 0, config.seed).make)
+
+
 def compete(job: dict[str, Any], out: IO[str]) -> None:
     """Take part until `end`; every answer is a line of JSON."""
     import torch
@@ -57,8 +69,10 @@ def compete(job: dict[str, Any], out: IO[str]) -> None:
     run = load(job["program"])
     config = RunConfig.model_validate(job["config"])
     cuda = config.device == "cuda"
-    race = Race(config, random_batches(config))
+    batches = [] if job["data"] else random_batches(config)
     before = resident()
+    made = watched(job["data"], config) if job["data"] else None
+    race = Race(config, batches, made)
     with suppress(OSError):  # the largest so far is forgotten; where that is forbidden, it was that of the imports
         Path("/proc/self/clear_refs").write_text("5")
     started = 0.0
@@ -68,7 +82,10 @@ def compete(job: dict[str, Any], out: IO[str]) -> None:
         if cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-        say({"ready": True} if loss is None else {"seconds": seconds, "loss": loss}, out)
+        found: dict[str, Any] = {"ready": True} if loss is None else {"seconds": seconds, "loss": loss}
+        if made is not None and loss is not None:
+            found |= {"data": made.seconds, "batch": made.digest()}
+        say(found, out)
         if sys.stdin.readline().strip() != "go":
             raise Over
         started = time.perf_counter()

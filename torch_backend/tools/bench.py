@@ -48,6 +48,12 @@ def device_facts() -> dict[str, Any]:
     return {"kind": "cuda", "name": torch.cuda.get_device_name(), "memory_bytes": memory_bytes, **ask_driver(FACTS)}
 
 
+def instructions() -> list[str]:
+    """List what decides how fast this CPU multiplies, most of all in bf16; empty where torch does not tell."""
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if found.get(name)]
+
+
 def versions() -> dict[str, str]:
     """Versions of what decides speed."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}

@@ -1,8 +1,6 @@
-"""Lockstep's own step in the race."""
+"""Lockstep's own step in the race, and each rung of `lockstep bench ladder`."""
 
 from __future__ import annotations
-
-import itertools
 
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.tools.peers.race import Race, Turn
@@ -12,5 +10,5 @@ def run(race: Race, turn: Turn) -> None:
     """Train until `turn` says that it is over. Raises UserError if the configuration cannot run here."""
     session = TorchBackend().open(race.config)
     turn(None)
-    for batch in itertools.cycle(race.batches):
+    for batch in race.stream():
         turn(session.step(batch).loss)

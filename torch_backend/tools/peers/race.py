@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +27,15 @@ class Over(Exception):
 
 @dataclass(frozen=True)
 class Race:
-    """batches: taken in turn, again and again."""
+    """batches: taken in turn, again and again. made: instead of them, each made when the step before is over."""
 
     config: RunConfig
-    batches: Sequence[Batch]
+    batches: Sequence[Batch] = ()
+    made: Iterable[Batch] | None = None
+
+    def stream(self) -> Iterator[Batch]:
+        """Yield the batches, without end."""
+        return itertools.cycle(self.batches) if self.made is None else iter(self.made)
 
     def weights(self) -> dict[str, Tensor]:
         """Initial weights by canonical name, float32; made anew, so that nobody holds them who does not need them."""
