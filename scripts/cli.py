@@ -103,6 +103,10 @@ COMMANDS = {
         "lockstep.scripts.commands.bench_data",
         "how fast batches are made, beside nanoGPT's get_batch, mmap slices and a DataLoader",
     ),
+    "bench ladder": (
+        "lockstep.scripts.commands.bench_ladder",
+        "what each of six optimisations gives, from naive batches to flash attention",
+    ),
     "bench parity": ("lockstep.scripts.commands.bench_parity", "what a check costs, in training steps"),
 }
 

@@ -376,7 +376,7 @@ DOORS: dict[str, dict[str, str]] = {
     "scripts/shared/peers.py": {"torch.distributed.launcher.api.elastic_launch": "this Python, with Lockstep"},
     "core/bench/suite.py": {"subprocess.Popen": "this Python, with a module of Lockstep's"},
     "core/bench/turns.py": {"subprocess.Popen": "this Python, with a module of Lockstep's"},
-    "scripts/shared/bench_peer.py": {"importlib.import_module": "a contender, out of core/bench/peers.py"},
+    "scripts/shared/bench_peer.py": {"importlib.import_module": "a contender or a loader, out of core/bench"},
     "scripts/shared/bench_loader.py": {"importlib.import_module": "a contender, out of core/bench/data.py"},
     "scripts/shared/startup_banner.py": {"subprocess.run": "git, in Lockstep's own folder"},
     "torch_backend/tools/bench.py": {"subprocess.run": "nvidia-smi"},

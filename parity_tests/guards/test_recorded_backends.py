@@ -83,6 +83,7 @@ GIVEN = {
     "bench best": [["RUN"]],
     "bench peers": [["--json", "RUN/run.json", "--page", "page.md"]],
     "bench data": [["--json", "RUN/run.json", "--page", "page.md"]],
+    "bench ladder": [["--json", "RUN/run.json", "--page", "page.md"]],
     "bench parity": [["--json", "RUN/run.json", "--page", "page.md"]],
 }
 

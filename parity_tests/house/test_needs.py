@@ -81,6 +81,7 @@ NOT_USED = {
     "bench step": {"tomli_w"},
     "bench peers": {"safetensors", "tomli_w"},
     "bench data": {"tomli_w"},
+    "bench ladder": {"safetensors", "tomli_w"},
 }
 
 

@@ -34,6 +34,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "bench best": ("rich", "tomli_w"),
     "bench peers": ("rich",),
     "bench data": ("rich", "tokenizers"),
+    "bench ladder": ("rich", "tokenizers"),
     "bench parity": ("safetensors", "tokenizers", "tomli_w"),
 }
 

@@ -357,6 +357,7 @@ _COMMAND_OPTIONS = {
     "bench best": "lockstep.scripts.commands.bench_best:BenchBest",
     "bench peers": "lockstep.scripts.commands.bench_peers:BenchPeers",
     "bench data": "lockstep.scripts.commands.bench_data:BenchData",
+    "bench ladder": "lockstep.scripts.commands.bench_ladder:BenchLadder",
     "bench parity": "lockstep.scripts.commands.bench_parity:BenchParity",
 }
 assert set(_COMMAND_OPTIONS) == set(COMMANDS), "every command is fuzzed"
@@ -371,6 +372,7 @@ TAKES_A_RUN_FILE = (
     "bench step",
     "bench best",
     "bench peers",
+    "bench ladder",
 )
 TAKES_SETTINGS = (*TAKES_A_RUN_FILE, "faults")
 TAKES_A_RUN = ("report", "replay", "bisect", "sample")
