@@ -109,13 +109,13 @@ def figure(results: Mapping[str, Any]) -> str:
         bars = [_first_bar(one, results["first"][one.name]["seconds"]) for one in _present(results["first"])]
         panels.append(
             Panel(
-                f"Time to the first batch of {_size(FIRST)}; in memory, all bytes are checked before it",
+                f"To the first batch of {_size(FIRST)}: shorter is better; in memory, all bytes are checked before it",
                 bars,
             )
         )
     if at := results["resume"].get("at"):
         bars = [_resume_bar(int(sample), seconds) for sample, seconds in at.items()]
-        panels.append(Panel("Lockstep, time to the first batch after a resume at sample …", bars))
+        panels.append(Panel("Lockstep, to the first batch after a resume at sample …: shorter is better", bars))
     below = f"Blue: Lockstep. Grey: others. {results['tokens']:,} tokens in files; all in turns on one core"
     return picture("Batches of tokens: how fast they are made", below, panels)
 
