@@ -38,3 +38,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("target", ["nowhere.md", "docs/nowhere/page.md", "README.md#no-such-heading"])
 def test_a_broken_link_is_seen(target: str) -> None:
     assert broken(REPO / "README.md", f"see [it]({target})") == [target]
+
+
+def test_speed_in_pictures_has_each_picture_of_a_bench() -> None:
+    """Its page is for those who look at pictures only: a picture and the page with its table, side by side."""
+    pictures = sorted((REPO / "docs/results").glob("bench_*.svg"))
+    targets = LINK.findall((REPO / "docs/guide/speed.md").read_text())
+    for picture in pictures:
+        assert f"../results/{picture.name}" in targets and f"../results/{picture.stem}.md" in targets, picture.name
+    assert pictures
