@@ -50,6 +50,7 @@ class LossHead:
     package: of a library other than torch, what is imported and what is installed.
     late_gradients: it makes gradients in the backward pass, not with the loss in the forward pass.
     wide_sums: of a library, it sums the weight's gradient in FP32, not in the operand format.
+    one_kernel: one kernel a chunk makes losses and gradient, which takes the place of the logits.
     """
 
     name: str
@@ -64,6 +65,7 @@ class LossHead:
     package: tuple[str, str] | None = None
     late_gradients: bool = False
     wide_sums: bool = False
+    one_kernel: bool = False
 
     @property
     def stage(self) -> str:
@@ -90,6 +92,14 @@ LOSS_HEADS: dict[str, LossHead] = {
     for head in (
         LossHead("full", "whole logits, FP32 logits", _all_tokens, late_gradients=True),
         LossHead("chunked", "chunks of {chunk} tokens, gradients in the forward pass, FP32 logits", _a_chunk),
+        LossHead(
+            "one_kernel",
+            "chunks of {chunk} tokens, losses and gradients by one Triton kernel each, FP32 logits",
+            _a_chunk,
+            refuses=("fp64",),
+            because="its exponentials are FP32, and {policy} would not be what it says",
+            one_kernel=True,
+        ),
         LossHead(
             "torch", "torch's linear_cross_entropy, chunks of {chunk} tokens", _a_chunk, library=True, z_loss=False
         ),

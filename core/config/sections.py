@@ -249,8 +249,9 @@ class LossConfig(Section):
 
     head: Annotated[str, OneOf(LOSS_HEADS)] = Field(
         "chunked",
-        description="whole logits at once; so many tokens' at a time, gradients made in the forward pass; or the head "
-        "of torch (2.13), liger-kernel or cut-cross-entropy, without logits (docs/results/library_heads.md)",
+        description="whole logits at once; so many tokens' at a time, gradients made in the forward pass, by generated "
+        "kernels or by one of Triton's (CUDA); or the head of torch (2.13), liger-kernel or cut-cross-entropy, without "
+        "logits (docs/results/library_heads.md)",
     )
     chunk: Positive = Field(
         4096, description="tokens of a chunk; liger and cce train with their own, and every head evaluates with this"

@@ -46,7 +46,7 @@ def head(z: Sizes, loss: LossConfig, tied: bool) -> Head:
         if z.fused:
             return _full_fused(z, tied)
         return _functional(z) if z.autocast else _full(z)
-    return _in_chunks(z, rows, math.ceil(z.tokens / rows))
+    return _in_chunks(z, rows, math.ceil(z.tokens / rows), chosen.one_kernel)
 
 
 def _full(z: Sizes) -> Head:
@@ -175,15 +175,16 @@ def _gradient(tape: Tape, z: Sizes, rows: int, overwrite: bool = False) -> None:
     tape.free("scaled", "softmax", "is_target")
 
 
-def _in_chunks(z: Sizes, rows: int, chunks: int) -> Head:
+def _in_chunks(z: Sizes, rows: int, chunks: int, in_place: bool) -> Head:
+    """in_place: the gradient takes the logits' memory, in whatever format, and nothing is widened."""
     n, V = z.tokens, z.vocab
-    logits, narrow = float(z.logits * rows * V), _narrowed(z, rows)
+    logits, narrow = float(z.logits * rows * V), 0.0 if in_place else _narrowed(z, rows)
     weight, D = float(z.stream * V * z.hidden), float(z.stream * n * z.hidden)
     forward = Tape()
     if z.casts:
         forward.make(x=float(z.operand * n * z.hidden), w=float(z.operand * V * z.hidden))
     if z.fused:
-        _chunk_fused(forward, z, rows, chunks)
+        _chunk_fused(forward, z, rows, chunks, in_place)
     else:
         forward.make(g_weight=weight, g_x=D)
         if chunks > 1:
@@ -193,8 +194,11 @@ def _in_chunks(z: Sizes, rows: int, chunks: int) -> Head:
         _copied(forward, z, rows)
         forward.make(logits=logits)
         forward.free_if("copies")
-        _losses(forward, z, rows)
-        _gradient(forward, z, rows, overwrite=True)
+        if in_place:
+            forward.make(grad=0.0)
+        else:
+            _losses(forward, z, rows)
+            _gradient(forward, z, rows, overwrite=True)
         forward.free_if("grad_before", "narrow_before")
         forward.make(narrow=narrow)
         if z.copies:
@@ -218,7 +222,7 @@ def _in_chunks(z: Sizes, rows: int, chunks: int) -> Head:
     return Head(forward.there, Phase(once.net, once.peak, made), back.phase, logits)
 
 
-def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int) -> None:
+def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int, in_place: bool) -> None:
     n, V = z.tokens, z.vocab
     logits, weight = float(z.logits * rows * V), float(z.stream * V * z.hidden)
     forward.make(together=float(z.operand * n * z.hidden))
@@ -227,15 +231,16 @@ def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int) -> None:
     if chunks > 1 and (z.casts or z.on_cpu):
         # Without a cast CUDA's product takes the sum before as what it adds to, and a chunk's logits are gone by then.
         forward.make(before=weight)
-    # On the CPU in place of the logits where it has their dtype; CUDA's kernel passes over them several times.
-    grad = 0.0 if z.on_cpu and not z.casts else float(z.operand * rows * V)
+    # On the CPU in place of the logits where it has their dtype; a generated kernel for CUDA passes over them several
+    # times.
+    grad = 0.0 if in_place or (z.on_cpu and not z.casts) else float(z.operand * rows * V)
     if chunks > 2 and logits + grad <= weight:
         # Inductor estimates a sum to be a tensor of its own, and keeps the product before for the next one wherever
         # that stays below its estimate (torch/_inductor/codegen/wrapper.py, `should_reuse_buffer`).
         forward.make(kept=weight)
     forward.make(logits=logits)
     forward.make(grad=grad)
-    if z.casts:
+    if z.casts and not in_place:
         # The wide copy that the CPU's product reads takes the logits' place.
         forward.free("grad" if z.copies else "logits")
     # A sum that goes from one tensor to another.

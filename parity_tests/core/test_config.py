@@ -195,6 +195,7 @@ BROKEN = {
     ("loss.head", "precision.policy"): [
         {"loss.head": "cce", "compile.scope": "blocks", "precision.policy": "fp32"},
         {"loss.head": "liger", "compile.scope": "blocks", "precision.policy": "fp64"},
+        {"loss.head": "one_kernel", "precision.policy": "fp64"},
     ],
     ("loss.head", "compile.enabled", "compile.scope"): [{"loss.head": "liger"}, {"loss.head": "cce"}],
     ("model.hidden", "model.heads"): [{"model.hidden": "250"}, {"model.hidden": "24", "model.heads": "8"}],

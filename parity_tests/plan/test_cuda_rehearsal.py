@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from lockstep.scripts.studies.cuda_rehearsal.build import stub_source
 from lockstep.scripts.studies.cuda_rehearsal.cases import LEVERS, RUNS, Case, cases
 from lockstep.scripts.studies.cuda_rehearsal.log import as_json, kernel_name, math_mode, read_log
 from lockstep.scripts.studies.cuda_rehearsal.page import NEAR, off, outcome, page, planned, waits
-from lockstep.scripts.studies.cuda_rehearsal.roofline import product_seconds, roofline
+from lockstep.scripts.studies.cuda_rehearsal.roofline import READINGS, product_seconds, roofline, without_bytes
 from lockstep.scripts.studies.repository import ROOT
 
 CASES = {case.name: case for case in cases()}
@@ -120,6 +121,22 @@ def test_the_roofline_is_the_sum_of_its_items():
     # Three more micro-batches are added, gradients read for their norm and scaled.
     outside = 3 * 4 * numbers * 3 + 3 * 4 * numbers + optimizer_bytes(config)
     assert found["rest"] == pytest.approx((3000 + 2 * 1000 + outside) / 3.0e12)
+
+
+def test_a_kernel_written_by_hand_moves_what_it_reads_and_writes():
+    """Logits of FP32 once or twice, and their gradient in bf16; a kernel that nobody counted is named."""
+    overrides = {"train.batch_size": "64", "train.curriculum": "", "attention.kernel": "flash"}
+    config = load_config(ROOT / "configs/llama-1b.toml", overrides)
+    for name, bytes_a_logit in (("one_kernel_held", 4 + 2), ("one_kernel_again", 2 * 4 + 2)):
+        found = line(generated=[], triton={name: 3, "unknown": 2})
+        moved = 3 * bytes_a_logit * 4096 * 131072
+        assert roofline(found, config)["cross-entropy"] == pytest.approx(moved / 3.0e12)
+        assert without_bytes(found) == {"unknown": 2}
+
+
+def test_the_roofline_knows_every_kernel_of_the_head():
+    source = (ROOT / "torch_backend/kernels/one_kernel_triton.py").read_text()
+    assert set(re.findall(r"^def (one_kernel_\w+)", source, re.MULTILINE)) == READINGS.keys()
 
 
 def test_outcomes():

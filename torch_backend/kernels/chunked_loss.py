@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.torch_backend.kernels import one_kernel
 from lockstep.torch_backend.loss import logits_gradient, losses_and_logsumexp
 from lockstep.torch_backend.precision import Policy, narrow_product, wide_product
 
@@ -51,9 +52,9 @@ class _ChunkedLoss(torch.autograd.Function):
         targets_N: Tensor,
         weights_N: Tensor,
         total: Tensor,
-        settings: tuple[torch.dtype, float, int, bool, bool, bool],
+        settings: tuple[torch.dtype, float, int, bool, bool, bool, bool],
     ) -> tuple[Tensor, ...]:
-        operand, z_loss, chunk, show, onednn, narrow_logits = settings
+        operand, z_loss, chunk, show, onednn, narrow_logits, by_one_kernel = settings
         stream = weight_VD.dtype
         x, weight = x_ND.to(operand), weight_VD.to(operand)
         shares_N = weights_N.double() / total.double()
@@ -70,9 +71,14 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits = narrow_product(x_rows, weight.T, stream, onednn).to(operand)
             else:
                 logits = wide_product(x_rows, weight.T, stream, onednn)
-            part, logsumexp = losses_and_logsumexp(logits, targets_N[rows], z_loss)
             # The share is rounded as the gradient of a loss is that autograd hands down.
-            grad = logits_gradient(logits, targets_N[rows], logsumexp, shares_N[rows].to(stream), z_loss, not show)
+            of_chunk = logits, targets_N[rows], shares_N[rows].to(stream), z_loss
+            if not by_one_kernel:
+                part, grad = _losses_and_gradient(*of_chunk, not show)
+            elif show:
+                part, grad = one_kernel.losses_and_shown_gradient(*of_chunk)
+            else:
+                part, grad = one_kernel.losses_and_gradient(*of_chunk, operand)
             narrow = grad.to(operand)
             grad_x.append(narrow_product(narrow, weight, stream, onednn))
             grad_weight += wide_product(narrow.T, x_rows, stream, onednn)
@@ -94,6 +100,13 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         scale = grads[0].to(grad_x.dtype)
         return (grad_x * scale).to(ctx.of_x), grad_weight * scale, None, None, None, None
+
+
+def _losses_and_gradient(
+    logits: Tensor, targets: Tensor, shares: Tensor, z_loss: float, overwrite: bool
+) -> tuple[Tensor, Tensor]:
+    losses, logsumexp = losses_and_logsumexp(logits, targets, z_loss)
+    return losses, logits_gradient(logits, targets, logsumexp, shares, z_loss, overwrite)
 
 
 class _Link(torch.autograd.Function):
@@ -123,13 +136,15 @@ def chunked_loss(
     z_loss: float,
     chunk: int,
     tap: Callable[[str, Tensor], Tensor] | None,
+    by_one_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), which carry no gradient.
 
     tap: sees `logits` and `nll`, and their gradients come back through it; None shows nothing and keeps nothing.
+    by_one_kernel: one Triton kernel a chunk makes losses and gradient (torch_backend/kernels/one_kernel.py).
     """
-    narrow = policy.casts.rounds("logits")
-    batch, settings = targets_BS.shape, (policy.operand, z_loss, chunk, tap is not None, policy.onednn, narrow)
+    narrow, batch = policy.casts.rounds("logits"), targets_BS.shape
+    settings = policy.operand, z_loss, chunk, tap is not None, policy.onednn, narrow, by_one_kernel
     arguments = x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), weights_BS.flatten(), total, settings
     loss, losses_N, *shown = _ChunkedLoss.apply(*arguments)
     losses_BS = losses_N.unflatten(0, batch)

@@ -25,6 +25,7 @@ from torch import Tensor
 from lockstep.core.components.loss_heads import LOSS_HEADS
 from lockstep.core.config.schema import LossConfig
 from lockstep.core.errors import UserError
+from lockstep.torch_backend.kernels import one_kernel
 from lockstep.torch_backend.loss import weighted_mean
 from lockstep.torch_backend.precision import Policy
 
@@ -93,7 +94,11 @@ LIBRARY_HEADS: dict[str, Library] = {
 
 def check_head(loss: LossConfig, device: torch.device) -> None:
     """Raise UserError, in one line, if the head that was asked for cannot run here."""
-    if loss.of_library and (why := LIBRARY_HEADS[loss.head].missing(device)):
+    if loss.of_library:
+        why = LIBRARY_HEADS[loss.head].missing(device)
+    else:
+        why = one_kernel.missing(device) if loss.chosen.one_kernel else None
+    if why:
         raise UserError(f"loss.head = '{loss.head}' {why}")
 
 

@@ -38,7 +38,7 @@ def _library(loss: LossConfig) -> FusedLoss:
 
 
 def _chunked(loss: LossConfig) -> FusedLoss:
-    z_loss, chunk = loss.z_loss, loss.chunk
+    z_loss, chunk, by_one_kernel = loss.z_loss, loss.chunk, loss.chosen.one_kernel
 
     def head(
         x_BSD: Tensor,
@@ -51,6 +51,7 @@ def _chunked(loss: LossConfig) -> FusedLoss:
     ) -> tuple[Tensor, Tensor]:
         # Without a tap nothing of the logits is kept.
         shown = None if tap is no_tap else tap
-        return chunked_loss(x_BSD, weight_VD, targets_BS, weights_BS, total, policy, z_loss, chunk, shown)
+        inputs = x_BSD, weight_VD, targets_BS, weights_BS, total
+        return chunked_loss(*inputs, policy, z_loss, chunk, shown, by_one_kernel)
 
     return head

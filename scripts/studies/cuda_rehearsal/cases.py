@@ -150,6 +150,9 @@ def _runs() -> Iterator[Case]:
     step = flash | {"train.batch_size": "64", "train.curriculum": ""}
     for policy in ("bf16", "fp8_tensorwise", "fp8_rowwise"):
         yield Case(f"1.24B, [64, 2048], {policy}", RUNS, step | {"precision.policy": policy}, memory=None)
+    for policy in ("bf16", "fp8_tensorwise"):
+        own = {"precision.policy": policy, "loss.head": "one_kernel"}
+        yield Case(f"1.24B, [64, 2048], {policy}, head one_kernel", RUNS, step | own, memory=None)
     residual = {"precision.casts": "residual=bf16"}
     yield Case("1.24B, [64, 2048], residual=bf16", RUNS, step | residual, memory=None)
     laptop = "configs/rollout/laptop.toml"

@@ -203,7 +203,7 @@ def _time(rows: Sequence[Line], known: Mapping[str, Case]) -> Iterator[str]:
         yield _table(("kernel", "launches", "GB each", "s"), largest)
         kernels = sorted(line["kernels"].items(), key=lambda item: -item[1])[:MOST]
         yield _filled(f"Torch's own kernels, by launches: {_times(dict(kernels))}.")
-        if unknown := without_bytes(line["generated"]):
+        if unknown := without_bytes(line):
             yield _filled(f"Launched without known bytes: {_times(unknown)}.")
 
 

@@ -2,7 +2,8 @@
 
     block products, head products    FLOPs of each product at its format's rate, or its bytes at the bandwidth
     cross-entropy                    bytes of the generated kernels over a chunk's logits, which are read anew in each
-                                     of their passes: 132 rows of 0.5 MB are more than the caches hold
+                                     of their passes: 132 rows of 0.5 MB are more than the caches hold; or by formula
+                                     those of the head's own kernel
     Triton kernels                   bytes of the other generated kernels, as Inductor counts them
     attention                        3.5 forward passes at its kernel's share of the peak (core/plan/seconds.py)
     rest                             fills and copies on the device as logged; by formula what torch's own kernels do
@@ -14,7 +15,7 @@ cross-entropy's exponentials are in FP64.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.core.config.schema import RunConfig
@@ -29,6 +30,9 @@ BANDWIDTH = 3.0e12
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 # Seconds of a step at [64, 2048] that are to be reached, by policy.
 GOALS = {"bf16": 1.80, "fp8_tensorwise": 1.55}
+# Kernels written by hand (torch_backend/kernels/one_kernel_triton.py): how often they read a chunk's logits, of which
+# they write one gradient.
+READINGS = {"one_kernel_held": 1, "one_kernel_again": 2}
 ITEMS = ("block products", "head products", "Triton kernels", "cross-entropy", "attention", "rest")
 
 
@@ -46,11 +50,15 @@ def roofline(line: Mapping[str, Any], config: RunConfig) -> dict[str, float]:
         again = (kernel["passes"] - 1) * logits * read if over_logits else 0.0
         item = "cross-entropy" if over_logits else "Triton kernels"
         found[item] += kernel["launches"] * (kernel["gb"] * 1e9 + again) / BANDWIDTH
+    logits_once = config.loss.chunk * vocabulary
+    for name, readings in READINGS.items():
+        moved = logits_once * (readings * read + BYTES[config.precision.operand])
+        found["cross-entropy"] += line["triton"].get(name, 0) * moved / BANDWIDTH
     timed = seconds(config, GPUS["h100"])
     assert timed is not None
     found["attention"] = timed.attention
-    moved = line["copies"]["memset"][1] + 2 * line["copies"]["d2d"][1] + outside_the_program(config)
-    found["rest"] = moved / BANDWIDTH
+    rest = line["copies"]["memset"][1] + 2 * line["copies"]["d2d"][1] + outside_the_program(config)
+    found["rest"] = rest / BANDWIDTH
     return found
 
 
@@ -68,13 +76,14 @@ def outside_the_program(config: RunConfig) -> float:
     return 3 * gradients * (config.train.accumulation - 1) + 3 * gradients + optimizer_bytes(config)
 
 
-def without_bytes(kernels: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Launches of generated kernels whose bytes Inductor does not tell: templates and kernels written by hand."""
+def without_bytes(line: Mapping[str, Any]) -> dict[str, int]:
+    """Launches of Triton kernels whose bytes are not counted: templates, and those that Inductor did not generate."""
     found: dict[str, int] = {}
-    for kernel in kernels:
+    for kernel in line["generated"]:
         if not kernel["gb"]:
             found[kernel["name"]] = found.get(kernel["name"], 0) + kernel["launches"]
-    return found
+    known = {kernel["name"] for kernel in line["generated"]} | READINGS.keys()
+    return found | {name: launches for name, launches in line["triton"].items() if name not in known}
 
 
 def _rounded_up(size: int) -> int:

@@ -1,0 +1,96 @@
+"""One Triton kernel a chunk: losses, and the gradient of logits in the logits' own memory. `loss.head` = `one_kernel`.
+
+The kernels stand in one_kernel_triton.py, which imports Triton; this file does not, until a kernel is launched. Their
+arithmetic is that of torch_backend/loss.py with FP32 exponentials in place of FP64 ones, so the twin is the same.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+# Columns that a thread block holds in its registers, and the most thread blocks of a cluster that every GPU with
+# clusters runs (CUDA C++ programming guide, "Thread block clusters").
+HELD, CLUSTER = 2**14, 8
+HELD_WARPS = 16
+# Columns that a thread block goes over at a time where it reads a row twice.
+AT_A_TIME, AT_A_TIME_WARPS = 2**12, 8
+# The first Triton whose reductions go over the thread blocks of a cluster: 3.7 fails an assertion.
+OVER_CLUSTERS = (3, 8)
+HOPPER = (9, 0)
+
+
+def missing(device: torch.device) -> str | None:
+    """Return why the kernels cannot run on a device, in words after the head's name; None if they can."""
+    if find_spec("triton") is None:
+        return "needs Triton; take 'chunked'"
+    # Triton's interpreter runs them on the CPU, slowly: enough to look at every number.
+    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+        return "is made of Triton kernels and needs CUDA; take 'chunked'"
+    return None
+
+
+def readings(vocabulary: int, device: torch.device) -> int:
+    """How often the logits are read from memory: once where a row fits the registers of a cluster, else twice."""
+    return 1 if vocabulary <= HELD * _largest_cluster(device) else 2
+
+
+def losses_and_gradient(
+    logits_NV: Tensor, targets_N: Tensor, shares_N: Tensor, z_loss: float, operand: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Per-token losses (N,) in FP32, and the gradient of logits (N, V) in the operand dtype, in the logits' memory.
+
+    logits: contiguous, FP32 or the operand dtype; they are gone afterwards. shares: the gradient of each loss, FP32.
+    The gradient's rows lie as far apart as the logits' rows did.
+    """
+    losses_N = _in_place(logits_NV, targets_N, shares_N, z_loss, operand)
+    return losses_N, logits_NV.view(operand)[:, : logits_NV.shape[1]]
+
+
+# A compiler cannot look into either operation, so that it leaves their kernels as they are.
+@torch.library.custom_op("lockstep::one_kernel_in_place", mutates_args=("logits",))
+def _in_place(logits: Tensor, targets: Tensor, shares: Tensor, z_loss: float, operand: torch.dtype) -> Tensor:
+    losses = torch.empty_like(shares)
+    _launch(logits, logits.view(operand), targets, shares, losses, z_loss)
+    return losses
+
+
+@torch.library.custom_op("lockstep::one_kernel", mutates_args=())
+def losses_and_shown_gradient(logits: Tensor, targets: Tensor, shares: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """The same with a gradient in memory of its own and in the logits' dtype: both are shown."""
+    losses, grad = torch.empty_like(shares), torch.empty_like(logits)
+    _launch(logits, grad, targets, shares, losses, z_loss)
+    return losses, grad
+
+
+@_in_place.register_fake
+def _(logits: Tensor, targets: Tensor, shares: Tensor, z_loss: float, operand: torch.dtype) -> Tensor:
+    return torch.empty_like(shares)
+
+
+@losses_and_shown_gradient.register_fake
+def _(logits: Tensor, targets: Tensor, shares: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(shares), torch.empty_like(logits)
+
+
+def _launch(logits: Tensor, grad: Tensor, targets: Tensor, shares: Tensor, losses: Tensor, z_loss: float) -> None:
+    from lockstep.torch_backend.kernels import one_kernel_triton as kernels
+
+    rows, vocabulary = logits.shape
+    arguments = logits, grad, targets, shares, losses, logits.stride(0), grad.stride(0), vocabulary, z_loss
+    if readings(vocabulary, logits.device) == 1:
+        # A power of two, as Triton's blocks are.
+        block = 1 << (vocabulary - 1).bit_length()
+        kernels.one_kernel_held[(rows,)](*arguments, block, num_warps=HELD_WARPS, num_ctas=max(1, block // HELD))
+    else:
+        kernels.one_kernel_again[(rows,)](*arguments, AT_A_TIME, num_warps=AT_A_TIME_WARPS)
+
+
+def _largest_cluster(device: torch.device) -> int:
+    """The most thread blocks that hold a row together: 1 before Hopper, and for a Triton that sums in one alone."""
+    knows = tuple(map(int, version("triton").split(".")[:2])) >= OVER_CLUSTERS
+    return CLUSTER if knows and device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER else 1
