@@ -202,6 +202,24 @@ def wide_product(left: Tensor, right: Tensor, out: torch.dtype, onednn: bool = F
     return product(left.to(out), right.to(out))
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor, onednn: bool = False) -> None:
+    """Add the wide product of two matrices of the operand dtype to `total`, of the stream dtype, in its memory.
+
+    CUDA's product adds while it writes (cuBLAS: beta = 1): an FP32 sum of its terms and what stands there, rounded as
+    if the product had been written and read again. The CPU's is made first.
+    """
+    if left.is_cuda and left.dtype != total.dtype:
+        _add_product(total, left, right)
+    else:
+        total += wide_product(left, right, total.dtype, onednn)
+
+
+# Inductor would write the sum into a tensor of its own.
+@torch.library.custom_op("lockstep::add_product", mutates_args=("total",))
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
 def by_onednn(left: Tensor, right: Tensor) -> Tensor:
     """The product of two FP32 matrices on the CPU by oneDNN, (m, k) · (k, n).
 

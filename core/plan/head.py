@@ -176,7 +176,7 @@ def _gradient(tape: Tape, z: Sizes, rows: int, overwrite: bool = False) -> None:
 
 
 def _in_chunks(z: Sizes, rows: int, chunks: int, in_place: bool) -> Head:
-    """in_place: the gradient takes the logits' memory, in whatever format, and nothing is widened."""
+    """in_place: the gradient takes the logits' memory, and products add to the weight's gradient where it stands."""
     n, V = z.tokens, z.vocab
     logits, narrow = float(z.logits * rows * V), 0.0 if in_place else _narrowed(z, rows)
     weight, D = float(z.stream * V * z.hidden), float(z.stream * n * z.hidden)
@@ -203,7 +203,7 @@ def _in_chunks(z: Sizes, rows: int, chunks: int, in_place: bool) -> Head:
         forward.make(narrow=narrow)
         if z.copies:
             forward.make(wide=float(z.stream * rows * V))
-        forward.make(part=weight)
+        forward.make(part=0.0 if in_place else weight)
         forward.free_if("wide")
         forward.free("narrow", "part", "grad", "logits")
         forward.make(together=D)
@@ -226,6 +226,11 @@ def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int, in_place: bool
     n, V = z.tokens, z.vocab
     logits, weight = float(z.logits * rows * V), float(z.stream * V * z.hidden)
     forward.make(together=float(z.operand * n * z.hidden))
+    if in_place:
+        forward.make(g_weight=weight)
+        forward.make(logits=logits)
+        forward.free("logits")
+        return
     if z.copies:
         forward.make(copies=weight + float(z.stream * rows * z.hidden))
     if chunks > 1 and (z.casts or z.on_cpu):
@@ -233,14 +238,14 @@ def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int, in_place: bool
         forward.make(before=weight)
     # On the CPU in place of the logits where it has their dtype; a generated kernel for CUDA passes over them several
     # times.
-    grad = 0.0 if in_place or (z.on_cpu and not z.casts) else float(z.operand * rows * V)
+    grad = 0.0 if z.on_cpu and not z.casts else float(z.operand * rows * V)
     if chunks > 2 and logits + grad <= weight:
         # Inductor estimates a sum to be a tensor of its own, and keeps the product before for the next one wherever
         # that stays below its estimate (torch/_inductor/codegen/wrapper.py, `should_reuse_buffer`).
         forward.make(kept=weight)
     forward.make(logits=logits)
     forward.make(grad=grad)
-    if z.casts and not in_place:
+    if z.casts:
         # The wide copy that the CPU's product reads takes the logits' place.
         forward.free("grad" if z.copies else "logits")
     # A sum that goes from one tensor to another.

@@ -28,6 +28,8 @@ PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 INSTALLED_BY = {"orbax": "orbax-checkpoint", "pydantic_core": "pydantic"}
 # FlashAttention-3 is built from its repository for a machine's own CUDA; no index has it.
 NOT_ON_AN_INDEX = {"flash_attn_interface"}
+# Torch's build for CUDA requires the one version that it works with.
+BROUGHT_BY_TORCH = {"triton"}
 PACKAGES = ("core", "scripts", "torch_backend", "jax_backend")
 
 
@@ -44,7 +46,8 @@ def undeclared(root: Path) -> dict[str, str]:
     return {
         name: file
         for name, file in found.items()
-        if name not in NOT_ON_AN_INDEX and INSTALLED_BY.get(name, name.replace("_", "-")) not in REQUIRED | OPTIONAL
+        if name not in NOT_ON_AN_INDEX | BROUGHT_BY_TORCH
+        and INSTALLED_BY.get(name, name.replace("_", "-")) not in REQUIRED | OPTIONAL
     }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.torch_backend.kernels import one_kernel
 from lockstep.torch_backend.loss import logits_gradient, losses_and_logsumexp
-from lockstep.torch_backend.precision import Policy, narrow_product, wide_product
+from lockstep.torch_backend.precision import Policy, add_product, narrow_product, wide_product
 
 
 @torch.library.custom_op("lockstep::after", mutates_args=(), schema="(Tensor x, Tensor[] done) -> Tensor")
@@ -81,7 +81,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 part, grad = one_kernel.losses_and_gradient(*of_chunk, operand)
             narrow = grad.to(operand)
             grad_x.append(narrow_product(narrow, weight, stream, onednn))
-            grad_weight += wide_product(narrow.T, x_rows, stream, onednn)
+            if by_one_kernel:
+                add_product(grad_weight, narrow.T, x_rows, onednn)
+            else:
+                grad_weight += wide_product(narrow.T, x_rows, stream, onednn)
             loss = loss + (part.double() * weights_N[rows].double()).sum()
             losses.append(part)
             if show:
@@ -141,7 +144,8 @@ def chunked_loss(
     """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), which carry no gradient.
 
     tap: sees `logits` and `nll`, and their gradients come back through it; None shows nothing and keeps nothing.
-    by_one_kernel: one Triton kernel a chunk makes losses and gradient (torch_backend/kernels/one_kernel.py).
+    by_one_kernel: one Triton kernel a chunk makes losses and gradient (torch_backend/kernels/one_kernel.py), and the
+    weight's gradient is added up inside the products.
     """
     narrow, batch = policy.casts.rounds("logits"), targets_BS.shape
     settings = policy.operand, z_loss, chunk, tap is not None, policy.onednn, narrow, by_one_kernel

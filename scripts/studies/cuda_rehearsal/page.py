@@ -52,6 +52,16 @@ Seconds by item (scripts/studies/cuda_rehearsal/roofline.py) at rates that an H1
 TB/s, flash attention 35 % of 989 TFLOP/s. A floor: launches, gaps and kernels without known bytes are not in it. Not
 measured.
 """
+# The case whose step differs by one lever ends with the lever's name.
+LEVER = ", head one_kernel"
+BY_ONE_KERNEL = """
+`loss.head = "one_kernel"` beside `chunked`. One hand-written Triton kernel a chunk makes losses and gradient, which
+takes the logits' memory: `one_kernel_again` reads the logits twice, `one_kernel_held` once (Triton 3.8, which torch
+2.14 brings). The weight's gradient is added up inside the products (cuBLAS, beta = 1). Compiled by ptxas and launched
+by the step: these kernels. Interpreted on the CPU: their numbers, within the bounds of the FP64 path
+(parity_tests/torch_backend/test_one_kernel.py). Not measured: any time, races between threads, whether memory hides the
+arithmetic.
+"""
 PRODUCTS = """
 Formats (left · right → result), math mode of the cuBLAS handle, distinct shapes and calls of a step. `+=`: added to
 what stands there.
@@ -186,14 +196,17 @@ def _waits(rows: Sequence[Line]) -> Iterator[str]:
 def _time(rows: Sequence[Line], known: Mapping[str, Case]) -> Iterator[str]:
     yield _filled(TIME)
     steps = [line for line in rows if line["case"].startswith(STEP) and line["ran"]]
-    found = []
+    timed, found = {}, []
     for line in steps:
         case, name = known[line["case"]], line["case"].removeprefix(STEP)
         seconds = roofline(line, load_config(ROOT / case.run, case.settings))
-        goal = f"{GOALS[name]:.2f}" if name in GOALS else ""
+        timed[name, line["environment"]] = seconds | {"reserved, GB": line["reserved_bytes"] / 1e9}
+        goal = GOALS.get(name.removesuffix(LEVER))
         of_items = [f"{seconds[item]:.2f}" for item in ITEMS]
-        found.append((name, line["environment"], *of_items, f"{sum(seconds.values()):.2f}", goal))
+        total = f"{sum(seconds.values()):.2f}"
+        found.append((name, line["environment"], *of_items, total, f"{goal:.2f}" if goal else ""))
     yield _table(("step", "torch", *ITEMS, "total", "goal"), found)
+    yield from _by_one_kernel(timed)
     for line in steps:
         yield f"Generated kernels of {line['case'].removeprefix(STEP)} (torch {line['environment']}) that move most:"
         largest = [
@@ -205,6 +218,19 @@ def _time(rows: Sequence[Line], known: Mapping[str, Case]) -> Iterator[str]:
         yield _filled(f"Torch's own kernels, by launches: {_times(dict(kernels))}.")
         if unknown := without_bytes(line):
             yield _filled(f"Launched without known bytes: {_times(unknown)}.")
+
+
+def _by_one_kernel(timed: Mapping[tuple[str, str], Mapping[str, float]]) -> Iterator[str]:
+    """Items that the lever changes, in seconds, beside those of the step without it, of any torch: the first one's."""
+    found: list[Sequence[object]] = []
+    for (name, version), after in timed.items():
+        plain = name.removesuffix(LEVER)
+        if plain != name and (before := next((s for (n, _), s in timed.items() if n == plain), None)):
+            changed = [key for key in after if abs(before[key] - after[key]) >= 1e-4]
+            found += [(name, version, key, f"{before[key]:.4f}", f"{after[key]:.4f}") for key in changed]
+    if found:
+        yield _filled(BY_ONE_KERNEL)
+        yield _table(("step", "torch", "item", "before", "after"), found)
 
 
 def _products(rows: Sequence[Line]) -> Iterator[str]:
