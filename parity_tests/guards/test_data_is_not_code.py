@@ -383,6 +383,7 @@ DOORS: dict[str, dict[str, str]] = {
     "jax_backend/device.py": {"subprocess.run": "nvidia-smi"},
     "torch_backend/attention.py": {"importlib.util.find_spec": "whether a library is there"},
     "torch_backend/kernels/bitsandbytes_adamw.py": {"importlib.util.find_spec": "whether a library is there"},
+    "torch_backend/kernels/one_kernel.py": {"importlib.util.find_spec": "whether a library is there"},
     "torch_backend/kernels/library_heads.py": {"importlib.util.find_spec": "whether a library is there"},
     "scripts/commands/bench_peers.py": {"importlib.util.find_spec": "whether a library is there"},
     # Studies: no command opens them.

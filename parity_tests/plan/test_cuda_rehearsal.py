@@ -161,6 +161,17 @@ def test_the_page_tells_what_does_not_hold():
     assert "Launched without known bytes: by_hand × 7." in text
 
 
+def test_the_page_shows_what_the_lever_takes_off():
+    lever = line(case="1.24B, [64, 2048], bf16, head one_kernel", generated=[], triton={"one_kernel_again": 32})
+    newer = lever | {"environment": "2.14.0", "triton": {"one_kernel_held": 32}}
+    before = "0.0049"  # two launches of the line's reduction, in three passes
+    text = page([line(), lever, newer])
+    assert f"| bf16, head one_kernel | 2.11.0 | cross-entropy | {before} | 0.0573 |" in text
+    assert f"| bf16, head one_kernel | 2.14.0 | cross-entropy | {before} (torch 2.11.0) | 0.0344 |" in text
+    assert "reserved, GB |" not in text.partition("item | before | after")[2]
+    assert "item | before | after" not in page([line()]) and "item | before | after" not in page([lever])
+
+
 def test_what_is_known_is_told():
     text = page([line(case="eager: head cce", group=LEVERS, peak_bytes=[0, 0, planned(CASES["eager: head cce"])])])
     assert "2 × stream): cut-cross-entropy asks the device" in text

@@ -221,13 +221,18 @@ def _time(rows: Sequence[Line], known: Mapping[str, Case]) -> Iterator[str]:
 
 
 def _by_one_kernel(timed: Mapping[tuple[str, str], Mapping[str, float]]) -> Iterator[str]:
-    """Items that the lever changes, in seconds, beside those of the step without it, of any torch: the first one's."""
+    """Items that the lever changes, beside those of the step without it: under the same torch if that one ran."""
     found: list[Sequence[object]] = []
     for (name, version), after in timed.items():
         plain = name.removesuffix(LEVER)
-        if plain != name and (before := next((s for (n, _), s in timed.items() if n == plain), None)):
-            changed = [key for key in after if abs(before[key] - after[key]) >= 1e-4]
-            found += [(name, version, key, f"{before[key]:.4f}", f"{after[key]:.4f}") for key in changed]
+        there = [other for case, other in timed if case == plain]
+        if plain == name or not there:
+            continue
+        beside = version if version in there else there[0]
+        before = timed[plain, beside]
+        changed = [key for key in after if abs(before[key] - after[key]) >= 1e-4]
+        of_other = "" if beside == version else f" (torch {beside})"
+        found += [(name, version, key, f"{before[key]:.4f}{of_other}", f"{after[key]:.4f}") for key in changed]
     if found:
         yield _filled(BY_ONE_KERNEL)
         yield _table(("step", "torch", "item", "before", "after"), found)
