@@ -305,7 +305,8 @@ def test_a_made_up_loss_head_is_a_setting_with_its_rules(apple: RunConfig) -> No
     ):
         with pytest.raises(ValueError, match=said):
             RunConfig.model_validate({"loss": {"head": "apple"}, "compile": {"scope": "blocks"}, section: values})
-    with pytest.raises(ValueError, match="Input should be 'full', 'chunked', 'torch', 'liger', 'cce' or 'apple'"):
+    heads = "'full', 'chunked', 'one_kernel', 'torch', 'liger', 'cce' or 'apple'"
+    with pytest.raises(ValueError, match=f"Input should be {heads}"):
         LossConfig(head="pear")
 
 
