@@ -28,7 +28,9 @@ def test_the_1b_model_fits():
 def test_a_head_whose_chunks_lie_side_by_side_is_seen(monkeypatch):
     """Restore the former head in Inductor: the logits of all chunks at once."""
     honest = head._chunk_fused
-    monkeypatch.setattr(head, "_chunk_fused", lambda tape, z, rows, chunks: honest(tape, z, rows * chunks, 1))
+    monkeypatch.setattr(
+        head, "_chunk_fused", lambda tape, z, rows, chunks, *rest: honest(tape, z, rows * chunks, 1, *rest)
+    )
     assert off(ONE_B) > 0.1
 
 
