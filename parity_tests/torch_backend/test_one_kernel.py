@@ -108,7 +108,7 @@ def of_fp64_path(x, targets, shares, z_loss=0.0):
 
 
 def disagreements(x, z_loss=0.0):
-    """What exceeds the bounds of a local comparison against the FP64 path as the twin and FP64 as the truth."""
+    """Return the measures that are out of bounds: a local comparison, the FP64 path as the twin, FP64 as the truth."""
     targets, shares = drawn(x)
     ours, twin = of_kernel(x, targets, shares, z_loss), of_fp64_path(x, targets, shares, z_loss)
     truth = of_fp64_path(x.double(), targets, shares.double(), z_loss)
@@ -227,7 +227,7 @@ def with_fault(folder, name):
 
 
 def wrong(names):
-    """Which of these logits a test above would fail with."""
+    """Return the names of the logits with which a test above fails."""
     return [n for n in names if disagreements(LOGITS[n]) or disagreements(LOGITS[n], 1e-2) or not ulps(LOGITS[n]) < 2]
 
 
