@@ -13,6 +13,7 @@ from lockstep.core.parity.measures.calibrated_bounds import Extremes
 from lockstep.core.parity.measures.distances import Sums, distances
 from lockstep.core.parity.measures.peak_bounds import Sharp, share_at_least, share_at_most
 from lockstep.core.parity.measures.peaks import Norms
+from lockstep.scripts.studies.calibrate import add_sharp
 
 rng = np.random.default_rng(0)
 SHAPE = (4, 64, 256)
@@ -166,6 +167,18 @@ def test_extremes_of_a_table_are_read_and_written():
     assert Extremes.from_json(old).to_json() == old
     assert (row | Extremes.from_json(old)).sharp == row.sharp
     assert peak_bounds.LEAST.keys() == {"rounded", "kept", "sum", "same"}
+
+
+def test_joined_rows_keep_the_most_that_either_reached() -> None:
+    rows = {
+        "nll": Extremes(0.1, 0.2, 0.3, 5, Sharp(1.0, 2.0, 3.0, 4.0, 5.0, 0.5, 2), over_checks=0.4).to_json(),
+        "q": Extremes(0.1, 0.2, 0.3, 5).to_json(),
+    }
+    more = Extremes(9.0, 9.0, 9.0, 9, Sharp(2.0, 1.0, 3.0, 4.0, 5.0, 0.25, 3), over_checks=0.1)
+    add_sharp(rows, {"nll": more, "q": more, "k": more})
+    assert rows["nll"] == Extremes(0.1, 0.2, 0.3, 5, Sharp(2.0, 2.0, 3.0, 4.0, 5.0, 0.5, 5), over_checks=0.4).to_json()
+    assert rows["q"] == Extremes(0.1, 0.2, 0.3, 5, more.sharp, over_checks=0.1).to_json()
+    assert rows["k"] == more.to_json()
 
 
 def dominated() -> np.ndarray:

@@ -159,12 +159,13 @@ def add_sharp(rows: dict[str, Any], clean: dict[str, Extremes]) -> None:
 
     Everything else in the rows stays.
     """
-    rows |= {kind: row.to_json() for kind, row in clean.items() if kind not in rows}
+    added = {kind: row.to_json() for kind, row in clean.items() if kind not in rows}
     for kind, row in rows.items():
         if kind in clean and (sharp := clean[kind].sharp) is not None:
             row["sharp"] = asdict(sharp | Sharp(**row["sharp"]) if "sharp" in row else sharp)
-        if kind in clean and clean[kind].over_checks is not None:
-            row["over_checks"] = clean[kind].over_checks
+        if kind in clean and (reached := clean[kind].over_checks) is not None:
+            row["over_checks"] = max(reached, row.get("over_checks", 0.0))
+    rows |= added
 
 
 def accused(recipe: str, samples: list[Sample]) -> dict[str, int]:
