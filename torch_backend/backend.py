@@ -13,6 +13,7 @@ from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig
 from lockstep.torch_backend.attention import check_kernel, in_force
 from lockstep.torch_backend.device import resolve_device
+from lockstep.torch_backend.host_memory import keep_freed_memory
 from lockstep.torch_backend.kernels.bitsandbytes_adamw import check_bitsandbytes
 from lockstep.torch_backend.kernels.float8 import float8
 from lockstep.torch_backend.kernels.library_heads import check_head
@@ -42,7 +43,8 @@ class TorchBackend:
     def open(self, config: RunConfig) -> Session:
         """A session at the initial weights of `config`, of several ranks if it says so.
 
-        Raises UserError if the device is not there, or the attention kernel that was asked for cannot run on it.
+        On the CPU, freed memory stays in this process from then on (torch_backend/host_memory.py). Raises UserError if
+        the device is not there, or the attention kernel that was asked for cannot run on it.
         """
         check_kernel(config, resolve_device(config))
         check_head(config.loss, resolve_device(config))
@@ -50,6 +52,10 @@ class TorchBackend:
         check_deterministic(config, resolve_device(config))
         check_sharded(config)
         if config.train.ranks == 1:
+            # Several ranks share the memory, and a large check has each give back what it frees
+            # (core/parity/evidence/place.py).
+            if resolve_device(config).type == "cpu":
+                keep_freed_memory()
             return self.open_rank(config)
         from lockstep.torch_backend.ranks import peer_session
 

@@ -366,6 +366,7 @@ DOORS: dict[str, dict[str, str]] = {
     "core/data/sources.py": {"importlib.util.find_spec": "whether a library is there"},
     "jax_backend/backend.py": {"importlib.util.find_spec": "whether a library is there"},
     "core/parity/evidence/place.py": {"ctypes.CDLL": "of no name: what this process has loaded"},
+    "torch_backend/host_memory.py": {"ctypes.CDLL": "the same, for the C library's mallopt"},
     "scripts/shared/needs.py": {"importlib.util.find_spec": "whether a library is there"},
     "scripts/cli.py": {"importlib.import_module": "a command, out of COMMANDS"},
     "torch_backend/ranks/peers.py": {
