@@ -34,17 +34,15 @@ def _losses(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Ten
     return (wide + z_loss * logsumexp.square() if z_loss else wide).to(dtype), logsumexp
 
 
-def logits_gradient(
-    logits: Tensor, targets: Tensor, logsumexp: Tensor, grad: Tensor, z_loss: float, overwrite: bool = False
-) -> Tensor:
+def logits_gradient(logits: Tensor, targets: Tensor, logsumexp: Tensor, grad: Tensor, z_loss: float) -> Tensor:
     """The gradient of logits (…, V) in their dtype, given that of the per-token losses (…).
 
     softmax · (1 + 2 · z_loss · logsumexp) − onehot(target), times `grad`. Autograd would scatter into a second (…, V)
-    of zeros. overwrite: the logits are not needed any more; in eager on the CPU the gradient takes their place.
+    of zeros.
     """
     if _is_whole(logits):
         return _gradient(logits, targets, logsumexp, grad, z_loss)
-    out = logits if overwrite else torch.empty_like(logits)
+    out = torch.empty_like(logits)
     for part in _blocks(out, logits, targets, logsumexp, grad):
         _gradient_into(z_loss, *part)
     return out
@@ -67,6 +65,42 @@ def _gradient_into(
         softmax.mul_((1 + 2 * z_loss * logsumexp_N)[:, None])
     softmax.scatter_(1, targets_N[:, None], softmax.gather(1, targets_N[:, None]) - 1)
     out_NV.copy_(softmax.mul_(grad_N.double()[:, None]))
+
+
+def losses_and_gradient(
+    logits: Tensor, targets: Tensor, grad: Tensor, z_loss: float, overwrite: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Per-token losses (…) and the gradient of logits (…, V), given that of the losses (…): both at once.
+
+    Dtypes: as of `losses_and_logsumexp` and `logits_gradient`. overwrite: the logits are not needed any more; in eager
+    on the CPU the gradient takes their place. There one exponential serves both: exp(x − max) / Σ exp(x − max) is the
+    softmax.
+    """
+    if _is_whole(logits):
+        losses, logsumexp = losses_and_logsumexp(logits, targets, z_loss)
+        return losses, logits_gradient(logits, targets, logsumexp, grad, z_loss)
+    out = logits if overwrite else torch.empty_like(logits)
+    parts = [_losses_and_gradient_into(z_loss, *part) for part in _blocks(out, logits, targets, grad)]
+    return torch.cat(parts).view(targets.shape), out
+
+
+def _losses_and_gradient_into(
+    z_loss: float, out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, grad_N: Tensor
+) -> Tensor:
+    places, grad_N = targets_N[:, None], grad_N.double()
+    wide = logits_NV.to(torch.float64, copy=True)
+    chosen_N = wide.gather(1, places)[:, 0]
+    most_N = wide.amax(1)
+    total_N = wide.sub_(most_N[:, None]).exp_().sum(1)
+    logsumexp_N = most_N + total_N.log()
+    losses_N = logsumexp_N - chosen_N
+    of_softmax_N = grad_N
+    if z_loss:
+        losses_N += z_loss * logsumexp_N.square()
+        of_softmax_N = grad_N * (1 + 2 * z_loss * logsumexp_N)
+    wide.mul_((of_softmax_N / total_N)[:, None])
+    out_NV.copy_(wide.scatter_add_(1, places, -grad_N[:, None]))
+    return losses_N.to(torch.promote_types(logits_NV.dtype, torch.float32))
 
 
 def _is_whole(logits: Tensor) -> bool:

@@ -19,7 +19,8 @@ from lockstep.core.config.schema import ModelConfig, RunConfig
 from lockstep.torch_backend.attention import Kernel, Mask
 from lockstep.torch_backend.kernels.embedding import embedding
 from lockstep.torch_backend.kernels.float8 import Float8
-from lockstep.torch_backend.kernels.recompute_products import gated, scaled
+from lockstep.torch_backend.kernels.recompute_products import gated, rms_norm
+from lockstep.torch_backend.kernels.rotary import rotated
 from lockstep.torch_backend.loss import negative_log_likelihood, weighted_mean
 from lockstep.torch_backend.precision import DTYPES, Policy, head, linear
 
@@ -43,11 +44,6 @@ class Rope(NamedTuple):
 def no_tap(name: str, value: Tensor) -> Tensor:
     """Return the value: the tap of the program that trains."""
     return value
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """X (…, D) / √(mean(x²) + eps) · gain (Zhang & Sennrich 2019)."""
-    return scaled(x, torch.rsqrt(torch.square(x).mean(-1, keepdim=True) + eps), weight)
 
 
 class RMSNorm(nn.Module):
@@ -116,9 +112,7 @@ class Attention(nn.Module):
 
     def rotate(self, x_BSHE: Tensor, rope: Rope) -> Tensor:
         """Rotate each pair (i, i + E/2) of a head by its position's angle, paired as in Hugging Face's Llama."""
-        cos, sin = rope.cos[..., None, :], rope.sin[..., None, :]
-        left, right = torch.chunk(x_BSHE, 2, dim=-1)
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+        return rotated(x_BSHE, rope.cos[..., None, :], rope.sin[..., None, :])
 
     def expand(self, x_BSKE: Tensor) -> Tensor:
         """Give each query head its key-value head: (B, S, K, E) → (B, S, H, E), each KV head repeated in place."""

@@ -20,7 +20,8 @@ from lockstep.core.parity.reference.stages import stages_of
 from lockstep.torch_backend.kernels.embedding import embedding
 from lockstep.torch_backend.kernels.float8 import Float8
 from lockstep.torch_backend.kernels.library_heads import library_nll
-from lockstep.torch_backend.model import Block, Llama, positions, rms_norm, rope_at
+from lockstep.torch_backend.kernels.recompute_products import rms_norm
+from lockstep.torch_backend.model import Block, Llama, positions, rope_at
 from lockstep.torch_backend.precision import Policy, head, linear
 
 Inputs = Mapping[str, Tensor]

@@ -83,22 +83,18 @@ def norm(z: Sizes, one: Operation) -> Part:
     forward.make(square=D)
     forward.make(rms=row)
     forward.free("square")
-    forward.make(normed=D)
     forward.make(out=D)
-    forward.free("normed", "out")
+    forward.free("out")
     back = Tape(forward.there)
     # Not kept (torch_backend/kernels/recompute_products.py): made again for the gain's gradient.
     back.make(normed=D)
-    back.make(by_gain=D)
     back.make(gradient=gain)
-    back.free("by_gain", "normed")
+    back.free("normed")
     back.make(d_normed=D)
-    back.make(d_x=D)
     back.make(d_rms=D)
-    back.free("d_rms", "d_normed")
-    back.make(twice=D)
+    back.free("d_rms")
     back.make(d_square=D)
-    back.free("twice", "d_square", "d_x", "rms")
+    back.free("d_square", "d_normed", "rms")
     return Part(forward.there, forward.phase, back.phase)
 
 
@@ -228,10 +224,10 @@ def _attention_backward(tape: Tape, z: Sizes, kernel: Mapping[str, float], D: fl
     tape.make(cast=cast)
     if z.casts:
         tape.free("d_q")
-    # Back through the rotation: four half products, and two halves put together.
-    tape.make(halves=2 * D)
+    # Back through the rotation (torch_backend/kernels/rotary.py).
+    tape.make(swapped=D)
     tape.make(joined=D)
-    tape.free("halves", "cast")
+    tape.free("swapped", "cast")
     if not z.casts:
         tape.free("d_q")
     tape.make(d_q=0.0)
@@ -312,9 +308,7 @@ def mlp(z: Sizes, normed_again: bool = False, recomputed: bool = False) -> Part:
         forward.make(**{"gate.x": D})
     layer.forward(forward, "gate", z.hidden, z.ffn)
     layer.forward(forward, "up", z.hidden, z.ffn)
-    forward.make(silu=F)
     forward.make(act=F)
-    forward.free("silu")
     layer.forward(forward, "down", z.ffn, z.hidden)
     forward.free("down")
     if z.casts:
@@ -325,10 +319,9 @@ def mlp(z: Sizes, normed_again: bool = False, recomputed: bool = False) -> Part:
     back.make(d_silu=F)
     back.make(d_gate=F)
     back.free("d_silu")
-    # Not kept (torch_backend/kernels/recompute_products.py).
-    back.make(silu=F)
+    # silu(gate) is not kept (torch_backend/kernels/recompute_products.py): made again in the place of d_up.
     back.make(d_up=F)
-    back.free("d_down.x", "silu", "up", "gate")
+    back.free("d_down.x", "up", "gate")
     layer.backward(back, "up", z.hidden, z.ffn, own=True, last=False)
     layer.backward(back, "gate", z.hidden, z.ffn, own=True)
     back.free("d_up.x", "d_gate.x")

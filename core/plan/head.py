@@ -151,11 +151,22 @@ def _losses(tape: Tape, z: Sizes, rows: int) -> None:
     tape.free("exp", "double")
 
 
-def _gradient(tape: Tape, z: Sizes, rows: int, overwrite: bool = False) -> None:
-    """`logits_gradient`, eager: it leaves `grad`; on the CPU in the place of `logits` if they may be overwritten."""
+def _losses_and_gradient(tape: Tape, z: Sizes, rows: int) -> None:
+    """`losses_and_gradient`, eager: it leaves `grad`; on the CPU in the place of `logits`."""
+    if z.on_cpu:
+        tape.make(grad=0.0)
+        tape.make(wide=8.0 * _at_a_time(z, rows) * z.vocab)
+        tape.free("wide")
+        return
+    _losses(tape, z, rows)
+    _gradient(tape, z, rows)
+
+
+def _gradient(tape: Tape, z: Sizes, rows: int) -> None:
+    """`logits_gradient`, eager: it leaves `grad`."""
     out = float(z.logits * rows * z.vocab)
     if z.on_cpu:
-        tape.make(grad=0.0 if overwrite else out)
+        tape.make(grad=out)
         tape.make(softmax=8.0 * _at_a_time(z, rows) * z.vocab)
         tape.free("softmax")
         return
@@ -197,8 +208,7 @@ def _in_chunks(z: Sizes, rows: int, chunks: int, in_place: bool) -> Head:
         if in_place:
             forward.make(grad=0.0)
         else:
-            _losses(forward, z, rows)
-            _gradient(forward, z, rows, overwrite=True)
+            _losses_and_gradient(forward, z, rows)
         forward.free_if("grad_before", "narrow_before")
         forward.make(narrow=narrow)
         if z.copies:

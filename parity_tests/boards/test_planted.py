@@ -127,8 +127,11 @@ def test_a_fault_acts_from_its_first_step_on(fault: Fault) -> None:
 
 @pytest.mark.parametrize("fault", COMPILED, ids=named)
 def test_what_the_compiler_makes_wrong_is_honest_when_eager(fault: Fault) -> None:
+    # A model that writes its own logits takes the whole of them, and the chunked head has other zeros: 0 where whole
+    # logits have −0.
     config = tiny_config("bf16")
-    (values, rest), (right_values, right_rest) = next(steps(config, fault.make(), fault, 1)), honest(config, 3)[0]
+    config = config.model_copy(update={"loss": config.loss.model_copy(update={"head": "full"})})
+    (values, rest), (right_values, right_rest) = next(steps(config, fault.make(), fault, 1)), honest(config, 1)[0]
     assert differing(values | rest, right_values | right_rest) == []
 
 

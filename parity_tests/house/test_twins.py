@@ -22,7 +22,6 @@ WORDS = {
     "astype": "to",
     "axis": "dim",
     "repeat(": "repeat_interleave(",
-    "split": "chunk",
 }
 LEAST = 0.80
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.torch_backend.kernels import one_kernel
-from lockstep.torch_backend.loss import logits_gradient, losses_and_logsumexp
+from lockstep.torch_backend.loss import losses_and_gradient
 from lockstep.torch_backend.precision import Policy, add_product, narrow_product, wide_product
 
 
@@ -74,7 +74,7 @@ class _ChunkedLoss(torch.autograd.Function):
             # The share is rounded as the gradient of a loss is that autograd hands down.
             of_chunk = logits, targets_N[rows], shares_N[rows].to(stream), z_loss
             if not by_one_kernel:
-                part, grad = _losses_and_gradient(*of_chunk, not show)
+                part, grad = losses_and_gradient(*of_chunk, overwrite=not show)
             elif show:
                 part, grad = one_kernel.losses_and_shown_gradient(*of_chunk)
             else:
@@ -103,13 +103,6 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         scale = grads[0].to(grad_x.dtype)
         return (grad_x * scale).to(ctx.of_x), grad_weight * scale, None, None, None, None
-
-
-def _losses_and_gradient(
-    logits: Tensor, targets: Tensor, shares: Tensor, z_loss: float, overwrite: bool
-) -> tuple[Tensor, Tensor]:
-    losses, logsumexp = losses_and_logsumexp(logits, targets, z_loss)
-    return losses, logits_gradient(logits, targets, logsumexp, shares, z_loss, overwrite)
 
 
 class _Link(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""Recompute in the backward pass what eager autograd would keep although it is cheap: products of two kept tensors.
+"""Compute norms and activations in eager mode with fewer passes over memory, and keep what cannot be recomputed alone.
 
-The same operations on the same numbers: the bits are those of plain autograd. A compiler decides for itself what it
-keeps.
+The same operations on the same numbers as plain autograd, so the same bits; results of one operation are overwritten by
+the next. A compiler decides for itself what it fuses and keeps.
 """
 
 from __future__ import annotations
@@ -13,20 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class _Scaled(torch.autograd.Function):
-    """X (…, D) · scale (…, 1) · gain (D,); x · scale is not kept."""
+class _RMSNorm(torch.autograd.Function):
+    """X (…, D) / √(mean(x²) + eps) · gain (D,); x and 1/√(mean(x²) + eps) are kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, gain: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        scale = torch.square(x).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, scale, gain)
-        return x * scale * gain
+        return (x * scale).mul_(gain)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, scale, gain = ctx.saved_tensors
-        grad_gain = (grads[0] * (x * scale)).sum_to_size(gain.shape)
+        grad_gain = (x * scale).mul_(grads[0]).sum_to_size(gain.shape)
         grad = grads[0] * gain
-        return grad * scale, (grad * x).sum_to_size(scale.shape), grad_gain
+        grad_scale = (grad * x).sum_to_size(scale.shape)
+        # Derivatives of the reciprocal root, the mean and the square, as autograd takes them.
+        grad_square = (-0.5 * grad_scale).mul_(scale.pow(3)).div_(x.shape[-1])
+        return grad.mul_(scale).add_(x * grad_square.mul_(2)), grad_gain, None
 
 
 class _Gated(torch.autograd.Function):
@@ -35,19 +39,19 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * F.silu(gate)
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), F.silu(gate).mul_(grads[0])
 
 
-def scaled(x: Tensor, scale: Tensor, gain: Tensor) -> Tensor:
-    """X (…, D) · scale (…, 1) · gain (D,), in this order."""
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """X (…, D) / √(mean(x²) + eps) · gain (D,), in this order (Zhang & Sennrich 2019)."""
     if torch.compiler.is_compiling():
-        return x * scale * gain
-    made: Tensor = _Scaled.apply(x, scale, gain)
+        return x * torch.rsqrt(torch.square(x).mean(-1, keepdim=True) + eps) * gain
+    made: Tensor = _RMSNorm.apply(x, gain, eps)
     return made
 
 
