@@ -10,7 +10,13 @@ _PROGRAM = """
 import importlib, json, pkgutil, sys
 
 def walk(name):
-    package = importlib.import_module(name)
+    try:
+        package = importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        # A module of kernels for a GPU, on a machine whose torch brings no Triton.
+        if missing.name != "triton":
+            raise
+        return
     for module in pkgutil.iter_modules(getattr(package, "__path__", []), name + "."):
         if not module.name.endswith(".__main__"):
             walk(module.name)

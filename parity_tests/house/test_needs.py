@@ -83,7 +83,7 @@ NOT_USED = {
     "plan": {"tomli_w"},
     "bench step": {"tomli_w"},
     "bench peers": {"safetensors", "tomli_w"},
-    "bench data": {"tomli_w"},
+    "bench data": {"safetensors", "tomli_w"},
     "bench ladder": {"safetensors", "tomli_w"},
 }
 

@@ -20,7 +20,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "data prepare": ("rich", "tokenizers"),
     "train": _RUN,
     "parity": _RUN,
-    "calibrate": _RUN,
+    "calibrate": ("safetensors", "tokenizers", "tomli_w"),
     "replay": _RUN,
     "bisect": _RUN,
     "faults": _RUN,
