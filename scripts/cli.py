@@ -97,7 +97,7 @@ COMMANDS = {
     ),
     "bench peers": (
         "lockstep.scripts.commands.bench_peers",
-        "the same model beside Hugging Face's Trainer and a nanoGPT-like loop",
+        "the same model beside Hugging Face's Trainer, torchtitan and a nanoGPT-like loop",
     ),
     "bench data": (
         "lockstep.scripts.commands.bench_data",

@@ -2,11 +2,12 @@
 
 The JSON:
 ```
-{"schema": 1, "suite": "peers", "device": {…}, "versions": {…}, "config": {…}, "rows": [
-  {"row": NAME, "status": "measured" | "not_the_same_work" | "failed", "reason": … or null,
-   "contenders": {NAME: {"seconds": [every counted step], "median": …, "tokens_per_second": …, "losses": [first steps],
-                         "memory": peak bytes or null}},
-   "ratios": {PEER: {OURS: {"median": …, "low": …, "high": …}}}}]}
+{"schema": 2, "suite": "peers", "device": {…}, "versions": {…}, "absent": {NAME: why it did not take part}, "models": [
+  {"config": {…}, "parameters": …, "rows": [
+    {"row": NAME, "status": "measured" | "not_the_same_work" | "failed", "reason": … or null,
+     "contenders": {NAME: {"seconds": [every counted step], "median": …, "tokens_per_second": …,
+                           "losses": [first steps], "memory": peak bytes or null}},
+     "ratios": {PEER: {OURS: {"median": …, "low": …, "high": …}}}}]}]}
 ```
 A ratio is Lockstep's tokens a second / the peer's.
 """
@@ -15,23 +16,28 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.core.bench.bars import Bar, Panel, picture
 from lockstep.core.bench.intervals import ratio
 from lockstep.core.components.optimizers import ADAMW
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 
-SCHEMA, SUITE = 1, "peers"
+SCHEMA, SUITE = 2, "peers"
 # Steps whose losses must agree.
 COMPARED = 8
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Describe a contender. program: module:function. settings: over the row's. only: the row it is for, on the CPU."""
+    """Describe a contender.
+
+    program: module:function. settings: over the row's. only: the row it is for, on the CPU. needs: packages to import.
+    extra: what installs them.
+    """
 
     name: str
     about: str
@@ -39,6 +45,8 @@ class Contender:
     ours: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     only: str = ""
+    needs: tuple[str, ...] = ()
+    extra: str = ""
 
 
 # Names and no imports: scripts/shared/bench_peer.py imports each in a process of its own.
@@ -55,7 +63,18 @@ CONTENDERS = (
     ),
     Contender("nanogpt", "a loop in the manner of nanoGPT", "lockstep.torch_backend.tools.peers.nanogpt:run"),
     Contender(
-        "hugging-face", "Hugging Face Trainer, LlamaForCausalLM", "lockstep.torch_backend.tools.peers.hugging_face:run"
+        "hugging-face",
+        "Hugging Face Trainer, LlamaForCausalLM",
+        "lockstep.torch_backend.tools.peers.hugging_face:run",
+        needs=("transformers", "accelerate"),
+        extra="peers",
+    ),
+    Contender(
+        "torchtitan",
+        "torchtitan, Llama 3",
+        "lockstep.torch_backend.tools.peers.torchtitan:run",
+        needs=("torchtitan", "triton"),
+        extra="torchtitan",
     ),
 )
 EAGER, COMPILED = {"compile.enabled": "false"}, {"compile.enabled": "true"}
@@ -170,7 +189,7 @@ def answers(found: Mapping[str, Any], contenders: Sequence[Contender] = CONTENDE
         return []
     of = found["contenders"]
     peers = [c.name for c in contenders if not c.ours and c.name in of]
-    fastest = max(peers, key=lambda name: of[name]["tokens_per_second"])
+    fastest = fastest_peer(found)
     lines = []
     for own in (c.name for c in contenders if c.ours and c.name in of):
         said = ", ".join(f"{_ratio(found['ratios'][peer][own])} of {peer}" for peer in peers)
@@ -205,40 +224,122 @@ def cells(found: Mapping[str, Any], contenders: Sequence[Contender] = CONTENDERS
     return lines
 
 
+SUMMARY = ("model", "row", "Lockstep, tokens/s", "fastest peer", "Lockstep / fastest peer", "memory / leanest peer")
+
+
+def summary(results: Mapping[str, Any]) -> list[list[str]]:
+    """Return a line under SUMMARY for each model and row: Lockstep beside the fastest and the leanest peer."""
+    lines = []
+    for model in results["models"]:
+        for found in model["rows"]:
+            start = [size(model), found["row"]]
+            if found["status"] != "measured":
+                lines.append([*start, found["status"].replace("_", " "), "", "", ""])
+                continue
+            own, fastest = found["contenders"]["lockstep"], fastest_peer(found)
+            leanest = leanest_peer(found)
+            memory = "not known" if leanest is None else f"{_times_the_memory(found, leanest):.2f}× of {leanest}"
+            said = _ratio(found["ratios"][fastest]["lockstep"])
+            lines.append([*start, f"{own['tokens_per_second']:,.0f}", fastest, said, memory])
+    return lines
+
+
+def size(model: Mapping[str, Any]) -> str:
+    """Return a model's size in words."""
+    return f"{model['parameters'] / 1e6:.3g}M"
+
+
+def fastest_peer(found: Mapping[str, Any]) -> str:
+    """Return the peer with the most tokens a second in a measured row."""
+    return max(found["ratios"], key=lambda name: found["contenders"][name]["tokens_per_second"])
+
+
+def leanest_peer(found: Mapping[str, Any]) -> str | None:
+    """Return the peer with the least memory in a measured row; None where no peer's or not Lockstep's is known."""
+    known = [name for name in found["ratios"] if found["contenders"][name]["memory"] is not None]
+    if not known or found["contenders"]["lockstep"]["memory"] is None:
+        return None
+    return min(known, key=lambda name: found["contenders"][name]["memory"])
+
+
+def _times_the_memory(found: Mapping[str, Any], peer: str) -> float:
+    return found["contenders"]["lockstep"]["memory"] / found["contenders"][peer]["memory"]
+
+
+def _about_model(model: Mapping[str, Any]) -> str:
+    config = model["config"]
+    shape, train = config["model"], config["train"]
+    return (
+        f"{model['parameters'] / 1e6:.1f}M parameters (run file {config['name']}): {shape['layers']} layers of "
+        f"{shape['hidden']}, vocabulary {shape['vocab_size']:,}, [{train['batch_size']}, {train['sequence_length']}] "
+        f"tokens a step in micro-batches of {train['micro_batch_size']}."
+    )
+
+
+METHOD = (
+    "All start from the same weights and see the same tokens. Their processes are alive side by side with as many "
+    "threads each and make one step in turn, round by round; a ratio is Lockstep's tokens a second over a peer's: "
+    "the median over rounds, with its 95 % interval by bootstrap. Above 1, Lockstep is faster. Where losses of the "
+    f"first {COMPARED} steps differ by more than rounding explains, a row is no comparison and has no ratio. Memory: "
+    "the largest resident set above what the process held after its imports; compiled rows hold the compiler as well.",
+    "The peers have their best settings: fused AdamW, as Lockstep has it, gradients set to "
+    "None, torch's attention, RMSNorm and cross-entropy; under bf16, autocast, or in torchtitan its FSDP policy, which "
+    "keeps activations and logits in bf16. torchtitan's `train_step` runs as it is, around its Llama 3 with the fused "
+    "QKV projection. Their threads wait as OpenMP lets them by default (14 ms of spinning), Lockstep's as its commands "
+    "let them (0.2 ms: the reference has the same cores). Lockstep computes its loss in FP64 from FP32 logits and its "
+    "gradient norm in FP64, and makes no synchronisation that they do not make.",
+)
+
+
 def page(results: Mapping[str, Any]) -> str:
-    """docs/results/bench_peers.md."""
-    device, config = results["device"], results["config"]
-    model, train = config["model"], config["train"]
+    """docs/results/bench_peers.md: the summary first, then each model's rows."""
+    device = results["device"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     where = device["name"] + (f", {device['cores']} cores, {device['threads']} threads" if "threads" in device else "")
-    lines = [
-        "# Beside other trainers",
-        "",
+    lines = ["# Beside other trainers", "", *_table(SUMMARY, summary(results)), ""]
+    lines += [f"{name}: {why}." for name, why in results["absent"].items()]
+    lines += [""] * bool(results["absent"])
+    lines += [
         "Made from [bench_peers.json](bench_peers.json) by `lockstep bench peers --page docs/results/bench_peers.md`; "
-        "measured "
-        f"by `lockstep bench peers`. {where}; {versions}. Run file {config['name']}: {model['layers']} layers of "
-        f"{model['hidden']}, vocabulary {model['vocab_size']:,}, [{train['batch_size']}, {train['sequence_length']}] "
-        f"tokens a step in micro-batches of {train['micro_batch_size']}, AdamW, clipping at a norm.",
-        "",
-        "All start from the same weights and see the same tokens. Their processes are alive side by side with as many "
-        "threads each and make one step in turn, round by round; a ratio is Lockstep's tokens a second over a peer's: "
-        "the median over rounds, with its 95 % interval by bootstrap. Where losses of the first "
-        f"{COMPARED} steps differ by more than rounding explains, a row is no comparison and has no ratio. Memory: the "
-        "largest resident set above what the process held after its imports; compiled rows hold the compiler as well.",
-        "",
-        "The peers have their best settings: fused AdamW, as Lockstep has it, gradients set to "
-        "None, torch's attention, RMSNorm and cross-entropy; under bf16, autocast. Their threads wait as OpenMP "
-        "lets them by default (14 ms of spinning), Lockstep's as its commands let them (0.2 ms: the reference has the "
-        "same cores). Lockstep computes its loss in FP64 from FP32 logits and its gradient norm in FP64, and makes no "
-        "synchronisation that they do not make.",
+        f"measured by `lockstep bench peers`. {where}; {versions}. AdamW, clipping at a norm.",
         "",
     ]
-    for found in results["rows"]:
-        lines += [f"## {found['row']}", ""]
-        if found["status"] != "measured":
-            lines += [f"{found['status'].replace('_', ' ').capitalize()}: {found['reason']}", ""]
-        if found.get("contenders"):
-            lines += [f"| {' | '.join(HEADERS)} |", f"|{'---|' * len(HEADERS)}"]
-            lines += [f"| {' | '.join(line)} |" for line in cells(found)]
-            lines += ["", *(f"- {line}" for line in answers(found)), ""]
+    for paragraph in METHOD:
+        lines += [paragraph, ""]
+    for model in results["models"]:
+        lines += [f"## {size(model)}", "", _about_model(model), ""]
+        for found in model["rows"]:
+            lines += [f"### {size(model)}, {found['row']}", ""]
+            if found["status"] != "measured":
+                lines += [f"{found['status'].replace('_', ' ').capitalize()}: {found['reason']}", ""]
+            if found.get("contenders"):
+                absent = [[name, why, *[""] * (len(HEADERS) - 2)] for name, why in results["absent"].items()]
+                lines += [*_table(HEADERS, [*cells(found), *absent]), ""]
+                lines += [*(f"- {line}" for line in answers(found)), ""]
     return "\n".join(lines)
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(headers)} |"
+    yield f"|{'---|' * len(headers)}"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+SHOWS = "Lockstep's tokens a second over the fastest peer's, by model and row"
+
+
+def drawn(results: Mapping[str, Any]) -> str:
+    """Return the picture beside the page, or nothing if no row was measured."""
+    panels = []
+    for model in results["models"]:
+        bars = []
+        for found in model["rows"]:
+            if found["status"] != "measured":
+                continue
+            peer = fastest_peer(found)
+            value = found["ratios"][peer]["lockstep"]
+            text = f"{value['median']:.2f}× of {peer}"
+            bars.append(Bar(found["row"], value["median"], text, ours=True, low=value["low"], high=value["high"]))
+        if bars:
+            panels.append(Panel(f"{size(model)} parameters", [*bars, Bar("the fastest peer", 1.0, "1")]))
+    return picture(SHOWS, f"{results['device']['name']}; a longer bar is faster", panels) if panels else ""

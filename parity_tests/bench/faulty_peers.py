@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lockstep.core.backend import Batch
 from lockstep.core.errors import UserError
-from lockstep.torch_backend.tools.peers import nanogpt
+from lockstep.torch_backend.tools.peers import nanogpt, torchtitan
 from lockstep.torch_backend.tools.peers.race import Race, Turn
 
 
@@ -26,6 +26,31 @@ def other_rate(race: Race, turn: Turn) -> None:
     """Steps a tenth farther."""
     optim = race.config.optim.model_copy(update={"peak_lr": 1.1 * race.config.optim.peak_lr})
     nanogpt.run(replace(race, config=race.config.model_copy(update={"optim": optim})), turn)
+
+
+def other_epsilon(race: Race, turn: Turn) -> None:
+    """Has another ε in its norms."""
+    model = race.config.model.model_copy(update={"norm_eps": 100 * race.config.model.norm_eps})
+    nanogpt.run(replace(race, config=race.config.model_copy(update={"model": model})), turn)
+
+
+def half_the_loss(race: Race, turn: Turn) -> None:
+    """Tells half of its loss."""
+    nanogpt.run(race, lambda loss: turn(None if loss is None else loss / 2))
+
+
+def torchtitan_with_other_pairs(race: Race, turn: Turn) -> None:
+    """Loads queries and keys in Lockstep's order, of which torchtitan's RoPE turns other pairs."""
+    torchtitan.in_pairs = lambda rows, heads: rows
+    torchtitan.run(race, turn)
+
+
+def torchtitan_without_some_targets(race: Race, turn: Turn) -> None:
+    """Ignores every other target."""
+    ignored = [Batch(b.tokens, b.targets.copy(), b.weights) for b in race.batches]
+    for batch in ignored:
+        batch.targets[:, ::2] = -100
+    torchtitan.run(replace(race, batches=ignored), turn)
 
 
 def refuses(race: Race, turn: Turn) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -17,7 +18,9 @@ from lockstep.core.bench.peers import (
     cells,
     check_comparable,
     disagreement,
+    drawn,
     page,
+    summary,
 )
 from lockstep.core.bench.turns import Side, in_turns
 from lockstep.core.config.file import load_config
@@ -27,7 +30,11 @@ from lockstep.scripts.shared.bench_sides import start_trainer
 
 TINY = REPO / "configs/bench-tiny.toml"
 OVERRIDES = {"device": "cpu", "optim.warmup_steps": "0", **peers.ROWS["fp32-eager"]}
-LOCKSTEP, ONEDNN, NANOGPT, HUGGING_FACE = CONTENDERS
+LOCKSTEP, BLAS, NANOGPT, HUGGING_FACE, TORCHTITAN = CONTENDERS
+NEEDS_TORCHTITAN = pytest.mark.skipif(
+    any(find_spec(name) is None for name in TORCHTITAN.needs),
+    reason="torchtitan is not installed: lockstep[torchtitan]",
+)
 FAULTY = "lockstep.parity_tests.bench.faulty_peers"
 
 
@@ -39,7 +46,7 @@ def race(tmp_path, *contenders, warmup=8, rounds=2, **given):
             for one in contenders:
                 config = load_config(TINY, {**OVERRIDES, **given, **one.settings})
                 sides.append(start_trainer(one.name, one.program, config, 1, log))
-            taken, losses = in_turns(sides, warmup, rounds, 30, 60)
+            taken, losses = in_turns(sides, warmup, rounds, 30, 300)
             memory = {side.name: side.ask("end", 60)["memory"] for side in sides}
         finally:
             for side in sides:
@@ -51,19 +58,43 @@ def config(**given):
     return load_config(TINY, {**OVERRIDES, **given})
 
 
-@pytest.mark.parametrize("given", [{}, {"model.tied": "false", "model.qkv_bias": "true", "model.o_bias": "true"}])
+BIASES = {"model.tied": "false", "model.qkv_bias": "true", "model.o_bias": "true"}
+
+
+@pytest.mark.parametrize("given", [{}, BIASES])
 def test_all_do_the_same_work(tmp_path, given):
     pytest.importorskip("accelerate")
-    taken, losses, memory = race(tmp_path, *CONTENDERS, **given)
+    contenders = LOCKSTEP, BLAS, NANOGPT, HUGGING_FACE
+    taken, losses, memory = race(tmp_path, *contenders, **given)
     assert disagreement(dict.fromkeys(losses, config(**given)), losses) is None
     assert {name: len(found) for name, found in taken.items()} == dict.fromkeys(taken, 2)
     assert all(0 < bytes_ < 2**30 for bytes_ in memory.values()) or not os.path.exists("/proc/self/status")
-    found = peers.result("fp32-eager", config(**given), CONTENDERS, taken, losses, memory)
+    found = peers.result("fp32-eager", config(**given), contenders, taken, losses, memory)
     assert found["status"] == "measured" and set(found["ratios"]) == {"nanogpt", "hugging-face"}
     assert len(cells(found)) == 4 and len(answers(found)) == 2
 
 
-@pytest.mark.parametrize(("fault", "step"), [("one_token_less", 1), ("other_weights", 1), ("other_rate", 2)])
+@NEEDS_TORCHTITAN
+@pytest.mark.parametrize(
+    "given", [{}, BIASES, peers.ROWS["bf16-eager"], peers.ROWS["fp32-compiled"]], ids=["", "biases", "bf16", "compiled"]
+)
+def test_so_does_torchtitan(tmp_path, given):
+    _, losses, _ = race(tmp_path, LOCKSTEP, TORCHTITAN, **given)
+    assert disagreement(dict.fromkeys(losses, config(**given)), losses) is None
+    assert len(losses["torchtitan"]) == 10 and losses["torchtitan"][-1] < losses["torchtitan"][0]
+
+
+@NEEDS_TORCHTITAN
+@pytest.mark.parametrize("fault", ["torchtitan_with_other_pairs", "torchtitan_without_some_targets"])
+def test_a_torchtitan_that_does_other_work_has_no_ratio(tmp_path, fault):
+    _, losses, _ = race(tmp_path, LOCKSTEP, Contender("peer", "a peer", f"{FAULTY}:{fault}"), warmup=2, rounds=1)
+    assert "step 1: the loss of peer is" in (agree(losses) or "")
+
+
+@pytest.mark.parametrize(
+    ("fault", "step"),
+    [("one_token_less", 1), ("other_weights", 1), ("other_rate", 2), ("other_epsilon", 1), ("half_the_loss", 1)],
+)
 def test_a_peer_that_does_other_work_has_no_ratio(tmp_path, fault, step):
     wrong = Contender("peer", "a peer", f"{FAULTY}:{fault}")
     taken, losses, memory = race(tmp_path, LOCKSTEP, wrong)
@@ -146,9 +177,41 @@ def test_what_the_peers_do_not_know_is_refused(key):
         check_comparable(config(**{key: UNKNOWN[key]}))
 
 
+ABOUT = {"device": {"name": "x86_64 CPU", "cores": 4, "threads": 4}, "versions": {"torch": "2.13.0"}, "absent": {}}
+
+
+def made_up(*rows):
+    """Return results of one model."""
+    return {**ABOUT, "models": [{"config": config().model_dump(mode="json"), "parameters": 5_800_000, "rows": [*rows]}]}
+
+
+def measured(ours, theirs, lean):
+    """Return a row in which two peers take `theirs` and `lean` seconds."""
+    taken = {"lockstep": ours, "nanogpt": theirs, "torchtitan": lean}
+    losses = {name: [6.0, 6.0] for name in taken}
+    memory = {"lockstep": 300, "nanogpt": 400, "torchtitan": 200}
+    return peers.result("bf16-eager", config(), [LOCKSTEP, NANOGPT, TORCHTITAN], taken, losses, memory)
+
+
 def test_the_page_says_why_a_row_has_no_figure():
-    about = {"device": {"name": "x86_64 CPU", "cores": 4, "threads": 4}, "versions": {"torch": "2.13.0"}}
-    dumped = config().model_dump(mode="json")
-    rows = [{"row": "fp32-eager", "status": "failed", "reason": "nanogpt: its process ended"}]
-    written = page({**about, "config": dumped, "rows": rows})
+    failed = {"row": "fp32-eager", "status": "failed", "reason": "nanogpt: its process ended"}
+    results = made_up(failed)
+    written = page(results)
     assert "Failed: nanogpt: its process ended" in written and "4 cores, 4 threads" in written
+    assert "| 5.8M | fp32-eager | failed |" in written and drawn(results) == ""
+
+
+def test_the_summary_names_the_fastest_and_the_leanest_peer():
+    results = made_up(measured([1.0, 1.0], [2.0, 2.0], [4.0, 4.0]))
+    (line,) = summary(results)
+    assert line == ["5.8M", "bf16-eager", "128", "nanogpt", "2.00× (2.00 to 2.00)", "1.50× of torchtitan"]
+    written, picture = page(results), drawn(results)
+    assert written.index(" | ".join(line)) < written.index("### 5.8M, bf16-eager")
+    assert "2.00× of nanogpt" in picture and "5.8M parameters" in picture
+
+
+def test_one_that_is_not_installed_stands_in_every_table():
+    results = made_up(measured([1.0], [2.0], [4.0])) | {"absent": {"hugging-face": "not installed (pip install it)"}}
+    written = page(results)
+    assert "| hugging-face | not installed (pip install it) | | | | |" in written.replace("  ", " ")
+    assert "hugging-face: not installed (pip install it)." in written

@@ -24,34 +24,36 @@ if TYPE_CHECKING:
     from lockstep.core.bench.peers import Contender
     from lockstep.core.bench.turns import Side
 
-QUICKSTART = shipped_config("quickstart")
+MODELS = tuple(shipped_config(name) for name in ("quickstart", "peers/25m", "peers/100m"))
 # A peer's threads wait as its own users' do: libgomp's default. Lockstep's wait as scripts/cli.py lets them.
 LIBGOMP_SPINS = "300000"
-LIBRARIES = ("transformers", "accelerate")
-NEEDED = {"hugging-face": LIBRARIES}
+LIBRARIES = ("transformers", "accelerate", "torchtitan")
 
 
 @dataclass
 class BenchPeers:
-    """Train the same model beside Hugging Face's Trainer and a nanoGPT-like loop, in turns: `lockstep bench peers`.
+    """Train the same model beside Hugging Face's Trainer, torchtitan and a nanoGPT-like loop, in turns.
 
     All start from the same weights and see the same tokens; their losses must agree, or there is no comparison. Ends 0
-    if every row was measured, 1 if the losses of one differ, 2 if one failed.
+    if every row was measured, 1 if the losses of one differ, 2 if one failed. A peer that is not installed is named in
+    every table: pip install 'lockstep[peers]' for Hugging Face's, 'lockstep[torchtitan]' for torchtitan.
     """
 
-    config: Annotated[
-        Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="(default: quickstart.toml)")
-    ] = QUICKSTART
-    """run file (TOML): model, batch, optimizer; rows set precision and program"""
+    configs: Annotated[
+        tuple[Path, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="CONFIG …", help_behavior_hint="(default: quickstart, peers/25m and peers/100m .toml)"),
+    ] = MODELS
+    """run files (TOML), one after the other: model, batch, optimizer; rows set precision and program"""
     rows: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: all)")] = ()
     """of fp32-eager, bf16-eager, fp32-compiled, bf16-compiled"""
     without: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: nobody)")] = ()
-    """who does not take part, of lockstep-blas, nanogpt, hugging-face"""
+    """who does not take part, of lockstep-blas, nanogpt, hugging-face, torchtitan"""
     rounds: int = 30
-    """steps of each that count"""
+    """steps of each that count, in a row"""
     warmup: int = 8
     """steps of each before them, whose losses are compared"""
-    seconds: float = 30.0
+    seconds: float = 240.0
     """of a row after the warm-up; then no further round begins"""
     threads: int = 0
     """of each contender; 0 = as many as there are cores"""
@@ -64,21 +66,23 @@ class BenchPeers:
 def main(argv: list[str]) -> int:
     """Measure the rows, or write the page."""
     from lockstep.core.bench.files import read_results, write_page
-    from lockstep.core.bench.peers import ROWS, SCHEMA, SUITE, check_comparable, page
+    from lockstep.core.bench.peers import ROWS, SCHEMA, SHOWS, SUITE, check_comparable, drawn, page
     from lockstep.core.config.file import load_config
 
     options, given = parse(BenchPeers, "bench peers", argv, with_settings=True, shown=_bears_on_it)
     _check(options)
     if options.page:
-        write_page(options.page, page(read_results(options.json, SUITE, SCHEMA)))
+        results = read_results(options.json, SUITE, SCHEMA)
+        write_page(options.page, page(results), drawn(results), SHOWS)
         print(options.page)
         return 0
-    contenders = _contenders(options.without)
+    contenders, absent = _contenders(options.without)
     given = {"device": "cpu", "train.ranks": "1", **given}
     rows = list(options.rows or ROWS)
-    for row in rows:
-        check_comparable(load_config(options.config, {**given, **ROWS[row]}))
-    return measure(options, given, rows, contenders)
+    for path in options.configs:
+        for row in rows:
+            check_comparable(load_config(path, {**given, **ROWS[row]}))
+    return measure(options, given, rows, contenders, absent)
 
 
 def _bears_on_it(key: str) -> bool:
@@ -92,61 +96,86 @@ def _check(options: BenchPeers) -> None:
         if row not in ROWS:
             raise UserError(f"command line: rows: {row or repr(row)} is not a row; they are {', '.join(ROWS)}")
     check_turns(options.rounds, options.warmup, options.seconds, options.threads)
+    if not options.configs:
+        raise UserError("command line: configs: a run file is needed")
     check_file("json", options.json)
     check_file("page", options.page)
 
 
-def _contenders(without: Sequence[str]) -> list[Contender]:
-    """Return the contenders. Raises UserError for an unknown name, an empty selection, and a missing library."""
+def _contenders(without: Sequence[str]) -> tuple[list[Contender], dict[str, str]]:
+    """Return who takes part, and why others do not. Raises UserError for an unknown name and an empty selection."""
     from lockstep.core.bench.peers import CONTENDERS
 
     names = [contender.name for contender in CONTENDERS if contender.name != "lockstep"]
     for name in without:
         if name not in names:
             raise UserError(f"command line: without: {name or repr(name)} is nobody; they are {', '.join(names)}")
-    found = [contender for contender in CONTENDERS if contender.name not in without]
+    found, absent = [], {}
+    for contender in CONTENDERS:
+        if contender.name in without:
+            continue
+        if any(find_spec(name) is None for name in contender.needs):
+            absent[contender.name] = f"not installed (pip install 'lockstep[{contender.extra}]')"
+        else:
+            found.append(contender)
     if all(contender.ours for contender in found):
         raise UserError("command line: without: nobody is left to compare with")
-    for contender in found:
-        missing = [name for name in NEEDED.get(contender.name, ()) if find_spec(name) is None]
-        if missing:
-            raise UserError(
-                f"the peer {contender.name} needs {' and '.join(missing)}: pip install 'lockstep[peers]', or go on "
-                f"--without {contender.name}"
-            )
-    return found
+    return found, absent
 
 
-def measure(options: BenchPeers, given: dict[str, str], rows: list[str], contenders: Sequence[Contender]) -> int:
-    """Row by row; the file is written after each."""
-    from lockstep.core.bench.peers import HEADERS, ROWS, SCHEMA, SUITE, answers, cells, taking_part
+def measure(
+    options: BenchPeers,
+    given: dict[str, str],
+    rows: list[str],
+    contenders: Sequence[Contender],
+    absent: dict[str, str],
+) -> int:
+    """Model by model and row by row; the file is written after each row."""
+    from lockstep.core.bench.peers import HEADERS, ROWS, SCHEMA, SUITE, answers, cells, size, taking_part
     from lockstep.core.config.file import load_config
     from lockstep.core.files.atomic import write_atomically
+    from lockstep.core.model.budget import parameter_count
     from lockstep.core.sinks.tables import table
     from lockstep.core.sinks.terminal import open_console
 
     console = open_console(max(120, open_console().width))
-    config = load_config(options.config, {**given, **ROWS[rows[0]]})
     threads = options.threads or os.cpu_count() or 1
-    results: dict[str, Any] = {"schema": SCHEMA, "suite": SUITE, **about(config, threads, LIBRARIES), "rows": []}
+    config = load_config(options.configs[0], {**given, **ROWS[rows[0]]})
+    facts = about(config, threads, LIBRARIES)
+    models: list[dict[str, Any]] = []
+    results = {"schema": SCHEMA, "suite": SUITE, **{key: facts[key] for key in ("device", "versions")}}
+    results |= {"absent": absent, "models": models}
+    for name, why in absent.items():
+        console.print(f"{name}: {why}", markup=False)
     with options.json.with_suffix(".log").open("a") as log:
-        for row in rows:
-            part = taking_part(row, config.device, contenders)
-            found = _row(row, options, given, part, threads, log)
-            results["rows"].append(found)
-            write_atomically(options.json, [(json.dumps(results, indent=1) + "\n").encode()])
-            if found["status"] != "measured":
-                console.print(f"{row}: {found['status'].replace('_', ' ')}: {found['reason']}", markup=False)
-            if found.get("contenders"):
-                console.print(table(row, HEADERS, cells(found)))
-            for line in answers(found):
-                console.print(line, markup=False, soft_wrap=True)
-    status = {found["status"] for found in results["rows"]}
+        for path in options.configs:
+            config = load_config(path, {**given, **ROWS[rows[0]]})
+            settings = about(config, threads)["config"]
+            models.append({"config": settings, "parameters": parameter_count(config.model), "rows": []})
+            for row in rows:
+                part = taking_part(row, config.device, contenders)
+                found = _row(row, path, options, given, part, threads, log)
+                models[-1]["rows"].append(found)
+                write_atomically(options.json, [(json.dumps(results, indent=1) + "\n").encode()])
+                title = f"{size(models[-1])}, {row}"
+                if found["status"] != "measured":
+                    console.print(f"{title}: {found['status'].replace('_', ' ')}: {found['reason']}", markup=False)
+                if found.get("contenders"):
+                    console.print(table(title, HEADERS, cells(found)))
+                for line in answers(found):
+                    console.print(line, markup=False, soft_wrap=True)
+    status = {found["status"] for model in models for found in model["rows"]}
     return 2 if "failed" in status else 1 if "not_the_same_work" in status else 0
 
 
 def _row(
-    row: str, options: BenchPeers, given: dict[str, str], part: Sequence[Contender], threads: int, log: IO[str]
+    row: str,
+    path: Path,
+    options: BenchPeers,
+    given: dict[str, str],
+    part: Sequence[Contender],
+    threads: int,
+    log: IO[str],
 ) -> dict[str, Any]:
     from lockstep.core.bench.peers import ROWS, result
     from lockstep.core.bench.turns import in_turns
@@ -155,7 +184,7 @@ def _row(
     sides: list[Side] = []
     try:
         for one in part:
-            config = load_config(options.config, {**given, **ROWS[row], **one.settings})
+            config = load_config(path, {**given, **ROWS[row], **one.settings})
             own = {} if one.ours else {"GOMP_SPINCOUNT": LIBGOMP_SPINS}
             sides.append(start_trainer(one.name, one.program, config, threads, log, own))
         taken, losses = in_turns(sides, options.warmup, options.rounds, options.seconds, STEP_LIMIT)
@@ -165,7 +194,7 @@ def _row(
     finally:
         for side in sides:
             side.close()
-    return result(row, load_config(options.config, {**given, **ROWS[row]}), part, taken, losses, memory)
+    return result(row, load_config(path, {**given, **ROWS[row]}), part, taken, losses, memory)
 
 
 if __name__ == "__main__":

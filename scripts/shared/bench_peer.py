@@ -21,7 +21,8 @@ IMPORTS = {
     "lockstep.torch_backend.tools.peers.hugging_face": (
         "transformers.trainer",
         "transformers.models.llama.modeling_llama",
-    )
+    ),
+    "lockstep.torch_backend.tools.peers.torchtitan": ("torchtitan.trainer", "torchtitan.models.llama3"),
 }
 
 
