@@ -1,6 +1,7 @@
 """How often is a clean trainer accused? Random models, random and trained weights, thousands of checks. Resumable.
 
     python -m lockstep.scripts.studies.false_alarms --jobs 3    run what is missing, write docs/results/false_alarms.md
+    python -m lockstep.scripts.studies.false_alarms "bf16, compiled"     that row alone
     python -m lockstep.scripts.studies.false_alarms --page      only write the page from what has been run
 
 A check is one verdict on one step. Draws of shapes are separate from those of the calibration. Each finished draw is a
@@ -133,6 +134,8 @@ SEEDS, BETWEEN = 2, 3
 class FalseAlarms:
     """Judge clean runs, and count those that are accused."""
 
+    labels: tyro.conf.Positional[tuple[str, ...]] = ()
+    """rows of the page, for example "bf16, compiled" (none = all)"""
     jobs: int = 2
     """processes; each computes on one thread"""
     draws: int = 30
@@ -224,7 +227,8 @@ def missing(options: FalseAlarms) -> Iterator[tuple[str, int, int]]:
     """Draws that are still to be made, recipe by recipe in turns, so that an early stop leaves no recipe out."""
     done = {(line["label"], line["draw"]) for line in lines()}
     for number in range(options.draws):
-        for label, kind in RECIPES.items():
+        for label in options.labels or RECIPES:
+            kind = RECIPES[label]
             if (label, kind.first_draw + number) not in done:
                 yield label, kind.first_draw + number, options.checks
 
@@ -284,6 +288,8 @@ def page() -> str:
 def main() -> None:
     """Run what is missing, then write the page."""
     options = tyro.cli(FalseAlarms, description=__doc__)
+    if unknown := set(options.labels) - RECIPES.keys():
+        sys.exit(f"not rows: {', '.join(sorted(unknown))}; they are {'; '.join(RECIPES)}")
     os.environ[here.FOLDER] = "off"
     started = time.perf_counter()
     if not options.page:
