@@ -19,13 +19,15 @@ import pytest
 from lockstep.core.backend import StepRecord
 from lockstep.core.config.schema import ParityConfig, RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.files.npz import read_npz
 from lockstep.core.parity.evidence import lasting
 from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.recorded import probe_of
 from lockstep.core.parity.evidence.saved import save_evidence, store_of
 from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.modes import shadow as shadow_module
-from lockstep.core.parity.modes.shadow import Result, Shadow, ShadowPart, judge_all
+from lockstep.core.parity.modes.shadow import SUMS, SUMS_BEFORE, Result, Shadow, ShadowPart, judge_all
 from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.core.plan.checks import BEHIND_BYTES, GB, cost_of_check
 from lockstep.core.run.ranks import ONE
@@ -257,6 +259,49 @@ def test_a_worker_whose_trainer_was_killed_ends_without_a_traceback(tmp_path: Pa
     results_in.close()
     outgoing.send((1, evidence_in(tmp_path / "evidence")))
     judge_all(checked(), f"{REFERENCES}:Failing", None, incoming, results_out)
+
+
+def judged(session: TorchSession, folder: Path, observations: Path, seeds: range) -> list[Result]:
+    """Let a worker judge a step of each seed, in this process."""
+    evidence_in, evidence_out = Pipe(duplex=False)
+    results_in, results_out = Pipe(duplex=False)
+    folder.mkdir()
+    for seed in seeds:
+        store = FolderStore.create(folder / str(seed))
+        batch = text_batch(session.config, seed)
+        evidence = gather(session, session.config, batch, probe_of(batch, session.config), store=store)
+        save_evidence(evidence, store)
+        evidence_out.send((evidence.record.step, store.folder))
+    evidence_out.close()
+    found: list[Result] = []
+    reader = threading.Thread(target=lambda: found.extend(results_in.recv() for _ in seeds))
+    reader.start()
+    judge_all(session.config, JAX, observations, evidence_in, results_out)
+    reader.join()
+    return found
+
+
+@pytest.mark.usefixtures("in_one_process")
+def test_sums_over_checks_go_on_after_a_resume_from_what_lies_before_it(tmp_path: Path) -> None:
+    session, observations = TorchSession(checked()), tmp_path / "observations"
+
+    def sums(name: str = SUMS) -> tuple[int, int, int]:
+        arrays = read_npz(observations / name)
+        return int(arrays["last_step"]), int(arrays["checks"].max()), int(arrays["mean_checks"].max())
+
+    first = judged(session, tmp_path / "first", observations, range(2))
+    assert [one.verdict if isinstance(one, Check) else one for one in first] == ["agreed"] * 2
+    assert sums() == (2, 2, 2)
+    state = session.state()
+    judged(session, tmp_path / "second", observations, range(2, 3))
+    assert sums() == (3, 3, 3) and sums(SUMS_BEFORE) == (2, 2, 2)
+    # Killed, and resumed after step 2: the newest sums have a step that is made again.
+    session.load(state)
+    judged(session, tmp_path / "third", observations, range(2, 4))
+    assert sums() == (4, 4, 4)
+    # From the first step: no sums lie before it.
+    judged(TorchSession(checked()), tmp_path / "fourth", observations, range(1))
+    assert sums() == (1, 1, 1)
 
 
 def test_evidence_lies_in_the_folder_until_its_check_is_back(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ import pytest
 
 from lockstep.core.backend import State
 from lockstep.core.config.schema import OptimConfig
+from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.gather import gather, uneven_weights
 from lockstep.core.parity.judge.aggregates import LEAST_CHECKS, Means, geometric_mean
 from lockstep.core.parity.judge.judge import Reference, judge
+from lockstep.core.parity.judge.over_steps import OverSteps
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.calibrated_bounds import Extremes
 from lockstep.core.parity.measures.compare import finding
@@ -69,6 +71,58 @@ def test_a_small_excess_in_every_check_is_found_over_checks(monkeypatch):
             assert bool(list(means.findings())) == (number >= LEAST_CHECKS)
         (over,) = means.findings()
         assert (over.scope, over.ok) == ("over_steps", ok)
+
+
+def begun(monkeypatch, checks: int, shift: float = 0.0) -> OverSteps:
+    """Sums over checks whose excesses are all `shift` off."""
+    row = Extremes(0.1, 0.1, 0.1, 300, over_checks=0.02)
+    monkeypatch.setattr(calibrated_bounds, "table", lambda: {"bf16/eager": {"gradients/together": row}})
+    sums = OverSteps("bf16/eager")
+    for number in range(1, checks + 1):
+        sums.means.add(seen(float(np.exp(shift))), "gradients/together", 1000)
+        sums.last_step = 10 * number
+        list(sums.findings())
+    return sums
+
+
+def test_means_go_on_after_a_resume(monkeypatch):
+    sums = begun(monkeypatch, LEAST_CHECKS - 1)
+    again = OverSteps.resumed("bf16/eager", sums.to_arrays(), sums.last_step + 1)
+    assert again is not None and not list(again.findings())
+    again.means.add(seen(1.3), "gradients/together", 1000)
+    (over,) = again.findings()
+    assert f"over {LEAST_CHECKS} checks" in over.measures[0].basis
+    assert over.measures[0].value == pytest.approx(1.3 ** (1 / LEAST_CHECKS))
+    both = OverSteps.resumed("bf16/eager", again.to_arrays(), 1000)
+    assert both is not None and both.to_arrays().keys() == again.to_arrays().keys()
+    assert all(np.array_equal(value, again.to_arrays()[name]) for name, value in both.to_arrays().items())
+
+
+def test_sums_of_another_recipe_of_steps_made_again_or_out_of_bounds_begin_anew(monkeypatch):
+    sums = begun(monkeypatch, LEAST_CHECKS)
+    assert OverSteps.resumed("bf16/eager", sums.to_arrays(), sums.last_step + 1) is not None
+    assert OverSteps.resumed("bf16/compiled", sums.to_arrays(), sums.last_step + 1) is None
+    assert OverSteps.resumed("bf16/eager", sums.to_arrays(), sums.last_step) is None
+    wrong = begun(monkeypatch, LEAST_CHECKS, shift=0.3)
+    assert wrong.accused and OverSteps.resumed("bf16/eager", wrong.to_arrays(), wrong.last_step + 1) is None
+
+
+@pytest.mark.parametrize("name", ["recipe", "mean_kinds", "mean_checks", "mean_logarithms", "keys"])
+def test_sums_that_are_not_whole_are_refused(name, monkeypatch):
+    arrays = begun(monkeypatch, LEAST_CHECKS).to_arrays()
+    for broken in ({k: v for k, v in arrays.items() if k != name}, arrays | {name: np.asarray(["x"] * 7)}):
+        if name == "recipe" and "recipe" in broken:
+            continue
+        with pytest.raises(UserError, match="no whole"):
+            OverSteps.resumed("bf16/eager", broken, 1000)
+
+
+def test_a_key_of_another_length_begins_anew():
+    sums, rng = OverSteps("bf16/eager"), np.random.default_rng(0)
+    for length, checks in ((64, 1), (64, 2), (32, 1)):
+        arrays = tuple(rng.standard_normal((3, length)))
+        sums.add(seen(1.0), "gradients/together", length, arrays, np.float32, 0.0)
+        assert sums.bias.checks(sums.bias.keys[0]) == checks
 
 
 def test_what_is_wrong_by_itself_or_was_not_measured_is_not_summed(monkeypatch):

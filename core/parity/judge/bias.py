@@ -179,6 +179,14 @@ class Bias:
         """Every key that was added to, in the order of its first check."""
         return tuple(self._sums)
 
+    def length(self, key: Key) -> int | None:
+        """L, the numbers of each check under this key; None before its first one."""
+        return self._sums[key].total.shape[1] if key in self._sums else None
+
+    def forget(self, key: Key) -> None:
+        """Begin this key's sums anew."""
+        self._sums.pop(key, None)
+
     def checks(self, key: Key) -> int:
         """T, the checks added under this key."""
         return self._sums[key].checks if key in self._sums else 0

@@ -25,11 +25,17 @@ class _Comparison:
 
 @dataclass
 class OverSteps:
-    """The running sums of one run, and what they say after each check. means: of excesses end to end."""
+    """The running sums of one run, and what they say after each check.
+
+    means: of excesses end to end. last_step: that of the last check in the sums. accused: whether a sum left its
+    bounds.
+    """
 
     recipe: str
     bias: Bias = field(default_factory=Bias)
     means: Means = field(init=False)
+    last_step: int = 0
+    accused: bool = False
     _seen: dict[Key, _Comparison] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -46,11 +52,19 @@ class OverSteps:
     ) -> None:
         """Add a local comparison that holds by itself. sketches: (K,) of c − w, w − t and t."""
         key = (found.stage, found.phase, found.tap)
+        # A run may go on after a resume with micro-batches of another size.
+        if self.bias.length(key) not in (None, len(sketches[0])):
+            self.bias.forget(key)
         if self.bias.add(key, *sketches, stream, gain_difference):
             self._seen[key] = _Comparison(found, kind, size)
 
     def findings(self) -> Iterator[Finding]:
         """One finding for every key that was added to since the last call and has enough checks behind it."""
+        for found in self._findings():
+            self.accused |= not found.ok
+            yield found
+
+    def _findings(self) -> Iterator[Finding]:
         for key, seen in self._seen.items():
             limits = calibrated_bounds.limits(self.recipe, seen.kind, seen.size)
             measures = self.bias.measures(key, limits.distance, limits.gain, seen.size)
@@ -60,8 +74,25 @@ class OverSteps:
         self._seen.clear()
         yield from self.means.findings()
 
-    def resume(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Go on from the sums of an earlier part of the run. Raises UserError if they are not whole."""
-        if self.bias.keys:
-            raise UserError("sums were begun already")
-        self.bias = Bias.from_arrays(arrays)
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Everything as arrays for one npz, from which `resumed` goes on."""
+        about = {"recipe": self.recipe, "last_step": self.last_step, "accused": self.accused}
+        return self.bias.to_arrays() | self.means.to_arrays() | {name: np.asarray(x) for name, x in about.items()}
+
+    @classmethod
+    def resumed(cls, recipe: str, arrays: Mapping[str, np.ndarray], step: int) -> OverSteps | None:
+        """The sums of an earlier part of a run, before its check of `step`; None where they must begin anew.
+
+        They are another recipe's; or they have checks of steps that the run makes again; or a sum had left its bounds:
+        whoever resumes has mended what was wrong, and the checks from before would hold it against the mended program.
+        Raises UserError if the arrays are not whole.
+        """
+        try:
+            stored, last_step, accused = str(arrays["recipe"]), int(arrays["last_step"]), bool(arrays["accused"])
+            if stored != recipe or last_step >= step or accused:
+                return None
+            sums = cls(recipe, Bias.from_arrays(arrays), last_step=last_step)
+            sums.means = Means.from_arrays(recipe, arrays)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"these are no whole sums over checks: {error}") from None
+        return sums

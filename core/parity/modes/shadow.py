@@ -38,6 +38,7 @@ from lockstep.core.checkpoint.format import folder_name
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import write_atomically
+from lockstep.core.files.npz import read_npz
 from lockstep.core.load_backend import load_backend
 from lockstep.core.parity.diagnose.fitting import with_fitting
 from lockstep.core.parity.evidence.gather import Evidence, gather
@@ -48,6 +49,7 @@ from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
 from lockstep.core.parity.evidence.store import FolderStore, NoStore
 from lockstep.core.parity.judge.end_to_end import observations_of
 from lockstep.core.parity.judge.judge import Reference, judge
+from lockstep.core.parity.judge.over_steps import OverSteps
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.modes.coverage import BUSY
 from lockstep.core.parity.reference.self_check import sound_reference
@@ -64,6 +66,8 @@ END_SECONDS = 1.0
 # The sums over a run's checks (core/parity/judge/bias.py) are some megabytes: written after this many checks and at the
 # end.
 SUMS, SUMS_EVERY = "bias.npz", 8
+# Those of the time before: a run that was killed goes on from a checkpoint that may be older than the last ones.
+SUMS_BEFORE = "bias_before.npz"
 
 Result = Check | tuple[int, str]
 
@@ -432,6 +436,7 @@ def judge_all(
             if opened is None or backend is None:
                 backend = load_backend(reference)
                 opened = sound_reference(backend, config).over_a_run()
+                opened = opened if observations is None else _gone_on(opened, observations, step)
             # What is shown again after an alarm is no check of the run.
             check = judge(evidence, replace(opened, over_steps=None) if evidence.rechecked else opened)
             if check.verdict == "disagreed" and not fitted and not evidence.rechecked:
@@ -449,10 +454,13 @@ def judge_all(
             results_out.send(result)
         except OSError:  # the trainer was killed, and `_end_with_parent` has not seen it yet
             return
+        if opened is not None and opened.over_steps is not None and not isinstance(result, tuple):
+            opened.over_steps.last_step = step
         judged += 1
         if judged % SUMS_EVERY == 0:
             _keep_sums(opened, observations)
-    _keep_sums(opened, observations)
+    if judged % SUMS_EVERY:
+        _keep_sums(opened, observations)
 
 
 def _received(pipe: Connection) -> tuple[int, Path] | None:
@@ -464,14 +472,28 @@ def _received(pipe: Connection) -> tuple[int, Path] | None:
     return told
 
 
+def _gone_on(reference: Reference, folder: Path, step: int) -> Reference:
+    """The reference with the sums over the checks before `step` of a run that was resumed; as it is without them."""
+    if reference.over_steps is None:
+        return reference
+    for name in (SUMS, SUMS_BEFORE):
+        with contextlib.suppress(UserError):  # none, or damaged: the sums begin anew
+            sums = OverSteps.resumed(reference.recipe, read_npz(folder / name), step)
+            if sums is not None:
+                return replace(reference, over_steps=sums)
+    return reference
+
+
 def _keep_sums(reference: Reference | None, folder: Path | None) -> None:
     """Write the sums over the run's checks beside its observations, for the report and for a resume."""
     if reference is None or reference.over_steps is None or folder is None:
         return
     buffer = io.BytesIO()
-    np.savez(buffer, **reference.over_steps.bias.to_arrays())  # type: ignore[arg-type]
+    np.savez(buffer, **reference.over_steps.to_arrays())  # type: ignore[arg-type]
     with contextlib.suppress(OSError):  # a full disk: the checks themselves have said so
         folder.mkdir(parents=True, exist_ok=True)
+        if (folder / SUMS).exists():
+            (folder / SUMS).replace(folder / SUMS_BEFORE)
         write_atomically(folder / SUMS, [buffer.getvalue()])
 
 

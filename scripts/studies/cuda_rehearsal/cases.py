@@ -34,7 +34,7 @@ CASTS = ("autocast", "residual=bf16", "logits=bf16", "residual=bf16, norm=bf16, 
 _OF_CASTS = "the plan counts no activation that a plan of casts keeps in bf16 (core/plan/formulas.py)"
 _OF_RANKS = (
     "75 % of it is DDP's bucket of before its first backward pass, which is still there in the third step; the rest is "
-    "what Dynamo's cut of the graph at a bucket keeps, an MLP's gate in FP32; events are probably the timers of DDP's log"
+    "what Dynamo's cut of the graph at a bucket keeps, an MLP's gate in FP32; events probably time DDP's log"
 )
 # Why something does not hold, by the case's name, with `eager` or `compiled` or for both.
 KNOWN = {
