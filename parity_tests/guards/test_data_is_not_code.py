@@ -401,6 +401,7 @@ DOORS: dict[str, dict[str, str]] = {
     "scripts/studies/parity_matrix.py": {"subprocess.run": "this Python"},
     "scripts/studies/chaos_process.py": {"subprocess.Popen": "this Python"},
     "scripts/studies/peaks.py": {"subprocess.Popen": "this Python"},
+    "scripts/studies/start.py": {"subprocess.Popen": "this Python", "subprocess.run": "git in a clone; this Python"},
 }
 MODULES = {
     "pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "runpy", "code", "importlib", "subprocess",
