@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,14 @@ def test_a_tensor_of_one_layer_has_no_mean_and_an_unmeasured_recipe_none(referen
     for layer in range(2):
         unmeasured.add(of_layer(layer, 3.0), "end_to_end/forward/no_such_stage", 1000)
     assert not list(unmeasured.findings())
+
+
+def test_another_plan_of_casts_has_none_as_none_was_measured(reference):
+    precision = CONFIG.precision.model_copy(update={"casts": "autocast"})
+    means = OverLayers(replace(reference, config=CONFIG.model_copy(update={"precision": precision})))
+    for layer in range(2):
+        means.add(of_layer(layer, 3.0), "end_to_end/forward/q", 1000)
+    assert not list(means.findings())
 
 
 def test_taps_of_a_run_have_means_of_both_phases(hardly_trained, reference):

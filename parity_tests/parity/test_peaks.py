@@ -201,6 +201,20 @@ def test_one_element_at_a_tie_is_no_distance(ulps: int, accused: bool) -> None:
     assert ("twin_distance" in broken) == accused
 
 
+@pytest.mark.parametrize(("ulps", "accused"), [(1, set()), (3, {"largest_row", "largest_column"})])
+def test_one_element_at_a_tie_is_no_distance_of_its_lines(ulps: int, accused: set[str]) -> None:
+    """An element that outweighs its row and column falls to the other side of a tie."""
+    truth = np.random.default_rng(1).standard_normal((64, 64)) * 0.1
+    truth[3, 5] = 1.0 + 0.499 * 2.0**-7
+    twin = rounded(truth)
+    candidate = twin.copy()
+    candidate[3, 5] += ulps * 2.0**-7
+    d = distances(candidate, twin, truth, np.float32)
+    assert d.peaks is not None and min(d.peaks.row, d.peaks.column) > 1
+    broken = {m.name for m in calibrated_bounds.measures("bf16/eager", "backward/q/weight", d, 4096) if not m.ok}
+    assert broken & {"largest_row", "largest_column"} == accused
+
+
 def test_many_elements_at_a_tie_are_a_distance() -> None:
     d = distances(with_ties(0.2), TWIN, TRUTH, np.float32)
     assert peak_bounds.distance_of_ties("rounded", d) == 0

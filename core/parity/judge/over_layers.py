@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from lockstep.core.components.cast_plan import LOCKSTEP
 from lockstep.core.parity.judge.aggregates import geometric_mean
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import Reference, finding
@@ -32,8 +33,14 @@ class OverLayers:
             self._seen.setdefault((found.stage, found.phase, tensor, kind), []).append((excess, errors))
 
     def findings(self) -> Iterator[Finding]:
-        """One finding for each tensor of two layers or more, where clean runs of the recipe measured such means."""
+        """One finding for each tensor of two layers or more, where clean runs of the recipe measured such means.
+
+        They were measured under Lockstep's own plan of casts, where the mean of a bias's gradients reached 1.26. What
+        another plan rounds goes on through all layers: in one of 48 checks under one it was 1.47.
+        """
         recipe = self.reference.recipe
+        if self.reference.config.precision.plan != LOCKSTEP:
+            return
         for (stage, phase, tensor, kind), seen in self._seen.items():
             if len(seen) < 2:
                 continue

@@ -121,11 +121,16 @@ def distance_of_ties(result: Result, d: Distances) -> float:
 
     One element is d.peaks.largest of the twin's largest error away, and may be TIE.
     """
+    return _of_ties(result, d, d.twin_distance)
+
+
+def _of_ties(result: Result, d: Distances, value: float) -> float:
+    """What `value`, a distance or a gain, may be where a few elements make it: as if the largest were TIE away."""
     peaks = d.peaks
     if result != "rounded" or peaks is None or not peaks.largest:
         return 0.0
     count = round(d.unequal * peaks.rows * peaks.columns)
-    return TIE * d.twin_distance / peaks.largest if count <= FEW_TIES else 0.0
+    return TIE * abs(value) / peaks.largest if count <= FEW_TIES else 0.0
 
 
 def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: float) -> Iterator[Measure]:
@@ -134,17 +139,22 @@ def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: floa
         return
     least, width = LEAST[result], scatter(size)
 
-    def bound(extreme: float, least: float, width: float) -> tuple[float, str]:
+    def bound(extreme: float, least: float, width: float, ties: float = 0.0) -> tuple[float, str]:
         high = max(margin * extreme, least)
+        if ties > high * width:
+            return ties, f"at most {FEW_TIES} elements, each within a rounding at a tie"
         how = f"×{margin:g}" if high > least else f"least {least:g}"
         few = f", few numbers ×{width:.2g}" if width > 1.05 else ""
         return high * width, f"{clean.draws} clean draws reached {extreme:.3g}, {how}{few}"
 
     yield Measure("largest_element", peaks.largest, None, *bound(clean.largest, least.largest, width))
     if peaks.rows > 1 and peaks.columns > 1:
-        yield Measure("largest_row", peaks.row, None, *bound(clean.row, least.line, scatter(peaks.columns)))
-        yield Measure("largest_column", peaks.column, None, *bound(clean.column, least.line, scatter(peaks.rows)))
-        reach, basis = bound(clean.row_gain, least.row_gain, width)
+        # An element at a tie may outweigh its row and its column, where it does not outweigh the tensor.
+        lines = ("row", peaks.row, clean.row, peaks.columns), ("column", peaks.column, clean.column, peaks.rows)
+        for name, value, extreme, numbers in lines:
+            high, basis = bound(extreme, least.line, scatter(numbers), _of_ties(result, d, value))
+            yield Measure(f"largest_{name}", value, None, high, basis)
+        reach, basis = bound(clean.row_gain, least.row_gain, width, _of_ties(result, d, peaks.row_gain))
         yield Measure("row_gain", peaks.row_gain, -reach, reach, basis)
     # Ten times the odds of a share.
     more = max(ODDS * clean.unequal / (1 + (ODDS - 1) * clean.unequal), least.unequal)
