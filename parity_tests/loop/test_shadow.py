@@ -299,6 +299,12 @@ def test_sums_over_checks_go_on_after_a_resume_from_what_lies_before_it(tmp_path
     session.load(state)
     judged(session, tmp_path / "third", observations, range(2, 4))
     assert sums() == (4, 4, 4)
+    # The sums of before lie within their bounds, but are of the program whose newest ones do not.
+    for name, accused in ((SUMS, True), (SUMS_BEFORE, False)):
+        changed: dict[str, Any] = {**read_npz(observations / SUMS), "accused": np.asarray(accused)}
+        np.savez(observations / name, **changed)
+    judged(session, tmp_path / "mended", observations, range(4, 5))
+    assert sums() == (5, 1, 1)
     # From the first step: no sums lie before it.
     judged(TorchSession(checked()), tmp_path / "fourth", observations, range(1))
     assert sums() == (1, 1, 1)

@@ -60,7 +60,7 @@ def main(out: Path, started: float, arguments: list[str]) -> None:
         setattr(owner, name, call)
 
     def inside() -> None:
-        # What `_train` imports at its own beginning, and the session, which is there by now.
+        # `_train` imports these at its own beginning; the session is there by now.
         from lockstep.core.parity.modes.shadow import Shadow
         from lockstep.core.sinks.jsonl import JsonlSink
         from lockstep.torch_backend.session import TorchSession

@@ -30,7 +30,7 @@ def _halves_swapped(x: Tensor) -> Tensor:
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (i, i + E/2) of the last axis of x (…, E); the tables broadcast to (…, E/2)."""
-    # Of wider tables autograd rounds the gradient of each product to the dtype of x before it adds them.
+    # Where the tables are wider, autograd rounds the gradient of each product to the dtype of x before it adds them.
     if torch.compiler.is_compiling() or x.dtype != cos.dtype:
         left, right = torch.chunk(x, 2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)

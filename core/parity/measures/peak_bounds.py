@@ -125,7 +125,7 @@ def distance_of_ties(result: Result, d: Distances) -> float:
 
 
 def _of_ties(result: Result, d: Distances, value: float) -> float:
-    """What `value`, a distance or a gain, may be where a few elements make it: as if the largest were TIE away."""
+    """Bound `value`, a distance or a gain that a few elements make: as if the largest of them were TIE away."""
     peaks = d.peaks
     if result != "rounded" or peaks is None or not peaks.largest:
         return 0.0

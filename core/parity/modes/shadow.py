@@ -478,9 +478,13 @@ def _gone_on(reference: Reference, folder: Path, step: int) -> Reference:
         return reference
     for name in (SUMS, SUMS_BEFORE):
         with contextlib.suppress(UserError):  # none, or damaged: the sums begin anew
-            sums = OverSteps.resumed(reference.recipe, read_npz(folder / name), step)
+            arrays = read_npz(folder / name)
+            sums = OverSteps.resumed(reference.recipe, arrays, step)
             if sums is not None:
                 return replace(reference, over_steps=sums)
+            # Those of before are of the program that was mended, too.
+            if arrays["accused"]:
+                return reference
     return reference
 
 

@@ -49,7 +49,7 @@ WORDS = {
     "blocks.": "layers.",
     "embed.": "tok_embeddings.",
 }
-# What tells the parameters of a group from those of the groups below it, by torchtitan's names.
+# Patterns of torchtitan's names: each tells the parameters of a group from those of the groups below it.
 PATTERNS = {"gains": r"norm\.weight$", "biases": r"\.bias$", "embedding": "tok_embeddings", "head": "lm_head"}
 
 
