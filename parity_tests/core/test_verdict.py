@@ -56,10 +56,18 @@ def test_strain_is_above_one_exactly_when_a_bound_is_broken(value, low, high):
         assert m.strain > 1 or math.isclose(value, low or high) or math.isclose(value, high or low)
 
 
+@pytest.mark.parametrize("name", ["gain_difference", "row_gain"])
 @given(value=st.floats(-1, 1), low=st.none() | st.floats(-1, 0), high=st.none() | st.floats(0, 1))
-def test_strain_of_a_gain_uses_the_bound_on_its_own_side(value, low, high):
-    m = measure(value, low, high, "gain_difference")
+def test_strain_of_a_gain_uses_the_bound_on_its_own_side(name, value, low, high):
+    m = measure(value, low, high, name)
     assert m.strain <= 1 if m.ok else m.strain >= 1
+
+
+def test_the_worst_measure_of_what_is_out_of_bounds_is_the_one_that_is():
+    """A length below its bound: its distance, within bounds, is no reason to accuse."""
+    measures = measure(0.86, None, 0.9, "twin_distance"), measure(-0.3636, -0.3587, 0.3587, "row_gain")
+    found = Finding("compiler", "blocks.3.attn.k_proj.weight", "backward", 3, "local", measures, 4096)
+    assert not found.ok and found.worst.name == "row_gain"
 
 
 def test_strain_of_nan_is_the_worst():

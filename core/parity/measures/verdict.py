@@ -45,7 +45,8 @@ class Measure:
             if self.value <= 0:
                 return math.inf
             return math.log(self.value) / math.log(self.high if self.value >= 1 else self.low)
-        if self.name == "gain_difference":
+        if self.low is not None and self.low <= 0:
+            # Signed, around 0.
             reach = self.high if self.value >= 0 else self.low
             return 0.0 if reach is None else _ratio(abs(self.value), abs(reach))
         above = _ratio(self.value, self.high) if self.high is not None else 0.0
