@@ -86,12 +86,17 @@ def test_a_tensor_of_one_layer_has_no_mean_and_an_unmeasured_recipe_none(referen
     assert not list(unmeasured.findings())
 
 
-def test_another_plan_of_casts_has_none_as_none_was_measured(reference):
-    precision = CONFIG.precision.model_copy(update={"casts": "autocast"})
-    means = OverLayers(replace(reference, config=CONFIG.model_copy(update={"precision": precision})))
+@pytest.mark.parametrize(
+    ("casts", "compiled", "means"), [("autocast", False, 1), ("lockstep", True, 1), ("autocast", True, 0)]
+)
+def test_a_compiled_program_has_none_under_another_plan_of_casts(casts, compiled, means, reference):
+    precision = CONFIG.precision.model_copy(update={"casts": casts})
+    program = CONFIG.compile.model_copy(update={"enabled": compiled})
+    config = CONFIG.model_copy(update={"precision": precision, "compile": program})
+    over_layers = OverLayers(replace(reference, config=config))
     for layer in range(2):
-        means.add(of_layer(layer, 3.0), "end_to_end/forward/q", 1000)
-    assert not list(means.findings())
+        over_layers.add(of_layer(layer, 3.0), "end_to_end/forward/q", 1000)
+    assert len(list(over_layers.findings())) == means
 
 
 def test_taps_of_a_run_have_means_of_both_phases(hardly_trained, reference):

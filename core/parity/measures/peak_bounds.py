@@ -125,12 +125,12 @@ def distance_of_ties(result: Result, d: Distances) -> float:
 
 
 def _of_ties(result: Result, d: Distances, value: float) -> float:
-    """Bound `value`, a distance or a gain that a few elements make: as if the largest of them were TIE away."""
+    """Bound `value`, a distance that a few elements make: as if the largest of them were TIE away."""
     peaks = d.peaks
     if result != "rounded" or peaks is None or not peaks.largest:
         return 0.0
     count = round(d.unequal * peaks.rows * peaks.columns)
-    return TIE * abs(value) / peaks.largest if count <= FEW_TIES else 0.0
+    return TIE * value / peaks.largest if count <= FEW_TIES else 0.0
 
 
 def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: float) -> Iterator[Measure]:
@@ -154,7 +154,7 @@ def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: floa
         for name, value, extreme, numbers in lines:
             high, basis = bound(extreme, least.line, scatter(numbers), _of_ties(result, d, value))
             yield Measure(f"largest_{name}", value, None, high, basis)
-        reach, basis = bound(clean.row_gain, least.row_gain, width, _of_ties(result, d, peaks.row_gain))
+        reach, basis = bound(clean.row_gain, least.row_gain, width)
         yield Measure("row_gain", peaks.row_gain, -reach, reach, basis)
     # Ten times the odds of a share.
     more = max(ODDS * clean.unequal / (1 + (ODDS - 1) * clean.unequal), least.unequal)
