@@ -124,7 +124,7 @@ Under the first bounds of casts 3 of 48 compiled checks under random casts were 
 gradient, at a tie, was all of its distance; and attention's gradient of k had bounds from 8 shapes only. A few elements
 at a tie have been no distance since, of a tensor or of one of its rows and columns, and compiled programs were measured
 on 30 shapes more, with Lockstep's casts and with others. One of those draws, 5016, was accused until then, and after it
-by a mean over layers: such means hold Lockstep's own casts alone.
+by a mean over layers: those of compiled programs hold Lockstep's own casts alone.
 
 During training stages are examined on other sequences from check to check; the count is of the first and the last of a
 micro-batch."""
