@@ -107,22 +107,30 @@ class _Products:
         # FP8's own copies: one byte a number.
         self.narrow = 1.0 if z.fp8 else 0.0
 
-    def forward(self, tape: Tape, name: str, into: int, out: int) -> None:
-        """An eager layer: its input's copy and its weight's stay, its output is `name` in the stream dtype."""
+    def forward(self, tape: Tape, name: str, into: int, out: int, narrow: bool = False) -> None:
+        """An eager layer: its input's copy and its weight's stay, its output is `name`, as the plan of casts keeps it.
+
+        narrow: its input has the operand dtype and is the caller's, so that there is no copy.
+        """
         z, n = self.z, self.z.tokens
         if z.casts:
-            tape.make(**{f"{name}.x": float(z.read * n * into)})
+            tape.make(**{f"{name}.x": 0.0 if narrow else float(z.read * n * into)})
             tape.make(**{f"{name}.w": 0.0 if z.fp8 else float(z.read * into * out)})
             tape.make(fp8=self.narrow * (n * into + into * out))
             tape.make(product=float(z.operand * n * out))
             tape.free("fp8")
-        tape.make(**{name: float(z.stream * n * out)})
+        if z.casts and z.plan.keeps("linear"):
+            tape.free("product")
+        tape.make(**{name: float(z.kept("linear") * n * out)})
         tape.free_if("product")
 
-    def backward(self, tape: Tape, name: str, into: int, out: int, own: bool, last: bool = True) -> None:
-        """From d_`name` to d_`name`.x, both in the stream dtype, and the weight's gradient.
+    def backward(
+        self, tape: Tape, name: str, into: int, out: int, own: bool, last: bool = True, narrow: bool = False
+    ) -> None:
+        """From d_`name` to d_`name`.x and the weight's gradient.
 
         own: d_`name` is this layer's to free. last: so is the input, which others of the same input do not need.
+        narrow: the input has the operand dtype, and d_`name`.x too.
         """
         z, n = self.z, self.z.tokens
         weight, wide_x = float(z.stream * into * out), float(z.stream * n * into)
@@ -143,6 +151,10 @@ class _Products:
         tape.free("fp8", "narrow_d", f"{name}.x", f"{name}.w")
         tape.make(**{f"g_{name}": weight})
         tape.free("narrow_g")
+        if narrow:
+            tape.free("narrow_x")
+            tape.make(**{f"d_{name}.x": float(z.operand * n * into)})
+            return
         tape.make(**{f"d_{name}.x": wide_x})
         tape.free("narrow_x")
 
@@ -163,7 +175,12 @@ def attention(z: Sizes, masked: bool, normed_again: bool = False) -> Part:
     _attention_forward(forward, z, kernel, D, K)
     back = Tape(forward.there)
     _attention_backward(back, z, kernel, D, K)
-    return Part(forward.there, forward.phase, back.phase, products, D)
+    return Part(forward.there, forward.phase, back.phase, products, _input(z))
+
+
+def _input(z: Sizes) -> float:
+    """Bytes of what a norm writes, in eager."""
+    return float(z.kept("norm") * z.tokens * z.hidden)
 
 
 def _of_products(z: Sizes, kernel: Mapping[str, float]) -> float:
@@ -174,19 +191,20 @@ def _of_products(z: Sizes, kernel: Mapping[str, float]) -> float:
 
 
 def _attention_forward(tape: Tape, z: Sizes, kernel: Mapping[str, float], D: float, K: float) -> None:
-    layer, cast = _Products(z), D if z.casts else 0.0
-    if not z.casts:
-        tape.make(**{"qkv.x": D})
-    layer.forward(tape, "q", z.hidden, z.hidden)
-    layer.forward(tape, "k", z.hidden, z.kv)
-    layer.forward(tape, "v", z.hidden, z.kv)
+    layer, cast, shares = _Products(z), D if z.casts else 0.0, z.shares
+    if shares or not z.casts:
+        tape.make(**{"qkv.x": _input(z)})
+    layer.forward(tape, "q", z.hidden, z.hidden, shares)
+    layer.forward(tape, "k", z.hidden, z.kv, shares)
+    layer.forward(tape, "v", z.hidden, z.kv, shares)
     # Without a cast the rotated q is the kernel's own.
-    tape.make(halves=2 * D)
-    tape.free("halves")
-    tape.make(q_rope=cast, k_rope=K)
-    tape.make(expanded=cast)
+    tape.make(halves=2 * D, widened=D if z.plan.keeps("linear") else 0.0)
+    tape.free("halves", "widened")
+    rotated = z.kept("rotation") / z.stream
+    tape.make(q_rope=rotated * cast, k_rope=rotated * K)
+    tape.make(expanded=cast, widened=K if z.plan.keeps("rotation") else 0.0)
     tape.make(**kernel)
-    tape.free("expanded")
+    tape.free("expanded", "widened")
     if "scores" in kernel:
         # The softmax is not made in the place of what it is of.
         tape.make(scratch=kernel["scores"])
@@ -203,7 +221,7 @@ def _attention_forward(tape: Tape, z: Sizes, kernel: Mapping[str, float], D: flo
 
 
 def _attention_backward(tape: Tape, z: Sizes, kernel: Mapping[str, float], D: float, K: float) -> None:
-    layer, cast = _Products(z), D if z.casts else 0.0
+    layer, cast, shares = _Products(z), D if z.casts else 0.0, z.shares
     operand = float(z.operand * z.tokens * z.hidden)
     layer.backward(tape, "o", z.hidden, z.hidden, own=False)
     if z.casts:
@@ -231,10 +249,10 @@ def _attention_backward(tape: Tape, z: Sizes, kernel: Mapping[str, float], D: fl
     if not z.casts:
         tape.free("d_q")
     tape.make(d_q=0.0)
-    layer.backward(tape, "v", z.hidden, z.kv, own=True, last=False)
-    layer.backward(tape, "k", z.hidden, z.kv, own=True, last=False)
+    layer.backward(tape, "v", z.hidden, z.kv, own=True, last=False, narrow=shares)
+    layer.backward(tape, "k", z.hidden, z.kv, own=True, last=False, narrow=shares)
     tape.free("d_k.x")
-    layer.backward(tape, "q", z.hidden, z.hidden, own=True)
+    layer.backward(tape, "q", z.hidden, z.hidden, own=True, narrow=shares)
     tape.free("joined", "d_q.x", "d_v.x")
     tape.free_if("qkv.x")
 
@@ -297,35 +315,73 @@ def mlp(z: Sizes, normed_again: bool = False, recomputed: bool = False) -> Part:
     normed_again: the norm before it is computed again. recomputed: so is this.
     """
     n = z.tokens
-    D, F = float(z.stream * n * z.hidden), float(z.stream * n * z.ffn)
+    F = float(z.stream * n * z.ffn)
     products = float(z.operand * n * (2 * z.ffn + z.hidden))
     if z.fused:
         kept = _fused_mlp(z, products, _read(z, normed_again))
         return _fused_mlp_again(z, kept) if recomputed else kept
-    layer = _Products(z)
+    layer, shares = _Products(z), z.shares
     forward = Tape()
-    if not z.casts:
-        forward.make(**{"gate.x": D})
-    layer.forward(forward, "gate", z.hidden, z.ffn)
-    layer.forward(forward, "up", z.hidden, z.ffn)
-    forward.make(act=F)
-    layer.forward(forward, "down", z.ffn, z.hidden)
+    if shares or not z.casts:
+        forward.make(normed=_input(z))
+    layer.forward(forward, "gate", z.hidden, z.ffn, shares)
+    layer.forward(forward, "up", z.hidden, z.ffn, shares)
+    read = _activate(forward, z, F)
+    narrow_act = z.casts and not z.slow and z.plan.rounds("act")
+    layer.forward(forward, "down", z.ffn, z.hidden, narrow_act)
     forward.free("down")
-    if z.casts:
+    forward.free_if("before gate", "before up")
+    if z.casts and not narrow_act:
         forward.free("act")
     back = Tape(forward.there)
-    layer.backward(back, "down", z.ffn, z.hidden, own=False)
+    layer.backward(back, "down", z.ffn, z.hidden, own=False, narrow=narrow_act)
     back.free_if("act")
-    back.make(d_silu=F)
-    back.make(d_gate=F)
+    if narrow_act and read == F:
+        back.make(widened=F)
+        back.free("d_down.x", "widened")
+        back.make(**{"d_down.x": F})
+    back.make(d_silu=read)
+    back.make(d_gate=read)
     back.free("d_silu")
     # silu(gate) is not kept (torch_backend/kernels/recompute_products.py): made again in the place of d_up.
-    back.make(d_up=F)
+    back.make(d_up=read)
     back.free("d_down.x", "up", "gate")
-    layer.backward(back, "up", z.hidden, z.ffn, own=True, last=False)
-    layer.backward(back, "gate", z.hidden, z.ffn, own=True)
+    for name, last in (("up", False), ("gate", True)):
+        if read < float(z.kept("linear") * n * z.ffn):
+            back.make(widened=F)
+            back.free(f"d_{name}", "widened")
+            back.make(**{f"d_{name}": F})
+        layer.backward(back, name, z.hidden, z.ffn, own=True, last=last, narrow=shares)
+    back.free_if("normed")
     back.free("d_up.x", "d_gate.x")
-    return Part(forward.there, forward.phase, back.phase, products, D)
+    return Part(forward.there, forward.phase, back.phase, products, _input(z))
+
+
+def _activate(tape: Tape, z: Sizes, F: float) -> float:
+    """From `gate` and `up` as layers write them to `act`; leaves those that the activation read under their names.
+
+    Returns the bytes of one of these. What a layer wrote lives on as `before gate` and `before up`, where that is
+    another tensor: Python keeps the name.
+    """
+    written, narrow = float(z.kept("linear") * z.tokens * z.ffn), float(z.operand * z.tokens * z.ffn)
+    read = narrow if z.plan.rounds_inside_act else F
+    rounds = z.plan.rounds("act")
+    if z.casts and (written != read or (rounds and not z.plan.rounds_inside_act)):
+        tape.free("gate", "up")
+        tape.make(**{"before gate": written, "before up": written})
+        if rounds and written == F and read == F:
+            tape.make(rounded=2 * narrow)
+            tape.make(gate=read, up=read)
+            tape.free("rounded")
+        else:
+            tape.make(gate=read, up=read)
+    if rounds and read == F:
+        tape.make(wide=F)
+        tape.make(act=narrow)
+        tape.free("wide")
+    else:
+        tape.make(act=read)
+    return read
 
 
 def _fused_mlp(z: Sizes, products: float, normed: float) -> Part:

@@ -45,7 +45,9 @@ def head(z: Sizes, loss: LossConfig, tied: bool) -> Head:
     if chosen.whole:
         if z.fused:
             return _full_fused(z, tied)
-        return _functional(z) if z.autocast else _full(z)
+        if z.autocast:
+            return _functional(z)
+        return _full_narrow(z) if z.casts and z.plan.rounds("logits") else _full(z)
     return _in_chunks(z, rows, math.ceil(z.tokens / rows), chosen.one_kernel)
 
 
@@ -75,6 +77,38 @@ def _full(z: Sizes) -> Head:
     back.free_if("wide", "narrow")
     back.free("grad", "x", "w", "logsumexp")
     return Head(forward.there, forward.phase, back.phase, logits)
+
+
+def _full_narrow(z: Sizes) -> Head:
+    """Whole logits in the operand dtype, by a plan of casts: those of a linear layer."""
+    n, V = z.tokens, z.vocab
+    wide, narrow = float(z.stream * n * V), float(z.operand * n * V)
+    # Where a plan keeps what linear layers write in FP32, logits go through it, and their gradient does.
+    through = 0.0 if z.plan.keeps("linear") else wide
+    x, weight = float(z.read * n * z.hidden), float(z.read * V * z.hidden)
+    forward = Tape()
+    forward.make(x=x, w=weight)
+    forward.make(product=narrow)
+    forward.make(through=through)
+    forward.free("product")
+    forward.make(logits=narrow)
+    forward.free("through")
+    _losses(forward, z, n)
+    forward.make(logsumexp=24.0 * n + 8)
+    back = Tape(forward.there)
+    _gradient(back, z, n)
+    back.free("logits")
+    back.make(through=through)
+    back.free("grad")
+    back.make(narrow=narrow)
+    back.free("through")
+    back.make(narrow_x=x, narrow_g=weight)
+    back.free("narrow", "x", "w", "logsumexp")
+    back.make(gradient=float(z.stream * V * z.hidden))
+    back.free("narrow_g")
+    back.make(d_x=float(z.kept("norm") * n * z.hidden))
+    back.free("narrow_x")
+    return Head(forward.there, forward.phase, back.phase, narrow)
 
 
 def _functional(z: Sizes) -> Head:

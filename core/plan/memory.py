@@ -204,8 +204,9 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
     leaves = 1.0 if later and not z.whole else 1 - 1 / shards
 
     forward = held(D) + _forward(before) + (kept.forward.times(recompute.every - 1) + again.forward).times(groups)
-    # The final norm's output is the head's input; in one program it is never there but as the head keeps it.
-    normed = 0.0 if z.whole else D
+    # The final norm's output is the head's input; in one program it is never there but as the head keeps it, nor where
+    # the head reads it without a cast.
+    normed = 0.0 if z.whole or (z.shares and not z.fused) else D
     spared, final = _spared(config, z), _final_spared(config, z)
     forward += kept.forward.times(rest) + _forward(after) + held(normed - spared - final)
     table = float(z.stream * table_numbers)
@@ -230,7 +231,7 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
     rotated = {one.part for one in graph.block() if one.kind == "rope"}
     if not z.fused and not recompute.chosen & {*rotated, "block"}:
         for name in rotated:
-            saved[name] += float(z.stream * z.length * config.model.head_dim)
+            saved[name] += float(z.of_tables * z.length * config.model.head_dim)
     saved[INPUTS] -= spared + final
     saved["head and loss"] = _sum(top.saved)
     return Passes(forward, top.forward + top.backward, backward, saved, top.logits)

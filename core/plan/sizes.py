@@ -11,6 +11,7 @@ from lockstep.core.components.attention_kernels import (
     AttentionKernel,
     taken_on_cuda,
 )
+from lockstep.core.components.cast_plan import LOCKSTEP, CastPlan
 from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import ModelConfig, RunConfig
@@ -24,7 +25,7 @@ class Sizes:
 
     fused: a compiler makes one kernel of neighbouring pointwise operations. whole: the forward pass is one program.
     kernel: attention's. logits, residual: bytes of a logit, and of a number of the residual stream. autocast: see
-    `sizes_of`. slow: FP16 on the CPU, whose products are made in FP32.
+    `sizes_of`. slow: FP16 on the CPU, whose products are made in FP32. plan: what else is rounded.
     """
 
     tokens: int
@@ -45,6 +46,7 @@ class Sizes:
     logits: int
     residual: int
     autocast: bool
+    plan: CastPlan = LOCKSTEP
 
     @property
     def copies(self) -> bool:
@@ -60,6 +62,20 @@ class Sizes:
     def casts(self) -> bool:
         """Return whether operands are another dtype than the stream."""
         return self.operand != self.stream
+
+    def kept(self, key: str) -> int:
+        """Bytes of a number of what a key of the plan of casts names, as an eager program writes it."""
+        return self.operand if self.plan.keeps(key) else self.stream
+
+    @property
+    def of_tables(self) -> int:
+        """Bytes of a number of RoPE's tables."""
+        return self.operand if self.plan.rotates_narrowly else self.stream
+
+    @property
+    def shares(self) -> bool:
+        """Return whether layers that read one norm keep its output as it is: no cast makes a copy for each."""
+        return self.casts and not self.slow and self.plan.keeps("norm")
 
 
 def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
@@ -92,6 +108,7 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         logits=operand if autocast or config.precision.plan.rounds("logits") else stream,
         residual=operand if narrow else stream,
         autocast=autocast,
+        plan=config.precision.plan,
     )
 
 

@@ -50,10 +50,11 @@ def memory_rows(estimate: Estimate) -> Rows:
     """Components, what stays between steps, the peak, and what the device must have."""
     found, precision = estimate.memory, estimate.config.precision
     rows: Rows = [[name, gb(size)] for name, size in found.state.items()]
-    if precision.plan.changed:
-        rows.insert(0, [f"casts: {precision.casts}", "planned as with 'lockstep', which keeps more in FP32"])
+    if precision.plan.changed and estimate.config.compile.enabled:
+        rows.insert(0, [f"casts: {precision.casts}", "compiled: of them, residual stream and logits are planned"])
     rows.append(["steady: weights and moments", gb(found.steady)])
-    rows.append(["gradients", gb(found.gradients)])
+    if found.gradients:
+        rows.append(["gradients", gb(found.gradients)])
     rows += [[f"activations: {name}", gb(size)] for name, size in found.activations.items() if size]
     rows.append(["activations kept", gb(found.saved)])
     rows.append([f"peak allocated ({found.where})", gb(found.peak)])

@@ -27,6 +27,9 @@ CASES = [
     {"recompute.parts": "block", "recompute.keep_products": "true"},
     {"recompute.parts": "block", "recompute.keep_products": "true", "precision.policy": "fp32"},
     {"recompute.parts": "attention", "recompute.keep_products": "true", "attention.kernel": "math"},
+    {"precision.casts": "autocast", "train.sequence_length": "256"},
+    {"precision.casts": "norm=bf16, act=after silu and product", "recompute.parts": "attention,mlp"},
+    {"precision.casts": "logits=bf16", **LOGITS},
 ]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lockstep.core.components.cast_plan import VALUES
 from lockstep.core.config.file import load_config
 from lockstep.core.plan import GPUS, parts
 from lockstep.core.plan.memory import passes
@@ -37,6 +38,11 @@ EXACT = [
     {"recompute.parts": "norms"},
     {"model.layers": "5", "model.kv_heads": "4", "train.sequence_length": "64"},
     {"model.tied": "false"},
+    *({"precision.casts": f"{key}={value}"} for key, values in VALUES.items() for value in values[1:]),
+    {"precision.casts": "autocast"},
+    {"precision.casts": "autocast, residual=bf16, norm=bf16", "loss.head": "chunked"},
+    {"precision.casts": "norm=fp16, act=after silu and product, logits=fp16", "precision.policy": "fp16"},
+    {"precision.casts": "autocast, norm=bf16", "precision.policy": "fp8_tensorwise"},
 ]
 AGAIN = [{"recompute.parts": parts} for parts in ("attention", "mlp", "attention,mlp", "block")]
 COMPILED = [

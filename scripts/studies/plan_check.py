@@ -60,6 +60,8 @@ OTHERS = (
     {"loss.head": "full", "model.tied": "false"},
     {"loss.head": "full", "precision.policy": "fp64"},
     {**BLOCKS, "model.layers": "8"},
+    *({**BLOCKS, "precision.casts": plan} for plan in ("autocast", "norm=bf16", "act=after silu and product")),
+    {"loss.head": "full", "precision.casts": "logits=bf16"},
 )
 
 
