@@ -450,8 +450,11 @@ class TorchSession(Observes):
         total = self.total_weight(batch)
         if self.ranks:
             self.ranks.arrange(micros, lambda program: self._forward_backward(mine[0], program, total))
+        if self.ranks and not self.replays:
+            self.ranks.clear(list(self.parameters.values()))
+        else:
+            self.optimizer.zero_grad(set_to_none=not self.replays)
         # What CUDA graphs give is overwritten by their next replay: gradients are added to memory of their own.
-        self.optimizer.zero_grad(set_to_none=not self.replays)
         for p in self.parameters.values() if self.replays else ():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -466,6 +469,7 @@ class TorchSession(Observes):
             loss += micro_loss.detach()
             nll.append(micro_nll.detach().clone() if self.replays else micro_nll.detach())
         if self.ranks and self.ranks.shares(micros):
+            self.ranks.reduced(self.parameters.values())
             shown = self._show_step is not None or self._take_program is not None
             with self.mark("reduction"):
                 loss, nll = self.ranks.together(loss, nll, shown)

@@ -344,7 +344,9 @@ class ParallelConfig(Section):
     gradient_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="in which gradients are summed over ranks"
     )
-    bucket_mb: Positive = Field(25, description="gradients that are reduced together, in MB")
+    bucket_mb: Positive = Field(
+        25, description="ddp: gradients that are reduced together, in MB; compiled programs are cut there"
+    )
     timeout_seconds: Positive = Field(
         600, description="a rank that keeps the others waiting for so long is given up; programs are compiled in it"
     )

@@ -321,22 +321,23 @@ def memory(config: RunConfig, gpu: Gpu, *, sharded: bool | None = None, autocast
     moments = all_state - 2 * weights
     tables = 2 * 8.0 * config.train.sequence_length * config.model.head_dim / 2
     state = {"weights": weights / shards, "moments": moments / shards, "buffers": tables}
-    if ranks > 1 and not sharded:
-        # DDP's buckets are the gradients' memory (`gradient_as_bucket_view`), and stay.
-        state["communication buckets"] = weights
+    in_buckets = weights if ranks > 1 and not sharded else 0.0
+    if in_buckets:
+        # Gradients are added up in DDP's buckets (`gradient_as_bucket_view`), which stay.
+        state["gradients, in communication buckets"] = in_buckets
     gathered = 0.0
     if sharded:
         graph = _one_block(config)
         gathered = 2.0 * z.stream * max(_numbers(graph.block()), _numbers(graph.operations[:1]))
-    of_one = passes(config, z, shards=left)
+    of_one = passes(config, z, bool(in_buckets), left)
     candidates = {"first micro-batch": of_one.whole.peak}
     if config.train.accumulation > 1:
-        candidates["later micro-batch"] = weights / left + passes(config, z, True, left).whole.peak
-    candidates["optimizer"] = (weights + optimizer_working(config, z)) / shards
+        candidates["later micro-batch"] = weights / left - in_buckets + passes(config, z, True, left).whole.peak
+    candidates["optimizer"] = (weights + optimizer_working(config, z)) / shards - in_buckets
     where = max(candidates, key=lambda name: candidates[name])
     above = candidates[where] + gathered
     activations = dict(of_one.saved)
-    gradients = weights / left
+    gradients = weights / left - in_buckets
     outside = {}
     peak = _sum(state) + above
     if gpu.cuda:

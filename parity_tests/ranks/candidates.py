@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lockstep.core.backend import Batch, StepRecord
 from lockstep.torch_backend.backend import TorchBackend
@@ -91,6 +92,24 @@ class _CountingSession(TorchSession):
             return graph.forward
 
         return torch.compile(program, fullgraph=True, dynamic=False, backend=keep)
+
+
+class _PlacesOfGradients(TorchSession):
+    """Sees where gradients lie after each micro-batch of a step, as (index of the step, set of storages)."""
+
+    def accumulate(self, batch: Batch) -> Any:
+        self.places: list[set[int]] = []
+        return super().accumulate(batch)
+
+    def _forward_backward(self, micro: Batch, program: Any, total: Tensor) -> Any:
+        found = super()._forward_backward(micro, program, total)
+        there = [p.grad for p in self.parameters.values() if p.grad is not None]
+        self.places.append({grad.untyped_storage().data_ptr() for grad in there})
+        return found
+
+
+class ShowsPlacesOfGradients(TorchBackend):
+    session_class = _PlacesOfGradients
 
 
 class CountsGraphs(TorchBackend):

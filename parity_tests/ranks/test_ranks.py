@@ -177,6 +177,23 @@ def test_the_program_is_cut_at_the_buckets() -> None:
     assert own.ranks.calls - before > 1
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_added_up_in_the_buckets(compiled: bool) -> None:
+    """After the first step, whose last backward pass lays the buckets anew, no micro-batch has others of its own."""
+    session = ranked(config_of(compiled=compiled), candidates.ShowsPlacesOfGradients())
+    own = session.own
+    assert isinstance(own, candidates._PlacesOfGradients)
+    session.gradients(BATCH)
+    buckets = own.places[-1]
+    # Each pass beside a step shows its gradients and lets go of them.
+    for use in (session.step, session.gradients, session.step):
+        use(BATCH)
+        assert own.places == [buckets, buckets]
+    session.gradients(BATCH.micro_batches(2)[0])
+    session.step(BATCH)
+    assert own.places == [buckets, buckets]
+
+
 def test_a_candidate_of_a_file_is_opened_by_every_rank(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(

@@ -10,7 +10,7 @@ others goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,10 @@ class Ranks(Sharing):
 
     def __init__(self, session: Programs) -> None:
         super().__init__(session.clock, session.config.parallel)
-        self._arranged = self.count == 2
+        self._arranged = False
+        # Gradients where DDP's buckets have them, by the parameter's id; and backward passes that summed them.
+        self._in_buckets: dict[int, Tensor] = {}
+        self._sums = 0
         module = _MicroLoss(session.model, session.micro_loss)
         compile = session.config.compile
         # With scope "blocks", each block is compiled already.
@@ -53,12 +56,33 @@ class Ranks(Sharing):
 
         DDP lays its buckets anew after its first one (torch/csrc/distributed/c10d/reducer.cpp, `rebuild_buckets`), and
         where a gradient lies in a bucket says in which order more than two ranks are summed: without this pass, the
-        first step after a resume would round otherwise than the same step of a run that was not stopped.
+        first step after a resume would round otherwise than the same step of a run that was not stopped. And from it on
+        gradients are added up in the buckets (`clear`).
         """
         if self._arranged or not self.shares(micros):
             return
         backward(self.ddp)
+        self.reduced(p for p in self.ddp.parameters() if p.requires_grad)
         self.calls, self._arranged = 0, True
+
+    def clear(self, parameters: Sequence[Tensor]) -> None:
+        """Before a step: gradients are zeros in DDP's buckets, so that they are added up there.
+
+        Without one, a micro-batch that is not reduced makes gradients of its own, as large as all weights, beside the
+        buckets.
+        """
+        for p in parameters:
+            p.grad = self._in_buckets.get(id(p), p.grad)
+        if self._sums < 2:
+            # DDP lays its buckets anew before its second sum, and the old ones are to be freed.
+            self._in_buckets.clear()
+        if there := [p.grad for p in parameters if p.grad is not None]:
+            torch._foreach_zero_(there)
+
+    def reduced(self, parameters: Iterable[Tensor]) -> None:
+        """After gradients were summed over ranks: they lie in the buckets (`gradient_as_bucket_view`)."""
+        self._sums += 1
+        self._in_buckets = {id(p): p.grad for p in parameters if p.grad is not None}
 
     def plan(self, micros: Sequence[Batch]) -> Iterator[MicroLoss]:
         """The program for each micro-batch that this rank computes of these, in order.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,14 @@ class Sharing:
 
     def arrange(self, micros: Sequence[Batch], backward: Callable[[MicroLoss], object]) -> None:
         """Before the first step of several ranks: what must be done once. backward: of this rank's first one."""
+
+    def clear(self, parameters: Sequence[Tensor]) -> None:
+        """Before a step: no parameter has a gradient."""
+        for p in parameters:
+            p.grad = None
+
+    def reduced(self, parameters: Iterable[Tensor]) -> None:
+        """After gradients were summed over ranks."""
 
     def plan(self, micros: Sequence[Batch]) -> Iterator[MicroLoss]:
         """The program for each micro-batch that this rank computes of these, in order."""

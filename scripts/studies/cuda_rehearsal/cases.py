@@ -31,11 +31,7 @@ ATTENTION = {"bf16": "flash", "fp16": "flash", "fp32": "efficient", "tf32": "eff
 NEEDS_TORCH = "needs torch 2.13"
 CASTS = ("autocast", "residual=bf16", "logits=bf16", "residual=bf16, norm=bf16, linear=bf16, logits=bf16")
 
-_OF_CASTS = "the plan counts no activation that a plan of casts keeps in bf16 (core/plan/formulas.py)"
-_OF_RANKS = (
-    "75 % of it is DDP's bucket of before its first backward pass, which is still there in the third step; the rest is "
-    "what Dynamo's cut of the graph at a bucket keeps, an MLP's gate in FP32; events probably time DDP's log"
-)
+_OF_RANKS = "events probably time DDP's log"
 # Why something does not hold, by the case's name, with `eager` or `compiled` or for both.
 KNOWN = {
     "compiled: head torch": "not taken apart",
@@ -46,7 +42,6 @@ KNOWN = {
     "recompute norms, attention": "not taken apart: Inductor's order of the blocks' buffers is not followed",
     "rollout/laptop on a GPU": "67 MB, probably cuBLAS's workspaces, which core/plan counts outside the peak",
     **{f"rollout/h100x{ranks}, 2048 tokens": _OF_RANKS for ranks in (2, 8)},
-    **{f"casts {plan}": _OF_CASTS for plan in CASTS if plan in ("autocast", CASTS[-1])},
 }
 
 
