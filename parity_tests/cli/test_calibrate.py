@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,20 @@ def test_a_bound_is_never_narrower_than_shipped_and_wider_in_words(kept: Path) -
     (told,) = calibrated_bounds.widened("bf16/eager", rows(3.0))
     assert told == f"forward/q: distance: {shipped.distance:.3g} → 3"
     assert calibrated_bounds.table()["fp32/eager"] == calibrated_bounds.shipped()["fp32/eager"]
+
+
+def test_what_was_measured_under_other_casts_counts_there_alone(kept: Path) -> None:
+    kind = "gradients/qk"
+    shipped = calibrated_bounds.shipped()["bf16/eager"][kind]
+    other = kind + calibrated_bounds.OTHER_PLAN
+    measured = of_this_machine.Here({other: replace(shipped, gain=2 * shipped.gain).to_json()}, 4, "2026-11-25")
+    assert any(line.startswith(f"{other}: gain") for line in calibrated_bounds.widened("bf16/eager", measured))
+    of_this_machine.write("bf16/eager", measured)
+    calibrated_bounds.table.cache_clear()
+    own, wider = (calibrated_bounds.limits("bf16/eager", name, 4096).gain for name in (kind, other))
+    assert wider > own == calibrated_bounds.limits("bf16/eager", kind, 4096).gain
+    assert "calibrated on this machine" in calibrated_bounds.extremes_of("bf16/eager", other).where
+    assert not calibrated_bounds.extremes_of("bf16/eager", kind).where
 
 
 def test_a_file_that_was_changed_is_refused(kept: Path) -> None:

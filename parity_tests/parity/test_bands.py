@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.core.backend import Batch
 from lockstep.core.components.cast_plan import PLANS, VALUES, CastPlan, plan_text
-from lockstep.core.config.schema import LossConfig, OptimConfig
+from lockstep.core.config.schema import LossConfig, OptimConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.judge.end_to_end import errors_of_loss
 from lockstep.core.parity.measures import calibrated_bounds, peak_bounds
@@ -34,7 +34,8 @@ def test_every_comparison_of_every_recipe_was_measured(recipe):
     apart = ("adamw8bit/", "adamw8bit_bnb/", "muon/", "forward/torch_", "backward/torch_")
     of_casts = {kind for kind in found if calibrated_bounds.CAST in kind}
     of_layers = {kind for kind in found if kind.endswith(calibrated_bounds.OVER_LAYERS)}
-    rest = found - of_casts - of_layers
+    of_others = {kind for kind in found if kind.endswith(calibrated_bounds.OTHER_PLAN)}
+    rest = found - of_casts - of_layers - of_others
     here = {
         kind for kind in calibrated_bounds.all_kinds(FULL) if calibrated_bounds.measured_under(recipe, kind) == recipe
     }
@@ -75,6 +76,50 @@ def test_every_choice_of_a_plan_of_casts_was_measured(recipe):
                 precision = FULL.precision.model_copy(update={"policy": policy, "casts": casts})
                 compiled = FULL.compile.model_copy(update={"enabled": program == "compiled"})
                 calibrated_bounds.require(FULL.model_copy(update={"precision": precision, "compile": compiled}))
+
+
+def test_a_whole_step_of_a_compiled_program_was_measured_under_other_casts():
+    rows = calibrated_bounds.table()["bf16/compiled"]
+    of_a_step = {kind for kind in rows if kind.startswith(calibrated_bounds.OF_A_STEP)}
+    others = {kind for kind in of_a_step if kind.endswith(calibrated_bounds.OTHER_PLAN)}
+    assert others == {kind + calibrated_bounds.OTHER_PLAN for kind in of_a_step - others}
+
+
+def under(casts: str) -> RunConfig:
+    return FULL.model_copy(update={"precision": FULL.precision.model_copy(update={"casts": casts})})
+
+
+@pytest.mark.parametrize(
+    ("kind", "apart"),
+    [
+        ("bridge/qk", True),
+        ("gradients/together", True),
+        ("end_to_end/forward/q/layers", True),
+        ("forward/q", False),
+        ("backward/q/x with norm=bf16", False),
+        ("update", False),
+    ],
+)
+def test_a_whole_step_alone_has_kinds_of_its_own_under_other_casts(kind, apart):
+    assert calibrated_bounds.under_plan(under("lockstep"), kind) == kind
+    other = calibrated_bounds.under_plan(under("autocast"), kind)
+    assert (other != kind) is apart and calibrated_bounds.under_own_plan(other) == kind
+
+
+def test_what_clean_runs_reach_under_other_casts_widens_no_bound_of_lockstep_s_own(monkeypatch):
+    kind, recipe = "bridge/qk", "bf16/compiled"
+    other = kind + calibrated_bounds.OTHER_PLAN
+    own = calibrated_bounds.limits(recipe, kind, 4096)
+    rows = dict(calibrated_bounds.table()[recipe])
+    wide = replace(rows[kind], gain=2 * rows[kind].gain, sharp=None)
+    monkeypatch.setattr(calibrated_bounds, "table", lambda: {recipe: {**rows, other: wide}})
+    assert calibrated_bounds.limits(recipe, kind, 4096) == own
+    assert calibrated_bounds.limits(recipe, other, 4096).gain > own.gain
+    monkeypatch.setattr(calibrated_bounds, "table", lambda: {recipe: {**rows, other: replace(wide, gain=0.0)}})
+    assert calibrated_bounds.limits(recipe, other, 4096) == own
+    rows.pop(other, None)
+    monkeypatch.setattr(calibrated_bounds, "table", lambda: {recipe: rows})
+    assert calibrated_bounds.limits(recipe, other, 4096) == own
 
 
 def test_each_optimizer_needs_its_own_kinds():

@@ -79,17 +79,17 @@ def test_a_tensor_of_one_layer_has_no_mean_and_an_unmeasured_recipe_none(referen
     assert not list(unmeasured.findings())
 
 
-@pytest.mark.parametrize(
-    ("casts", "compiled", "means"), [("autocast", False, 1), ("lockstep", True, 1), ("autocast", True, 0)]
-)
-def test_a_compiled_program_has_none_under_another_plan_of_casts(casts, compiled, means, reference):
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("casts", ["lockstep", "autocast"])
+def test_means_are_held_under_every_plan_of_casts(casts, compiled, reference):
     precision = CONFIG.precision.model_copy(update={"casts": casts})
     program = CONFIG.compile.model_copy(update={"enabled": compiled})
     config = CONFIG.model_copy(update={"precision": precision, "compile": program})
     over_layers = OverLayers(replace(reference, config=config))
     for layer in range(2):
         over_layers.add(of_layer(layer, 3.0), "end_to_end/forward/q", 1000)
-    assert len(list(over_layers.findings())) == means
+    (mean,) = over_layers.findings()
+    assert not mean.ok
 
 
 def test_taps_of_a_run_have_means_of_both_phases(hardly_trained, reference):

@@ -7,12 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.faults.planting import swapped
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.model import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("in_one_process")
 CONFIG = tiny_config("bf16")
@@ -67,3 +72,42 @@ def test_a_wrong_length_is_accused_with_and_without_the_promise(
     gathered: tuple[Evidence, Reference], keeps: bool
 ) -> None:
     assert broken(gathered, too_long, keeps) == {"gradients"}
+
+
+class _LibraryNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class _WrittenOutNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+
+class LibraryNorm(TorchBackend):
+    session_class = swapped(RMSNorm, _LibraryNorm)
+
+
+class WrittenOutNorm(TorchBackend):
+    session_class = swapped(RMSNorm, _WrittenOutNorm)
+
+
+@pytest.mark.parametrize("candidate", [LibraryNorm, WrittenOutNorm])
+def test_a_norm_of_other_code_keeps_the_promise(
+    candidate: type[TorchBackend], gathered: tuple[Evidence, Reference]
+) -> None:
+    """A norm uses its input twice, and autograd would add up a tap's part between both."""
+    evidence = gather(candidate().open(CONFIG), CONFIG, uneven_weights(text_batch(CONFIG), 0))
+    assert judge(evidence, gathered[1]).verdict == "agreed"
+
+
+def test_an_alarm_of_bits_alone_names_the_promise(gathered: tuple[Evidence, Reference]) -> None:
+    evidence, reference = gathered
+    assert evidence.probed is not None
+    grads, program = dict(evidence.probed.grads), dict(evidence.probed.program)
+    for there in (grads, program):
+        if NAME in there:
+            there[NAME] = at_ties(np.asarray(there[NAME]))
+    check = judge(replace(evidence, probed=replace(evidence.probed, grads=grads, program=program)), reference)
+    (wrong,) = (found for found in check.findings if not found.ok and found.scope == "local")
+    assert wrong.note == "the session promises equal bits of both programs (taps_keep_bits)"

@@ -50,10 +50,10 @@ from lockstep.scripts.studies.samples import Checks, Sample, kept
 
 TABLE = ROOT / "core/parity/measures/calibrated_bounds.json"
 # What is measured apart: `step`, a whole step with AdamW; what another optimizer or a library's loss head does.
-# `casts`: what a plan of casts rounds (`precision.casts`).
-Part = Literal["step", "casts", "adamw8bit", "adamw8bit_bnb", "muon", "torch_head", "liger_head", "cce_head"]
+# `casts`: what a plan of casts rounds (`precision.casts`). `plans`: a whole step under another plan than Lockstep's.
+Part = Literal["step", "casts", "plans", "adamw8bit", "adamw8bit_bnb", "muon", "torch_head", "liger_head", "cce_head"]
 PARTS: tuple[Part, ...] = get_args(Part)
-ON_CPU: tuple[Part, ...] = ("step", "casts", "adamw8bit", "muon", "torch_head")
+ON_CPU: tuple[Part, ...] = ("step", "casts", "plans", "adamw8bit", "muon", "torch_head")
 POLICIES = ("fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise")
 RECIPES = tuple(f"{policy}/{program}" for policy in POLICIES for program in ("eager", "compiled"))
 CALIBRATION_DRAWS, HELD_OUT_DRAWS = range(30), range(1000, 1008)
@@ -84,7 +84,7 @@ def clean_checks(job: Job) -> Checks:
         return (Measure("excess", d.excess, None, None, "calibration"),)
 
     optimizer = part if part in ("adamw8bit", "adamw8bit_bnb", "muon") else "adamw"
-    config = draw_config(draw, recipe, optimizer=optimizer, casts=part == "casts")
+    config = draw_config(draw, recipe, optimizer=optimizer, casts=part in ("casts", "plans"))
     if part.endswith("_head"):
         loss = config.loss.model_copy(update={"head": part.removesuffix("_head")})
         config = config.model_copy(update={"loss": loss, "device": device})
@@ -92,7 +92,7 @@ def clean_checks(job: Job) -> Checks:
     seeds = [draw * SEEDS + i for i in range(SEEDS)]
     for _, evidence, of_seed in clean_evidence(config, reference, seeds, CHECKS, BETWEEN):
         checks.append([])
-        if part == "step":
+        if part in ("step", "plans"):
             judge(evidence, of_seed)
         elif part.endswith("_head"):
             list(stages(replace(evidence, taps=_of_head(evidence.taps)), of_seed, []))
@@ -112,6 +112,8 @@ def part_of(kind: str) -> Part:
     """Return the part whose clean runs measure a kind of comparison."""
     if calibrated_bounds.CAST in kind:
         return "casts"
+    if kind.endswith(calibrated_bounds.OTHER_PLAN):
+        return "plans"
     scope, _, stage = kind.partition("/")
     named = stage.partition("/")[0] if scope in ("forward", "backward") else scope
     return next((part for part in PARTS if part == named), "step")
@@ -121,8 +123,9 @@ def measured_here(recipe: str) -> list[Part]:
     """The parts whose clean runs are those of this recipe (`measured_under` in calibrated_bounds.py)."""
     kinds = {part: f"forward/{part}" if part.endswith("_head") else f"{part}/update" for part in PARTS}
     kinds["casts"] = f"forward/act{calibrated_bounds.CAST}"
+    kinds["plans"] = f"gradients/together{calibrated_bounds.OTHER_PLAN}"
     if calibrated_bounds.policy_of(recipe).operand not in NARROW:
-        del kinds["casts"]
+        del kinds["casts"], kinds["plans"]
     return [part for part in kinds if part == "step" or calibrated_bounds.measured_under(recipe, kinds[part]) == recipe]
 
 
@@ -173,7 +176,7 @@ def accused(recipe: str, samples: list[Sample]) -> dict[str, int]:
     counts = {kind: 0 for kind, _, _ in samples}
     for kind, d, size in samples:
         measures = calibrated_bounds.measures(recipe, kind, d, size)
-        if kind == "gradients/together":
+        if calibrated_bounds.under_own_plan(kind) == "gradients/together":
             measures = tuple(m for m in measures if m.name == "excess")
         counts[kind] += not all(m.ok for m in measures)
     return counts

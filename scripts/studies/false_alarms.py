@@ -161,6 +161,7 @@ def digest(label: str) -> str:
             calibrated_bounds.measured_under(recipe, f"forward/act{calibrated_bounds.CAST}")
         ]
         kinds |= {kind for kind in rows if calibrated_bounds.CAST in kind}
+        kinds |= {kind for kind in calibrated_bounds.table()[recipe] if kind.endswith(calibrated_bounds.OTHER_PLAN)}
     used = {
         (kind, size): (calibrated_bounds.limits(recipe, kind, size), calibrated_bounds.extremes_of(recipe, kind))
         for kind in kinds

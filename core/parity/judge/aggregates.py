@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from lockstep.core.parity.measures import calibrated_bounds
-from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.parity.measures.verdict import OVER_ALL, Finding
 
 # So many checks make a mean; clean runs were measured over as many.
 LEAST_CHECKS = 5
@@ -59,7 +59,7 @@ class Means:
             excess = math.exp(math.fsum(mean.logarithms) / checks)
             measure = calibrated_bounds.mean_over_checks(self.recipe, kind, excess, mean.size, checks)
             if measure is not None:
-                named = replace(mean.finding, tap="geometric mean", scope="over_steps", unequal=None, note="")
+                named = replace(mean.finding, tap=OVER_ALL, scope="over_steps", unequal=None, note="")
                 yield replace(named, measures=(measure,))
 
     def to_arrays(self) -> dict[str, np.ndarray]:

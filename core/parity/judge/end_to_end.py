@@ -24,7 +24,7 @@ from lockstep.core.parity.judge.over_layers import OverLayers
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import Reference, compare_observed, exact, finding
 from lockstep.core.parity.measures.distances import Distances
-from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.parity.measures.verdict import OVER_ALL, Finding
 from lockstep.core.parity.reference.side_by_side import passes
 from lockstep.core.parity.reference.stages import stages_of
 
@@ -205,9 +205,9 @@ def _parameter_gradients(
             yield one
     if excesses:
         together = Distances(geometric_mean(excesses), 0.0, 0.0, 0.0, 0.0, 0.0)
-        bounds = reference.bound(reference.recipe, "gradients/together", together, errors)
+        bounds = reference.measures("gradients/together", together, errors)
         only = tuple(m for m in bounds if m.name == "excess")
-        of_all = finding("gradients", "geometric mean", "end_to_end", only, len(excesses))
+        of_all = finding("gradients", OVER_ALL, "end_to_end", only, len(excesses))
         if reference.over_steps is not None:
             reference.over_steps.means.add(of_all, "gradients/together", errors)
         yield of_all

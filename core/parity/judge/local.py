@@ -515,13 +515,20 @@ def _bridge(
     d = replace(sums.distances(reference.stream), excess=1.0, unequal=unequal / t.size)
     size = min(calibrated_bounds.carriers(t), errors)
     recipe = reference.recipe if keeps_bits else calibrated_bounds.compiled(reference.recipe)
-    found = reference.bound(recipe, calibrated_bounds.bridge_kind(reference.config.model, name), d, size)
+    kind = calibrated_bounds.bridge_kind(reference.config.model, name)
+    kind = calibrated_bounds.under_plan(reference.config, kind)
+    found = reference.bound(recipe, kind, d, size)
     if (
         reference.config.device == "cuda" or not keeps_bits
     ):  # where attention adds up the gradient of q in no fixed order
         found = tuple(measure for measure in found if measure.name != "unequal")
     measures = (*found, *_along_the_truth(found, d))
-    yield finding(stage, name, "local", measures, tapped.size, d.unequal, phase="backward")
+    note = ""
+    if keeps_bits and not all(measure.ok for measure in measures):
+        alike = reference.bound(calibrated_bounds.compiled(recipe), kind, d, size)
+        if all(measure.ok for measure in alike if measure.name != "unequal"):
+            note = "the session promises equal bits of both programs (taps_keep_bits)"
+    yield finding(stage, name, "local", measures, tapped.size, d.unequal, note, phase="backward")
 
 
 def _along_the_truth(found: tuple[Measure, ...], d: Distances) -> Iterator[Measure]:

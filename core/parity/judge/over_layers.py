@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lockstep.core.components.cast_plan import LOCKSTEP
 from lockstep.core.parity.judge.aggregates import geometric_mean
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import Reference, finding
 from lockstep.core.parity.measures.distances import Distances
-from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.parity.measures.verdict import OVER_LAYERS, Finding
 
 
 @dataclass
@@ -33,19 +32,12 @@ class OverLayers:
             self._seen.setdefault((found.stage, found.phase, tensor, kind), []).append((excess, errors))
 
     def findings(self) -> Iterator[Finding]:
-        """One finding for each tensor of two layers or more, where clean runs of the recipe measured such means.
-
-        Those of compiled programs were measured under Lockstep's own plan of casts, where the mean of a bias's
-        gradients reached 1.26, and hold it alone: in one of 48 clean checks under another plan it was 1.47.
-        """
-        recipe, config = self.reference.recipe, self.reference.config
-        if config.compile.enabled and config.precision.plan != LOCKSTEP:
-            return
+        """One finding for each tensor of two layers or more, where clean runs of the recipe measured such means."""
         for (stage, phase, tensor, kind), seen in self._seen.items():
             if len(seen) < 2:
                 continue
             kind += calibrated_bounds.OVER_LAYERS
             together = Distances(geometric_mean([excess for excess, _ in seen]), 0.0, 0.0, 0.0, 0.0, 0.0)
-            bounds = self.reference.bound(recipe, kind, together, min(errors for _, errors in seen))
+            bounds = self.reference.measures(kind, together, min(errors for _, errors in seen))
             if only := tuple(m for m in bounds if m.name == "excess"):
-                yield finding(stage, f"mean over layers of {tensor}", "end_to_end", only, len(seen), phase=phase)
+                yield finding(stage, OVER_LAYERS + tensor, "end_to_end", only, len(seen), phase=phase)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.components.cast_plan import NARROW
+from lockstep.core.components.cast_plan import LOCKSTEP, NARROW
 from lockstep.core.components.optimizers import all_rules
 from lockstep.core.components.precision import POLICIES, PrecisionPolicy
 from lockstep.core.config.schema import ModelConfig, RunConfig
@@ -71,6 +71,9 @@ FP32_LIMIT = 1e-5
 
 # Before the choice of a plan of casts, in a kind of comparison.
 CAST = " with "
+# Behind a kind of comparison of a whole step: under another plan of casts than Lockstep's own.
+OTHER_PLAN = " under other casts"
+OF_A_STEP = ("end_to_end/", "gradients/", "bridge/")
 
 # Independent errors that one token, or one row of a matrix, has of its own.
 OF_A_ROW = 16
@@ -209,7 +212,7 @@ def is_mean(kind: str) -> bool:
 
 def margin(kind: str) -> float:
     """The margin on the extremes of clean runs."""
-    return MARGIN_END_TO_END if kind.startswith(("end_to_end/", "gradients/", "bridge/")) else MARGIN
+    return MARGIN_END_TO_END if kind.startswith(OF_A_STEP) else MARGIN
 
 
 def recipe_of(config: RunConfig) -> str:
@@ -259,6 +262,17 @@ def bridge_kind(model: ModelConfig, parameter: str) -> str:
     return f"bridge/{gradient_kind(model, parameter).removeprefix('gradients/')}"
 
 
+def under_plan(config: RunConfig, kind: str) -> str:
+    """The kind under the run's plan of casts: a whole step has bounds of its own under another than Lockstep's."""
+    other = kind.startswith(OF_A_STEP) and config.precision.plan != LOCKSTEP
+    return f"{kind}{OTHER_PLAN}" if other else kind
+
+
+def under_own_plan(kind: str) -> str:
+    """The same kind under Lockstep's own plan of casts."""
+    return kind.removesuffix(OTHER_PLAN)
+
+
 def update_kind(config: RunConfig, parameter: str, what: str) -> str:
     """A kind of moment, or `update`: of the rule by which the parameter moves, where it has bounds of its own."""
     rule = update_rules(config)[parameter]
@@ -299,8 +313,12 @@ def with_those_here(rows: dict[str, Extremes], measured: here.Here | None) -> di
     """A recipe's extremes joined with those of this machine: a few checks here never make a bound narrower."""
     if measured is None:
         return rows
-    more = {kind: Extremes.from_json(row) for kind, row in measured.rows.items()}
-    return rows | {kind: row | replace(more[kind], where=measured.words) for kind, row in rows.items() if kind in more}
+    joined = dict(rows)
+    for kind, row in measured.rows.items():
+        if under_own_plan(kind) in rows:
+            more = replace(Extremes.from_json(row), where=measured.words)
+            joined[kind] = rows[kind] | more if kind in rows else more
+    return joined
 
 
 def widened(recipe: str, measured: here.Here) -> tuple[str, ...]:
@@ -308,8 +326,8 @@ def widened(recipe: str, measured: here.Here) -> tuple[str, ...]:
     rows = shipped()[recipe]
     joined = with_those_here(rows, measured)
     found = []
-    for kind in sorted(measured.rows.keys() & rows.keys()):
-        before, after = rows[kind], joined[kind]
+    for kind in sorted(kind for kind in measured.rows if under_own_plan(kind) in rows):
+        before, after = _under_its_plan(rows, kind), _under_its_plan(joined, kind)
         pairs = [(name, getattr(before, name), getattr(after, name)) for name in ("log_excess", "distance", "gain")]
         if before.sharp and after.sharp:
             names = ("largest", "row", "column", "row_gain", "unequal")
@@ -377,7 +395,8 @@ class Limits:
 
 def limits(recipe: str, kind: str, size: int) -> Limits:
     """The bounds of a comparison of `size` numbers. Raises UserError for an uncalibrated recipe."""
-    clean, wider, width = extremes_of(recipe, kind), margin(kind), scatter(size)
+    clean, kind = extremes_of(recipe, kind), under_own_plan(kind)
+    wider, width = margin(kind), scatter(size)
     least_excess, least_distance = least(recipe, kind)
     distance = min(max(wider * clean.distance, least_distance), _sharper_distance(recipe, kind, clean))
     return Limits(
@@ -401,7 +420,7 @@ def _least_gain(distance: float) -> float:
 
 def _with_slack(limit: Limits, recipe: str, kind: str, d: Distances) -> Limits:
     """Widen FP32 end-to-end limits to at least `FP32_LIMIT`."""
-    if policy_of(recipe).in_fp32 and kind.startswith(("end_to_end/", "gradients/", "bridge/")):
+    if policy_of(recipe).in_fp32 and kind.startswith(OF_A_STEP):
         slack = FP32_LIMIT / d.twin_relative_error if d.twin_relative_error else 0.0
         return Limits(max(limit.excess, slack), max(limit.gain, slack), max(limit.distance, slack))
     return limit
@@ -442,7 +461,7 @@ def mean_over_checks(recipe: str, kind: str, excess: float, size: int, checks: i
 def extremes_of(recipe: str, kind: str) -> Extremes:
     """The extremes that bound a comparison. Raises UserError for an uncalibrated recipe."""
     try:
-        found = table()[measured_under(recipe, kind)][kind]
+        found = _under_its_plan(table()[measured_under(recipe, kind)], kind)
     except KeyError:
         raise _not_measured(f"{recipe} ({kind})") from None
     product, cast, _ = kind.partition(CAST)
@@ -453,6 +472,12 @@ def extremes_of(recipe: str, kind: str) -> Extremes:
         sharp = joined.sharp and found.sharp and replace(joined.sharp, unequal=found.sharp.unequal)
         return replace(joined, sharp=sharp)
     return found
+
+
+def _under_its_plan(rows: Mapping[str, Extremes], kind: str) -> Extremes:
+    """Under another plan of casts than Lockstep's, bounds are those of both, where the other was measured."""
+    own = rows[under_own_plan(kind)]
+    return own | rows[kind] if kind != under_own_plan(kind) and kind in rows else own
 
 
 def _not_measured(what: str) -> UserError:
@@ -468,9 +493,10 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
     if policy_of(recipe).exact:
         basis = f"FP64 has no truth above it: relative error at most {FP64_LIMIT:.0e}"
         return (Measure("relative_error", d.relative_error, None, FP64_LIMIT, basis),)
-    if kind.endswith(OVER_LAYERS) and kind not in table().get(measured_under(recipe, kind), {}):
+    own = under_own_plan(kind)
+    if own.endswith(OVER_LAYERS) and own not in table().get(measured_under(recipe, own), {}):
         return ()
-    clean, calibrated = extremes_of(recipe, kind), limits(recipe, kind, size)
+    clean, calibrated, kind = extremes_of(recipe, kind), limits(recipe, kind, size), own
     limit = _with_slack(calibrated, recipe, kind, d)
     wider, width = margin(kind), scatter(size)
     slack = f"; never below a relative error of {FP32_LIMIT:.0e}" if limit != calibrated else ""

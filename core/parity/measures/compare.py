@@ -105,6 +105,10 @@ class Reference:
         """The recipe whose clean runs set the bounds."""
         return calibrated_bounds.recipe_of(self.config)
 
+    def measures(self, kind: str, d: Distances, size: int) -> tuple[Measure, ...]:
+        """The measures of a comparison of `size` numbers, with the bounds of this recipe and plan of casts."""
+        return self.bound(self.recipe, calibrated_bounds.under_plan(self.config, kind), d, size)
+
     @property
     def stream(self) -> type[np.floating]:
         """The dtype of everything but matrix operands: its ulp is the floor of every ratio."""
@@ -233,13 +237,12 @@ class Comparison:
         """
         reference, size, stream = self._reference, self._size, self._reference.stream
         d = self._sums.distances(stream)
-        bounds = reference.bound(reference.recipe, self._kind, d, size)
-        found = replace(self._empty, measures=bounds, unequal=d.unequal)
+        found = replace(self._empty, measures=reference.measures(self._kind, d, size), unequal=d.unequal)
         at_first = found.ok
         if not found.ok and noise is not None:
             d = self._sums.distances(stream, noise())
             size = min(size, self._sums.effective())
-            found = replace(found, measures=reference.bound(reference.recipe, self._kind, d, size))
+            found = replace(found, measures=reference.measures(self._kind, d, size))
         if not found.ok:
             words = explain(Direction.of(*self._sums.along_the_truth()), reference.known, d.twin_relative_error)
             return replace(found, note="; ".join([n for n in (found.note, *words[:2]) if n]))
@@ -289,7 +292,7 @@ def compare_observed(
     if c.size != t.size:
         return exact(stage, tap, 1, t.size, "sizes must be equal", f"candidate {c.size}, reference {t.size}", phase)
     d = sketch_distances(c, w, t, reference.stream)
-    measures = reference.bound(reference.recipe, kind, d, min(t.independent, most, K))
+    measures = reference.measures(kind, d, min(t.independent, most, K))
     found = finding(stage, tap, "end_to_end", measures, t.size, None, phase=phase)
     if found.ok:
         return found

@@ -60,6 +60,10 @@ def _ratio(a: float, b: float) -> float:
     return a / b
 
 
+# The taps of means: over all parameters or checks, and with its tensor behind it over layers.
+OVER_ALL, OVER_LAYERS = "geometric mean", "mean over layers of "
+
+
 @dataclass(frozen=True)
 class Finding:
     """One comparison of one tap.
@@ -85,6 +89,11 @@ class Finding:
     def ok(self) -> bool:
         """Return whether every measure holds; a finding without measures compared nothing and does not."""
         return bool(self.measures) and self.size > 0 and all(m.ok for m in self.measures)
+
+    @property
+    def is_mean(self) -> bool:
+        """Return whether this is a mean of comparisons, each of which tells more of where it is of."""
+        return self.tap.startswith((OVER_ALL, OVER_LAYERS))
 
     @property
     def worst(self) -> Measure:
@@ -149,7 +158,7 @@ class Check:
         broken = [f for f in self.findings if not f.ok]
         by_themselves = [f for f in broken if f.scope != "end_to_end"] or broken
         links: dict[tuple[int, int, int], Finding] = {}
-        for finding in sorted(by_themselves, key=lambda f: place(f.stage, f.phase, f.layer)):
+        for finding in sorted(by_themselves, key=lambda f: (place(f.stage, f.phase, f.layer), f.is_mean)):
             links.setdefault(place(finding.stage, finding.phase, finding.layer), finding)
         return tuple(links.values())
 
