@@ -201,18 +201,53 @@ def test_one_element_at_a_tie_is_no_distance(ulps: int, accused: bool) -> None:
     assert ("twin_distance" in broken) == accused
 
 
-@pytest.mark.parametrize(("ulps", "accused"), [(1, set()), (3, {"largest_row", "largest_column"})])
-def test_one_element_at_a_tie_is_no_distance_of_its_lines(ulps: int, accused: set[str]) -> None:
-    """An element that outweighs its row and column falls to the other side of a tie."""
+@pytest.mark.parametrize(("ulps", "accused"), [(1, set()), (3, {"largest_element"})])
+@pytest.mark.parametrize("others", [0, 20])
+def test_one_element_at_a_tie_is_no_distance_of_its_lines(ulps: int, accused: set[str], others: int) -> None:
+    """An element that outweighs its row and column falls to the other side of a tie, and small ones elsewhere do."""
+    candidate, twin, truth = outweighed(ulps)
+    for place in range(others):
+        candidate[8 + 2 * place, 7 + place] = np.nextafter(np.float32(twin[8 + 2 * place, 7 + place]), np.float32(2))
+    d = distances(candidate, twin, truth, np.float32)
+    assert d.peaks is not None and min(d.peaks.row, d.peaks.column) > 1
+    assert (d.peaks.row_of_many, d.peaks.column_of_many) == (0, 0)
+    broken = {m.name for m in calibrated_bounds.measures("bf16/eager", "backward/q/weight", d, 4096) if not m.ok}
+    assert broken & {"largest_element", "largest_row", "largest_column"} == accused
+
+
+def outweighed(ulps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     truth = np.random.default_rng(1).standard_normal((64, 64)) * 0.1
     truth[3, 5] = 1.0 + 0.499 * 2.0**-7
     twin = rounded(truth)
     candidate = twin.copy()
     candidate[3, 5] += ulps * 2.0**-7
+    return candidate, twin, truth
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_an_element_at_a_tie_hides_no_line_that_is_wrong(axis: int) -> None:
+    candidate, twin, truth = outweighed(1)
+    lines = candidate.T if axis else candidate
+    lines[40] += 9e-4
     d = distances(candidate, twin, truth, np.float32)
-    assert d.peaks is not None and min(d.peaks.row, d.peaks.column) > 1
+    assert d.peaks is not None
+    rows, columns = (d.peaks.row, d.peaks.row_of_many), (d.peaks.column, d.peaks.column_of_many)
+    name, (value, of_many) = ("column", columns) if axis else ("row", rows)
+    assert of_many is not None and of_many < value
     broken = {m.name for m in calibrated_bounds.measures("bf16/eager", "backward/q/weight", d, 4096) if not m.ok}
-    assert broken & {"largest_row", "largest_column"} == accused
+    assert f"largest_{name}" in broken
+
+
+def test_unequal_elements_of_lines_are_counted_over_parts() -> None:
+    candidate, twin, truth = outweighed(1)
+    candidate[40, :3] += 1e-3
+    whole = distances(candidate, twin, truth, np.float32).peaks
+    sums = Sums(truth.shape)
+    for start in range(0, truth.size, 37):
+        sums.add(*(x.reshape(-1)[start : start + 37] for x in (candidate, twin, truth)))
+    found = sums.distances(np.float32).peaks
+    assert found is not None and whole is not None and found.row_of_many == pytest.approx(whole.row_of_many)
+    assert whole.row_of_many and not whole.column_of_many
 
 
 def test_many_elements_at_a_tie_are_a_distance() -> None:

@@ -33,6 +33,7 @@ from lockstep.core.model.groups import update_rules
 from lockstep.core.parity.measures import here, peak_bounds
 from lockstep.core.parity.measures.distances import Distances
 from lockstep.core.parity.measures.peak_bounds import Result, Sharp
+from lockstep.core.parity.measures.peaks import FEW
 from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.stretches import STRETCH, stretches
 from lockstep.core.parity.measures.verdict import Measure
@@ -518,7 +519,7 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
     ties = peak_bounds.distance_of_ties(result_of(recipe, kind), d) if clean.sharp else 0.0
     if ties > limit.distance:
         limit = replace(limit, distance=ties, gain=max(limit.gain, ties))
-        distance_basis = f"at most {peak_bounds.FEW_TIES} elements, each within a rounding at a tie"
+        distance_basis = f"at most {FEW} elements, each within a rounding at a tie"
     held = clean.sharp if not (kind.startswith("bridge/") and policy_of(recipe).in_fp32) else None
     sharp = tuple(peak_bounds.measures(held, result_of(recipe, kind), d, size, wider)) if held else ()
     if kind.startswith("bridge/"):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.peaks import FEW
 from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.verdict import Measure
 
@@ -30,8 +31,6 @@ from lockstep.core.parity.measures.verdict import Measure
 Result = Literal["rounded", "kept", "sum", "same"]
 
 TIE = 3.0
-# So many elements at a tie are no sign of anything. Where one of them outweighs a small tensor, they are its distance.
-FEW_TIES = 2
 KEPT = 0.02
 LEAST_OF_SUMS = 4.0
 ODDS = 10.0
@@ -121,16 +120,11 @@ def distance_of_ties(result: Result, d: Distances) -> float:
 
     One element is d.peaks.largest of the twin's largest error away, and may be TIE.
     """
-    return _of_ties(result, d, d.twin_distance)
-
-
-def _of_ties(result: Result, d: Distances, value: float) -> float:
-    """Bound `value`, a distance that a few elements make: as if the largest of them were TIE away."""
     peaks = d.peaks
     if result != "rounded" or peaks is None or not peaks.largest:
         return 0.0
     count = round(d.unequal * peaks.rows * peaks.columns)
-    return TIE * value / peaks.largest if count <= FEW_TIES else 0.0
+    return TIE * d.twin_distance / peaks.largest if count <= FEW else 0.0
 
 
 def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: float) -> Iterator[Measure]:
@@ -139,21 +133,20 @@ def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: floa
         return
     least, width = LEAST[result], scatter(size)
 
-    def bound(extreme: float, least: float, width: float, ties: float = 0.0) -> tuple[float, str]:
+    def bound(extreme: float, least: float, width: float) -> tuple[float, str]:
         high = max(margin * extreme, least)
-        if ties > high * width:
-            return ties, f"at most {FEW_TIES} elements, each within a rounding at a tie"
         how = f"×{margin:g}" if high > least else f"least {least:g}"
         few = f", few numbers ×{width:.2g}" if width > 1.05 else ""
         return high * width, f"{clean.draws} clean draws reached {extreme:.3g}, {how}{few}"
 
     yield Measure("largest_element", peaks.largest, None, *bound(clean.largest, least.largest, width))
     if peaks.rows > 1 and peaks.columns > 1:
-        # An element at a tie may outweigh its row and its column, where it does not outweigh the tensor.
+        of_many = (peaks.row_of_many, peaks.column_of_many) if result == "rounded" else (None, None)
         lines = ("row", peaks.row, clean.row, peaks.columns), ("column", peaks.column, clean.column, peaks.rows)
-        for name, value, extreme, numbers in lines:
-            high, basis = bound(extreme, least.line, scatter(numbers), _of_ties(result, d, value))
-            yield Measure(f"largest_{name}", value, None, high, basis)
+        for (name, value, extreme, numbers), many in zip(lines, of_many, strict=True):
+            # An element at a tie may outweigh its row and its column; it is held as an element.
+            value = value if many is None else many
+            yield Measure(f"largest_{name}", value, None, *bound(extreme, least.line, scatter(numbers)))
         reach, basis = bound(clean.row_gain, least.row_gain, width)
         yield Measure("row_gain", peaks.row_gain, -reach, reach, basis)
     # Ten times the odds of a share.

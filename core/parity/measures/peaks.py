@@ -5,6 +5,7 @@ much cancels, carry all of the rounding. With candidate c, twin w and truth t, o
 
     largest    = max |c − w| / max |w − t|
     row        = max_r ‖c − w‖_r / max_r ‖w − t‖_r          column: the same over s
+    of many    = the same of rows, or columns, in which more than FEW elements of c and w are unequal
     row gain   = Σ_r ⟨c − w, t⟩_r / σ_r² / √(R · Σ_r ‖t‖_r² / σ_r²),  σ_r = ‖w − t‖_r, R rows
 
 The row gain is the generalised least-squares estimate of a common factor of length, in units of its own error (Aitken
@@ -21,6 +22,8 @@ import numpy as np
 
 from lockstep.core.parity.measures.stretches import Space
 
+# So many unequal elements of a row or column may be elements at a tie, one of which outweighs all others.
+FEW = 2
 # The sums: squares of c − w, w − t and t; then (c − w)·t, by row alone.
 APART, HONEST, TRUTH, ALONG = range(4)
 
@@ -30,6 +33,7 @@ class Peaks:
     """The measures of this file.
 
     rows, columns: of the table. A tensor of one axis is one row; its row, column and row gain say nothing, and are 0.
+    row_of_many, column_of_many: None where unequal elements were not counted.
     """
 
     largest: float
@@ -38,6 +42,8 @@ class Peaks:
     row_gain: float
     rows: int
     columns: int
+    row_of_many: float | None = None
+    column_of_many: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ class PeakSums:
         self._at, self._space = 0, Space(3)
         self._largest = np.zeros(3)
         self._by_row, self._by_column = np.zeros((4, max(1, self._rows))), np.zeros((3, max(1, self._columns)))
+        self._unequal = np.zeros(max(1, self._rows), np.int64), np.zeros(max(1, self._columns), np.int64)
 
     def add(self, apart: np.ndarray | None, honest_squares: np.ndarray, truth: np.ndarray) -> None:
         """Add the elements that follow: c − w, or None where it is zero, (w − t)² and t, flat, float64."""
@@ -100,6 +107,10 @@ class PeakSums:
                 self._by_row[which, row : row + len(block)] += block.sum(1)
                 if which != ALONG:
                     self._by_column[which, column : column + block.shape[1]] += block.sum(0)
+                if which == APART:
+                    of_rows, of_columns = self._unequal
+                    of_rows[row : row + len(block)] += np.count_nonzero(block, axis=1)
+                    of_columns[column : column + block.shape[1]] += np.count_nonzero(block, axis=0)
         self._at += truth.size
 
     def _blocks(self, size: int) -> Iterator[tuple[int, int, slice]]:
@@ -135,4 +146,16 @@ class PeakSums:
         variance = np.maximum(of_twin, max(least, tiny**2))
         power = float((of_truth / variance).sum())
         gain = float((along / variance).sum()) / math.sqrt(self._rows * power) if power else 0.0
-        return Peaks(largest, row, column, gain, self._rows, self._columns)
+        many = (
+            shorter * _of_many(sums[APART], unequal)
+            for shorter, sums, unequal in zip(
+                (row, column), (self._by_row, self._by_column), self._unequal, strict=True
+            )
+        )
+        return Peaks(largest, row, column, gain, self._rows, self._columns, *many)
+
+
+def _of_many(squares: np.ndarray, unequal: np.ndarray) -> float:
+    """The largest norm of a line with more than FEW unequal elements, in units of the largest of all."""
+    most = squares.max(initial=0.0)
+    return math.sqrt(squares[unequal > FEW].max(initial=0.0) / most) if most else 0.0
