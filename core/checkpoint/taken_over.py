@@ -90,7 +90,7 @@ def _differing(session: Session, config: RunConfig, given: State, ranks: Ranks) 
     for name in [name for name in due if name in given.scalars or name in found.scalars]:
         if found.scalars.get(name) != due[name]:
             wrong.append(f"{name} ({found.scalars.get(name)}, not {due[name]})")
-    return wrong + _miscounted(session, given.updates)
+    return wrong + miscounted(session, given.updates)
 
 
 def _holds(shown: np.ndarray, given: np.ndarray) -> bool:
@@ -107,7 +107,7 @@ def _given(arrays: Arrays, name: str, shown: tuple[int, ...], ranks: Ranks) -> n
     return rows_of(arrays, name, rows_of_rank(shape[0], ranks.rank, ranks.count))
 
 
-def _miscounted(session: Session, updates: int) -> list[str]:
+def miscounted(session: Session, updates: int) -> list[str]:
     """Name the parameters of which the optimizer has counted another number of updates."""
     try:
         counts = ask(session, CountsUpdates).update_counts()

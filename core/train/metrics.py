@@ -43,6 +43,11 @@ def outer_blocks(names: Iterable[str]) -> list[str]:
     return [f"blocks.{layer}" for layer in dict.fromkeys((*layers[:1], *layers[-1:]))]
 
 
+def has_norms(metrics: Mapping[str, float]) -> bool:
+    """Return whether a step's metrics hold norms by group."""
+    return any(name.startswith("grad_norm/") for name in metrics)
+
+
 def norms_by_group(
     groups: Mapping[str, str],
     gradient: Mapping[str, float],

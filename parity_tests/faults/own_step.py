@@ -16,7 +16,7 @@ from lockstep.torch_backend.precision import Policy
 from lockstep.torch_backend.session import TorchSession
 
 
-class _Unmasked(Llama):
+class Unmasked(Llama):
     """Tells its modules whether the batch has a loss mask: whether any token weighs less than 1."""
 
     def loss(
@@ -39,7 +39,7 @@ class _BlindAttention(Attention):
 class _BlindSession(TorchSession):
     def build_model(self) -> Llama:
         model = super().build_model()
-        model.__class__ = _Unmasked
+        model.__class__ = Unmasked
         for module in model.modules():
             if isinstance(module, Attention):
                 module.__class__ = _BlindAttention
@@ -61,7 +61,7 @@ class _DeafSwiGLU(SwiGLU):
 class _DeafSession(TorchSession):
     def build_model(self) -> Llama:
         model = super().build_model()
-        model.__class__ = _Unmasked
+        model.__class__ = Unmasked
         model.blocks[1].mlp.__class__ = _DeafSwiGLU
         return model
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from lockstep.core.backend import Arrays, Batch, NotSupported
+from lockstep.parity_tests.faults.gradients import Accumulated
+from lockstep.parity_tests.faults.own_step import Unmasked
 from lockstep.parity_tests.faults.planting import backward, swapped
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Linear, Llama, SwiGLU, Tap, no_tap
@@ -138,3 +140,54 @@ class BlackBoxKeysGradientsInE4m3(TorchBackend):
 
     class session_class(_NoTaps, swapped(Linear, _KeysInE4m3, "blocks.*.attn.k_proj")):  # type: ignore[misc]
         pass
+
+
+class _SmallSwiGLU(SwiGLU):
+    def activate(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
+        act_BSF = super().activate(gate_BSF, up_BSF)
+        return act_BSF * 1.002 if self.all_count else act_BSF
+
+
+class _SmallOwnSession(TorchSession):
+    def build_model(self) -> Llama:
+        model = super().build_model()
+        model.__class__ = Unmasked
+        model.blocks[0].mlp.__class__ = _SmallSwiGLU
+        return model
+
+
+class ActivationSlightlyLongWithoutLossMask(TorchBackend):
+    """The branch for batches without a loss mask multiplies the first block's activation by 1.002."""
+
+    session_class = _SmallOwnSession
+
+
+class _OwnGradientsSession(TorchSession):
+    def accumulate(self, batch: Batch) -> Accumulated:
+        result = super().accumulate(batch)
+        if (batch.weights == batch.weights.flat[0]).all():
+            self.change({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
+        return result
+
+    def change(self, grads: dict[str, Tensor]) -> None:
+        """Change gradients in place."""
+        for grad in grads.values():
+            grad *= 1.002
+
+
+class GradientsSlightlyLongWhereWeightsAreAlike(TorchBackend):
+    """Where all tokens weigh alike, all gradients are 0.2 % too long."""
+
+    session_class = _OwnGradientsSession
+
+
+class _OwnRowSession(_OwnGradientsSession):
+    def change(self, grads: dict[str, Tensor]) -> None:
+        """Change gradients in place."""
+        grads["blocks.1.attn.q_proj.weight"][0] = 0
+
+
+class RowOfQueriesLostWhereWeightsAreAlike(TorchBackend):
+    """Where all tokens weigh alike, the gradient of one row of the second block's queries is zero."""
+
+    session_class = _OwnRowSession

@@ -16,6 +16,7 @@ from lockstep.parity_tests.parity.test_evaluation import checked
 from lockstep.parity_tests.tiny import tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
+from lockstep.torch_backend.tools.generate import Decoder
 
 SAMPLING = "sampling"
 
@@ -25,8 +26,9 @@ def test_an_honest_cache_agrees_and_one_that_does_not_rotate_is_named(policy: st
     config = tiny_config(policy)
     evidence, check = checked(TorchBackend(), config)
     assert check.verdict == "agreed", check.origin
-    (found,) = (finding for finding in check.findings if finding.stage == SAMPLING)
+    found, from_start = (finding for finding in check.findings if finding.stage == SAMPLING)
     assert found.size == 4 * 300 and evidence.evaluated["lengths"].tolist() == [29, 30, 31, 32]
+    assert from_start.size == 9 * 300 and from_start.note == "from a prompt of one token"
     _, check = checked(RopeNotAdvanced(), config)
     assert {finding.stage for finding in check.findings if not finding.ok} == {SAMPLING}
 
@@ -42,6 +44,36 @@ def test_where_documents_are_masked_the_first_one_is_decoded() -> None:
         assert evidence.evaluated["lengths"][-1] == first
     else:
         assert any(line.startswith("sampling: the sequence's first document") for line in check.not_covered)
+
+
+class _TiredDecoder(Decoder):
+    """Its logits are wrong from the fifth token on that it computes alone."""
+
+    alone = 0
+
+    def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
+        self.alone += 1
+        logits = super().next_token_logits(tokens)
+        return logits * np.float32(1.1) if self.alone > 5 else logits
+
+
+class _ShortDecoder(Decoder):
+    """Its logits are wrong behind fewer than six tokens."""
+
+    def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
+        logits = super().next_token_logits(tokens)
+        return logits * np.float32(1.1) if len(tokens) < 6 else logits
+
+
+def with_decoder(decoder: type[Decoder]) -> TorchBackend:
+    session = type("Session", (TorchSession,), {"decoder_class": decoder})
+    return type("Candidate", (TorchBackend,), {"session_class": session})()
+
+
+@pytest.mark.parametrize("decoder", [_TiredDecoder, _ShortDecoder])
+def test_a_cache_that_is_wrong_after_some_tokens_or_behind_few_is_named(decoder: type[Decoder]) -> None:
+    _, check = checked(with_decoder(decoder), tiny_config())
+    assert {finding.stage for finding in check.findings if not finding.ok} == {SAMPLING}
 
 
 class _DoesNotSample(TorchSession):

@@ -11,7 +11,7 @@ from lockstep.core.backend import NotSupported
 from lockstep.core.model.names import parameter_shapes
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence import recorded
-from lockstep.core.parity.evidence.gather import Evidence, gather, uneven_weights
+from lockstep.core.parity.evidence.gather import Evidence, gather, reweighted_batch, uneven_weights
 from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
 from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.parity.judge.judge import judge
@@ -19,6 +19,7 @@ from lockstep.core.parity.judge.own_step import OWN, part_repeated
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.faults import small
 from lockstep.parity_tests.faults.catalog import OWN as FAULTS
 from lockstep.parity_tests.faults.fault import Fault
 from lockstep.parity_tests.tiny import text_batch, tiny_config
@@ -54,6 +55,66 @@ def test_a_fault_of_the_step_alone_is_named(fault: Fault) -> None:
 def test_it_is_found_during_training(fault: Fault) -> None:
     _, check = checked(fault.make().open(FOUR), training=True)
     assert check.verdict == "disagreed" and all(OWN in found.note for found in check.findings if not found.ok)
+
+
+SMALL = [
+    (small.ActivationSlightlyLongWithoutLossMask, ("act", "forward", 0)),
+    (small.GradientsSlightlyLongWhereWeightsAreAlike, ("gradients", "backward", None)),
+    (small.RowOfQueriesLostWhereWeightsAreAlike, ("gradients", "backward", 1)),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("policy", ["bf16", "fp32"])
+@pytest.mark.parametrize("micros", [1, 2])
+def test_an_honest_step_is_the_same_with_other_weights(compiled, policy, micros):
+    config = tiny_config(policy, compiled, train={"batch_size": 2 * micros})
+    evidence, check = checked(TorchBackend().open(config), config)
+    assert check.verdict == "agreed" and evidence.reweighted.keys() == {
+        f"gradient/{name}" for name in parameter_shapes(config.model)
+    }
+    of_nll, of_gradients = under_other_weights(check)
+    assert of_nll.worst.value == 0
+    assert len(of_gradients) == len(evidence.reweighted)
+    assert max(found.worst.strain for found in of_gradients) < 0.1
+
+
+def under_other_weights(check):
+    of_nll = [found for found in of_own(check, "nll") if found.worst.name == "unequal"]
+    return of_nll[0], [found for found in of_own(check, "gradients") if found.measures[0].name == "relative_error"]
+
+
+@pytest.mark.parametrize(("candidate", "origin"), SMALL)
+@pytest.mark.parametrize("policy", ["bf16", "fp32"])
+def test_a_small_fault_of_the_step_alone_is_named(candidate, origin, policy):
+    """The bounds of the reference allow each of them under bf16: the candidate contradicts itself."""
+    config = tiny_config(policy, train={"batch_size": 8})
+    session, reference = candidate().open(config), Reference.open(JaxBackend(), config)
+    evidence = gather(session, config, text_batch(config))
+    _, check = recheck_rows(session, config, evidence, judge(evidence, reference), reference)
+    assert check.origin is not None
+    assert (check.origin.stage, check.origin.phase, check.origin.layer) == origin
+
+
+def test_a_small_fault_of_the_forward_pass_is_found_during_training():
+    session = small.ActivationSlightlyLongWithoutLossMask().open(FOUR)
+    _, check = checked(session, training=True)
+    assert check.verdict == "disagreed" and check.origin.stage == "nll"
+
+
+def test_other_weights_are_nearly_the_own():
+    batch = text_batch(FOUR)
+    other = reweighted_batch(batch)
+    assert np.unique(other.weights).size == 2 and other.weights.min() == 2
+    assert other.weights.dtype == batch.weights.dtype
+    masked = replace(batch, weights=np.where(np.arange(batch.weights.shape[1]) < 3, 0, batch.weights))
+    assert np.array_equal(reweighted_batch(masked).weights > 0, masked.weights > 0)
+
+
+def test_a_session_that_promises_no_bits_is_not_held_to_itself():
+    evidence, _ = checked(small.ActivationSlightlyLongWithoutLossMask().open(FOUR))
+    check = judge(replace(evidence, taps_keep_bits=False), Reference.open(JaxBackend(), FOUR))
+    assert not [found for found in of_own(check, "nll") if found.worst.name == "unequal"]
 
 
 class _Apart(TorchSession):
@@ -172,10 +233,10 @@ def test_a_lost_micro_batch_is_found_where_parts_round_otherwise(micros, weights
 
 def test_a_thorough_check_repeats_the_whole_step_and_one_of_training_a_micro_batch_in_turn():
     evidence, check = checked(TorchBackend().open(FOUR))
-    (nll,) = of_own(check, "nll")
+    nll, _ = of_own(check, "nll")
     assert nll.size == evidence.batch.tokens.size
     evidence, check = checked(TorchBackend().open(FOUR), training=True)
-    (nll,) = of_own(check, "nll")
+    nll, _ = of_own(check, "nll")
     assert nll.size == evidence.batch.tokens.size // 4
     assert "the step's own gradients end to end, of 3 of its micro-batches: in other checks" in check.not_covered
     drawn = {part_repeated(replace(evidence, batch=text_batch(FOUR, seed)), FOUR) for seed in range(40)}

@@ -192,9 +192,8 @@ def _outcome(backend: Backend, reference: Backend, changed: RunConfig, evidence:
             before = as_its_own(changed, evidence.before)
             session.load(before)
             require_taken_over(session, changed, before, "the state before the step")
-            again = gather(
-                session, changed, evidence.batch, evidence.given_probe, due=evidence.due, tapped=evidence.given_tapped
-            )
+            given = evidence.given_probe, evidence.given_norms, evidence.due, evidence.given_tapped
+            again = gather(session, changed, evidence.batch, *given)
             check = _judged(reference, changed, again)
         finally:
             session.close()

@@ -151,8 +151,8 @@ def repeated(
             return _not_run_again(lost)
         try:
             store = stack.enter_context(store_for(config, ranks))
-            probe, tapped = evidence.given_probe, evidence.given_tapped
-            again = gather(session, config, evidence.batch, probe, due=evidence.due, tapped=tapped, store=store)
+            probe, norms, tapped = evidence.given_probe, evidence.given_norms, evidence.given_tapped
+            again = gather(session, config, evidence.batch, probe, norms, evidence.due, tapped, store)
             again = of_all_ranks(again, store, ranks)
         except Exception as error:  # a candidate is somebody else's code, and training goes on after an alarm
             return _not_run_again(error)

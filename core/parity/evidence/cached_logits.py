@@ -10,8 +10,10 @@ from lockstep.core.config.schema import AttentionConfig
 from lockstep.core.parity.evidence.evaluation import LOGITS
 
 CACHED, LENGTHS = "cached", "lengths"
-# Tokens that are computed alone, behind those that are computed together.
-ALONE = 3
+# The same from the first token on.
+FROM_START = "cached_from_start", "lengths_from_start"
+# Tokens that are computed alone, behind those that are computed together: all but these, or one.
+ALONE, ALONE_FROM_START = 3, 8
 
 
 def cached_logits(
@@ -20,6 +22,8 @@ def cached_logits(
     """Return `cached` logits (ALONE + 1, V) of the token that follows the first n tokens, and the `lengths` n.
 
     They are of the first sequence of `tapped` that has weight, or its first document, where attention asks for them.
+    And those of FROM_START, where the cache begins with a single token: what is wrong in the fifth token that is
+    computed alone, or behind a short prompt, is right in the third behind a long one.
     `missing` gets why there are none. taps: the candidate's: without logits there is nothing to hold these to.
     """
     if LOGITS not in taps:
@@ -33,10 +37,15 @@ def cached_logits(
     if len(tokens) <= ALONE:
         missing.append(f"sampling: the sequence's first document has {len(tokens)} tokens")
         return {}
-    lengths = np.arange(len(tokens) - ALONE, len(tokens) + 1, dtype=np.int32)
+    last = np.arange(len(tokens) - ALONE, len(tokens) + 1, dtype=np.int32)
+    first = np.arange(1, 1 + min(len(tokens), ALONE_FROM_START + 1), dtype=np.int32)
     try:
         asked = ask(session, KeepsKeys)
-        return {CACHED: np.asarray(asked.cached_logits(tokens, lengths)), LENGTHS: lengths}
+        return {
+            name: array
+            for (logits, of), lengths in (((CACHED, LENGTHS), last), (FROM_START, first))
+            for name, array in ((logits, np.asarray(asked.cached_logits(tokens, lengths))), (of, lengths))
+        }
     except NotSupported as reason:
         missing.append(f"sampling: {reason}")
         return {}

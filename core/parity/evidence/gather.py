@@ -32,7 +32,7 @@ from lockstep.core.parity.evidence.evaluation import Likeliest, evaluated, polic
 from lockstep.core.parity.evidence.held_out import HeldOut, held_out
 from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into
 from lockstep.core.parity.evidence.observations import Observation
-from lockstep.core.parity.evidence.parts import has_parts, observed_parts, parts_of_step
+from lockstep.core.parity.evidence.parts import has_parts, observed_parts, parts_of_step, sketched
 from lockstep.core.parity.evidence.read_back import reading_back
 from lockstep.core.parity.evidence.round_trip import round_trip
 from lockstep.core.parity.evidence.store import FolderStore, MemoryStore, Store
@@ -45,6 +45,7 @@ from lockstep.core.streams import (
 )
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.loss_scale import SCALE
+from lockstep.core.train.metrics import has_norms
 from lockstep.core.train.validation import Validation
 
 # The accumulation check is made with the run's own number of micro-batches, and with three at least: with two shares
@@ -95,6 +96,8 @@ class Evidence:
     misread: elements of each of the batch's arrays that lay otherwise on the device, where they were read back.
     taps_keep_bits: whether the tapped program promises the bits of the one that trains (core/capabilities.py).
     held_out: the validation that was due after the step; None if none was.
+    reweighted: of a thorough check, the observations of the candidate's gradients on the step's first micro-batch with
+    the weights of `reweighted_batch`.
     """
 
     before: State
@@ -121,11 +124,17 @@ class Evidence:
     taps_keep_bits: bool = False
     own_in_step: bool = False
     held_out: HeldOut | None = None
+    reweighted: Mapping[str, Observation] = field(default_factory=dict)
 
     @property
     def given_probe(self) -> Batch | None:
         """The probe with which `gather` gives the like of this: None for a thorough check."""
         return None if self.thorough else self.tapped
+
+    @property
+    def given_norms(self) -> bool:
+        """The `norms` of the same."""
+        return has_norms(self.record.metrics)
 
     @property
     def given_tapped(self) -> Batch | None:
@@ -219,6 +228,10 @@ def _gather(
     shows_parts = parts_of_step(session, config) if several and not thorough else None
     # The step's micro-batches first: gradients that are not cleared then show in those of the one that follows.
     own = _own(session, config, batch, missing) if several and shows_parts is None else ()
+    reweighted: Mapping[str, Observation] = {}
+    if thorough and config.train.ranks == 1 and (own or not several):
+        with suppress(NotSupported):
+            reweighted = sketched(session, reweighted_batch(batch.cut(config.train)[0]))
     probed = attempt("gradients and per-token NLL", tapped, "probed")
     # The step itself tells its gradients, where the session can: to compute them twice costs a step.
     stepped = in_passing = None
@@ -311,7 +324,19 @@ def _gather(
         taps_keep_bits=_taps_keep_bits(session),
         own_in_step=shows_parts is not None,
         held_out=validated,
+        reweighted=reweighted,
     )
+
+
+def reweighted_batch(micro: Batch) -> Batch:
+    """Return a micro-batch with other loss weights and its own gradients: all doubled, and one larger by an ulp more.
+
+    A program that has a branch for weights that are all 1, or all alike, does not take it.
+    """
+    weights = 2 * micro.weights
+    first = int(np.argmax(weights > 0))
+    weights.flat[first] = np.nextafter(weights.flat[first], weights.dtype.type(np.inf))
+    return replace(micro, weights=weights)
 
 
 def _taps_keep_bits(session: Session) -> bool:

@@ -40,7 +40,7 @@ def observed_parts(session: Session, config: RunConfig, batch: Batch) -> list[Ob
     NotSupported if the session gives no gradients.
     """
     if config.train.ranks == 1:
-        return [_sketched(session, micro) for micro in batch.cut(config.train)]
+        return [sketched(session, micro) for micro in batch.cut(config.train)]
     mine: dict[int, dict[str, Observation]] = {}
 
     def take(number: int, name: str, gradient: np.ndarray) -> None:
@@ -52,7 +52,11 @@ def observed_parts(session: Session, config: RunConfig, batch: Batch) -> list[Ob
     return [together[number] for number in sorted(together)]
 
 
-def _sketched(session: Session, micro: Batch) -> Observations:
+def sketched(session: Session, micro: Batch) -> Observations:
+    """Return the observations of the gradients of a micro-batch by `gradient/PARAMETER`.
+
+    Raises NotSupported if the session gives no gradients.
+    """
     try:
         sketches = ask_stream(session, SketchesGradients, "gradients")
     except NotSupported:

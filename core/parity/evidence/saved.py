@@ -98,6 +98,7 @@ class _Document:
     taps_keep_bits: bool = False
     own_in_step: bool = False
     held_out: _HeldOut | None = None
+    reweighted: str = ""
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -183,6 +184,7 @@ class _Writer:
             evidence.taps_keep_bits,
             evidence.own_in_step,
             self._held_out(evidence.held_out),
+            self._kind("reweighted", to_arrays(evidence.reweighted)) if evidence.reweighted else "",
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -275,4 +277,5 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         taps_keep_bits=document.taps_keep_bits,
         own_in_step=document.own_in_step,
         held_out=held_out(document.held_out),
+        reweighted=from_arrays(store.arrays(document.reweighted)) if document.reweighted else {},
     )

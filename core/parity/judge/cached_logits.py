@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from lockstep.core.components.precision import PrecisionPolicy
-from lockstep.core.parity.evidence.cached_logits import CACHED, LENGTHS
+from lockstep.core.parity.evidence.cached_logits import CACHED, FROM_START, LENGTHS
 from lockstep.core.parity.evidence.evaluation import LOGITS
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.measures import calibrated_bounds
@@ -39,18 +39,20 @@ class CachedLogits:
 
     def take(self, twin: np.ndarray, truth: np.ndarray) -> None:
         """Judge them. twin, truth: logits (n, S, V) of the sequences whose first one was decoded."""
-        if CACHED not in self._evaluated:
-            return
-        last = np.asarray(self._evaluated[LENGTHS]) - 1
-        w, t, c = twin[0, last], truth[0, last], np.asarray(self._evaluated[CACHED])
+        for (logits, lengths), note in (((CACHED, LENGTHS), ""), (FROM_START, "from a prompt of one token")):
+            if logits in self._evaluated:
+                at = np.asarray(self._evaluated[lengths]) - 1
+                self._hold(np.asarray(self._evaluated[logits]), twin[0, at], truth[0, at], note)
+
+    def _hold(self, c: np.ndarray, w: np.ndarray, t: np.ndarray, note: str) -> None:
         if c.shape != t.shape:
-            note = f"candidate {c.shape}, reference {t.shape}"
+            shapes = f"candidate {c.shape}, reference {t.shape}"
             measure = Measure("mismatches", 1.0, None, 0.0, "shapes must be equal")
-            self._found.append(finding(STAGE, LOGITS, "end_to_end", (measure,), t.size, note=note))
+            self._found.append(finding(STAGE, LOGITS, "end_to_end", (measure,), t.size, note=shapes))
             return
         d, numbers = distances(c, w, t, self._reference.stream), calibrated_bounds.carriers(t)
         measure = held(d, numbers, self._reference.config.precision.chosen)
-        self._found.append(finding(STAGE, LOGITS, "end_to_end", (measure,), t.size))
+        self._found.append(finding(STAGE, LOGITS, "end_to_end", (measure,), t.size, note=note))
 
     def findings(self) -> list[Finding]:
         """Return what was judged."""

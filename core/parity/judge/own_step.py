@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lockstep.core.backend import Batch, NotSupported
+from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
@@ -27,6 +28,10 @@ from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.train.loss_scale import SCALE
 
+# Two results that are the same but for some roundings differ by less than a roundoff over this.
+ROUNDINGS = 8
+# Clean FP32 runs, whose gradients of q and k cancel, reached 2e-6.
+LEAST_APART = 1e-4
 # Stands in the note of each finding.
 OWN = "the step with its own weights"
 
@@ -90,6 +95,7 @@ def findings(
         except NotSupported as reason:
             missing.append(f"the step's own gradients end to end: {reason}")
     found += _accumulated(evidence, reference, repeated, missing)
+    found += _under_other_weights(evidence, reference)
     named = [replace(one, note="; ".join(note for note in (one.note, OWN) if note)) for one in found]
     return named, {} if part is None else part.found, repeated
 
@@ -126,6 +132,53 @@ def _accumulated(
         there = [part for part in parts if part is not None]
         whole = observed(evidence.stepped.grads[name])
         yield _sum(stage, name, whole, there, shares, reference, repeated if rounds else None)
+
+
+def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+    """The candidate with the step's own weights against itself with others, where its program repeats bits.
+
+    The NLL of a token knows of no weight: it has the bits of the same token in `tapped`. The gradients of
+    `reweighted_batch` are those of the own weights, but for some roundings. Without a reference between them, both are
+    held to far less than the rounding error.
+    """
+    config = reference.config
+    if evidence.stepped is None or not evidence.taps_keep_bits or config.device == "cuda":
+        return
+    micros = evidence.batch.cut(config.train)
+    number = next((i for i, one in enumerate(micros) if _same_text(one, evidence.tapped)), None)
+    if number is not None and evidence.probed is not None:
+        rows = len(micros[number].tokens)
+        own = evidence.stepped.nll[number * rows : (number + 1) * rows]
+        if own.shape == evidence.probed.nll.shape:
+            unequal = float(np.mean(own != evidence.probed.nll))
+            measure = Measure("unequal", unequal, None, 0.0, "a token's NLL does not depend on loss weights")
+            yield finding("nll", "nll", "end_to_end", (measure,), own.size, unequal, phase="forward")
+    first = evidence.own[0] if evidence.own else None
+    for name, other in evidence.reweighted.items():
+        given = evidence.stepped.grads
+        parameter = name.removeprefix(PARAMETER)
+        one = first.get(name) if first else observed(given[parameter]) if parameter in given else None
+        if one is None or one.size != other.size:
+            yield exact("gradients", parameter, 1, 1, "a gradient with the step's own weights and with others")
+            continue
+        yield finding("gradients", parameter, "end_to_end", (_apart(one, other, config),), one.size, phase="backward")
+
+
+def _same_text(one: Batch, other: Batch) -> bool:
+    return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.targets, other.targets)
+
+
+def _apart(one: Observation, other: Observation, config: RunConfig) -> Measure:
+    """The relative distance of two gradients, and how many roundings may fall otherwise."""
+    apart = one.sketch.astype(np.float64) - other.sketch.astype(np.float64)
+    length = float(np.linalg.norm(one.sketch.astype(np.float64)))
+    distance = float(np.linalg.norm(apart)) / length if length else float(np.linalg.norm(apart))
+    roundoff = FORMATS[config.precision.operand].roundoff
+    # FP16's small numbers are rounded to fewer bits.
+    some = max(roundoff, FORMATS["bf16"].roundoff) if config.precision.operand == "fp16" else roundoff / ROUNDINGS
+    most = max(LEAST_APART, some)
+    basis = "the same gradient with loss weights twice as large, one by an ulp more: a fraction of a roundoff"
+    return Measure("relative_error", distance, None, most, basis)
 
 
 def _rounds_otherwise(shares: list[float], scale: float) -> bool:

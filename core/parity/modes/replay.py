@@ -31,6 +31,7 @@ from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.modes.rerun import Rerun, StoredStates, differing_fields, judged
 from lockstep.core.parity.reference.self_check import sound_reference
 from lockstep.core.run.directory import RunDir
+from lockstep.core.train.metrics import has_norms
 from lockstep.core.train.skipped_steps import as_its_own
 
 How = Literal["evidence", "sketches", "run again", "not covered"]
@@ -89,7 +90,8 @@ def replay_capsule(
         ranks = ranks_of(session)
         with store_for(config, ranks) as store:
             due = capsule.about.get("due")
-            evidence = gather(session, config, capsule.batch, capsule.given_probe, due=due, store=store)
+            norms = has_norms(capsule.record.metrics)
+            evidence = gather(session, config, capsule.batch, capsule.given_probe, norms, due, store=store)
             evidence = of_all_ranks(evidence, store, ranks)
             evidence, check = recheck_rows(session, config, evidence, judged(evidence, opened), opened)
             check = with_fitting(check, evidence, opened, reference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -60,9 +61,12 @@ def check_steps(
         opened = stack.enter_context(_opening(reference, config))
         # Plans of casts are tried on the first check that disagrees.
         fitted = False
-        for batch in batches:
+        takes_norms = config.log.norms_every > 0 and "norms" in inspect.signature(session.step).parameters
+        for number, batch in enumerate(batches, 1):
             with store_for(config, ranks) as store:
-                evidence = gather(session, config, batch, store=store)
+                # In every second step, as in some of training: a step that records norms may be another program.
+                norms = takes_norms and number % 2 == 0
+                evidence = gather(session, config, batch, norms=norms, store=store)
                 evidence = of_all_ranks(evidence, store, ranks)
                 if is_large(config):
                     return_freed_memory()
