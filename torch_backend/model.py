@@ -59,15 +59,6 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def apart(x: Tensor) -> Tensor:
-    """X as a node of its own in autograd's graph.
-
-    What a norm sends back to its input, which it uses twice, is then added up before anything else that this goes to,
-    as with a tap there, whatever the norm's code is.
-    """
-    return x.view_as(x)
-
-
 class Linear(nn.Module):
     """x · Wᵀ + b with the policy's casts; W is (out, in). float8: makes the product in FP8, None: the policy does."""
 
@@ -188,12 +179,12 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
         """X (B, S, D) → (B, S, D)."""
-        normed_BSD = self.attn_norm(apart(policy.read(tap(f"{name}.attn_norm.x", x_BSD), "residual")))
+        normed_BSD = self.attn_norm(policy.read(tap(f"{name}.attn_norm.x", x_BSD), "residual"))
         normed_BSD = tap(f"{name}.attn_norm", policy.kept(normed_BSD, "norm"))
         mixed_BSD = self.attn(normed_BSD, rope, policy, tap, f"{name}.attn")
         sum_BSD = tap(f"{name}.attn_residual.x", x_BSD) + policy.read(mixed_BSD, "linear")
         x_BSD = tap(f"{name}.attn_residual", policy.kept(sum_BSD, "residual"))
-        normed_BSD = self.mlp_norm(apart(policy.read(tap(f"{name}.mlp_norm.x", x_BSD), "residual")))
+        normed_BSD = self.mlp_norm(policy.read(tap(f"{name}.mlp_norm.x", x_BSD), "residual"))
         normed_BSD = tap(f"{name}.mlp_norm", policy.kept(normed_BSD, "norm"))
         mixed_BSD = self.mlp(normed_BSD, policy, tap, f"{name}.mlp")
         sum_BSD = tap(f"{name}.mlp_residual.x", x_BSD) + policy.read(mixed_BSD, "linear")
@@ -272,7 +263,7 @@ class Llama(nn.Module):
         for i, block in enumerate(self.blocks):
             # Without a tap no block needs its name: blocks that are compiled one by one are then one program.
             x_BSD = block(x_BSD, rope, policy, tap, "" if tap is no_tap else f"blocks.{i}")
-        return tap("final_norm", policy.kept(self.final_norm(apart(policy.read(x_BSD, "residual"))), "norm"))
+        return tap("final_norm", policy.kept(self.final_norm(policy.read(x_BSD, "residual")), "norm"))
 
     @property
     def head_weight(self) -> Tensor:

@@ -51,7 +51,7 @@ from lockstep.torch_backend.tools.sketch import (
 class Observes(Programs):
     """Observations of one micro-batch at the session's weights; none of them changes the state."""
 
-    # Each tapped tensor has a node of its own in both programs (torch_backend/model.py, `apart`).
+    # Each tapped tensor has a node of its own in both programs (torch_backend/precision.py, `Policy.read`).
     taps_keep_bits = True
     float8: Any
     # Samples from the session's weights.

@@ -48,8 +48,13 @@ class Policy:
         return x.to(self.operand if self.casts.keeps(key) else self.stream)
 
     def read(self, x: Tensor, key: str) -> Tensor:
-        """X in the stream dtype, where something reads it. key: of the plan, by which X is kept; the twin needs it."""
-        return x.to(self.stream)
+        """X in the stream dtype, where something reads it. key: of the plan, by which X is kept; the twin needs it.
+
+        What norms read of the residual stream is a node of its own in autograd's graph: all that a norm sends back to
+        its input, which it uses more than once, is added up first, as with a tap there, whatever the norm's code is.
+        """
+        x = x.to(self.stream)
+        return x.view_as(x) if key == "residual" else x
 
     def rotated(self, rotate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Apply a rotation with the plan's casts of what it reads and writes."""

@@ -154,6 +154,7 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
             measure = Measure("unequal", unequal, None, 0.0, "a token's NLL does not depend on loss weights")
             yield finding("nll", "nll", "end_to_end", (measure,), own.size, unequal, phase="forward")
     first = evidence.own[0] if evidence.own else None
+    most = max(LEAST_APART, _some_roundings(evidence, config))
     for name, other in evidence.reweighted.items():
         given = evidence.stepped.grads
         parameter = name.removeprefix(PARAMETER)
@@ -161,22 +162,26 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
         if one is None or one.size != other.size:
             yield exact("gradients", parameter, 1, 1, "a gradient with the step's own weights and with others")
             continue
-        yield finding("gradients", parameter, "end_to_end", (_apart(one, other, config),), one.size, phase="backward")
+        yield finding("gradients", parameter, "end_to_end", (_apart(one, other, most),), one.size, phase="backward")
 
 
 def _same_text(one: Batch, other: Batch) -> bool:
     return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.targets, other.targets)
 
 
-def _apart(one: Observation, other: Observation, config: RunConfig) -> Measure:
-    """The relative distance of two gradients, and how many roundings may fall otherwise."""
+def _some_roundings(evidence: Evidence, config: RunConfig) -> float:
+    """By how much two gradients may differ of which a few elements are rounded otherwise."""
+    if SCALE in evidence.before.scalars:
+        # A format that needs a loss scale rounds its small numbers to fewer bits.
+        return FORMATS["bf16"].roundoff
+    return FORMATS[config.precision.operand].roundoff / ROUNDINGS
+
+
+def _apart(one: Observation, other: Observation, most: float) -> Measure:
+    """The relative distance of two gradients."""
     apart = one.sketch.astype(np.float64) - other.sketch.astype(np.float64)
     length = float(np.linalg.norm(one.sketch.astype(np.float64)))
     distance = float(np.linalg.norm(apart)) / length if length else float(np.linalg.norm(apart))
-    roundoff = FORMATS[config.precision.operand].roundoff
-    # FP16's small numbers are rounded to fewer bits.
-    some = max(roundoff, FORMATS["bf16"].roundoff) if config.precision.operand == "fp16" else roundoff / ROUNDINGS
-    most = max(LEAST_APART, some)
     basis = "the same gradient with loss weights twice as large, one by an ulp more: a fraction of a roundoff"
     return Measure("relative_error", distance, None, most, basis)
 
