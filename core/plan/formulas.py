@@ -33,7 +33,8 @@ class Part:
     """saved: bytes kept from forward to backward pass, by what they are.
 
     The forward phase ends with what is saved, the backward phase without it and with the weights' gradients. products:
-    bytes that `recompute.keep_products` keeps. entry: what is kept where the part is computed again, its input. again:
+    bytes that `recompute.keep_products` keeps. entry: what is kept where the part is computed again, its input.
+    keeps_entry: that is the tensor which `saved` has for it. again:
     the forward pass the second time, where it is another one. waiting: what follows the backward pass of the whole
     block.
     """
@@ -45,6 +46,7 @@ class Part:
     entry: float = 0.0
     again: Phase | None = None
     waiting: Phase = field(default_factory=Phase)
+    keeps_entry: bool = False
 
 
 def kernel_saved(z: Sizes, masked: bool) -> dict[str, float]:
@@ -175,7 +177,7 @@ def attention(z: Sizes, masked: bool, normed_again: bool = False) -> Part:
     _attention_forward(forward, z, kernel, D, K)
     back = Tape(forward.there)
     _attention_backward(back, z, kernel, D, K)
-    return Part(forward.there, forward.phase, back.phase, products, _input(z))
+    return Part(forward.there, forward.phase, back.phase, products, _input(z), keeps_entry=z.shares)
 
 
 def _input(z: Sizes) -> float:
@@ -354,7 +356,7 @@ def mlp(z: Sizes, normed_again: bool = False, recomputed: bool = False) -> Part:
         layer.backward(back, name, z.hidden, z.ffn, own=True, last=last, narrow=shares)
     back.free_if("normed")
     back.free("d_up.x", "d_gate.x")
-    return Part(forward.there, forward.phase, back.phase, products, _input(z))
+    return Part(forward.there, forward.phase, back.phase, products, _input(z), keeps_entry=z.shares)
 
 
 def _activate(tape: Tape, z: Sizes, F: float) -> float:

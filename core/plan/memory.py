@@ -132,10 +132,11 @@ def _again(part: Part, keep: bool, entry: float) -> Part:
     there = _sum(kept)
     forward = Phase(there, max(there, part.forward.peak), part.forward.made)
     second = part.again or part.forward
-    # Kept products are given up as they are used, and not made.
-    spared = kept["products"]
+    # Kept products are given up as they are used, and not made; nor is an input that the part keeps as it is.
+    spared = kept["products"] + (entry if part.keeps_entry else 0.0)
     anew = Phase(second.net - spared, max(0.0, second.peak - spared), second.made - spared)
-    return Part(kept, forward, anew + part.backward + held(-entry), waiting=part.waiting)
+    freed = held(0.0 if part.keeps_entry else -entry)
+    return Part(kept, forward, anew + part.backward + freed, waiting=part.waiting)
 
 
 def _sum(sizes: Mapping[str, float]) -> float:
