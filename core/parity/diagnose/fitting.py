@@ -29,6 +29,8 @@ from lockstep.core.parity.reference.stages import stages_of
 
 # Choices depend on each other where one stage reads two: a second round settles them.
 ROUNDS = 2
+# Layers by whose stages choices are compared: the first one that differs, and one that is left, if any.
+LAYERS = 2
 # The kernels that a twin can follow, and whether they know of grouped queries.
 KERNELS = [
     {"kernel": kernel.name, "grouped": grouped}
@@ -118,23 +120,40 @@ def _fitting(
 ) -> Fitting | None:
     declared = reference.config
     first = next((one.layer for one in check.findings if not one.ok and one.layer is not None), None)
-    config = _by_name(declared)
-    for _ in range(ROUNDS):
-        before = config
-        for choice in tried:
-            config = _best(choice, config, evidence, reference, backend, {None, first})
-        if config == before:
+    config, layers = _by_name(declared), {None, first}
+    for _ in range(LAYERS):
+        config = _searched(tried, config, evidence, reference, backend, layers)
+        differs = _differing(declared, config)
+        if not differs:
+            return None
+        with closing(_Twin(reference, backend, config)) as other:
+            whole = judge(evidence, other.reference)
+        if whole.origin is None or whole.origin.layer in layers:
             break
-    config = _with_plan(config, _as_named(config.precision.plan, config))
-    differs = _differing(declared, config)
-    if not differs:
-        return None
-    with closing(_Twin(reference, backend, config)) as other:
-        whole = judge(evidence, other.reference)
+        # Two kernels may give the same bits in the first layer that differs, and not in this one.
+        layers.add(whole.origin.layer)
     if whole.verdict != "agreed" and _broken(whole) >= _broken(check):
         return None
     was = flatten(declared.model_dump())
     return Fitting(differs, {key: was[key] for key in differs}, whole.verdict == "agreed", whole.origin)
+
+
+def _searched(
+    tried: list[Choice],
+    config: RunConfig,
+    evidence: Evidence,
+    reference: Reference,
+    backend: Backend,
+    layers: set[int | None],
+) -> RunConfig:
+    """Return the configuration with the best of each choice in turn, by the stages of these layers."""
+    for _ in range(ROUNDS):
+        before = config
+        for choice in tried:
+            config = _best(choice, config, evidence, reference, backend, layers)
+        if config == before:
+            break
+    return _with_plan(config, _as_named(config.precision.plan, config))
 
 
 def _differing(declared: RunConfig, config: RunConfig) -> Mapping[str, str]:
