@@ -129,7 +129,7 @@ under other casts since, of 22 shapes.
 
 On another processor, an Intel Xeon, three of 96 checks were accused by a column that one element at a tie outweighed. A
 row or column with at most two unequal elements has been held by its elements since; the draw under random casts was
-made anew, and that of FP16 is to be.
+made anew. FP16's draw 5000 is to be, and two checks of its draw 5001 are accused there.
 Other checks of before are counted on: the rule accuses no more than the one before. Those of before the step was held
 to itself under other weights say nothing of that; of those since, none was accused by it.
 
