@@ -111,6 +111,15 @@ def test_other_weights_are_nearly_the_own():
     assert np.array_equal(reweighted_batch(masked).weights > 0, masked.weights > 0)
 
 
+def test_a_micro_batch_without_any_weight_is_no_fault():
+    """Padding alone: by itself it has no mean."""
+    batch = text_batch(FOUR)
+    weights = batch.weights.copy()
+    weights[:2] = 0
+    evidence, check = checked(TorchBackend().open(FOUR), batch=replace(batch, weights=weights))
+    assert not evidence.reweighted and check.verdict == "agreed", check.origin
+
+
 def test_a_session_that_promises_no_bits_is_not_held_to_itself():
     evidence, _ = checked(small.ActivationSlightlyLongWithoutLossMask().open(FOUR))
     check = judge(replace(evidence, taps_keep_bits=False), Reference.open(JaxBackend(), FOUR))

@@ -229,9 +229,10 @@ def _gather(
     # The step's micro-batches first: gradients that are not cleared then show in those of the one that follows.
     own = _own(session, config, batch, missing) if several and shows_parts is None else ()
     reweighted: Mapping[str, Observation] = {}
-    if thorough and config.train.ranks == 1 and (own or not several):
+    first = batch.cut(config.train)[0]
+    if thorough and config.train.ranks == 1 and (own or not several) and first.weights.any():
         with suppress(NotSupported):
-            reweighted = sketched(session, reweighted_batch(batch.cut(config.train)[0]))
+            reweighted = sketched(session, reweighted_batch(first))
     probed = attempt("gradients and per-token NLL", tapped, "probed")
     # The step itself tells its gradients, where the session can: to compute them twice costs a step.
     stepped = in_passing = None

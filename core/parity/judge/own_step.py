@@ -211,7 +211,8 @@ def _sum(
     """
     if any(part.size != whole.size for part in parts):
         return exact(stage, name, 1, whole.size, "sizes must be equal")
-    sketches = [share * part.sketch.astype(np.float64) for share, part in zip(shares, parts, strict=True)]
+    # The mean over a micro-batch without any weight is none, and adds nothing.
+    sketches = [share * part.sketch.astype(np.float64) for share, part in zip(shares, parts, strict=True) if share]
     together = np.sum(sketches, axis=0)
     size = float(np.linalg.norm(together))
     apart = float(np.linalg.norm(whole.sketch.astype(np.float64) - together))
