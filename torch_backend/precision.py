@@ -50,8 +50,8 @@ class Policy:
     def read(self, x: Tensor, key: str) -> Tensor:
         """X in the stream dtype, where something reads it. key: of the plan, by which X is kept; the twin needs it.
 
-        The residual stream gets a node of its own in autograd's graph. A norm uses its input more than once: all that it
-        sends back there is added up before anything else, as with a tap, whatever the norm's code is.
+        The residual stream gets a node of its own in autograd's graph. A norm uses its input more than once: all that
+        it sends back there is added up before anything else, as with a tap, whatever the norm's code is.
         """
         x = x.to(self.stream)
         return x.view_as(x) if key == "residual" else x
