@@ -26,6 +26,7 @@ from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import (
     Comparison,
     Noise,
+    NoiseOf,
     Reference,
     compare,
     exact,
@@ -34,7 +35,6 @@ from lockstep.core.parity.measures.compare import (
     same_but_for_rounding,
 )
 from lockstep.core.parity.measures.distances import Distances, Sums
-from lockstep.core.parity.measures.peaks import Norms
 from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.reference.operations import run_operation
@@ -384,7 +384,7 @@ def _sent_back(
     sides: Contribution,
     taps: Mapping[str, np.ndarray],
     reference: Reference,
-    noise: Callable[[], Norms],
+    noise: NoiseOf,
 ) -> Finding:
     """One gradient that a stage sends back; one that never came is zero."""
     w, t = sides

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from types import EllipsisType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from lockstep.core.parity.judge.over_steps import OverSteps
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.decode import Direction, direction, explain
 from lockstep.core.parity.measures.distances import Distances, Sums
-from lockstep.core.parity.measures.peaks import Norms
+from lockstep.core.parity.measures.peaks import Norms, table_of
 from lockstep.core.parity.measures.stretches import Space, stretches, wide
 from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
 from lockstep.core.parity.reference.stages import chain
@@ -252,6 +253,12 @@ class Comparison:
         return found
 
 
+class NoiseOf(Protocol):
+    """Norms of the noise in a result, or in some tokens of it."""
+
+    def __call__(self, *, tokens: np.ndarray | None = None) -> Norms: ...
+
+
 def compare(
     reference: Reference,
     stage: str,
@@ -263,15 +270,49 @@ def compare(
     t: np.ndarray,
     phase: str | None = None,
     note: str = "",
-    noise: Callable[[], Norms] | None = None,
+    noise: NoiseOf | None = None,
     layer: int | EllipsisType | None = ...,
 ) -> Finding:
-    """Candidate, twin and truth as full arrays of one shape; see `Comparison`."""
+    """Candidate, twin and truth as full arrays of one shape; see `Comparison`.
+
+    What would be accused is held to the tokens that differ: a run of one letter gives the same numbers to all of them,
+    and one element at a tie, as often as the letter comes, is one error.
+    """
     if c.shape != t.shape:
         return exact(stage, tap, 1, t.size, "shapes must be equal", f"candidate {c.shape}, reference {t.shape}", phase)
-    found = Comparison(reference, stage, kind, tap, scope, t.shape, phase, note, layer)
-    found.add(c, w, t)
-    return found.finding(noise)
+
+    def compared(sides: Sequence[np.ndarray], of_noise: Callable[[], Norms] | None) -> Finding:
+        found = Comparison(reference, stage, kind, tap, scope, sides[-1].shape, phase, note, layer)
+        found.add(*sides)
+        return found.finding(of_noise)
+
+    found = compared((c, w, t), noise)
+    if found.ok or (first := tokens_once(c, w)) is None:
+        return found
+    of_first = partial(noise, tokens=first) if noise is not None else None
+    held = compared([_of_tokens(x, first)[None] for x in (c, w, t)], of_first)
+    return held if held.ok else found
+
+
+def tokens_once(c: np.ndarray, w: np.ndarray) -> np.ndarray | None:
+    """Return where each token first comes whose numbers are the same bits in c, and in w; None if none repeats.
+
+    c, w: of one shape, whose first two axes are sequences and positions. Tokens are counted over both.
+    """
+    if c.ndim < 3:
+        return None
+    first: dict[bytes, int] = {}
+    tables = [np.ascontiguousarray(x.reshape(table_of(x.shape))) for x in (c, w)]
+    for token, rows in enumerate(zip(*tables, strict=True)):
+        digest = hashlib.blake2b(digest_size=16)
+        for row in rows:
+            digest.update(row)
+        first.setdefault(digest.digest(), token)
+    return np.fromiter(first.values(), np.int64) if len(first) < len(tables[0]) else None
+
+
+def _of_tokens(x: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    return x.reshape(-1, *x.shape[2:])[tokens]
 
 
 def compare_observed(
@@ -349,8 +390,11 @@ class Noise:
         self._reference, self._stage, self._inputs, self._w, self._t = reference, stage, inputs, w, t
         self._responses: list[tuple[Arrays, Arrays]] | None = None
 
-    def of(self, name: str, terms: int = 1) -> Norms:
-        """Norms of the noise in one output; terms: of how many numbers, one after another, each of it is a sum."""
+    def of(self, name: str, terms: int = 1, tokens: np.ndarray | None = None) -> Norms:
+        """Norms of the noise in one output, or in some tokens of it, by their number over its first two axes.
+
+        terms: of how many numbers, one after another, each of it is a sum.
+        """
         if self._responses is None:
             moved = self._reference.twin.run_stage(self._stage, perturbed(self._inputs, self._reference.stream))
             self._responses = [(moved, self._w)]
@@ -359,8 +403,9 @@ class Noise:
                 self._responses.append((plain, self._t))
         found = Norms()
         for a, b in self._responses:
-            apart = Norms.of(a[name].astype(np.float64) - b[name])
-            found = found.at_least(apart, calibrated_bounds.noise_margin(terms))
+            apart = a[name].astype(np.float64) - b[name]
+            of_these = apart if tokens is None else _of_tokens(apart, tokens)[None]
+            found = found.at_least(Norms.of(of_these), calibrated_bounds.noise_margin(terms))
         return found
 
 
