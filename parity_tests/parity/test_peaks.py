@@ -89,10 +89,29 @@ def test_peaks_are_those_of_the_whole_table():
     for axis, found in ((1, peaks.row), (0, peaks.column)):
         norms = [np.linalg.norm(x, axis=axis).max() for x in (apart, honest)]
         assert found == pytest.approx(norms[0] / norms[1])
-    weights = 1 / np.square(honest).sum(1)
-    t = TRUTH.reshape(-1, 256)
-    gain = ((apart * t).sum(1) * weights).sum() / np.sqrt(len(t) * (np.square(t).sum(1) * weights).sum())
-    assert peaks.row_gain == pytest.approx(gain, rel=1e-6)
+    t, errors = TRUTH.reshape(-1, 256), [np.square(x).sum(1) for x in (honest, apart)]
+    gains = [
+        ((apart * t).sum(1) / error).sum() / np.sqrt(len(t) * (np.square(t).sum(1) / error).sum())
+        for error in (errors[0], np.maximum(*errors))
+    ]
+    assert peaks.row_gain == pytest.approx(min(gains, key=abs), rel=1e-6) != gains[0]
+
+
+def test_a_row_that_is_exact_by_chance_decides_no_length() -> None:
+    """One token outweighs all others: each row's error is one number times that token, and one of them is near zero."""
+    generator = np.random.default_rng(2)
+    token, others = generator.standard_normal(96), 0.01 * generator.standard_normal((48, 96))
+    truth = np.outer(generator.standard_normal(48), token) + others
+    of_twin, of_candidate = generator.standard_normal((2, 48))
+    of_twin[14] = 1e-3
+    twin = truth + 0.003 * np.outer(of_twin, token)
+    of_candidate[14] = np.sign(truth[14] @ token)
+    candidate = truth + 0.003 * np.outer(of_candidate, token)
+    peaks = distances(candidate, twin, truth, np.float32).peaks
+    assert peaks is not None and abs(peaks.row_gain) < 0.1
+    # A length that is wrong in every row is one with the errors of all rows, too.
+    long = distances(twin + 0.01 * truth, twin, truth, np.float32).peaks
+    assert long is not None and long.row_gain > 0.5
 
 
 def test_parts_that_end_within_rows_give_the_same():

@@ -9,7 +9,9 @@ much cancels, carry all of the rounding. With candidate c, twin w and truth t, o
     row gain   = Σ_r ⟨c − w, t⟩_r / σ_r² / √(R · Σ_r ‖t‖_r² / σ_r²),  σ_r = ‖w − t‖_r, R rows
 
 The row gain is the generalised least-squares estimate of a common factor of length, in units of its own error (Aitken
-1935): each row weighs by how exactly the twin makes it. Every denominator has the floor of `Distances`.
+1935): each row weighs by how exactly the twin makes it. Every denominator has the floor of `Distances`. Where one token
+outweighs all others, the error of a row is a single number, and is now and then nearly zero by chance: with
+σ_r = max(‖w − t‖_r, ‖c − w‖_r) as well, the estimate that is nearer to zero counts.
 """
 
 from __future__ import annotations
@@ -144,8 +146,8 @@ class PeakSums:
         of_twin, of_truth, along = self._by_row[1:]
         least = max(floor**2 * float(of_truth.sum()), noise.whole**2) / self._rows
         variance = np.maximum(of_twin, max(least, tiny**2))
-        power = float((of_truth / variance).sum())
-        gain = float((along / variance).sum()) / math.sqrt(self._rows * power) if power else 0.0
+        either = np.maximum(variance, self._by_row[APART])
+        gain = min((_gain(along, of_truth, of_error) for of_error in (variance, either)), key=abs)
         many = (
             shorter * _of_many(sums[APART], unequal)
             for shorter, sums, unequal in zip(
@@ -153,6 +155,12 @@ class PeakSums:
             )
         )
         return Peaks(largest, row, column, gain, self._rows, self._columns, *many)
+
+
+def _gain(along: np.ndarray, truth: np.ndarray, variance: np.ndarray) -> float:
+    """The common factor of length of rows with these sums, in units of its error."""
+    power = float((truth / variance).sum())
+    return float((along / variance).sum()) / math.sqrt(len(truth) * power) if power else 0.0
 
 
 def _of_many(squares: np.ndarray, unequal: np.ndarray) -> float:
