@@ -11,7 +11,7 @@ from lockstep.core.backend import NotSupported
 from lockstep.core.model.names import parameter_shapes
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence import recorded
-from lockstep.core.parity.evidence.gather import Evidence, gather, reweighted_batch, uneven_weights
+from lockstep.core.parity.evidence.gather import Evidence, gather, reweighted_batches, uneven_weights
 from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
 from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.parity.judge.judge import judge
@@ -70,12 +70,11 @@ SMALL = [
 def test_an_honest_step_is_the_same_with_other_weights(compiled, policy, micros):
     config = tiny_config(policy, compiled, train={"batch_size": 2 * micros})
     evidence, check = checked(TorchBackend().open(config), config)
-    assert check.verdict == "agreed" and evidence.reweighted.keys() == {
-        f"gradient/{name}" for name in parameter_shapes(config.model)
-    }
+    assert check.verdict == "agreed" and len(evidence.reweighted) == 2
+    assert all(one.keys() == {f"gradient/{n}" for n in parameter_shapes(config.model)} for one in evidence.reweighted)
     of_nll, of_gradients = under_other_weights(check)
     assert of_nll.worst.value == 0
-    assert len(of_gradients) == len(evidence.reweighted)
+    assert len(of_gradients) == len(evidence.reweighted[0])
     assert max(found.worst.strain for found in of_gradients) < 0.1
 
 
@@ -104,11 +103,25 @@ def test_a_small_fault_of_the_forward_pass_is_found_during_training():
 
 def test_other_weights_are_nearly_the_own():
     batch = text_batch(FOUR)
-    other = reweighted_batch(batch)
-    assert np.unique(other.weights).size == 2 and other.weights.min() == 2
-    assert other.weights.dtype == batch.weights.dtype
+    several = [*reweighted_batches(batch)]
+    for other in several:
+        assert np.unique(other.weights).size == 2 and other.weights.min() == 2
+        assert other.weights.dtype == batch.weights.dtype
+    assert [int(np.argmax(other.weights)) for other in several] == [0, batch.weights.size - 1]
     masked = replace(batch, weights=np.where(np.arange(batch.weights.shape[1]) < 3, 0, batch.weights))
-    assert np.array_equal(reweighted_batch(masked).weights > 0, masked.weights > 0)
+    assert all(np.array_equal(other.weights > 0, masked.weights > 0) for other in reweighted_batches(masked))
+
+
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_a_rounding_that_falls_otherwise_for_one_token_is_no_fault(wrong):
+    """The nearest of two counts: what is wrong in both is accused."""
+    evidence, _ = checked(TorchBackend().open(FOUR))
+    name = f"gradient/{next(iter(parameter_shapes(FOUR.model)))}"
+    moved = [one | {name: replace(one[name], sketch=1.003 * one[name].sketch)} for one in evidence.reweighted[:wrong]]
+    check = judge(
+        replace(evidence, reweighted=(*moved, *evidence.reweighted[wrong:])), Reference.open(JaxBackend(), FOUR)
+    )
+    assert (check.verdict == "agreed") == (wrong == 1)
 
 
 def test_a_micro_batch_without_any_weight_is_no_fault():

@@ -128,11 +128,13 @@ by a mean over layers; draw 5000 by the compiler's bridge. Whole steps of compil
 under other casts since, of 22 shapes.
 
 On another processor, an Intel Xeon, three of 96 checks were accused by a column that one element at a tie outweighed. A
-row or column with at most two unequal elements has been held by its elements since. There two checks of FP16's draw 5001
-were accused: 28 tokens of a run of one letter had the same numbers, one of them at a tie. Before an accusation a token
-that repeats has counted once since, and the draws of both rules were made anew.
-Other checks of before are counted on: the rule accuses no more than the one before. Those of before the step was held
-to itself under other weights say nothing of that; of those since, none was accused by it.
+row or column with at most two unequal elements has been held by its elements since. There two checks of FP16's draw
+5001 were accused: 28 tokens of a run of one letter had the same numbers, one of them at a tie. Before an accusation a
+token that repeats has counted once since. Two of compiled bf16 were accused there: by a length between both programs,
+of a gradient in which one token outweighs all others, of which the twin had a single row exact by chance; and by an ulp
+of one loss weight, after which a whole token rounded otherwise. Errors of either side weigh a row since, and there are
+two such tokens. The draws of all these rules were made anew. Other checks of before are counted on: the rules accuse no
+more than those before. Those of before the step was held to itself under other weights say nothing of that.
 
 During training stages are examined on other sequences from check to check; the count is of the first and the last of a
 micro-batch."""

@@ -97,7 +97,7 @@ class Evidence:
     taps_keep_bits: whether the tapped program promises the bits of the one that trains (core/capabilities.py).
     held_out: the validation that was due after the step; None if none was.
     reweighted: of a thorough check, the observations of the candidate's gradients on the step's first micro-batch with
-    the weights of `reweighted_batch`.
+    the weights of each of `reweighted_batches`.
     """
 
     before: State
@@ -124,7 +124,7 @@ class Evidence:
     taps_keep_bits: bool = False
     own_in_step: bool = False
     held_out: HeldOut | None = None
-    reweighted: Mapping[str, Observation] = field(default_factory=dict)
+    reweighted: tuple[Mapping[str, Observation], ...] = ()
 
     @property
     def given_probe(self) -> Batch | None:
@@ -228,11 +228,11 @@ def _gather(
     shows_parts = parts_of_step(session, config) if several and not thorough else None
     # The step's micro-batches first: gradients that are not cleared then show in those of the one that follows.
     own = _own(session, config, batch, missing) if several and shows_parts is None else ()
-    reweighted: Mapping[str, Observation] = {}
+    reweighted: tuple[Mapping[str, Observation], ...] = ()
     first = batch.cut(config.train)[0]
     if thorough and config.train.ranks == 1 and (own or not several) and first.weights.any():
         with suppress(NotSupported):
-            reweighted = sketched(session, reweighted_batch(first))
+            reweighted = tuple(sketched(session, one) for one in reweighted_batches(first))
     probed = attempt("gradients and per-token NLL", tapped, "probed")
     # The step itself tells its gradients, where the session can: to compute them twice costs a step.
     stepped = in_passing = None
@@ -329,15 +329,17 @@ def _gather(
     )
 
 
-def reweighted_batch(micro: Batch) -> Batch:
-    """Return a micro-batch with other loss weights and its own gradients: all doubled, and one larger by an ulp more.
+def reweighted_batches(micro: Batch) -> Iterator[Batch]:
+    """Yield a micro-batch with other loss weights and its own gradients: all doubled, and one larger by an ulp more.
 
-    A program that has a branch for weights that are all 1, or all alike, does not take it.
+    A program that has a branch for weights that are all 1, or all alike, does not take it. The one is the first token
+    with a weight, then the last: an ulp may bring a number to the other side of a tie, and what follows rounds anew.
     """
-    weights = 2 * micro.weights
-    first = int(np.argmax(weights > 0))
-    weights.flat[first] = np.nextafter(weights.flat[first], weights.dtype.type(np.inf))
-    return replace(micro, weights=weights)
+    weighted = np.flatnonzero(micro.weights)
+    for token in (weighted[0], weighted[-1]):
+        weights = 2 * micro.weights
+        weights.flat[token] = np.nextafter(weights.flat[token], weights.dtype.type(np.inf))
+        yield replace(micro, weights=weights)
 
 
 def _taps_keep_bits(session: Session) -> bool:

@@ -98,7 +98,7 @@ class _Document:
     taps_keep_bits: bool = False
     own_in_step: bool = False
     held_out: _HeldOut | None = None
-    reweighted: str = ""
+    reweighted_by_token: tuple[str, ...] = ()
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -184,7 +184,7 @@ class _Writer:
             evidence.taps_keep_bits,
             evidence.own_in_step,
             self._held_out(evidence.held_out),
-            self._kind("reweighted", to_arrays(evidence.reweighted)) if evidence.reweighted else "",
+            tuple(self._kind(f"reweighted/{i}", to_arrays(one)) for i, one in enumerate(evidence.reweighted)),
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -277,5 +277,5 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         taps_keep_bits=document.taps_keep_bits,
         own_in_step=document.own_in_step,
         held_out=held_out(document.held_out),
-        reweighted=from_arrays(store.arrays(document.reweighted)) if document.reweighted else {},
+        reweighted=tuple(from_arrays(store.arrays(kind)) for kind in document.reweighted_by_token),
     )

@@ -254,9 +254,10 @@ class Comparison:
 
 
 class NoiseOf(Protocol):
-    """Norms of the noise in a result, or in some tokens of it."""
+    """Gives norms of the noise in a result."""
 
-    def __call__(self, *, tokens: np.ndarray | None = None) -> Norms: ...
+    def __call__(self, *, tokens: np.ndarray | None = None) -> Norms:
+        """Of all of it, or of these tokens, by their number over its first two axes."""
 
 
 def compare(
