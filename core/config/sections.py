@@ -412,9 +412,9 @@ class ParityConfig(Section):
         """Return whether observations of steps are kept beside those of checks."""
         return bool(self.record_every or self.record_taps_every)
 
-    def due(self, step: int) -> bool:
-        """Return whether step `step` is checked: every `every` steps, and step 1."""
-        return self.every > 0 and (step % self.every == 0 or step == 1)
+    def due(self, step: int, first: int = 1) -> bool:
+        """Return whether step `step` is checked: every `every` steps, and `first`, the first one of a process."""
+        return self.every > 0 and (step % self.every == 0 or step in (1, first))
 
 
 class LogConfig(Section):

@@ -42,7 +42,8 @@ from lockstep.core.files.jsonl import Cut, DamagedLine, JsonLines, damage, in_ra
 from lockstep.core.files.lock import FolderLock
 from lockstep.core.files.parents import remove_parents
 from lockstep.core.run.create import create_folder
-from lockstep.core.run.history import BRANCH, LEFT, VALUES, VERSION, branch_of, settings_at, values_of
+from lockstep.core.run.history import BRANCH, CHECKED, LEFT, VALUES, VERSION, branch_of, settings_at, values_of
+from lockstep.core.run.history import line as resumes_of_line
 from lockstep.core.run.info import CHANGED, SETTINGS, read_info, require_unchanged, settings_of, write_info
 from lockstep.core.run.layout import (
     CHECKPOINTS,
@@ -238,16 +239,19 @@ class RunDir:
     def checks_due(self, last: int) -> list[int]:
         """The steps up to `last` at which a check was due, by the `parity.every` that each step was made with.
 
+        The first step after a resume is one of them, whatever the interval.
+
         Raises UserError if config.toml cannot be read.
         """
         made_with = load_config(self.path / CONFIG).parity.every
         spans = [(after, int(text)) for after, text in values_of(self._info, "parity.every", str(made_with))]
         ends = [after for after, _ in spans[1:]] + [last]
+        first = {resume["step"] + 1 for resume in resumes_of_line(self._info) if CHECKED in resume}
         return [
             step
             for (after, every), end in zip(spans, ends, strict=True)
             for step in range(after + 1, min(end, last) + 1)
-            if ParityConfig(every=every).due(step)
+            if ParityConfig(every=every).due(step, step if step in first else 1)
         ]
 
     def observations(self) -> dict[int, Path]:
@@ -282,7 +286,7 @@ class RunDir:
             self._records, self._checks, self._saved = (JsonLines(self.path / name) for name in LINES)
         for said in self._losses(step, cuts, aside):
             warn(said)
-        resumed: dict[str, Any] = {"step": step, "time": _now()}
+        resumed: dict[str, Any] = {"step": step, "time": _now(), CHECKED: True}
         changes: dict[str, Any] = {}
         if self._changes.settings:
             resumed[CHANGED] = dict(self._changes.settings)

@@ -14,8 +14,8 @@ from lockstep.core.run.info import CHANGED
 from lockstep.core.run.resume import is_elastic
 
 # In an entry of `resumes`: number of the branch that it begins, what it changes (key → both values), the version of
-# Lockstep, and where what came after its step was taken to.
-BRANCH, VALUES, VERSION, LEFT = "branch", "changed", "lockstep", "left"
+# Lockstep, where what came after its step was taken to, and that the step after it is checked.
+BRANCH, VALUES, VERSION, LEFT, CHECKED = "branch", "changed", "lockstep", "left", "first_step_checked"
 
 Info = Mapping[str, Any]
 

@@ -55,6 +55,19 @@ class RowsMixed(TorchBackend):
     session_class = _MixingSession
 
 
+class _ForgettingSession(TorchSession):
+    def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
+        super().restore(folder, step, scalars)
+        for group in self.optimizer.param_groups:
+            group["betas"] = (0.9, 0.999)
+
+
+class SettingsForgottenOnRestore(TorchBackend):
+    """Weights and moments come back as they were; the optimizer has torch's own betas from then on."""
+
+    session_class = _ForgettingSession
+
+
 class _HidingSession(TorchSession):
     def state(self) -> State:
         raise NotSupported("mine shows no state")

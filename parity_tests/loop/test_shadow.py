@@ -105,8 +105,10 @@ def test_a_fault_is_named(fault: type[TorchBackend], stage: str, reference: Shad
 
 def test_due_at_the_first_step_and_every_n() -> None:
     shadow = Shadow.__new__(Shadow)
-    shadow._config = RunConfig(parity=ParityConfig(every=4))
+    shadow._config, shadow._first = RunConfig(parity=ParityConfig(every=4)), 1
     assert [s for s in range(1, 13) if shadow.due(s)] == [1, 4, 8, 12]
+    shadow._first = 6
+    assert [s for s in range(6, 13) if shadow.due(s)] == [6, 8, 12]
     assert not any(map(ParityConfig().due, range(13)))
 
 

@@ -20,7 +20,7 @@ from lockstep.core.run.ranks import rows_of_rank
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults import state as faults
 from lockstep.parity_tests.loop import takers
-from lockstep.parity_tests.loop.runs import Folder, one_line
+from lockstep.parity_tests.loop.runs import STEPS, Folder, one_line
 from lockstep.parity_tests.loop.test_elastic import three_steps
 from lockstep.parity_tests.ranks import harness
 from lockstep.parity_tests.ranks import test_loop as ranks
@@ -134,6 +134,23 @@ def test_rows_of_a_rank_are_held_to_its_rows_of_the_checkpoint(stored: dict[str,
 def _processes() -> Iterator[None]:
     yield
     harness.let_go()
+
+
+@pytest.mark.usefixtures("in_one_process")
+@pytest.mark.parametrize(("taker", "verdict"), [("SettingsForgottenOnRestore", "disagreed"), ("", "agreed")])
+def test_the_first_step_after_a_resume_is_checked(
+    taker: str, verdict: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a session is given shows no settings; the step that follows does, and not a thousand steps later."""
+    three_steps(monkeypatch)
+    backend = ["--backend", f"{PLACE}.loop.takers:{taker}"] if taker else []
+    assert folder.train("run", {"parity.every": 1000}, *backend) == 130
+    folder.resume("run", *backend)
+    run = folder.run("run")
+    assert [(line["step"], line["verdict"]) for line in run.checks()] == [(1, "agreed"), (4, verdict)]
+    assert run.checks_due(STEPS) == [1, 4]
+    if taker:
+        assert run.checks()[1]["origin"]["stage"] == "moments"
 
 
 @pytest.mark.usefixtures("in_one_process", "_processes")

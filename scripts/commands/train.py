@@ -174,7 +174,7 @@ def _peer() -> int:
             return 0
         if config.deterministic:
             prove(config, session, data.batch(done + 1), done + 1, ranks)
-        part = stack.enter_context(ShadowPart(config, ranks)) if _checked(config, done) else None
+        part = stack.enter_context(ShadowPart(config, ranks, done + 1)) if config.parity.every else None
         watch = stack.enter_context(Recorder(config, None, part)) if config.parity.records else part
 
         def alarm(check: Check) -> tuple[Check, None]:
@@ -188,11 +188,6 @@ def _peer() -> int:
             ranks.of_first(bool, "begin")
             train(session, data, None, [], interrupted, done + 1, "", watch, alarm, ranks)
         return 0
-
-
-def _checked(config: RunConfig, done: int) -> bool:
-    """Return whether any step after `done` is to be checked."""
-    return any(map(config.parity.due, range(done + 1, config.train.steps + 1)))
 
 
 def _train(
@@ -231,7 +226,9 @@ def _train(
         sinks.append(WandbSink(run, lambda text: console.print(text, style="yellow", markup=False)))
     kept = run.path / OBSERVATIONS
     folder = run.path / EVIDENCE
-    shadow = stack.enter_context(Shadow(config, REFERENCE, kept, ranks, folder)) if _checked(config, done) else None
+    shadow = None
+    if config.parity.every:
+        shadow = stack.enter_context(Shadow(config, REFERENCE, kept, ranks, folder, done + 1))
     watch = stack.enter_context(Recorder(config, kept, shadow)) if config.parity.records else shadow
     sinks.append(ConsoleSink(config.train.steps, done, console))
     for sink in sinks:

@@ -1,11 +1,11 @@
 """Checks during training: the reference works in a process of its own, the trainer waits only to gather evidence.
 
-Every N steps the trainer gathers evidence (a probe micro-batch of the live data with uneven loss weights, at the live
-weights, and the live step's update). A thread writes it into a folder, a tensor at a time, and sends the worker its
-path. The folder goes when its check has come back; that of a check that disagreed stays until the alarm has been
-handled. If more checks wait than `parity.queue` allows, a check is skipped and counted. If the worker dies or a folder
-is lost, training goes on and every check that is lost says so. A worker that gives nothing for
-`parity.timeout_seconds`, though it has something to judge, is ended.
+Every N steps, and in the first one after a start or a resume, the trainer gathers evidence (a probe micro-batch of the
+live data with uneven loss weights, at the live weights, and the live step's update). A thread writes it into a folder,
+a tensor at a time, and sends the worker its path. The folder goes when its check has come back; that of a check that
+disagreed stays until the alarm has been handled. If more checks wait than `parity.queue` allows, a check is skipped and
+counted. If the worker dies or a folder is lost, training goes on and every check that is lost says so. A worker that
+gives nothing for `parity.timeout_seconds`, though it has something to judge, is ended.
 """
 
 from __future__ import annotations
@@ -85,17 +85,19 @@ class Shadow:
         observations: Path | None = None,
         ranks: Ranks = ONE,
         folder: Path | None = None,
+        first: int = 1,
     ) -> None:
         """`observations`: the folder that keeps the sketches of each checked step, or None to keep none.
 
-        folder: holds the evidence of pending checks, and is removed by `close`; by default a temporary one.
+        folder: holds the evidence of pending checks, and is removed by `close`; by default a temporary one. first: the
+        first step of this process, which is checked: what a resume brought back may be wrong.
 
         Raises UserError if a check does not keep the run's budgets.
         """
         require_budget(config, thorough=False)
         return_large_blocks(config)
         self._most_waiting = checks_waiting(config)
-        self._config, self._ranks = config, ranks
+        self._config, self._ranks, self._first = config, ranks, first
         self._waiting: set[int] = set()
         self._folder = Path(mkdtemp(prefix="lockstep-evidence-")) if folder is None else folder.absolute()
         # Writes evidence and sends its path, beside training.
@@ -145,8 +147,8 @@ class Shadow:
         return len(self._waiting)
 
     def due(self, step: int) -> bool:
-        """Every `parity.every` steps, and at step 1."""
-        return self._config.parity.due(step)
+        """Every `parity.every` steps, at step 1 and at the first step of this process."""
+        return self._config.parity.due(step, self._first)
 
     def step(
         self,
@@ -353,17 +355,17 @@ class ShadowPart:
 
     pending = 0
 
-    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+    def __init__(self, config: RunConfig, ranks: Ranks, first: int = 1) -> None:
         """Raises UserError as rank 0's."""
         require_budget(config, thorough=False)
         return_large_blocks(config)
-        self._config, self._ranks = config, ranks
+        self._config, self._ranks, self._first = config, ranks, first
         # Writes this rank's part of the evidence, beside training.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lockstep-evidence")
 
     def due(self, step: int) -> bool:
         """As rank 0's."""
-        return self._config.parity.due(step)
+        return self._config.parity.due(step, self._first)
 
     def step(
         self,
