@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,9 @@ from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
+# One micro-batch, of whose sequences two are examined.
+FOUR = {"batch_size": 4, "micro_batch_size": 4}
+
 
 def checked(backend: TorchBackend, config: RunConfig) -> tuple[Evidence, Check]:
     evidence = gather(backend.open(config), config, uneven_weights(text_batch(config), 0))
@@ -30,10 +34,11 @@ def checked(backend: TorchBackend, config: RunConfig) -> tuple[Evidence, Check]:
 
 @pytest.mark.parametrize(("policy", "compiled"), [("bf16", True), ("fp32", False), ("fp64", False)])
 def test_an_honest_evaluation_agrees_under_both_policies(policy: str, compiled: bool) -> None:
-    _, check = checked(TorchBackend(), tiny_config(policy, compiled))
+    _, check = checked(TorchBackend(), tiny_config(policy, compiled, train=FOUR))
     assert check.verdict == "agreed", check.origin
     found = {finding.tap: finding for finding in check.findings if finding.stage == "evaluation"}
-    assert set(found) == {"nll", "top1", "nll_fp32", "top1_fp32"}
+    assert set(found) == {"nll", "top1", "nll_fp32", "top1_fp32", "nll_others", "nll_fp32_others"}
+    assert found["nll_others"].worst.strain < 0.5 > found["nll_fp32_others"].worst.strain
     assert found["top1"].size > 32  # most tokens are no tie
 
 
@@ -43,6 +48,46 @@ def test_what_is_wrong_is_named_under_fp32_too(fault: type[TorchBackend], taps: 
     assert {finding.stage for finding in check.findings if not finding.ok} == {"evaluation"}
     wrong = {finding.tap for finding in check.findings if not finding.ok}
     assert wrong == taps | {f"{tap}_fp32" for tap in taps}
+
+
+class _WrongInTheMiddle(TorchSession):
+    wrong = 0.99
+
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
+        found = super().evaluate(batch, policy)
+        nll = found["nll"].copy()
+        nll[1:-1] *= self.wrong
+        return {**found, "nll": nll}
+
+
+class _GaveUpInTheMiddle(_WrongInTheMiddle):
+    wrong = math.nan
+
+
+@pytest.mark.parametrize("session", [_WrongInTheMiddle, _GaveUpInTheMiddle])
+def test_sequences_whose_stages_are_not_examined_are_held_to_the_step(session: type[TorchSession]) -> None:
+    class Backend(TorchBackend):
+        session_class = session
+
+    _, check = checked(Backend(), tiny_config(train=FOUR))
+    assert {finding.tap for finding in check.findings if not finding.ok} == {"nll_others", "nll_fp32_others"}
+    assert check.origin is not None and check.origin.stage == "evaluation"
+
+
+def test_a_token_that_counts_nothing_in_the_step_is_not_compared() -> None:
+    """What a candidate says of its NLL is its own affair."""
+    config = tiny_config(train=FOUR)
+    batch = text_batch(config)
+    weights = batch.weights.copy()
+    weights[:, -3:] = 0
+    session = TorchBackend().open(config)
+    evidence = gather(session, config, replace(batch, weights=weights))
+    stepped = evidence.stepped
+    assert stepped is not None
+    nll = stepped.nll.copy()
+    nll[:, -3:] = 0
+    check = judge(replace(evidence, stepped=replace(stepped, nll=nll)), Reference.open(JaxBackend(), config))
+    assert not [finding for finding in check.findings if finding.stage == "evaluation" and not finding.ok]
 
 
 class _CannotScore(TorchSession):

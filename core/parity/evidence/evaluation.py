@@ -19,6 +19,8 @@ from lockstep.core.parity.measures.stretches import stretches
 # The tap that scores are made of.
 LOGITS = "logits"
 TARGETS = "targets"
+# Behind `nll`: of the sequences without weight, with their own targets.
+OTHERS = "_others"
 # Logits that are read at once.
 AT_ONCE = 1 << 22
 # Policies that a run's metrics ask for: its own, and FP32 (`fp32/loss`).
@@ -55,8 +57,9 @@ def evaluated(
 ) -> Arrays:
     """Return scores of the sequences of `tapped` with weight, by `key`, and the `targets` (n, S) that they are of.
 
-    The whole micro-batch is evaluated, since sequences may share the scales of FP8. likeliest: by the candidate's own
-    logits of those sequences. `missing` gets what the session does not do.
+    Of the others there is NLL, of their own targets: `key` and OTHERS. The whole micro-batch is evaluated, since
+    sequences may share the scales of FP8. likeliest: by the candidate's own logits of those sequences. `missing` gets
+    what the session does not do.
     """
     # All ranks take part in what weights that are cut over them compute; rank 0 alone has taps.
     if not ranks_of(session).of_first(lambda: likeliest.tokens is not None, "`evaluate`"):
@@ -77,5 +80,7 @@ def evaluated(
             continue
         nll, top1 = np.asarray(scores["nll"]), np.asarray(scores["top1"])
         found[key("nll", policy)] = nll[rows] if len(nll) == len(tapped.tokens) else nll
+        if len(nll) == len(tapped.tokens) > len(rows):
+            found[key("nll", policy) + OTHERS] = np.delete(nll, rows, axis=0)
         found[key("top1", policy)] = (top1[rows] if len(top1) == len(tapped.tokens) else top1).astype(np.int32)
     return found if len(found) > 1 else {}

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lockstep.core.backend import Batch, NotSupported, State
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import tap_names
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.gather import Evidence, weighted_rows
 from lockstep.core.parity.evidence.observations import PARAMETER, Observation
 from lockstep.core.parity.judge import end_to_end, local, own_step, update
 from lockstep.core.parity.judge.cached_logits import CachedLogits
@@ -57,7 +58,8 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
     findings = [*update.data(evidence), *state]
     if state[0].ok:
         program = local.Program(evidence, reference)
-        scores, cached = Scores(evidence.evaluated, reference), CachedLogits(evidence, reference)
+        scores = Scores(evidence.evaluated, reference, others=_nll_of_others(evidence, reference.config))
+        cached = CachedLogits(evidence, reference)
         left_out: list[str] = []
         with _beside(reference, partial(_of_evidence, evidence, reference)) as of_evidence:
             repeated = _repeated(evidence, reference, missing, program, (scores.take, cached.take))
@@ -92,6 +94,15 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
     missing += [f"{lever}, which was not exercised: {why}" for lever, why in idle.items() if why]
     seconds = time.perf_counter() - started + evidence.seconds
     return Check(evidence.record.step, in_order(findings), tuple(missing), seconds, not_exercised=tuple(idle))
+
+
+def _nll_of_others(evidence: Evidence, config: RunConfig) -> np.ndarray | None:
+    """Return the step's NLL of the tapped micro-batch's sequences without weight, NaN where a token counts nothing."""
+    of_step = own_step.nll_of_tapped(evidence, config)
+    if of_step is None:
+        return None
+    nll, weights = (np.delete(x, weighted_rows(evidence.tapped), axis=0) for x in of_step)
+    return np.where(weights > 0, nll, np.nan)
 
 
 @contextmanager

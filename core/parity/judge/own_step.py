@@ -146,15 +146,12 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
     config = reference.config
     if evidence.stepped is None or not evidence.taps_keep_bits or config.device == "cuda":
         return
-    micros = evidence.batch.cut(config.train)
-    number = next((i for i, one in enumerate(micros) if _same_text(one, evidence.tapped)), None)
-    if number is not None and evidence.probed is not None:
-        rows = len(micros[number].tokens)
-        own = evidence.stepped.nll[number * rows : (number + 1) * rows]
-        if own.shape == evidence.probed.nll.shape:
-            unequal = float(np.mean(own != evidence.probed.nll))
-            measure = Measure("unequal", unequal, None, 0.0, "a token's NLL does not depend on loss weights")
-            yield finding("nll", "nll", "end_to_end", (measure,), own.size, unequal, phase="forward")
+    of_step = nll_of_tapped(evidence, config)
+    if of_step is not None and evidence.probed is not None and of_step[0].shape == evidence.probed.nll.shape:
+        own, _ = of_step
+        unequal = float(np.mean(own != evidence.probed.nll))
+        measure = Measure("unequal", unequal, None, 0.0, "a token's NLL does not depend on loss weights")
+        yield finding("nll", "nll", "end_to_end", (measure,), own.size, unequal, phase="forward")
     first = evidence.own[0] if evidence.own else None
     most = max(LEAST_APART, _some_roundings(evidence, config))
     for name in dict.fromkeys(name for one in evidence.reweighted for name in one):
@@ -168,6 +165,20 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
             continue
         apart = min((_apart(theirs, one, most) for one in alike), key=lambda measure: measure.value)
         yield finding("gradients", parameter, "end_to_end", (apart,), theirs.size, phase="backward")
+
+
+def nll_of_tapped(evidence: Evidence, config: RunConfig) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the step's NLL and loss weights (B, S) of the micro-batch whose stages are shown.
+
+    None where the step shows no NLL, or has no such text.
+    """
+    micros = evidence.batch.cut(config.train)
+    number = next((i for i, one in enumerate(micros) if _same_text(one, evidence.tapped)), None)
+    if number is None or evidence.stepped is None:
+        return None
+    rows = len(micros[number].tokens)
+    nll = evidence.stepped.nll[number * rows : (number + 1) * rows]
+    return (nll, micros[number].weights) if nll.shape == micros[number].weights.shape else None
 
 
 def _same_text(one: Batch, other: Batch) -> bool:
