@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.core.arrays import bit_equal
 from lockstep.core.parity.diagnose.repro import repro
 from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.judge.judge import Reference
-from lockstep.core.parity.judge.update import step_scalars
+from lockstep.core.parity.judge.update import flat, step_scalars
 from lockstep.core.train.schedule import learning_rate
 from lockstep.jax_backend.session import JaxSession
 from lockstep.parity_tests.faults.optimizer import ScheduleCountsMicroBatches
@@ -71,6 +72,48 @@ def test_an_honest_rate_agrees_and_the_script_says_so_too(name, step, tmp_path):
     assert finding.ok and evidence.record.lr == learning_rate(config.optim, step, config.train.steps)
     made = repro(evidence, _Accused(step, (), (), accused=finding), config, VERSIONS)
     assert run_here(tmp_path / "honest", made) == 0
+
+
+def test_a_rate_that_never_decays_is_caught_in_the_first_step(tmp_path):
+    """Warm-up and peak are right; the candidate's records of the first steps as well."""
+    made, config = wrongly(min_lr_ratio=1.0), with_schedule("cosine")
+    session = made.open_rank(config)
+    evidence = gather(session, config, text_batch(config))
+    assert [record.step for record in evidence.later] == [13, 20]
+    reference = JaxSession(config)
+    found = list(step_scalars(evidence, Reference(config, reference, reference)))
+    wrong = [finding for finding in found if not finding.ok]
+    assert [finding.tap for finding in wrong] == ["learning_rate/13", "learning_rate/20"]
+    script = repro(evidence, _Accused(1, (), (), accused=wrong[0]), config, VERSIONS)
+    assert run_here(tmp_path / "repro", script) == 1
+    honest = gather(TorchBackend().open(config), config, text_batch(config))
+    assert all(finding.ok for finding in step_scalars(honest, Reference(config, reference, reference)))
+
+
+def test_the_session_goes_on_where_it_was():
+    config = with_schedule("linear")
+    one, other = (TorchBackend().open(config) for _ in range(2))
+    gather(one, config, text_batch(config))
+    other.step(text_batch(config))
+    for session in (one, other):
+        session.step(text_batch(config, 1))
+    states = [flat(session.state()) for session in (one, other)]
+    assert all(bit_equal(states[0][name], states[1][name]) for name in states[1])
+
+
+def test_a_session_that_does_not_take_the_step_s_number_is_caught():
+    class OfItsOwn(TorchSession):
+        """Counts its steps by itself."""
+
+        def load(self, state):
+            step = self.state().step if state.step > 10 else state.step
+            super().load(replace(state, step=step))
+
+    config = with_schedule("linear")
+    evidence = gather(backend(OfItsOwn).open_rank(config), config, text_batch(config))
+    reference = JaxSession(config)
+    found = step_scalars(evidence, Reference(config, reference, reference))
+    assert [finding.stage for finding in found if not finding.ok][:1] == ["step_count"]
 
 
 WRONG = {

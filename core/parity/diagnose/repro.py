@@ -25,6 +25,7 @@ from lockstep.core.model.groups import group_settings, update_rules
 from lockstep.core.model.init import init_parameters
 from lockstep.core.model.names import GRADIENT, groups_of, in_fp8
 from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.later_steps import as_later_steps
 from lockstep.core.parity.judge.own_step import OWN
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.measures.compare import FEW_ULPS
@@ -287,8 +288,10 @@ def _scalar(origin: Finding, evidence: Evidence, config: RunConfig) -> _Parts:
         facts |= {"stored": record.clip_coefficient, "norm": record.grad_norm, "clip_norm": optim.clip_norm}
     else:
         keys = ("peak_lr", "min_lr_ratio", "warmup_steps", "schedule", "decay_share", "decay_shape")
-        facts |= {key: getattr(optim, key) for key in keys} | {"stored": record.lr, "steps": config.train.steps}
-        facts["number"], dtype = evidence.before.step + 1, "float32"
+        this = evidence.before.step + 1, record
+        number, found = as_later_steps(evidence.later, config).get(origin.tap, this)
+        facts |= {key: getattr(optim, key) for key in keys} | {"stored": found.lr, "steps": config.train.steps}
+        facts["number"], dtype = number, "float32"
     return _Parts((origin.stage, "scalar"), tensors, facts | {"dtype": dtype}, "A scalar, recomputed from its inputs.")
 
 

@@ -47,6 +47,10 @@ def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
         if name not in CLOCK:
             # In words, which tell all numbers apart: a field may hold none.
             yield f"record.{name}", np.asarray(repr(value))
+    for later in evidence.later:
+        for name, value in asdict(later).items():
+            if name not in CLOCK:
+                yield f"record.{name} as step {later.step}", np.asarray(repr(value))
     for name, array in flat(evidence.after).items():
         yield f"after the step: {name}", array
     if evidence.reloaded is not None:

@@ -31,6 +31,7 @@ from lockstep.core.parity.evidence.cached_logits import cached_logits
 from lockstep.core.parity.evidence.evaluation import Likeliest, evaluated, policies_of
 from lockstep.core.parity.evidence.held_out import HeldOut, held_out
 from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into
+from lockstep.core.parity.evidence.later_steps import later_steps
 from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.parity.evidence.parts import has_parts, observed_parts, parts_of_step, sketched
 from lockstep.core.parity.evidence.read_back import reading_back
@@ -97,7 +98,8 @@ class Evidence:
     taps_keep_bits: whether the tapped program promises the bits of the one that trains (core/capabilities.py).
     held_out: the validation that was due after the step; None if none was.
     reweighted: of a thorough check, the observations of the candidate's gradients on the step's first micro-batch with
-    the weights of each of `reweighted_batches`.
+    the weights of each of `reweighted_batches`. later: of a run's first step, the records of the same step as a later
+    one (core/parity/evidence/later_steps.py).
     """
 
     before: State
@@ -125,6 +127,7 @@ class Evidence:
     own_in_step: bool = False
     held_out: HeldOut | None = None
     reweighted: tuple[Mapping[str, Observation], ...] = ()
+    later: tuple[StepRecord, ...] = ()
 
     @property
     def given_probe(self) -> Batch | None:
@@ -293,6 +296,7 @@ def _gather(
         stepped = _computed_again(session, batch, before, after, missing, into)
     ranks = _reports(session, missing) if config.train.ranks > 1 else ()
     reloaded = round_trip(session, before, after, missing, into) if thorough else None
+    later = later_steps(session, config, batch, before, after, missing) if reloaded is not None else ()
     if not thorough:
         missing.append("the checkpoint's round trip: a check during training leaves the state alone")
         missing.append("sampling: a check during training leaves it to `lockstep parity`")
@@ -326,6 +330,7 @@ def _gather(
         own_in_step=shows_parts is not None,
         held_out=validated,
         reweighted=reweighted,
+        later=later,
     )
 
 

@@ -99,6 +99,7 @@ class _Document:
     own_in_step: bool = False
     held_out: _HeldOut | None = None
     reweighted_by_token: tuple[str, ...] = ()
+    later: tuple[StepRecord, ...] = ()
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -185,6 +186,7 @@ class _Writer:
             evidence.own_in_step,
             self._held_out(evidence.held_out),
             tuple(self._kind(f"reweighted/{i}", to_arrays(one)) for i, one in enumerate(evidence.reweighted)),
+            evidence.later,
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -278,4 +280,5 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         own_in_step=document.own_in_step,
         held_out=held_out(document.held_out),
         reweighted=tuple(from_arrays(store.arrays(kind)) for kind in document.reweighted_by_token),
+        later=document.later,
     )

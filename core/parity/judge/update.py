@@ -17,6 +17,7 @@ from lockstep.core.model.groups import group_settings, moment_names, update_rule
 from lockstep.core.model.init import init_parameter
 from lockstep.core.model.names import groups_of, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.later_steps import as_later_steps
 from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import Comparison, Reference, exact, finding, perturbed
@@ -95,6 +96,11 @@ def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     yield finding("clip_coefficient", "clip_coefficient", "local", (coefficient,), 1)
     due = learning_rate(config.optim, evidence.before.step + 1, config.train.steps)
     yield finding("learning_rate", "learning_rate", "local", (scalar_bounds.learning_rate(record.lr, due),), 1)
+    for tap, (number, later) in as_later_steps(evidence.later, config).items():
+        note = f"the same step as step {number:,} of the run"
+        yield exact("step_count", "step", int(later.step != number), 1, "a step follows the one that was loaded", note)
+        measure = scalar_bounds.learning_rate(later.lr, learning_rate(config.optim, number, config.train.steps))
+        yield finding("learning_rate", tap, "local", (measure,), 1, note=note)
 
 
 def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:

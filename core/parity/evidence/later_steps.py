@@ -1,0 +1,48 @@
+"""A run's first step as a later one of the run: what depends on the step's number alone is seen before it comes.
+
+`lockstep parity` checks the first steps, in which a schedule mostly warms up; one that never decays is wrong hundreds
+of steps later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.core.backend import Batch, NotSupported, Session, State, StepRecord
+from lockstep.core.capabilities import Loads, ask
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.train.finite import NotFinite
+from lockstep.core.train.schedule import decay_steps
+
+
+def numbers(config: RunConfig) -> list[int]:
+    """Return the steps that are tried: the one midway in the decay of the learning rate, and the last."""
+    last = config.train.steps
+    return sorted({number for number in (last - decay_steps(config.optim, last) // 2, last) if number > 1})
+
+
+def as_later_steps(records: Sequence[StepRecord], config: RunConfig) -> dict[str, tuple[int, StepRecord]]:
+    """Return the number and record of each later step, by the name of its learning rate."""
+    return {
+        f"learning_rate/{number}": (number, record) for number, record in zip(numbers(config), records, strict=False)
+    }
+
+
+def later_steps(
+    session: Session, config: RunConfig, batch: Batch, before: State, after: State, missing: list[str]
+) -> tuple[StepRecord, ...]:
+    """Run the first step again as each of `numbers`, and return its records; the session then has `after` again.
+
+    Nothing is done after a run's first step, or among several ranks. `missing` gets what the session does not do.
+    """
+    if before.step or config.train.ranks > 1:
+        return ()
+    load, records = ask(session, Loads).load, []
+    try:
+        for number in numbers(config):
+            load(State(number - 1, before.params, before.optimizer, before.scalars))
+            records.append(session.step(batch))
+    except (NotSupported, NotFinite, ValueError) as reason:
+        missing.append(f"the learning rate of later steps: {reason}")
+    load(after)
+    return tuple(records)
