@@ -13,6 +13,7 @@ from lockstep.parity_tests.faults.own_step import Unmasked
 from lockstep.parity_tests.faults.planting import backward, swapped
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Linear, Llama, SwiGLU, Tap, no_tap
+from lockstep.torch_backend.optim import Muon, MuonAndAdamW
 from lockstep.torch_backend.precision import Policy, linear
 from lockstep.torch_backend.session import TorchSession
 
@@ -191,3 +192,22 @@ class RowOfQueriesLostWhereWeightsAreAlike(TorchBackend):
     """Where all tokens weigh alike, the gradient of one row of the second block's queries is zero."""
 
     session_class = _OwnRowSession
+
+
+class _LongMuon(Muon):
+    def length(self, rows: int, columns: int) -> float:
+        return 1.004 * super().length(rows, columns)
+
+
+class _LongMuonSession(TorchSession):
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer()
+        assert isinstance(optimizer, MuonAndAdamW)
+        optimizer.optimizers[0].__class__ = _LongMuon
+        return optimizer
+
+
+class MuonSlightlyLong(TorchBackend):
+    """Muon's update is 0.4 % too long in every matrix: less than its own rounding to bf16 moves it."""
+
+    session_class = _LongMuonSession

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,16 +19,18 @@ from lockstep.core.model.names import groups_of, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.evidence.later_steps import as_later_steps
 from lockstep.core.parity.judge.rows import with_ranks
-from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
+from lockstep.core.parity.measures import calibrated_bounds, peak_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import Comparison, Reference, exact, finding, perturbed
 from lockstep.core.parity.measures.peaks import Norms
 from lockstep.core.parity.measures.stretches import stretches
-from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.parity.measures.verdict import OVER_MATRICES, Finding, Measure
 from lockstep.core.train.schedule import learning_rate
 from lockstep.core.train.skipped_steps import is_made, leaves_out, scalars_after
 
 # Elements of a stretch whose update is computed at once. Shorter ones are filled up to the next of these.
 LENGTHS = (1 << 12, 1 << 15, 1 << 18)
+# Matrices whose median length is held: those of one block.
+FEWEST = 7
 
 
 def data(evidence: Evidence) -> Iterator[Finding]:
@@ -119,8 +121,28 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     if not _is_made(evidence, reference, grads):
         yield from _left_out(before, after)
         return
+    lengths: list[float] = []
     for name in before.params:
-        yield from _Updated(evidence, reference, name).findings()
+        updated = _Updated(evidence, reference, name)
+        found = list(updated.findings())
+        if updated.is_whole:
+            lengths += [m.value for m in found[-1].measures if m.name == "row_gain"]
+        yield from found
+    if len(lengths) >= FEWEST:
+        yield _typical_length(lengths)
+
+
+def _typical_length(lengths: Sequence[float]) -> Finding:
+    """Hold the length of updates that are made of whole matrices, which round inside by more than they are long.
+
+    lengths: row gains. In 200 clean checks of 20 shapes with 7 to 28 matrices their median was at most 2.6e-4 where
+    they round to bf16 inside, and 0.019 in 180 where they do not; a single matrix reached 0.17. What is as good as the
+    twin, but rounds otherwise in every matrix, is a sum of such.
+    """
+    high = peak_bounds.LEAST["rounded"].row_gain
+    basis = f"median of {len(lengths)} matrices, whose own roundings point anywhere"
+    measure = Measure("row_gain", float(np.median(lengths)), -high, high, basis)
+    return finding("update", OVER_MATRICES, "local", (measure,), len(lengths))
 
 
 class _Updated:
@@ -144,6 +166,11 @@ class _Updated:
             "coefficient": np.asarray(evidence.record.clip_coefficient),
             "lr": np.asarray(learning_rate(config.optim, self._before.step + 1, config.train.steps)),
         }
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the update of the parameter is made of all of it at once."""
+        return self._rule.together is None
 
     def findings(self) -> Iterator[Finding]:
         """Every kind of moment, then the update; of the part that is due in this check."""

@@ -60,8 +60,8 @@ def _ratio(a: float, b: float) -> float:
     return a / b
 
 
-# The taps of means: over all parameters or checks, and with its tensor behind it over layers.
-OVER_ALL, OVER_LAYERS = "geometric mean", "mean over layers of "
+# The taps of means: over all parameters or checks, with its tensor behind it over layers, and over whole matrices.
+OVER_ALL, OVER_LAYERS, OVER_MATRICES = "geometric mean", "mean over layers of ", "median over matrices"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Finding:
     @property
     def is_mean(self) -> bool:
         """Return whether this is a mean of comparisons, each of which tells more of where it is of."""
-        return self.tap.startswith((OVER_ALL, OVER_LAYERS))
+        return self.tap.startswith((OVER_ALL, OVER_LAYERS, OVER_MATRICES))
 
     @property
     def worst(self) -> Measure:
