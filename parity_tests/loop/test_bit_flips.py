@@ -84,7 +84,7 @@ def test_damage_is_mended_after_each_trial(trials: Trials) -> None:
     assert trials.trial(nothing)[:2] == (NO_EFFECT, "")
 
 
-def test_a_resume_that_holds_no_check_starts_no_reference(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_without_checks_starts_no_reference(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "lockstep.core.parity.modes.shadow.Shadow.__init__", lambda *_: pytest.fail("a reference was started")
     )

@@ -113,15 +113,15 @@ def test_a_reference_that_is_too_slow_is_told_with_what_would_help(
 def test_a_stop_stays_a_stop_and_the_whole_run_counts(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stopped after step 6 with a reference that cannot be opened; then the right one, for steps 8, 10 and 12."""
+    """Stopped after step 8 with a reference that cannot be opened; then the right one, for steps 9, 10 and 12."""
     with monkeypatch.context() as patch:
         patch.setattr(lockstep.scripts.commands.train, "REFERENCE", f"{REFERENCES}:Failing")
-        before_steps(patch, {6: lambda: os.kill(os.getpid(), signal.SIGINT)})
+        before_steps(patch, {8: lambda: os.kill(os.getpid(), signal.SIGINT)})
         assert folder.train("stopped", CHECKED | {"train.steps": 12}) == 130
     assert "parity checks" not in capsys.readouterr().err
     assert folder.resume("stopped") == 2
     said = one_line(capsys.readouterr().err)
-    assert "parity checks: 7 due, 3 made, fewer than half; 4 skipped, the first at step 1: the reference failed" in said
+    assert "parity checks: 8 due, 3 made, fewer than half; 5 skipped, the first at step 1: the reference failed" in said
     # Three of four are enough, once the others are made again.
     shutil.rmtree(folder.path / "stopped")
     with monkeypatch.context() as patch:

@@ -58,7 +58,8 @@ def test_a_checked_run_that_is_stopped_goes_on_with_its_checks(folder: Folder, s
     assert folder.resume("stopped") == 0
     ends_as(straight("eager"), folder)
     checks = folder.run("stopped").checks()
-    assert [(c["step"], c["verdict"]) for c in checks] == [(step, "agreed") for step in (1, 4, 8, 12)]
+    due = sorted({1, 4, done + 1, 8, 12})
+    assert [(c["step"], c["verdict"]) for c in checks] == [(step, "agreed") for step in due]
 
 
 def test_without_a_checkpoint_a_killed_run_cannot_go_on(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,10 @@ def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     yield finding("learning_rate", "learning_rate", "local", (scalar_bounds.learning_rate(record.lr, due),), 1)
     for tap, (number, later) in as_later_steps(evidence.later, config).items():
         note = f"the same step as step {number:,} of the run"
-        yield exact("step_count", "step", int(later.step != number), 1, "a step follows the one that was loaded", note)
+        if later.step != number:
+            basis = f"a step that follows a state of {number - 1:,} steps is step {number:,}, not {later.step:,}"
+            yield exact("checkpoint", "step", 1, 1, basis, note)
+            continue
         measure = scalar_bounds.learning_rate(later.lr, learning_rate(config.optim, number, config.train.steps))
         yield finding("learning_rate", tap, "local", (measure,), 1, note=note)
 
