@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from lockstep.core.backend import NotSupported
 from lockstep.core.components.precision import POLICIES
 from lockstep.core.config.schema import AttentionConfig
-from lockstep.core.parity.judge.cached_logits import held
+from lockstep.core.parity.evidence.cached_logits import CACHED, LENGTHS
+from lockstep.core.parity.judge.cached_logits import CachedLogits, held
+from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.distances import Distances
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.parity_tests.faults.sampling import RopeNotAdvanced
@@ -103,3 +108,18 @@ def test_the_bound_is_what_clean_runs_reached_and_its_margin(policy: str, most: 
     assert not measured(most * 1.02).ok
     many = measured(1.0, 1 << 40).high
     assert many is not None and found.high is not None and many <= found.high
+
+
+@pytest.mark.parametrize(("uneven", "accused"), [(False, True), (True, False)])
+def test_where_one_token_carries_the_twin_s_error_the_ratio_is_that_of_two_draws(uneven: bool, accused: bool) -> None:
+    """Four tokens, all errors 1.85 times the twin's: too much of many numbers, and possible of those of one token."""
+    session: Any = None
+    generator = np.random.default_rng(0)
+    truth = generator.standard_normal((1, 4, 1000))
+    errors = np.array([1.0, 1.0, 1.0, 4.0 if uneven else 1.0])[:, None] * generator.standard_normal((2, 4, 1000))
+    twin, candidate = truth + 1e-3 * errors[:1], truth[0] + 1.85e-3 * errors[1]
+    evaluated = {CACHED: candidate, LENGTHS: np.arange(1, 5)}
+    judge = CachedLogits(SimpleNamespace(evaluated=evaluated), Reference(tiny_config(), session, session))  # type: ignore[arg-type]
+    judge.take(twin, truth)
+    (found,) = judge.findings()
+    assert found.worst.value == pytest.approx(1.85, rel=0.05) and found.ok != accused

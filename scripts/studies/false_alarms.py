@@ -133,8 +133,10 @@ row or column with at most two unequal elements has been held by its elements si
 token that repeats has counted once since. Two of compiled bf16 were accused there: by a length between both programs,
 of a gradient in which one token outweighs all others, of which the twin had a single row exact by chance; and by an ulp
 of one loss weight, after which a whole token rounded otherwise. Errors of either side weigh a row since, and there are
-two such tokens. The draws of all these rules were made anew. Other checks of before are counted on: the rules accuse no
-more than those before. Those of before the step was held to itself under other weights say nothing of that.
+two such tokens. One of Muon was accused by the logits of four sampled tokens, one of which carried the twin's error;
+the twin's error has counted them since. The draws of all these rules were made anew. Other checks of before are counted
+on: the rules accuse no more than those before. Those of before the step was held to itself under other weights say
+nothing of that.
 
 During training stages are examined on other sequences from check to check; the count is of the first and the last of a
 micro-batch."""
