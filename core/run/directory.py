@@ -246,12 +246,12 @@ class RunDir:
         made_with = load_config(self.path / CONFIG).parity.every
         spans = [(after, int(text)) for after, text in values_of(self._info, "parity.every", str(made_with))]
         ends = [after for after, _ in spans[1:]] + [last]
-        first = {resume["step"] + 1 for resume in resumes_of_line(self._info) if CHECKED in resume}
+        after_resumes = {resume["step"] + 1 for resume in resumes_of_line(self._info) if CHECKED in resume}
         return [
             step
             for (after, every), end in zip(spans, ends, strict=True)
             for step in range(after + 1, min(end, last) + 1)
-            if ParityConfig(every=every).due(step, step if step in first else 1)
+            if ParityConfig(every=every).due(step) or (every and step in after_resumes)
         ]
 
     def observations(self) -> dict[int, Path]:

@@ -317,18 +317,23 @@ class _UnscaledMuon(Muon):
         return 1.0
 
 
-class _UnscaledMuonSession(TorchSession):
+class OtherMuonSession(TorchSession):
+    """A session with another Muon in the place of its own."""
+
+    muon: type[Muon] = _UnscaledMuon
+
     def build_optimizer(self) -> torch.optim.Optimizer:
+        """Build the session's optimizers, the first of which is `muon`."""
         optimizer = super().build_optimizer()
         assert isinstance(optimizer, MuonAndAdamW)
-        optimizer.optimizers[0].__class__ = _UnscaledMuon
+        optimizer.optimizers[0].__class__ = self.muon
         return optimizer
 
 
 class MuonWithoutItsLength(TorchBackend):
     """Muon's update has singular values near 1 and is not scaled by 0.2·√max(rows, columns) to AdamW's size."""
 
-    session_class = _UnscaledMuonSession
+    session_class = OtherMuonSession
 
 
 class _PlainMomentumSession(TorchSession):

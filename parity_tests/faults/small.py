@@ -9,11 +9,12 @@ from torch import Tensor
 
 from lockstep.core.backend import Arrays, Batch, NotSupported
 from lockstep.parity_tests.faults.gradients import Accumulated
+from lockstep.parity_tests.faults.optimizer import OtherMuonSession
 from lockstep.parity_tests.faults.own_step import Unmasked
 from lockstep.parity_tests.faults.planting import backward, swapped
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Linear, Llama, SwiGLU, Tap, no_tap
-from lockstep.torch_backend.optim import Muon, MuonAndAdamW
+from lockstep.torch_backend.optim import Muon
 from lockstep.torch_backend.precision import Policy, linear
 from lockstep.torch_backend.session import TorchSession
 
@@ -199,12 +200,8 @@ class _LongMuon(Muon):
         return 1.004 * super().length(rows, columns)
 
 
-class _LongMuonSession(TorchSession):
-    def build_optimizer(self) -> torch.optim.Optimizer:
-        optimizer = super().build_optimizer()
-        assert isinstance(optimizer, MuonAndAdamW)
-        optimizer.optimizers[0].__class__ = _LongMuon
-        return optimizer
+class _LongMuonSession(OtherMuonSession):
+    muon = _LongMuon
 
 
 class MuonSlightlyLong(TorchBackend):

@@ -141,7 +141,7 @@ def _processes() -> Iterator[None]:
 def test_the_first_step_after_a_resume_is_checked(
     taker: str, verdict: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a session is given shows no settings; the step that follows does, and not a thousand steps later."""
+    """The optimizer's settings are no part of the stored state: the step that follows shows them."""
     three_steps(monkeypatch)
     backend = ["--backend", f"{PLACE}.loop.takers:{taker}"] if taker else []
     assert folder.train("run", {"parity.every": 1000}, *backend) == 130

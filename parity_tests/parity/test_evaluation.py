@@ -75,7 +75,7 @@ def test_sequences_whose_stages_are_not_examined_are_held_to_the_step(session: t
 
 
 def test_a_token_that_counts_nothing_in_the_step_is_not_compared() -> None:
-    """What a candidate says of its NLL is its own affair."""
+    """A candidate may give any NLL for a token that its loss leaves out."""
     config = tiny_config(train=FOUR)
     batch = text_batch(config)
     weights = batch.weights.copy()

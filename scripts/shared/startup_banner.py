@@ -173,7 +173,7 @@ def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str
         "learning rate": learning_rate_of(config),
         "the run": f"{train.steps:,} steps, {train.steps * tokens:,} tokens; the data has {index.train.tokens:,}",
         "GFLOP a token": "; ".join(map(partial(flops_of, config), train.lengths)),
-        "parity checks": f"at first and every {every} steps, bounds of {recipe_of(config)}" if every else "off",
+        "parity checks": f"the first step and every {every} steps; bounds of {recipe_of(config)}" if every else "off",
     }
     console.print(facts(f"{config.name}: in force", in_force))
     rows = [

@@ -127,16 +127,16 @@ on 30 shapes more, with Lockstep's casts and with others. One of those draws, 50
 by a mean over layers; draw 5000 by the compiler's bridge. Whole steps of compiled programs have had bounds of their own
 under other casts since, of 22 shapes.
 
-On another processor, an Intel Xeon, three of 96 checks were accused by a column that one element at a tie outweighed. A
-row or column with at most two unequal elements has been held by its elements since. There two checks of FP16's draw
-5001 were accused: 28 tokens of a run of one letter had the same numbers, one of them at a tie. Before an accusation a
-token that repeats has counted once since. Two of compiled bf16 were accused there: by a length between both programs,
-of a gradient in which one token outweighs all others, of which the twin had a single row exact by chance; and by an ulp
-of one loss weight, after which a whole token rounded otherwise. Errors of either side weigh a row since, and there are
-two such tokens. One of Muon was accused by the logits of four sampled tokens, one of which carried the twin's error;
-the twin's error has counted them since. The draws of all these rules were made anew. Other checks of before are counted
-on: the rules accuse no more than those before. Those of before the step was held to itself under other weights say
-nothing of that.
+On another processor, an Intel Xeon, eight checks were accused, and five rules were mended. Three had a column that one
+element at a tie outweighed: a row or column with at most two unequal elements is held by its elements. Two, of FP16's
+draw 5001, had 28 tokens of a run of one letter with the same numbers, one of them at a tie: before an accusation each
+token counts once. One, of compiled bf16, had a length between both programs in a gradient in which one token outweighs
+all others: the twin had a single row exact by chance, and errors of either side weigh a row now. In another an ulp of
+one loss weight made a whole token round otherwise: two tokens have the ulp in turn. One, of Muon, had four sampled
+tokens, one of which carried the twin's error: tokens count by that error. These draws were made anew. Other checks of
+before are counted on, since each of these rules accuses no more than the one before. Lines of before a new check say
+nothing of that check: the step held to itself under other weights, evaluation of all sequences, the rates of later
+steps, and Muon's lengths.
 
 During training stages are examined on other sequences from check to check; the count is of the first and the last of a
 micro-batch."""

@@ -19,7 +19,7 @@ from lockstep.core.parity.measures.stretches import stretches
 # The tap that scores are made of.
 LOGITS = "logits"
 TARGETS = "targets"
-# Behind `nll`: of the sequences without weight, with their own targets.
+# Stands behind `nll` where it is that of the sequences without weight, for their own targets.
 OTHERS = "_others"
 # Logits that are read at once.
 AT_ONCE = 1 << 22
@@ -57,9 +57,9 @@ def evaluated(
 ) -> Arrays:
     """Return scores of the sequences of `tapped` with weight, by `key`, and the `targets` (n, S) that they are of.
 
-    Of the others there is NLL, of their own targets: `key` and OTHERS. The whole micro-batch is evaluated, since
-    sequences may share the scales of FP8. likeliest: by the candidate's own logits of those sequences. `missing` gets
-    what the session does not do.
+    The other sequences have their NLL alone, of their own targets, under `key` with OTHERS behind it. The whole
+    micro-batch is evaluated, since sequences may share the scales of FP8. likeliest: by the candidate's own logits of
+    the sequences with weight. `missing` gets what the session does not do.
     """
     # All ranks take part in what weights that are cut over them compute; rank 0 alone has taps.
     if not ranks_of(session).of_first(lambda: likeliest.tokens is not None, "`evaluate`"):

@@ -33,9 +33,12 @@ def later_steps(
 ) -> tuple[StepRecord, ...]:
     """Run the first step again as each of `numbers`, and return its records; the session then has `after` again.
 
-    Nothing is done after a run's first step, or among several ranks. `missing` gets what the session does not do.
+    Nothing is done after a run's first step, or among several ranks. `missing` gets what is not done in the first one.
     """
-    if before.step or config.train.ranks > 1:
+    if before.step:
+        return ()
+    if config.train.ranks > 1:
+        missing.append("the learning rate of later steps: a check of several ranks does not make them")
         return ()
     load, records = ask(session, Loads).load, []
     try:

@@ -46,7 +46,7 @@ class Scores:
     """The scores of a candidate, judged when the reference's logits come by.
 
     evaluated: as `core/parity/evidence/evaluation.py` gives it. of: stands before `nll` and `top1` in a finding's tap.
-    others: NLL (m, S) of the sequences without weight as the step has it, NaN where it counts no token.
+    others: the step's NLL (m, S) of the sequences without weight, NaN for tokens that its loss leaves out.
     """
 
     def __init__(self, evaluated: Arrays, reference: Reference, of: str = "", others: np.ndarray | None = None) -> None:

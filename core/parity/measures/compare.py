@@ -257,7 +257,7 @@ class NoiseOf(Protocol):
     """Gives norms of the noise in a result."""
 
     def __call__(self, *, tokens: np.ndarray | None = None) -> Norms:
-        """Of all of it, or of these tokens, by their number over its first two axes."""
+        """Return those of the whole result, or of some tokens, which are numbered over its first two axes."""
 
 
 def compare(
@@ -276,8 +276,8 @@ def compare(
 ) -> Finding:
     """Candidate, twin and truth as full arrays of one shape; see `Comparison`.
 
-    What would be accused is held to the tokens that differ: a run of one letter gives the same numbers to all of them,
-    and one element at a tie, as often as the letter comes, is one error.
+    Before an accusation each token counts once. A run of one letter gives all its tokens the same numbers, and one
+    element at a tie is then one error, however often the letter comes.
     """
     if c.shape != t.shape:
         return exact(stage, tap, 1, t.size, "shapes must be equal", f"candidate {c.shape}, reference {t.shape}", phase)
@@ -296,9 +296,10 @@ def compare(
 
 
 def tokens_once(c: np.ndarray, w: np.ndarray) -> np.ndarray | None:
-    """Return where each token first comes whose numbers are the same bits in c, and in w; None if none repeats.
+    """Return the numbers of the tokens that do not repeat an earlier one; None if none repeats.
 
-    c, w: of one shape, whose first two axes are sequences and positions. Tokens are counted over both.
+    A token repeats another if its row has the same bits in c, and in w. c, w: arrays of one shape, whose first two axes
+    are sequences and positions; tokens are numbered over both. An array of two axes has no tokens: None.
     """
     if c.ndim < 3:
         return None

@@ -10,8 +10,8 @@ much cancels, carry all of the rounding. With candidate c, twin w and truth t, o
 
 The row gain is the generalised least-squares estimate of a common factor of length, in units of its own error (Aitken
 1935): each row weighs by how exactly the twin makes it. Every denominator has the floor of `Distances`. Where one token
-outweighs all others, the error of a row is a single number, and is now and then nearly zero by chance: with
-σ_r = max(‖w − t‖_r, ‖c − w‖_r) as well, the estimate that is nearer to zero counts.
+outweighs all others, the error of a row is a single number, which chance now and then brings near zero. So a second
+estimate is made with σ_r = max(‖w − t‖_r, ‖c − w‖_r), and the one that is nearer to zero counts.
 """
 
 from __future__ import annotations
