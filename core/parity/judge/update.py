@@ -99,7 +99,7 @@ def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     due = learning_rate(config.optim, evidence.before.step + 1, config.train.steps)
     yield finding("learning_rate", "learning_rate", "local", (scalar_bounds.learning_rate(record.lr, due),), 1)
     for tap, (number, later) in as_later_steps(evidence.later, config).items():
-        note = f"the same step as step {number:,} of the run"
+        note = f"made again as step {number:,} of the run"
         if later.step != number:
             basis = f"a step that follows a state of {number - 1:,} steps is step {number:,}, not {later.step:,}"
             yield exact("checkpoint", "step", 1, 1, basis, note)
