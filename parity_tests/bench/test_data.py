@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from lockstep.core.bench.bars import Bar, Panel, picture
 from lockstep.core.bench.data import CONTENDERS, FIRST, PAPER_SAMPLES, RESUMED_AT, ROWS, answers, figure, page, result
 from lockstep.core.bench.made_up import RAW_NAME, write_made_up, write_on_paper
 from lockstep.core.data.dataset import TokenDataset
+from lockstep.scripts.shared import bench_loader
 from lockstep.scripts.shared.bench_loader import Contender
 from lockstep.torch_backend.tools.peers.loaders import NanoGPT, Slices, TorchLoader, Windows
 
@@ -77,8 +79,32 @@ def test_a_contender_answers_messages(made_up):
     first = contender.answer("first 12")
     assert 0 < first["opened"] < first["seconds"]
     taken = contender.answer("go")
-    assert taken["seconds"] > 0 and taken["batches"] > 1
+    assert taken["seconds"] > 0 and taken["batches"] >= 1
     assert set(contender.answer("parts")) == {"parts"}
+
+
+class OnABusyCore:
+    """A loader whose batches take 1 ms of a clock of its own, but for its second call, which takes a second."""
+
+    now, calls = 0.0, 0
+
+    def __init__(self, *given):
+        pass
+
+    def take(self, batches):
+        kind = type(self)
+        kind.calls += 1
+        kind.now += 1.0 if kind.calls == 2 else 0.001 * batches
+
+
+def test_a_turn_is_as_long_as_asked_for_whatever_else_the_core_did(monkeypatch, tmp_path):
+    monkeypatch.setattr(OnABusyCore, "now", 0.0)
+    monkeypatch.setattr(OnABusyCore, "calls", 0)
+    monkeypatch.setattr(bench_loader, "time", SimpleNamespace(perf_counter=lambda: OnABusyCore.now))
+    job = {"folder": str(tmp_path), "sequences": 4, "length": 128, "turn": 0.05, "seeds": []}
+    contender = Contender({**job, "program": f"{__name__}:OnABusyCore"})
+    taken = contender.answer("go")
+    assert taken["batches"] == 50 and taken["seconds"] == pytest.approx(0.001)
 
 
 def measured(seconds=1e-4):
