@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -61,6 +60,7 @@ from lockstep.core.run.layout import (
 )
 from lockstep.core.run.resume import Changes
 from lockstep.core.run.rollback import set_back
+from lockstep.core.versions import version_of
 
 # Where W&B keeps its own files, among them links to its logs elsewhere.
 WANDB = "wandb"
@@ -297,7 +297,7 @@ class RunDir:
         if self._changes.branch:
             resumed[BRANCH] = len(changes["branches"]) + 1
             resumed[VALUES] = {key: list(values) for key, values in self._changes.branch.items()}
-            resumed[VERSION] = metadata.version("lockstep")
+            resumed[VERSION] = version_of("lockstep")
         self._changes = NO_CHANGES
         changes["resumes"] = [*self._info.get("resumes", []), resumed]
         if (settings := settings_at(changes)) or CHANGED in self._info:

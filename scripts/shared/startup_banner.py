@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from lockstep.core.parity.measures.calibrated_bounds import recipe_of
 from lockstep.core.run.launch import launch_id
 from lockstep.core.sinks.tables import GroupRow, facts, losses_to_know, parameter_groups
 from lockstep.core.train.schedule import batch_size, decay_steps, sequence_length
+from lockstep.core.versions import version_of
 from lockstep.scripts.shared.restart import LAUNCH
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def data_facts(data: RunData) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python, Lockstep and the libraries that decide numbers."""
-    found = {"python": platform.python_version(), "lockstep": metadata.version("lockstep")}
-    return found | {name: metadata.version(name) for name in LIBRARIES}
+    return {"python": platform.python_version()} | {name: version_of(name) for name in ("lockstep", *LIBRARIES)}
 
 
 def git_commit() -> str | None:

@@ -12,12 +12,12 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import canonical_json, read_sealed_json, write_sealed_json
+from lockstep.core.versions import version_of
 
 # A folder for these files, or `off`: then only what is shipped counts.
 FOLDER = "LOCKSTEP_CALIBRATION"
@@ -65,17 +65,12 @@ def machine() -> dict[str, str]:
         for name in ("model name", "flags")
         if (found := re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE))
     }
-    return {"machine": platform.machine(), "system": platform.system(), **of_processor, **_versions()}
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in FRAMEWORKS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+    return {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        **of_processor,
+        **{name: version_of(name) for name in FRAMEWORKS},
+    }
 
 
 def read(recipe: str) -> Here | None:
