@@ -14,6 +14,8 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.plan.checks import reference_share
 
+# XLA times kernels to choose one: minutes of a check's first programs, other ones in another process.
+FLAGS, NO_TRIALS = "XLA_FLAGS", "--xla_gpu_autotune_level=0"
 # The share of a GPU's memory that XLA's allocator may take (jaxlib/xla_client.py); the second name is the older one.
 SHARE, OLDER = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 ASK = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -33,6 +35,8 @@ def use_device(config: RunConfig) -> None:
     share = reference_share(config) / (_smallest_memory(count) * count)
     if not {SHARE, OLDER} & os.environ.keys():
         os.environ[SHARE] = f"{min(share, 0.95):.6f}"
+    if NO_TRIALS.partition("=")[0] not in (given := os.environ.get(FLAGS, "")):
+        os.environ[FLAGS] = f"{given} {NO_TRIALS}".strip()
     # Devices that it does not use would each hold a context of its own.
     jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(count))))
     jax.config.update("jax_platforms", "cuda,cpu")

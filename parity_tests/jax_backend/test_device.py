@@ -40,6 +40,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(device.SHARE, raising=False)
     monkeypatch.delenv(device.OLDER, raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(device.FLAGS, "")
     return says
 
 
@@ -78,6 +79,15 @@ def test_a_share_that_the_user_has_set_stays(smi, told, monkeypatch: pytest.Monk
         device.use_device(on_gpu(4))
         assert {device.SHARE, device.OLDER} & os.environ.keys() == {name} and os.environ[name] == "0.25"
         monkeypatch.delenv(name)
+
+
+def test_kernels_are_not_chosen_by_timing_them_unless_the_user_says_so(smi, told, monkeypatch: pytest.MonkeyPatch):
+    smi(80 * 1024)
+    for given, due in (("", "{}"), ("--xla_dump_to=x", "--xla_dump_to=x {}"), ("--xla_gpu_autotune_level=4", None)):
+        monkeypatch.setenv(device.FLAGS, given)
+        device.use_device(on_gpu(4))
+        monkeypatch.delenv(device.SHARE)
+        assert os.environ[device.FLAGS] == (given if due is None else due.format(device.NO_TRIALS))
 
 
 def test_no_gpu(smi, told, monkeypatch: pytest.MonkeyPatch) -> None:
