@@ -4,7 +4,7 @@
 #   scripts/gpu_check.sh [--minutes N] [--only PART] [--from BENCH.json] [--tiny] [OUT] [-- BENCH ARGUMENTS]
 #
 #   --minutes N   for all of it (default 10); what the bench does not get done is left for the next call
-#   --only PART   tests, parity or bench, of the three that run without it; or one that needs a call of its own:
+#   --only PART   tests, parity, sums or bench, which all run without it; or one that needs a call of its own:
 #                 best_bf16, best_fp8 (the best configuration of [64, 2048]), curves (256 real steps of both, three
 #                 seeds of the first; what is in OUT/curves.json is not trained again, so call it until it says)
 #   --from FILE   a bench_step.json of an earlier call: its rows are not measured again
@@ -34,7 +34,7 @@ while [ $# -gt 0 ]; do
         *) out=$1; shift ;;
     esac
 done
-case "$only" in "" | tests | parity | bench | best_bf16 | best_fp8 | curves) ;; *) usage 2 >&2 ;; esac
+case "$only" in "" | tests | parity | sums | bench | best_bf16 | best_fp8 | curves) ;; *) usage 2 >&2 ;; esac
 case "$minutes" in '' | *[!0-9]* | 0) printf 'gpu_check: --minutes %s: a whole number of minutes\n' "$minutes" >&2; exit 2 ;; esac
 if [ -n "$from" ] && [ ! -f "$from" ]; then printf 'gpu_check: no such file: %s\n' "$from" >&2; exit 2; fi
 
@@ -72,7 +72,7 @@ in_minutes() { # so many seconds less than what is left
     awk "BEGIN { print $seconds / 60 }"
 }
 
-if [ -n "$only" ]; then parts=("$only"); else parts=(tests parity bench); fi
+if [ -n "$only" ]; then parts=("$only"); else parts=(tests parity sums bench); fi
 "$python" -m lockstep.scripts.shared.needs "${parts[@]}" || exit 2
 
 if [ -z "$tiny" ]; then
@@ -88,7 +88,11 @@ else
 fi
 
 if wanted tests; then
-    part gpu_tests "$python" -m pytest -m gpu parity_tests/gpu -q -p no:cacheprovider --junitxml "$out/gpu_tests.xml"
+    # Several at a time where pytest-xdist is there: compilers and the reference keep the CPU busy, not the GPU.
+    several=()
+    ! "$python" -c 'import xdist' 2>/dev/null || several=(-n 6 --dist loadfile)
+    part gpu_tests "$python" -m pytest -m gpu parity_tests/gpu -v -rf -p no:cacheprovider \
+        --junitxml "$out/gpu_tests.xml" ${several[@]+"${several[@]}"}
 fi
 
 if wanted parity; then
@@ -109,6 +113,13 @@ if wanted parity; then
             --device "$device" --steps 2 --precision.policy bf16 --compile.enabled "$compiled" --train.batch-size 8 \
             --train.micro-batch-size 4 --json "$out/parity_$program.json" --capsules "$out/capsules"
     done
+fi
+
+if wanted sums; then
+    # How the matrix units sum, beside the law that checks leave room for. A CPU has none: the page alone.
+    page=()
+    [ -z "$tiny" ] || { cp docs/results/unit_sums.json "$out/" && page=(--page); }
+    part sums "$python" -m lockstep.scripts.studies.unit_sums --json "$out/unit_sums.json" ${page[@]+"${page[@]}"}
 fi
 
 if wanted bench; then

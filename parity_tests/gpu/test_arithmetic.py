@@ -18,6 +18,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+STEPS = 3
+
 
 def on_cuda(policy, compiled=False):
     program = CompileConfig(enabled=compiled, backend="inductor")
@@ -51,7 +53,7 @@ def test_fused_adamw_is_the_foreach_one():
     sessions = TorchSession(config), TorchSession(foreach)
     assert [s.optimizer.param_groups[0]["fused"] for s in sessions] == [True, False]
     before = {name: p.detach().clone() for name, p in sessions[0].parameters.items()}
-    for step in range(3):
+    for step in range(STEPS):
         for session in sessions:
             torch.manual_seed(step)
             for p in session.parameters.values():
@@ -62,7 +64,9 @@ def test_fused_adamw_is_the_foreach_one():
         assert ((fused - foreach).norm() / foreach.norm()).item() < 1e-3, name
         for kind in ("exp_avg", "exp_avg_sq"):
             one, other = (s.optimizer.state[s.parameters[name]][kind] for s in sessions)
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
+            # A step rounds a product, another one and their sum: half an ulp each of no more than the largest number.
+            rounded = 3 * STEPS * 2.0**-24 * max(one.abs().max().item(), other.abs().max().item())
+            torch.testing.assert_close(one, other, rtol=0, atol=2 * rounded)
 
 
 def test_the_bench_measures_here():

@@ -22,6 +22,15 @@ pytestmark = [
 ROWS = 1024
 
 
+def within_an_ulp(one, other, unit=1.0):
+    """Return whether all are off by an ulp at most, or by the FP64 roundings of numbers of the size of `unit`.
+
+    The loss of a token that is as good as certain is what is left of a difference of such numbers.
+    """
+    apart, ulp = (one.double() - other.double()).abs(), torch.finfo(one.dtype).eps
+    return bool((apart <= ulp * other.double().abs() + 8 * torch.finfo(torch.float64).eps * unit).all())
+
+
 def of_fp64_path(logits, targets, shares):
     losses, logsumexp = losses_and_logsumexp(logits, targets, 0.0)
     return losses, logits_gradient(logits, targets, logsumexp, shares, 0.0)
@@ -48,4 +57,9 @@ def test_losses_and_gradients_are_within_the_bounds(vocabulary, held, monkeypatc
         assert all(measure.ok for measure in measures("fp32/eager", kind, d, t.numel()))
     for operand in (torch.bfloat16, torch.float32):
         losses, grad = one_kernel.losses_and_gradient(logits.clone(), targets, shares, 0.0, operand)
-        assert torch.equal(losses, ours[0]) and torch.equal(grad, ours[1].to(operand))
+        # Another format to write is another program, whose FP64 sums have another order: now and then a last bit.
+        assert within_an_ulp(losses, ours[0], logits.abs().max().item())
+        assert within_an_ulp(grad, ours[1].to(operand), shares[:, None].double())
+        assert (grad != ours[1].to(operand)).float().mean().item() < 0.01
+        again = one_kernel.losses_and_gradient(logits.clone(), targets, shares, 0.0, operand)
+        assert torch.equal(losses, again[0]) and torch.equal(grad, again[1])
