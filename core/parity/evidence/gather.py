@@ -335,15 +335,16 @@ def _gather(
 
 
 def reweighted_batches(micro: Batch) -> Iterator[Batch]:
-    """Yield a micro-batch with other loss weights and its own gradients: all doubled, and one larger by an ulp more.
+    """Yield a micro-batch with other loss weights and its own gradients: all doubled, and one smaller by an ulp.
 
     A program that has a branch for weights that are all 1, or all alike, does not take it. The one is the first token
     with a weight, then the last: an ulp may bring a number to the other side of a tie, and what follows rounds anew.
+    Smaller, so that the largest weight is twice what it was: a library's head scales all gradients by it.
     """
     weighted = np.flatnonzero(micro.weights)
     for token in (weighted[0], weighted[-1]):
         weights = 2 * micro.weights
-        weights.flat[token] = np.nextafter(weights.flat[token], weights.dtype.type(np.inf))
+        weights.flat[token] = np.nextafter(weights.flat[token], weights.dtype.type(0))
         yield replace(micro, weights=weights)
 
 

@@ -198,7 +198,7 @@ def _apart(one: Observation, other: Observation, most: float) -> Measure:
     apart = one.sketch.astype(np.float64) - other.sketch.astype(np.float64)
     length = float(np.linalg.norm(one.sketch.astype(np.float64)))
     distance = float(np.linalg.norm(apart)) / length if length else float(np.linalg.norm(apart))
-    basis = "the same gradient with loss weights twice as large, one by an ulp more: a fraction of a roundoff"
+    basis = "the same gradient with loss weights twice as large, one by an ulp less: a fraction of a roundoff"
     return Measure("relative_error", distance, None, most, basis)
 
 
