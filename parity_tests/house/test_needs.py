@@ -156,7 +156,7 @@ LATE_IN_PARTS = {
 
 
 @pytest.mark.parametrize(("arguments", "parts"), [
-    ((), ("tests", "parity", "bench")), *[(("--only", part), (part,)) for part in PARTS]
+    ((), ("tests", "parity", "sums", "bench")), *[(("--only", part), (part,)) for part in PARTS]
 ])  # fmt: skip
 def test_gpu_check_says_in_one_line_what_a_python_lacks(arguments, parts, tmp_path):
     bare = tmp_path / "python"

@@ -44,6 +44,7 @@ _CHECKS = (*_BENCH, "flax", "jax", "optax", "safetensors", "tokenizers", "tomli_
 PARTS: dict[str, tuple[str, ...]] = {
     "tests": (*_CHECKS, "pytest"),
     "parity": _CHECKS,
+    "sums": _BENCH,
     "bench": _BENCH,
     "best_bf16": (*_BENCH, "tomli_w"),
     "best_fp8": (*_BENCH, "tomli_w"),

@@ -75,18 +75,21 @@ COLUMNS = 1 + 2 * len(MEMORIES)
 VERSION = 1
 
 
-def limits(checks: float, distance_bound: float, gain_bound: float, size: int = K) -> tuple[float, float]:
+def limits(
+    checks: float, distance_bound: float, gain_bound: float, size: int = K, common: float = 0.0
+) -> tuple[float, float]:
     """Bounds of B and U after `checks` (effective) checks of `size` independent numbers; derived in the module's text.
 
-    distance_bound, gain_bound: the single-step bounds D and G, in units of the twin's error.
+    distance_bound, gain_bound: the single-step bounds D and G, in units of the twin's error. common: what a matrix
+    unit's way to sum gives every check beside those (core/parity/measures/accumulators.py), in the same units.
     """
     n, x = min(size, K), -math.log(CHANCE)
     scatter = 1.0 + 2.0 * math.sqrt(x / n) + 2.0 * x / n
-    systematic = min(SYSTEMATIC_DISTANCE * distance_bound, SYSTEMATIC_MOST)
+    systematic = min(SYSTEMATIC_DISTANCE * distance_bound, SYSTEMATIC_MOST) + common
     chance = math.sqrt(2.0 * math.log(2.0 / CHANCE) / checks) / MARGIN
     return (
-        math.sqrt(scatter * distance_bound**2 + checks * systematic**2),
-        gain_bound * min(1.0, SYSTEMATIC_GAIN + chance),
+        math.sqrt(scatter * (distance_bound + common) ** 2 + checks * systematic**2),
+        gain_bound * min(1.0, SYSTEMATIC_GAIN + chance) + common,
     )
 
 
@@ -195,12 +198,14 @@ class Bias:
         """(points, 5) FP64: T, B, U, and both of the recent checks; thinned to `POINTS` an octave of T."""
         return np.asarray(self._sums[key].curve).reshape(-1, COLUMNS)
 
-    def measures(self, key: Key, distance_bound: float, gain_bound: float, size: int = K) -> tuple[Measure, ...]:
+    def measures(
+        self, key: Key, distance_bound: float, gain_bound: float, size: int = K, common: float = 0.0
+    ) -> tuple[Measure, ...]:
         """`bias`, `gain_bias`, `bias_recent`, `gain_bias_recent` with bounds; none before `LEAST_CHECKS` checks.
 
         distance_bound, gain_bound: the single-step bounds of this comparison
         (core/parity/measures/calibrated_bounds.py), both in units of the twin's error. size: independent numbers in the
-        tensor.
+        tensor. common: as in `limits`.
         """
         if self.checks(key) < LEAST_CHECKS:
             return ()
@@ -209,7 +214,7 @@ class Bias:
         for suffix, bias, gain, signed, counted in zip(
             SUFFIXES, *sums.statistics(), sums.gain / sums.weight, sums.effective, strict=True
         ):
-            most, most_gain = limits(float(counted), distance_bound, gain_bound, size)
+            most, most_gain = limits(float(counted), distance_bound, gain_bound, size, common)
             over = f"{sums.checks} checks" if not suffix else f"the last checks, {counted:.0f} in effect"
             least = most / math.sqrt(counted)
             found += [

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from lockstep.core.model.names import GRADIENT, in_fp8, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
+from lockstep.core.parity.measures.accumulators import NO_SUMS, OfSums, of_sums
 from lockstep.core.parity.measures.compare import (
     Comparison,
     Noise,
@@ -41,7 +43,13 @@ from lockstep.core.parity.reference.operations import run_operation
 from lockstep.core.parity.reference.stages import Shared, shared_tensors, stages_of
 from lockstep.core.train.loss_scale import SCALE
 
-Contribution = tuple[np.ndarray, np.ndarray]  # of the twin, of the truth
+
+class Sent(NamedTuple):
+    """What a stage sends back by the twin and by the truth. sums: of the matrix unit whose product it is."""
+
+    twin: np.ndarray
+    truth: np.ndarray
+    sums: OfSums = NO_SUMS
 
 
 def stages(
@@ -59,7 +67,7 @@ def stages(
     evidence = _as_computed(evidence)
     has_gradients = any(name.startswith(GRADIENT) for name in evidence.taps)
     sums = {shared.name: shared for shared in shared_tensors(reference.config)}
-    sent: dict[tuple[str, str], Contribution] = {}
+    sent: dict[tuple[str, str], Sent] = {}
     if has_gradients:
         yield _loss_backward(evidence, reference)
     for stage in filter(chosen, stages_of(reference.config)):
@@ -95,6 +103,7 @@ def stages(
             w["out"],
             t["out"],
             noise=functools.partial(noise.of, "out"),
+            sums=of_sums(reference.config, stage, OUTPUT, inputs),
         )
         if grad is None:
             continue
@@ -102,13 +111,15 @@ def stages(
             name, total = stage.sends(role), stage.reads.get(role, stage.params.get(role))
             there = GRADIENT + name in evidence.taps
             if total in sums and (not there or name == total):
-                sent[stage.tap, role] = (w[f"grad/{role}"], t[f"grad/{role}"])
+                of_role = of_sums(reference.config, stage, role, inputs)
+                sent[stage.tap, role] = Sent(w[f"grad/{role}"], t[f"grad/{role}"], of_role)
                 continue
             sides = w[f"grad/{role}"], t[f"grad/{role}"]
             # A parameter's gradient is a sum over all tokens.
             terms = grad[..., 0].size if role in stage.params else 1
             heard = functools.partial(noise.of, f"grad/{role}", terms)
-            yield _sent_back(stage, role, name, sides, evidence.taps, reference, heard)
+            of_role = of_sums(reference.config, stage, role, inputs)
+            yield _sent_back(stage, role, name, sides, evidence.taps, reference, heard, of_role)
     if has_gradients:
         for shared in (one for one in sums.values() if chosen(one.producer)):
             yield from _sum(shared, sent, evidence.taps, reference)
@@ -381,10 +392,11 @@ def _sent_back(
     stage: Operation,
     role: str,
     name: str,
-    sides: Contribution,
+    sides: tuple[np.ndarray, np.ndarray],
     taps: Mapping[str, np.ndarray],
     reference: Reference,
     noise: NoiseOf,
+    sums: OfSums,
 ) -> Finding:
     """One gradient that a stage sends back; one that never came is zero."""
     w, t = sides
@@ -395,10 +407,10 @@ def _sent_back(
 
     def compared(rows: slice = slice(None)) -> Finding:
         part = c[rows], w[rows], t[rows]
-        return compare(reference, stage.id, kind, name, "local", *part, "backward", note, noise, stage.layer)
+        return compare(reference, stage.id, kind, name, "local", *part, "backward", note, noise, stage.layer, sums)
 
     if role not in stage.params or c.shape != t.shape:
-        return compare(reference, stage.id, kind, name, "local", c, w, t, "backward", note, noise, stage.layer)
+        return compare(reference, stage.id, kind, name, "local", c, w, t, "backward", note, noise, stage.layer, sums)
     return with_ranks(compared(), reference.config, t.shape, lambda rows, _: compared(rows))
 
 
@@ -407,7 +419,7 @@ def _at(found: Finding, stage: Operation) -> Finding:
 
 
 def _sum(
-    shared: Shared, sent: Mapping[tuple[str, str], Contribution], taps: Mapping[str, np.ndarray], reference: Reference
+    shared: Shared, sent: Mapping[tuple[str, str], Sent], taps: Mapping[str, np.ndarray], reference: Reference
 ) -> Iterator[Finding]:
     """A shared tensor's gradient against the sum of its consumers' parts.
 
@@ -449,12 +461,12 @@ def _sum_with_hidden(
     total: np.ndarray | None,
     shown: Sequence[str],
     hidden: Mapping[tuple[str, str], Operation],
-    sent: Mapping[tuple[str, str], Contribution],
+    sent: Mapping[tuple[str, str], Sent],
     taps: Mapping[str, np.ndarray],
     reference: Reference,
 ) -> Finding:
     """The same where some parts are the reference's own: twin's and truth's, for want of the candidate's."""
-    of_hidden = [sent[key] for key in hidden]
+    of_hidden = [(sent[key].twin, sent[key].truth) for key in hidden]
     shape = of_hidden[0][1].shape
     c = np.broadcast_to(np.zeros((), of_hidden[0][0].dtype), shape) if total is None else total
     basis = "shapes must be equal"
@@ -467,7 +479,7 @@ def _sum_with_hidden(
     found: dict[tuple[str, str], Comparison] = {}
     for key, stage in hidden.items():
         kind = calibrated_bounds.local_kind(reference.config, stage, key[1])
-        found[key] = Comparison(reference, stage.id, kind, shared.name, "local", shape, "backward")
+        found[key] = Comparison(reference, stage.id, kind, shared.name, "local", shape, "backward", sums=sent[key].sums)
     for where in stretches(math.prod(shape)):
         own = sum((part_of(taps, name, where).astype(np.float64) for name in shown), start=np.zeros(()))
         w, t = (sum((sides[i].reshape(-1)[where].astype(np.float64) for sides in of_hidden), start=own) for i in (0, 1))
@@ -475,8 +487,8 @@ def _sum_with_hidden(
         candidate = c.reshape(-1)[where]
         for key, comparison in found.items():
             comparison.add(candidate, w.astype(c.dtype), t)
-            along[key] += float((candidate - t) @ sent[key][1].reshape(-1)[where])
-    chosen = max(hidden, key=lambda key: abs(along[key]) / (_norm(sent[key][1]) or math.inf))
+            along[key] += float((candidate - t) @ sent[key].truth.reshape(-1)[where])
+    chosen = max(hidden, key=lambda key: abs(along[key]) / (_norm(sent[key].truth) or math.inf))
     return _at(found[chosen].finding(), hidden[chosen])
 
 

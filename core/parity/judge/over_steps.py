@@ -21,6 +21,7 @@ class _Comparison:
     finding: Finding
     kind: str
     size: int
+    systematic: float
 
 
 @dataclass
@@ -49,14 +50,18 @@ class OverSteps:
         sketches: tuple[np.ndarray, np.ndarray, np.ndarray],
         stream: type[np.floating],
         gain_difference: float,
+        systematic: float = 0.0,
     ) -> None:
-        """Add a local comparison that holds by itself. sketches: (K,) of c − w, w − t and t."""
+        """Add a local comparison that holds by itself. sketches: (K,) of c − w, w − t and t.
+
+        systematic: what every check may have in common by the way a matrix unit sums, in units of the twin's error.
+        """
         key = (found.stage, found.phase, found.tap)
         # A run may go on after a resume with micro-batches of another size.
         if self.bias.length(key) not in (None, len(sketches[0])):
             self.bias.forget(key)
         if self.bias.add(key, *sketches, stream, gain_difference):
-            self._seen[key] = _Comparison(found, kind, size)
+            self._seen[key] = _Comparison(found, kind, size, systematic)
 
     def findings(self) -> Iterator[Finding]:
         """One finding for every key that was added to since the last call and has enough checks behind it."""
@@ -67,7 +72,7 @@ class OverSteps:
     def _findings(self) -> Iterator[Finding]:
         for key, seen in self._seen.items():
             limits = calibrated_bounds.limits(self.recipe, seen.kind, seen.size)
-            measures = self.bias.measures(key, limits.distance, limits.gain, seen.size)
+            measures = self.bias.measures(key, limits.distance, limits.gain, seen.size, seen.systematic)
             if measures:
                 f = seen.finding
                 yield Finding(f.stage, f.tap, f.phase, f.layer, "over_steps", measures, f.size)

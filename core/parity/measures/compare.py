@@ -20,6 +20,7 @@ from lockstep.core.parity.evidence.observations import Observation, sketch_dista
 from lockstep.core.parity.evidence.sketch import K, sketch
 from lockstep.core.parity.judge.over_steps import OverSteps
 from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures.accumulators import NO_SUMS, OfSums
 from lockstep.core.parity.measures.decode import Direction, direction, explain
 from lockstep.core.parity.measures.distances import Distances, Sums
 from lockstep.core.parity.measures.peaks import Norms, table_of
@@ -106,9 +107,13 @@ class Reference:
         """The recipe whose clean runs set the bounds."""
         return calibrated_bounds.recipe_of(self.config)
 
-    def measures(self, kind: str, d: Distances, size: int) -> tuple[Measure, ...]:
-        """The measures of a comparison of `size` numbers, with the bounds of this recipe and plan of casts."""
-        return self.bound(self.recipe, calibrated_bounds.under_plan(self.config, kind), d, size)
+    def measures(self, kind: str, d: Distances, size: int, sums: OfSums = NO_SUMS) -> tuple[Measure, ...]:
+        """The measures of a comparison of `size` numbers, with the bounds of this recipe and plan of casts.
+
+        sums: what the matrix unit's way to sum has to do with it.
+        """
+        found = self.bound(self.recipe, calibrated_bounds.under_plan(self.config, kind), d, size)
+        return sums.make_room(found, d)
 
     @property
     def stream(self) -> type[np.floating]:
@@ -191,7 +196,7 @@ class Comparison:
     """One comparison of whole tensors, to which parts of candidate, twin and truth are added in order.
 
     stage, kind, tap, scope, phase, note: of the finding. shape: of the whole. layer: the finding's, by default that of
-    the tap.
+    the tap. sums: of the matrix unit whose product it is.
     """
 
     def __init__(
@@ -205,8 +210,9 @@ class Comparison:
         phase: str | None = None,
         note: str = "",
         layer: int | EllipsisType | None = ...,
+        sums: OfSums = NO_SUMS,
     ) -> None:
-        self._reference, self._kind, self._shape = reference, kind, shape
+        self._reference, self._kind, self._shape, self._of_sums = reference, kind, shape, sums
         self._size = calibrated_bounds.independent(shape)
         self._empty = finding(stage, tap, scope, (), math.prod(shape), None, note, phase)
         if layer is not ...:  # a gradient belongs to the stage that sends it back, not to the one that wrote the tap
@@ -238,18 +244,20 @@ class Comparison:
         """
         reference, size, stream = self._reference, self._size, self._reference.stream
         d = self._sums.distances(stream)
-        found = replace(self._empty, measures=reference.measures(self._kind, d, size), unequal=d.unequal)
+        found = replace(self._empty, measures=reference.measures(self._kind, d, size, self._of_sums), unequal=d.unequal)
         at_first = found.ok
         if not found.ok and noise is not None:
             d = self._sums.distances(stream, noise())
             size = min(size, self._sums.effective())
-            found = replace(found, measures=reference.measures(self._kind, d, size))
+            found = replace(found, measures=reference.measures(self._kind, d, size, self._of_sums))
         if not found.ok:
             words = explain(Direction.of(*self._sums.along_the_truth()), reference.known, d.twin_relative_error)
             return replace(found, note="; ".join([n for n in (found.note, *words[:2]) if n]))
         if at_first and reference.over_steps is not None and self._sketches is not None:
             apart, honest, truth = self._sketches
-            reference.over_steps.add(found, self._kind, size, (apart, honest, truth), stream, d.gain_difference)
+            systematic = self._of_sums.in_units(d)
+            sketches = apart, honest, truth
+            reference.over_steps.add(found, self._kind, size, sketches, stream, d.gain_difference, systematic)
         return found
 
 
@@ -273,6 +281,7 @@ def compare(
     note: str = "",
     noise: NoiseOf | None = None,
     layer: int | EllipsisType | None = ...,
+    sums: OfSums = NO_SUMS,
 ) -> Finding:
     """Candidate, twin and truth as full arrays of one shape; see `Comparison`.
 
@@ -283,7 +292,7 @@ def compare(
         return exact(stage, tap, 1, t.size, "shapes must be equal", f"candidate {c.shape}, reference {t.shape}", phase)
 
     def compared(sides: Sequence[np.ndarray], of_noise: Callable[[], Norms] | None) -> Finding:
-        found = Comparison(reference, stage, kind, tap, scope, sides[-1].shape, phase, note, layer)
+        found = Comparison(reference, stage, kind, tap, scope, sides[-1].shape, phase, note, layer, sums)
         found.add(*sides)
         return found.finding(of_noise)
 

@@ -1,0 +1,136 @@
+"""What a GPU's matrix units add to the error of a product by the way they sum, and the room that bounds leave for it.
+
+A CPU adds products of narrow numbers in FP32 and rounds each sum to the nearest. A tensor core adds a step of products
+to the running sum at once and drops what lies below the sum's last bit. FP16, bf16 and TF32 have sums of 24 bits, FP8
+sums of 14 (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2); FP8 without fast accumulation moves its sums to FP32
+after 128 products. Relative to a product of K terms, at most::
+
+    FP16, bf16    K/16 · 2⁻²³       each step drops less than the last bit, always towards zero
+    TF32          K/8 · 2⁻²³
+    FP8, fast     2 · √(K/32) · 2⁻¹³    what steps drop has no common sign
+    FP8           2 · √4 · 2⁻¹³
+
+Measured on an H200 (docs/results/unit_sums.md), K of 128 to 32,768: 0.61 of these at most, and in the products of a
+large model 0.14 at least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lockstep.core.components.precision import FORMATS, POLICIES
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.graph import KINDS, OUTPUT, Operation
+from lockstep.core.model.names import in_fp8
+from lockstep.core.parity.measures.distances import Distances
+from lockstep.core.parity.measures.verdict import Measure
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """The running sum of a matrix unit.
+
+    step: products that are added at once. lost: what a step drops at most, relative to the sum. promoted: products
+    after which the sum moves to FP32; 0 = never. one_sign: whether all steps err towards zero.
+    """
+
+    step: int
+    lost: float
+    promoted: int = 0
+    one_sign: bool = True
+
+    def error(self, terms: int) -> float:
+        """Return the most that a sum of so many products is off, relative to it."""
+        steps = min(terms, self.promoted or terms) / self.step
+        return self.lost * (steps if self.one_sign else 2.0 * math.sqrt(steps))
+
+
+NARROW = Accumulator(16, 2.0**-23)
+ACCUMULATORS = {"fp16": NARROW, "bf16": NARROW, "tf32": Accumulator(8, 2.0**-23)}
+FP8_FAST = Accumulator(32, 2.0**-13, one_sign=False)
+FP8 = replace(FP8_FAST, promoted=128)
+# Of the elements of a product that is rounded once more, so many fall otherwise for each error of its roundoff: an
+# element is anywhere between two numbers, which are one or two roundoffs of it apart.
+FLIPS = 2.0
+# The largest element, row or column may be so much farther off than the norm says: measured 3.8 in FP8, 1.9 else.
+PEAK = 4.0
+
+
+@dataclass(frozen=True)
+class OfSums:
+    """The part of the sums in one comparison's error.
+
+    error: the most of ‖c − w‖/‖t‖ that they explain. roundoff: of the format to which the product is rounded, or 0
+    where it stays in FP32. terms: K.
+    """
+
+    error: float = 0.0
+    roundoff: float = 0.0
+    terms: int = 0
+
+    def make_room(self, measures: Sequence[Measure], d: Distances) -> tuple[Measure, ...]:
+        """Return measures of a comparison whose bounds leave room for the sums' error."""
+        ratio = self.in_units(d)
+        if not ratio:
+            return tuple(measures)
+        more = {
+            "excess": ratio,
+            "twin_distance": ratio,
+            "gain_difference": self.error,
+            "row_gain": ratio,
+            "largest_element": PEAK * ratio,
+            "largest_row": PEAK * ratio,
+            "largest_column": PEAK * ratio,
+            "relative_error": self.error,
+            "unequal": FLIPS * self.error / self.roundoff if self.roundoff else 0.0,
+        }
+        said = f"; +{{:.2g}}: a matrix unit's sums of {self.terms:,} products"
+        return tuple(_wider(one, more[one.name], said) if more.get(one.name) else one for one in measures)
+
+    def in_units(self, d: Distances) -> float:
+        """Return the error in units of the twin's."""
+        error = d.twin_relative_error
+        return self.error / error if error and math.isfinite(error) else 0.0
+
+
+NO_SUMS = OfSums()
+
+
+def of_sums(config: RunConfig, stage: Operation, role: str, inputs: Mapping[str, np.ndarray]) -> OfSums:
+    """Return the part of the sums in a stage's output (role OUTPUT), or in its gradient of an input.
+
+    inputs: those of the stage by role, and `grad`, that of its output, where there is one. A CPU, FP32 and FP64 have
+    none.
+    """
+    kind = KINDS[stage.kind]
+    if config.device != "cuda" or not kind.rounds_operands or role == "bias":
+        return NO_SUMS
+    operand = POLICIES[config.precision.policy].operand
+    accumulator = ACCUMULATORS.get(operand)
+    if in_fp8(config, stage):
+        accumulator = FP8_FAST if role == OUTPUT and config.precision.fp8_fast_accumulation else FP8
+    if accumulator is None:
+        return NO_SUMS
+    terms = _terms(stage, role, inputs)
+    rounded = role not in kind.kept and not FORMATS[operand].as_read
+    return OfSums(accumulator.error(terms), FORMATS[operand].roundoff if rounded else 0.0, terms)
+
+
+def _terms(stage: Operation, role: str, inputs: Mapping[str, np.ndarray]) -> int:
+    """Return of how many products one number is the sum."""
+    x = inputs[next(iter(stage.reads))]
+    if not stage.params:  # attention: scores over a head's numbers, its output and gradients over positions
+        return int(max(x.shape[1], x.shape[-1]))
+    if role == OUTPUT:
+        return int(x.shape[-1])
+    return math.prod(x.shape[:2]) if role in stage.params else int(inputs["grad"].shape[-1])
+
+
+def _wider(measure: Measure, more: float, said: str) -> Measure:
+    low = measure.low if measure.low is None or measure.low > 0 else measure.low - more
+    high = None if measure.high is None else measure.high + more
+    return replace(measure, low=low, high=high, basis=measure.basis + said.format(more))
