@@ -91,6 +91,8 @@ def _kernel(name: str) -> dict[str, str]:
     return {"attention.kernel": name}
 
 
+ONE_KERNEL = {"attention.kernel": "cudnn", "loss.head": "one_kernel", "loss.chunk": "4096"}
+
 ROWS: tuple[Row, ...] = (
     Row("fp32-eager", "FP32, eager", 3, settings=FP32 | EAGER, published=Published(1.234, 72.3)),
     Row(
@@ -295,6 +297,8 @@ ROWS: tuple[Row, ...] = (
         4,
         TENSORWISE | _kernel("cudnn") | _chunked(4096),
     ),
+    Row("kept-one-kernel-64", "nothing computed again, cuDNN, head of one kernel", 16, 4, ONE_KERNEL),
+    Row("kept-fp8-one-kernel-64", "the same in FP8 tensorwise", 16, 4, TENSORWISE | ONE_KERNEL),
 )
 BY_NAME = {row.name: row for row in ROWS}
 
