@@ -13,6 +13,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures import here as of_this_machine
 from lockstep.parity_tests.cli.conftest import Lockstep
+from lockstep.parity_tests.tiny import tiny_config
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,23 @@ def test_a_bound_is_never_narrower_than_shipped_and_wider_in_words(kept: Path) -
     (told,) = calibrated_bounds.widened("bf16/eager", rows(3.0))
     assert told == f"forward/q: distance: {shipped.distance:.3g} → 3"
     assert calibrated_bounds.table()["fp32/eager"] == calibrated_bounds.shipped()["fp32/eager"]
+
+
+def test_what_was_measured_on_a_gpu_is_no_bound_of_the_cpu(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = "bf16/eager" + of_this_machine.ON_GPU
+    config = tiny_config("bf16")
+    assert calibrated_bounds.recipe_of(config.model_copy(update={"device": "cuda"})) == on_gpu
+    assert calibrated_bounds.recipe_of(config.model_copy(update={"device": "cpu"})) == "bf16/eager"
+    monkeypatch.setattr(of_this_machine, "gpu_name", lambda: "NVIDIA H200")
+    of_this_machine.write(on_gpu, rows(3.0))
+    calibrated_bounds.table.cache_clear()
+    assert calibrated_bounds.table()[on_gpu]["forward/q"].distance == 3.0
+    assert calibrated_bounds.table()["bf16/eager"] == calibrated_bounds.shipped()["bf16/eager"]
+    assert calibrated_bounds.measured_under("fp8_rowwise/eager" + of_this_machine.ON_GPU, "forward/attn") == on_gpu
+    (told,) = calibrated_bounds.widened(on_gpu, rows(3.0))
+    assert told.endswith("→ 3")
+    monkeypatch.setattr(of_this_machine, "gpu_name", lambda: "NVIDIA B200")
+    assert of_this_machine.read(on_gpu) is None
 
 
 def test_what_was_measured_under_other_casts_counts_there_alone(kept: Path) -> None:

@@ -217,13 +217,17 @@ def margin(kind: str) -> float:
 
 
 def recipe_of(config: RunConfig) -> str:
-    """The recipe whose clean runs set the bounds; compiled programs round elsewhere than eager ones and stand apart."""
-    return f"{config.precision.policy}/{'compiled' if config.compile.enabled else 'eager'}"
+    """The recipe whose clean runs set the bounds; compiled programs round elsewhere than eager ones and stand apart.
+
+    So do those on a GPU, whose shipped bounds are the others', with room for its sums (accumulators.py).
+    """
+    program = "compiled" if config.compile.enabled else "eager"
+    return f"{config.precision.policy}/{program}{here.ON_GPU if config.device == 'cuda' else ''}"
 
 
 def compiled(recipe: str) -> str:
     """The recipe of the same policy whose programs a compiler makes."""
-    return f"{policy_of(recipe).name}/compiled"
+    return f"{policy_of(recipe).name}/compiled{_where(recipe)}"
 
 
 def policy_of(recipe: str) -> PrecisionPolicy:
@@ -298,7 +302,8 @@ TABLE = resources.files("lockstep.core.parity.measures").joinpath("calibrated_bo
 @cache
 def table() -> dict[str, dict[str, Extremes]]:
     """Recipe → kind → extremes: those that are shipped, joined with what was measured on this machine."""
-    return {recipe: with_those_here(rows, here.read(recipe)) for recipe, rows in shipped().items()}
+    every = {f"{recipe}{where}": rows for where in ("", here.ON_GPU) for recipe, rows in shipped().items()}
+    return {recipe: with_those_here(rows, here.read(recipe)) for recipe, rows in every.items()}
 
 
 def shipped() -> dict[str, dict[str, Extremes]]:
@@ -324,7 +329,7 @@ def with_those_here(rows: dict[str, Extremes], measured: here.Here | None) -> di
 
 def widened(recipe: str, measured: here.Here) -> tuple[str, ...]:
     """In words, the extremes that are larger with what was measured here than those that are shipped."""
-    rows = shipped()[recipe]
+    rows = shipped()[recipe.removesuffix(here.ON_GPU)]
     joined = with_those_here(rows, measured)
     found = []
     for kind in sorted(kind for kind in measured.rows if under_own_plan(kind) in rows):
@@ -351,10 +356,11 @@ def require(config: RunConfig) -> None:
     of_all = ModelConfig(family=config.model.family, tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
     kinds = all_kinds(config.model_copy(update={"model": of_all}))
     if missing := sorted(kind for kind in kinds if kind not in table().get(measured_under(recipe, kind), {})):
-        what = f"{recipe} ({', '.join(missing)})" if kinds & table().get(recipe, {}).keys() else recipe
-        how = recipe
+        shown = recipe.removesuffix(here.ON_GPU)
+        what = f"{shown} ({', '.join(missing)})" if kinds & table().get(recipe, {}).keys() else shown
+        how = shown
         if all(map(of_library, missing)):
-            how = f"{measured_under(recipe, missing[0])} --parts {config.loss.chosen.stage} --device cuda"
+            how = f"{measured_under(shown, missing[0])} --parts {config.loss.chosen.stage} --device cuda"
         raise UserError(
             f"no clean runs of {what} were measured, so a check has no bounds: "
             f"run python -m lockstep.scripts.studies.calibrate {how} in a checkout, or leave the checks out"
@@ -371,8 +377,12 @@ def measured_under(recipe: str, kind: str) -> str:
     if operand in NARROW and (CAST in kind or _of_attention(kind)):
         return f"{operand}/{recipe.partition('/')[2]}"
     if kind.partition("/")[0] in {rule.bounds for rule in all_rules() if rule.bounds}:
-        return "fp32/eager"
-    return f"{operand}/eager" if of_library(kind) else recipe
+        return f"fp32/eager{_where(recipe)}"
+    return f"{operand}/eager{_where(recipe)}" if of_library(kind) else recipe
+
+
+def _where(recipe: str) -> str:
+    return here.ON_GPU if recipe.endswith(here.ON_GPU) else ""
 
 
 def _of_attention(kind: str) -> bool:

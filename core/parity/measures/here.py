@@ -10,8 +10,10 @@ import hashlib
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from lockstep.core.versions import version_of
 # A folder for these files, or `off`: then only what is shipped counts.
 FOLDER = "LOCKSTEP_CALIBRATION"
 FRAMEWORKS = ("torch", "jax", "jaxlib", "numpy")
+# Behind a recipe whose programs run on a GPU.
+ON_GPU = " on a GPU"
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,9 @@ def path_of(recipe: str) -> Path | None:
         return None
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(chosen) if chosen else cache / "lockstep" / "calibration"
-    key = hashlib.sha256(canonical_json({**machine(), "recipe": recipe})).hexdigest()[:16]
-    return folder / f"{recipe.replace('/', '-')}-{key}.json"
+    gpu = {"gpu": gpu_name()} if recipe.endswith(ON_GPU) else {}
+    key = hashlib.sha256(canonical_json({**machine(), **gpu, "recipe": recipe})).hexdigest()[:16]
+    return folder / f"{re.sub('[/ ]', '-', recipe)}-{key}.json"
 
 
 def machine() -> dict[str, str]:
@@ -71,6 +76,17 @@ def machine() -> dict[str, str]:
         **of_processor,
         **{name: version_of(name) for name in FRAMEWORKS},
     }
+
+
+@cache
+def gpu_name() -> str:
+    """Return the name of the first GPU by nvidia-smi, or nothing where it does not say."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return next(iter(done.stdout.splitlines()), "").strip()
 
 
 def read(recipe: str) -> Here | None:
