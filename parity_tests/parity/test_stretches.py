@@ -103,7 +103,7 @@ def test_sketches_of_parts_are_those_of_the_whole(three):
     reference = Reference.open(JaxBackend(), tiny_config("fp32")).over_a_run()
     assert reference.over_steps is not None
     seen = []
-    reference.over_steps.add = lambda found, kind, size, sketches, stream, gain: seen.append(sketches)
+    reference.over_steps.add = lambda found, kind, size, sketches, stream, gain, common: seen.append(sketches)
     small = [x[:40] for x in three]
     compare(reference, "q", "forward/gate", "a", "local", *small)
     parts = Comparison(reference, "q", "forward/gate", "a", "local", small[0].shape)
