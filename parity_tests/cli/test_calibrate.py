@@ -77,6 +77,11 @@ def test_what_was_measured_on_a_gpu_is_no_bound_of_the_cpu(kept: Path, monkeypat
     assert of_this_machine.read(on_gpu) is None
 
 
+def test_no_gpu_is_looked_for_where_nothing_was_measured(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_this_machine, "gpu_name", lambda: pytest.fail("asked for the GPU's name"))
+    assert calibrated_bounds.table().keys() > calibrated_bounds.shipped().keys()
+
+
 def test_what_was_measured_under_other_casts_counts_there_alone(kept: Path) -> None:
     kind = "gradients/qk"
     shipped = calibrated_bounds.shipped()["bf16/eager"][kind]

@@ -49,14 +49,23 @@ class Here:
 
 def path_of(recipe: str) -> Path | None:
     """The file of a recipe on this machine; None if there is to be none."""
+    if (folder := _folder()) is None:
+        return None
+    gpu = {"gpu": gpu_name()} if recipe.endswith(ON_GPU) else {}
+    key = hashlib.sha256(canonical_json({**machine(), **gpu, "recipe": recipe})).hexdigest()[:16]
+    return folder / f"{_name(recipe)}-{key}.json"
+
+
+def _folder() -> Path | None:
     chosen = os.environ.get(FOLDER, "")
     if chosen == "off":
         return None
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(chosen) if chosen else cache / "lockstep" / "calibration"
-    gpu = {"gpu": gpu_name()} if recipe.endswith(ON_GPU) else {}
-    key = hashlib.sha256(canonical_json({**machine(), **gpu, "recipe": recipe})).hexdigest()[:16]
-    return folder / f"{re.sub('[/ ]', '-', recipe)}-{key}.json"
+    return Path(chosen) if chosen else cache / "lockstep" / "calibration"
+
+
+def _name(recipe: str) -> str:
+    return re.sub("[/ ]", "-", recipe)
 
 
 def machine() -> dict[str, str]:
@@ -91,6 +100,10 @@ def gpu_name() -> str:
 
 def read(recipe: str) -> Here | None:
     """Read what was measured of a recipe here. Raises UserError if the file was changed."""
+    folder = _folder()
+    # Most machines have none, and nvidia-smi, which names the GPU, can take a second.
+    if folder is None or next(folder.glob(f"{_name(recipe)}-*.json"), None) is None:
+        return None
     path = path_of(recipe)
     if path is None or not path.exists():
         return None
