@@ -336,6 +336,10 @@ def test_evidence_of_an_accused_step_stays_for_its_alarm_alone(reference: Shadow
     evidence = reference.evidence_of(1)
     assert evidence.record.step == 1 and store_of(evidence)
     assert evidence.before.params["embed.weight"].shape == (300, 64)
+    # The same step again, accused again: its evidence is the new one, and stays.
+    step(reference, forward.QueryScaled().open_rank(checked()), 0)
+    list(reference.drain())
+    assert reference.evidence_of(1).record.step == 1
     step(reference, session, 1)
     list(reference.drain())
     with pytest.raises(UserError, match=r"step_000001/index\.json"):

@@ -296,7 +296,8 @@ class Shadow:
         step = result.step if isinstance(result, Check) else result[0]
         self._heard = time.monotonic()
         self._waiting.discard(step)
-        self._remove(self._accused)
+        if self._accused != step:  # a step that is made again has its own evidence there by now
+            self._remove(self._accused)
         self._accused = step if isinstance(result, Check) and result.verdict == "disagreed" else 0
         if not self._accused:
             self._remove(step)
