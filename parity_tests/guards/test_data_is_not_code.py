@@ -381,6 +381,7 @@ DOORS: dict[str, dict[str, str]] = {
     "scripts/shared/bench_loader.py": {"importlib.import_module": "a contender, out of core/bench/data.py"},
     "scripts/shared/startup_banner.py": {"subprocess.run": "git, in Lockstep's own folder"},
     "torch_backend/tools/bench.py": {"subprocess.run": "nvidia-smi"},
+    "core/parity/measures/here.py": {"subprocess.run": "nvidia-smi"},
     "jax_backend/device.py": {"subprocess.run": "nvidia-smi"},
     "torch_backend/attention.py": {"importlib.util.find_spec": "whether a library is there"},
     "torch_backend/kernels/bitsandbytes_adamw.py": {"importlib.util.find_spec": "whether a library is there"},
