@@ -149,7 +149,7 @@ def test_room_is_said_and_widens_nothing_without_sums():
 
 
 def test_the_part_that_all_checks_have_in_common_is_no_bias():
-    """What a tensor core's sums always lose, in a thousand checks; ten times that is one."""
+    """A thousand checks lose what a tensor core's sums lose; ten times that is a bias."""
     plain, roomy = limits(1000, 0.3, 0.15), limits(1000, 0.3, 0.15, common=0.05)
     assert roomy[0] > math.sqrt(1000) * 0.05 and roomy[1] == pytest.approx(plain[1] + 0.05)
     assert roomy[0] < math.sqrt(1000) * 0.5

@@ -62,7 +62,7 @@ def _fp8(left: torch.dtype, fast: bool) -> Product:
         return found
 
     def operands(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        # Of e4m3's normal numbers.
+        # Multiplied by 16, y lies among e4m3's normal numbers.
         return x.to(left), (16 * y).to(torch.float8_e4m3fn)
 
     return Product(operands, product, FP8_FAST if fast else FP8, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a GPU's matrix units add to the error of a product by the way they sum, and the room that bounds leave for it.
+"""Bound the error that a GPU's matrix units add to a product by the way they sum, and leave room for it in checks.
 
 A CPU adds products of narrow numbers in FP32 and rounds each sum to the nearest. A tensor core adds a step of products
 to the running sum at once and drops what lies below the sum's last bit. FP16, bf16 and TF32 have sums of 24 bits, FP8
@@ -53,8 +53,8 @@ NARROW = Accumulator(16, 2.0**-23)
 ACCUMULATORS = {"fp16": NARROW, "bf16": NARROW, "tf32": Accumulator(8, 2.0**-23)}
 FP8_FAST = Accumulator(32, 2.0**-13, one_sign=False)
 FP8 = replace(FP8_FAST, promoted=128)
-# Of the elements of a product that is rounded once more, so many fall otherwise for each error of its roundoff: an
-# element is anywhere between two numbers, which are one or two roundoffs of it apart.
+# A product is rounded once more. An error of one roundoff makes this share of its elements fall otherwise: an element is
+# anywhere between two numbers of the format, and these are one or two roundoffs apart.
 FLIPS = 2.0
 # The largest element, row or column may be so much farther off than the norm says: measured 3.8 in FP8, 1.9 else.
 PEAK = 4.0
