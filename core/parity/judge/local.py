@@ -45,7 +45,7 @@ from lockstep.core.train.loss_scale import SCALE
 
 
 class Sent(NamedTuple):
-    """Hold a stage's gradient of an input by the twin and by the truth. sums: of the matrix unit whose product it is."""
+    """Hold a stage's gradient of an input, by the twin and by the truth. sums: of the matrix unit that makes it."""
 
     twin: np.ndarray
     truth: np.ndarray
