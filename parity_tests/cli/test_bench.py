@@ -66,7 +66,14 @@ def test_gpu_check_at_tiny_size(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gpu_check: all is good" in done.stdout
     there = {path.name for path in (tmp_path / "out").iterdir()}
-    assert there >= {"gpu_tests.xml", "gpu_tests.log", "parity_eager.json", "bench_step.json", "bench_step.md"}
+    assert there >= {
+        "gpu_tests.xml",
+        "gpu_tests.log",
+        "parity_eager.json",
+        "unit_sums.md",
+        "bench_step.json",
+        "bench_step.md",
+    }
     assert json.loads((tmp_path / "out/parity_eager.json").read_text())["verdict"] == "agreed"
     rows = json.loads((tmp_path / "out/bench_step.json").read_text())["series"][0]["rows"]
     assert [row["status"] for row in rows] == ["measured", "measured", "refused"]

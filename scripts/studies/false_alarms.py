@@ -135,9 +135,9 @@ all others: the twin had a single row exact by chance, and errors of either side
 one loss weight made a whole token round otherwise: two tokens have the ulp in turn. One, of Muon, had four sampled
 tokens, one of which carried the twin's error: tokens count by that error. Of torch's loss head 22 of 48 checks were
 accused: with one weight an ulp larger it scales every gradient otherwise, and the weight is an ulp smaller now. These
-draws were made anew. Other checks of before are counted on, since each of these rules accuses no more than the one
-before. Lines of before a new check say nothing of that check: the step held to itself under other weights, evaluation
-of all sequences, the rates of later steps, and Muon's lengths.
+draws were made anew. Other checks of before are counted on, since each of these rules but the last accuses no more
+than the one before. Lines of before a new check say nothing of that check: the step held to itself under other weights,
+evaluation of all sequences, the rates of later steps, and Muon's lengths.
 
 During training stages are examined on other sequences from check to check; the count is of the first and the last of
 a micro-batch."""

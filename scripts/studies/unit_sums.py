@@ -105,7 +105,7 @@ def measure(device: str, name: str, m: int, n: int, k: int, positive: bool) -> d
 
 
 def rows(device: str) -> Iterator[dict[str, Any]]:
-    """Measure every case in every format; sums of one sign for the small ones too."""
+    """Measure every case in every format; the small ones with |x| in the place of x too."""
     for m, n, k in CASES:
         for positive in (False, True) if (m, n, k) in SMALL else (False,):
             for name in PRODUCTS:
@@ -146,7 +146,7 @@ def page(results: dict[str, Any]) -> str:
             + f" | {row['gain']:+.1e} | {'' if share is None else f'{100 * share:.2g} %'} | {most} |"
         )
     same = [row for row in results["sums"] if row["positive"]]
-    lines += ["", f"{len(same)} products of one sign (|x|) keep the same laws; they stand in the JSON."]
+    lines += ["", f"{len(same)} products with |x| in the place of x keep the same laws; they stand in the JSON."]
     return "\n".join([*lines, ""])
 
 

@@ -3,11 +3,11 @@
 A CPU adds products of narrow numbers in FP32 and rounds each sum to the nearest. A tensor core adds a step of products
 to the running sum at once and drops what lies below the sum's last bit. FP16, bf16 and TF32 have sums of 24 bits, FP8
 sums of 14 (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2); FP8 without fast accumulation moves its sums to FP32
-after 128 products. Relative to a product of K terms, at most::
+after 128 products. Relative to a product of K terms whose partial sums are no larger than itself, at most::
 
     FP16, bf16    K/16 · 2⁻²³       each step drops less than the last bit, always towards zero
     TF32          K/8 · 2⁻²³
-    FP8, fast     2 · √(K/32) · 2⁻¹³    what steps drop has no common sign
+    FP8, fast     2 · √(K/32) · 2⁻¹³    what steps drop had no common sign where it was measured
     FP8           2 · √4 · 2⁻¹³
 
 Measured on an H200 (docs/results/unit_sums.md), K of 128 to 32,768: 0.61 of these at most, and in the products of a
@@ -85,7 +85,6 @@ class OfSums:
             "largest_element": PEAK * ratio,
             "largest_row": PEAK * ratio,
             "largest_column": PEAK * ratio,
-            "relative_error": self.error,
             "unequal": FLIPS * self.error / self.roundoff if self.roundoff else 0.0,
         }
         said = f"; +{{:.2g}}: a matrix unit's sums of {self.terms:,} products"
