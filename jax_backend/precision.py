@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from lockstep.core.backend import NotSupported
 from lockstep.core.components import precision
-from lockstep.jax_backend.kernels.float8 import Float8, product
+from lockstep.jax_backend.kernels.float8 import Float8, delayed_product, product
 from lockstep.jax_backend.kernels.formats import BF16, FP16, TF32
 from lockstep.jax_backend.policy import Policy
 
@@ -32,13 +33,25 @@ def _twin(policy: precision.PrecisionPolicy) -> Policy:
 POLICIES = {name: _twin(policy) for name, policy in precision.POLICIES.items()}
 
 
-def linear(x: Array, weight: Array, bias: Array | None, policy: Policy, float8: Float8 | None = None) -> Array:
+def linear(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    policy: Policy,
+    float8: Float8 | None = None,
+    amax: Array | None = None,
+) -> Array:
     """X (…, in), weight (out, in) → (…, out) in the stream dtype, where the bias is added, unless the casts differ.
 
     float8: makes the product in FP8 (jax_backend/kernels/float8.py), under a policy whose operands are bf16: a layer
-    in FP8 is so under the run's own policy, and `evaluate` may ask for another one.
+    in FP8 is so under the run's own policy, and `evaluate` may ask for another one. amax: of delayed scaling, as
+    `delayed_product` takes it. Raises NotSupported for a layer with delayed scaling that is given none.
     """
-    if float8 is not None and policy.operand == BF16:
+    if float8 == "delayed" and policy.operand == BF16:
+        if amax is None:
+            raise NotSupported("FP8's delayed scaling of a whole model; JAX runs its stages one at a time")
+        y = delayed_product(x, weight, amax, policy)
+    elif float8 is not None and policy.operand == BF16:
         y = product(x, weight, policy, float8)
     elif bias is not None and policy.casts.rounds("bias"):
         return _with_bias(x, weight, bias, policy)

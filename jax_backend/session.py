@@ -19,10 +19,12 @@ from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State,
 from lockstep.core.checkpoint.format import PARAMS
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
 from lockstep.core.model.groups import check_state, moment_names
 from lockstep.core.model.init import init_parameters
 from lockstep.core.model.names import GRADIENT, edge_names, groups_of, parameter_shapes, probe_shapes, tap_names
 from lockstep.core.train.finite import NotFinite, first_place
+from lockstep.core.train.fp8_amax import layers, without_amaxes
 from lockstep.core.train.loss_scale import SCALE, SKIPPED
 from lockstep.core.train.metrics import norms_by_group
 from lockstep.core.train.process_memory import process_memory
@@ -125,7 +127,13 @@ class JaxSession:
         """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group.
 
         If the loss or a gradient is not finite, weights and moments stay: raises NotFinite, or counts a step left out.
+        Raises UserError under FP8's delayed scaling.
         """
+        if layers(self.config):
+            raise UserError(
+                f"precision.policy = {self.policy.name!r}: JAX judges a step with delayed scaling, a stage at a time, "
+                "and makes none; take --backend torch"
+            )
         started = time.perf_counter()
         loss, _, grads = self.accumulate(batch)
         norm = self._norm(grads)
@@ -153,7 +161,7 @@ class JaxSession:
             done = self.steps_done - int(self.scalars.get(SKIPPED, 0))
             params, moments = self.update(params, moments, grads, coefficient, done, lr)
         self.scalars = scalars_after(self.config, self.scalars, finite)
-        metrics = dict(self.scalars)
+        metrics = without_amaxes(self.scalars)
         if norms:
             updates = jax.tree.map(jnp.subtract, params, self.params)
             metrics |= norms_by_group(

@@ -47,7 +47,7 @@ def stage_functions(run: RunConfig, model: Llama, policy: Policy) -> dict[str, S
         return policy.kept(rms_norm(policy.read(inputs["x"], "residual"), inputs["weight"], eps), "norm")
 
     def project(inputs: Inputs, float8: Float8 | None = None) -> Array:
-        return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy, float8)
+        return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy, float8, inputs.get("amax"))
 
     def rope(inputs: Inputs, heads: int) -> Array:
         length = inputs["x"].shape[1]

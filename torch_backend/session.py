@@ -27,13 +27,14 @@ from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.run.ranks import is_sharded
 from lockstep.core.streams import GRADS, PROGRAM, Collected
 from lockstep.core.train.finite import NotFinite, first_place
+from lockstep.core.train.fp8_amax import Amaxes, amaxes_in_force, without_amaxes
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.core.train.metrics import RECOMPILED, norms_by_group
 from lockstep.core.train.schedule import learning_rate
 from lockstep.core.train.skipped_steps import first_scalars, is_made, leaves_out, own_scalars, scalars_after
 from lockstep.torch_backend.checkpoint import Writer, WritingTorch
 from lockstep.torch_backend.device import resolve_device
-from lockstep.torch_backend.kernels.float8 import apply_float8, float8
+from lockstep.torch_backend.kernels.float8 import amaxes_seen, apply_float8, float8, set_amaxes
 from lockstep.torch_backend.kernels.loss_head import apply_loss_head, has_own_head
 from lockstep.torch_backend.kernels.recompute import apply_recompute
 from lockstep.torch_backend.model import Llama
@@ -90,6 +91,10 @@ class TorchSession(Observes):
         # What torch.compile has made for the step, and the lengths of sequences that it has made it for.
         self.programs, self._stepped = 0, set[int]()
         self.scalars = first_scalars(config)
+        # Of FP8's delayed scaling: by layer, what the scales of its casts are made of; and what a step has seen.
+        self.amaxes: dict[str, Tensor] = {}
+        self._amaxes_seen: Tensor | None = None
+        self._told_amaxes: Amaxes = {}
         self.clock = StepClock(self.device)
         # The outermost module of a model whose weights are cut over ranks.
         self.root: Root | None = None
@@ -118,6 +123,7 @@ class TorchSession(Observes):
         self.ranks: Sharing | None = None
         self._writer = Writer(self)
         self._initialise()
+        self._set_amaxes()
 
     def build_model(self) -> Llama:
         """The model with unset weights in the policy's stream dtype (RoPE tables stay FP64 until they are used)."""
@@ -128,7 +134,7 @@ class TorchSession(Observes):
             self.root = cut(model, self.config, self.device)
         (self.root or model).to_empty(device=self.device)
         model.place_rope(self.device)
-        apply_float8(model, self.config, self.float8)
+        self.amaxes = apply_float8(model, self.config, self.float8)
         apply_loss_head(model, self.config.loss)
         return model
 
@@ -213,6 +219,10 @@ class TorchSession(Observes):
     def _go_on_from(self, step: int, scalars: Mapping[str, float]) -> None:
         self.steps_done = step
         self.scalars = own_scalars(self.config, scalars)
+        self._set_amaxes()
+
+    def _set_amaxes(self) -> None:
+        set_amaxes(self.amaxes, amaxes_in_force(self.config, self.scalars))
 
     @part("checkpoint")
     def write(self, folder: Path) -> WritingTorch:
@@ -261,7 +271,10 @@ class TorchSession(Observes):
         coefficient = self.clip_coefficient(norm).to(self.policy.stream)
         lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
         # The one wait for the device in a step: what is not finite must be known before it reaches the weights.
-        told_loss, told_norm, told_coefficient = torch.stack([x.double() for x in (loss, norm, coefficient)]).tolist()
+        told = torch.stack([x.double() for x in (loss, norm, coefficient)])
+        if self._amaxes_seen is not None:
+            told = torch.cat([told, self._amaxes_seen.double().flatten()])
+        told_loss, told_norm, told_coefficient, *told_amaxes = told.tolist()
         record = StepRecord(
             step=self.steps_done + 1,
             loss=told_loss,
@@ -278,8 +291,9 @@ class TorchSession(Observes):
             raise NotFinite(record, self._first_not_finite(told_loss))
         if not finite and SCALE not in self.scalars:
             record = replace(record, left_out=self._first_not_finite(told_loss))
+        self._told_amaxes = {name: tuple(told_amaxes[3 * i : 3 * i + 3]) for i, name in enumerate(self.amaxes)}
         self._update(grads, coefficient, lr, finite)
-        metrics = dict(self.scalars) | ({RECOMPILED: float(anew)} if anew else {})
+        metrics = without_amaxes(self.scalars) | ({RECOMPILED: float(anew)} if anew else {})
         if norms:
             with self.clock.exclude("logging"):
                 updates = {n: p.detach() - before[n] for n, p in self.parameters.items()}
@@ -309,6 +323,7 @@ class TorchSession(Observes):
             with self.mark("optimizer"):
                 self.optimizer.step()
         self.scalars = self.scalars_after(finite)
+        self._set_amaxes()
         self.steps_done += 1
 
     def seconds_of_step(self) -> Mapping[str, float]:
@@ -334,8 +349,8 @@ class TorchSession(Observes):
         return clip_coefficient(self.config.optim, norm)
 
     def scalars_after(self, finite: bool) -> dict[str, float]:
-        """Loss scale and counts after a step that was finite or not."""
-        return scalars_after(self.config, self.scalars, finite)
+        """Loss scale, counts and amaxes after a step that was finite or not."""
+        return scalars_after(self.config, self.scalars, finite, self._told_amaxes)
 
     @collects
     def gradients(self, batch: Batch) -> Gradients:
@@ -457,6 +472,7 @@ class TorchSession(Observes):
         # What CUDA graphs give is overwritten by their next replay: gradients are added to memory of their own.
         for p in self.parameters.values() if self.replays else ():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        self._amaxes_seen = None
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         nll = []
         programs = self.ranks.plan(micros) if self.ranks else (self._micro_loss for _ in mine)
@@ -473,6 +489,8 @@ class TorchSession(Observes):
             shown = self._show_step is not None or self._take_program is not None
             with self.mark("reduction"):
                 loss, nll = self.ranks.together(loss, nll, shown)
+                if self._amaxes_seen is not None:
+                    self.ranks.most(self._amaxes_seen)
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if len(micros) == 1:
             self.show_program(grads)
@@ -499,6 +517,9 @@ class TorchSession(Observes):
             parts = self._parts.next_one(self.scale) if self._parts is not None else nullcontext()
             with self.mark("backward"), parts:
                 loss.backward()
+        if self.amaxes:
+            seen = amaxes_seen(self.amaxes)
+            self._amaxes_seen = seen if self._amaxes_seen is None else torch.maximum(self._amaxes_seen, seen)
         return loss, nll
 
     def _initialise(self) -> None:

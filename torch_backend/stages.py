@@ -7,6 +7,7 @@ a session of a changed model judges by what that model does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -49,7 +50,8 @@ def stage_functions(run: RunConfig, model: Llama, policy: Policy, float8: Float8
         return policy.kept(rms_norm(x, inputs["weight"], eps), "norm")
 
     def project(inputs: Inputs, float8: Float8 | None = None) -> Tensor:
-        return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy, float8)
+        of_layer = replace(float8, amax=inputs["amax"]) if float8 and "amax" in inputs else float8
+        return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy, of_layer)
 
     def rope(inputs: Inputs, heads: int) -> Tensor:
         length = inputs["x"].shape[1]
@@ -117,5 +119,9 @@ def run_stage(function: StageFunction, inputs: Mapping[str, np.ndarray], policy:
     out = function(tensors)
     if grad is None:
         return {"out": out}
-    grads = torch.autograd.grad(out, list(leaves.values()), grad.to(out.dtype))
+    # A plain layer knows nothing of FP8's amaxes.
+    sent = torch.autograd.grad(
+        out, list(leaves.values()), grad.to(out.dtype), allow_unused=True, materialize_grads=True
+    )
+    grads = tuple(sent)
     return {"out": out, **{f"grad/{role}": g for role, g in zip(leaves, grads, strict=True)}}

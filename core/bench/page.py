@@ -46,7 +46,7 @@ def cells(row: Row, result: Mapping[str, Any] | None, length: int) -> list[str]:
         left[3] += "*"
     reserved = _figure(published.reserved, "")
     if result is None or result["status"] != "measured":
-        status = "missing" if row.missing else result["status"] if result else ""
+        status = result["status"] if result else ""
         return [*left, STATUSES.get(status, NOT_MEASURED), *[""] * 5, reserved, "", "", ""]
     step = f"{result['median']:.4g} ({result['min']:.4g}; {100 * result['spread']:.1f} %)"
     memory, peak = result["memory"], result["peak"]
@@ -81,7 +81,7 @@ def remarks(rows: Iterable[Row], series: Series | None) -> list[str]:
     found = []
     for row in rows:
         result = result_of(series, row.name) if series else None
-        reason = row.missing or (result or {}).get("reason")
+        reason = (result or {}).get("reason")
         if reason:
             found.append(f"{row.name}: {reason}")
     return found

@@ -36,7 +36,6 @@ STATUSES = {
     "does_not_fit": "does not fit",
     "failed": "failed",
     "timed_out": "ran out of time",
-    "missing": "not in Lockstep",
 }
 Series = dict[str, Any]
 

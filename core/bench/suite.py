@@ -158,14 +158,12 @@ def measure_row(
     """One row's result but for its wall time (core/bench/results.py says what it holds)."""
     result: dict[str, Any] = {
         "row": row.name,
-        "status": "missing" if row.missing else "refused",
-        "reason": row.missing or None,
+        "status": "refused",
+        "reason": None,
         "settings": dict(row.settings),
         "micro_batch": row.sequences,
         "tokens": [row.sequences * row.accumulation, series["config"]["sequence_length"]],
     }
-    if row.missing:
-        return result
     try:
         config = configure(row)
     except UserError as error:

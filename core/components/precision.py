@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-Recipe = Literal["tensorwise", "rowwise"]
+Recipe = Literal["tensorwise", "rowwise", "delayed"]
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,10 @@ class PrecisionPolicy:
     """A policy by name (`precision.policy`).
 
     operand: format of both operands of a matrix product outside FP8. stream: format of everything else: master weights,
-    residual stream, norms, softmax, loss. fp8: which numbers of a block's linear layer share a scale, all of a tensor
-    or those of a row; None without FP8. scaled: the loss is scaled (core/train/loss_scale.py). peak: the format whose
-    dense peak the run is held against.
+    residual stream, norms, softmax, loss. fp8: which numbers of a block's linear layer share a scale, all of a tensor,
+    those of a row, or all of a tensor over the steps before (core/train/fp8_amax.py); None without FP8. scaled: the
+    loss is scaled (core/train/loss_scale.py). peak: the format whose dense peak the run is held against. bounds_of:
+    the policy whose clean runs set the bounds of its checks, if it is another one.
     """
 
     name: str
@@ -58,6 +59,7 @@ class PrecisionPolicy:
     fp8: Recipe | None = None
     scaled: bool = False
     peak: str = ""
+    bounds_of: str = ""
 
     @property
     def rounds(self) -> bool:
@@ -92,6 +94,8 @@ POLICIES: dict[str, PrecisionPolicy] = {
         # A run with any layer in FP8 is held against FP8.
         PrecisionPolicy("fp8_tensorwise", "bf16", fp8="tensorwise", peak="fp8"),
         PrecisionPolicy("fp8_rowwise", "bf16", fp8="rowwise", peak="fp8"),
+        # The casts of tensorwise, with scales that another tensor has made.
+        PrecisionPolicy("fp8_delayed", "bf16", fp8="delayed", peak="fp8", bounds_of="fp8_tensorwise"),
     )
 }
 

@@ -201,6 +201,7 @@ class PrecisionConfig(Section):
     )
     fp8_layers: str = Field("blocks.*", description="block linears in FP8, by name: patterns, separated by commas")
     fp8_fast_accumulation: bool = Field(True, description="FP8 on Hopper: the output's sums in its short accumulator")
+    fp8_history: Positive = Field(16, description="fp8_delayed: steps before, whose largest numbers make the scales")
     loss_scale: Annotated[float, Field(gt=0)] = Field(65536.0, description="fp16: the first loss scale, a power of two")
     loss_scale_interval: Positive = Field(2000, description="fp16: finite steps after which the loss scale doubles")
 
@@ -226,7 +227,7 @@ class PrecisionConfig(Section):
 
     @property
     def fp8(self) -> Recipe | None:
-        """Which numbers share a scale in FP8: all of a tensor, or those of a row; None without FP8."""
+        """Which numbers share a scale in FP8, as `PrecisionPolicy.fp8`; None without FP8."""
         return self.chosen.fp8
 
     @property

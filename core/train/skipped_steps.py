@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from lockstep.core.backend import State
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.train.fp8_amax import Amaxes, amaxes_after, first_amaxes
 from lockstep.core.train.loss_scale import SCALE, SKIPPED, first_scale, scale_after
 
 # Steps that were left out one after another, the last one included; counted only where so many may end the run.
@@ -32,7 +33,7 @@ def is_made(config: RunConfig, loss: float, grad_norm: float) -> bool:
 def first_scalars(config: RunConfig) -> dict[str, float]:
     """The scalars of a run's state before its first step."""
     counts = {SKIPPED: 0.0, IN_A_ROW: 0.0} if config.train.on_not_finite == "skip" else {}
-    return first_scale(config.precision) | counts
+    return first_scale(config.precision) | counts | first_amaxes(config)
 
 
 def own_scalars(config: RunConfig, scalars: Mapping[str, float]) -> dict[str, float]:
@@ -47,9 +48,13 @@ def as_its_own(config: RunConfig, state: State) -> State:
     return replace(state, scalars=own_scalars(config, state.scalars))
 
 
-def scalars_after(config: RunConfig, scalars: Mapping[str, float], made: bool) -> dict[str, float]:
-    """The scalars after a step that was made or left out."""
+def scalars_after(
+    config: RunConfig, scalars: Mapping[str, float], made: bool, seen: Amaxes | None = None
+) -> dict[str, float]:
+    """The scalars after a step that was made or left out. seen: its amaxes under FP8's delayed scaling."""
     after = dict(scalars)
+    if made and seen:
+        after |= amaxes_after(config, scalars, seen)
     if SCALE in scalars:
         after |= scale_after(scalars, made, config.precision.loss_scale_interval)
     elif SKIPPED in scalars:

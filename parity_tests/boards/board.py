@@ -32,7 +32,11 @@ ROWS, PAGE = (REPO / f"docs/results/faults.{ending}" for ending in ("json", "md"
 RECIPES = (
     "bf16/eager",
     "bf16/compiled",
-    *(f"{policy}/{program}" for policy in ("fp16", "fp8_tensorwise") for program in ("eager", "compiled")),
+    *(
+        f"{policy}/{program}"
+        for policy in ("fp16", "fp8_tensorwise", "fp8_delayed")
+        for program in ("eager", "compiled")
+    ),
 )
 
 

@@ -99,7 +99,7 @@ def test_all_errors_come_at_once_each_with_its_file(write):
         ('[train]\ncurriculum = "128:1e9"', "'128:1e9' is not LENGTH:SHARE, such as 2048:0.9"),
         ('[train]\ncurriculum = "128:0.9, 256:0.2"', "the shares add up to 1.1, not to 1"),
         ('[train]\ncurriculum = "128:1, 256:0"', "'256:0' is a share of no steps"),
-        ('[precision]\npolicy = "fp8"', "'fp8_tensorwise' or 'fp8_rowwise'"),
+        ('[precision]\npolicy = "fp8"', "'fp8_rowwise' or 'fp8_delayed'"),
         ('name = "../up"', "should match pattern"),
         ('name = ""', "should match pattern"),
         ("[compile]\nenabled = 1", "compile.enabled = 1"),

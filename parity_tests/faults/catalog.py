@@ -550,6 +550,7 @@ RANKS = (
 )
 
 FP8 = ("fp8_tensorwise/eager", "fp8_tensorwise/compiled")
+DELAYED = ("fp8_delayed/eager", "fp8_delayed/compiled")
 FP16 = ("fp16/eager", "fp16/compiled")
 LEVERS = (
     Fault(
@@ -592,6 +593,25 @@ LEVERS = (
     Fault(levers.AmaxOfHalfTheTokens, "down_proj", layer=1, loss_moves_less_than=TINY, number=18, recipes=FP8),
     Fault(levers.WeightScaleStale, "o_proj", layer=1, loss_moves_less_than=TINY, recipes=FP8),
     Fault(levers.LayerLeftOutOfFloat8, "up", layer=1, loss_moves_less_than=TINY, number=32, recipes=FP8),
+    Fault(
+        levers.ScalesOneStepLate,
+        "q",
+        layer=0,
+        first_step=2,
+        loss_moves_less_than=TINY,
+        number=18,
+        recipes=DELAYED,
+        note="before the first step they are right; the first layer in FP8 is block 0's query projection",
+    ),
+    Fault(
+        levers.HistoryForgets,
+        "fp8_amax",
+        first_step=2,
+        loss_moves_less_than=TINY,
+        recipes=DELAYED,
+        note="one step's history is whole",
+    ),
+    Fault(levers.AmaxOfAnotherLayer, "fp8_amax", layer=1, loss_moves_less_than=TINY, recipes=DELAYED),
     Fault(
         levers.ClipsBeforeUnscaling,
         "clip_coefficient",

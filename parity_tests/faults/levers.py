@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.core.backend import Batch
+from lockstep.core.backend import Batch, StepRecord
+from lockstep.core.train.fp8_amax import PREFIX, key
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.parity_tests.faults.planting import bf16, in_model, swap
 from lockstep.torch_backend.backend import TorchBackend
@@ -156,6 +157,73 @@ class WeightScaleStale(TorchBackend):
     """FP8: one layer casts its weight by a scale that is too old: the largest two hundredths are cut (TE #825)."""
 
     session_class = in_model(lambda model: swap(model, Linear, _StaleWeight, "blocks.1.attn.o_proj"))
+
+
+class _OneStepLate(TorchSession):
+    def _set_amaxes(self) -> None:
+        right = self.scalars
+        self.scalars = {name: 0.0 if name.startswith(PREFIX) and name.endswith("/0") else right[name] for name in right}
+        super()._set_amaxes()
+        self.scalars = right
+
+
+class ScalesOneStepLate(TorchBackend):
+    """FP8, delayed: the scales are those of a history without the last step (as Megatron PR#442, TE #825)."""
+
+    session_class = _OneStepLate
+
+
+class _ScalesStay(TorchSession):
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        before = [amax.detach().clone() for amax in self.amaxes.values()]
+        record = super().step(batch, norms=norms)
+        with torch.no_grad():
+            for amax, old in zip(self.amaxes.values(), before, strict=True):
+                amax.copy_(old)
+        return record
+
+
+class ScalesOnlyLoaded(TorchBackend):
+    """FP8, delayed: scales are set when a state is loaded, and no step sets them."""
+
+    session_class = _ScalesStay
+
+
+class _Forgetful(TorchSession):
+    def scalars_after(self, finite: bool) -> dict[str, float]:
+        after = super().scalars_after(finite)
+        return after | {name: 0.0 for name in after if name.startswith(PREFIX) and not name.endswith("/0")}
+
+
+class HistoryForgets(TorchBackend):
+    """FP8, delayed: the history holds the last step alone, as if it were as short as that."""
+
+    session_class = _Forgetful
+
+
+class _AnotherLayers(TorchSession):
+    def scalars_after(self, finite: bool) -> dict[str, float]:
+        after = super().scalars_after(finite)
+        mine, theirs = (key(f"blocks.1.attn.{name}_proj", "weight", 0) for name in "oq")
+        return after | {mine: after[theirs]}
+
+
+class AmaxOfAnotherLayer(TorchBackend):
+    """FP8, delayed: the largest weight of one layer is noted as another's: its next scale is made of that."""
+
+    session_class = _AnotherLayers
+
+
+class _LastOne(TorchSession):
+    def _forward_backward(self, micro: Batch, program: Any, total: Tensor) -> tuple[Tensor, Tensor]:
+        self._amaxes_seen = None
+        return super()._forward_backward(micro, program, total)
+
+
+class AmaxOfTheLastMicroBatch(TorchBackend):
+    """FP8, delayed: a step's amaxes are those of its last micro-batch, not the largest of all."""
+
+    session_class = _LastOne
 
 
 class _ClipsScaled(TorchSession):

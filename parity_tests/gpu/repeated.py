@@ -28,7 +28,10 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "attention flex, compiled": {"attention": {"kernel": "flex"}, **COMPILED},
     "documents": {"attention": {"kernel": "efficient", "document_mask": True}},
     **{f"head {head}": {"loss": {"head": head}} for head in ("full", "torch", "liger")},
-    **{f"policy {policy}": {"policy": policy} for policy in ("fp32", "tf32", "fp16", "fp8_tensorwise", "fp8_rowwise")},
+    **{
+        f"policy {policy}": {"policy": policy}
+        for policy in ("fp32", "tf32", "fp16", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed")
+    },
     "compiled": COMPILED,
     "compiled, fp8": {"policy": "fp8_tensorwise", **COMPILED},
     "graphs": {"compile": {**COMPILED["compile"], "mode": "reduce-overhead"}},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -36,6 +38,28 @@ def test_a_layer_is_its_emulation(policy, fast):
     for found, due in zip(on("cuda"), on("cpu"), strict=True):
         assert found.dtype == due.dtype and found.shape == due.shape
         assert distance(found, due) < (2**-6 if fast else 2**-8)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0, 7.0])
+def test_a_layer_with_delayed_scaling_is_its_emulation(share):
+    """Scales that saturate, that fit, and that leave room; and the amaxes that it saw."""
+    precision = PrecisionConfig(policy="fp8_delayed")
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(128, 256).bfloat16(), torch.randn(64, 256) / 16, torch.randn(128, 64).bfloat16()
+    given = torch.stack([tensor.float().abs().max() for tensor in (x, weight, grad)])
+
+    def on(device):
+        made = float8(precision, torch.device(device))
+        assert made is not None
+        leaves = [tensor.to(device).requires_grad_() for tensor in (x, weight, share * given)]
+        out = replace(made, amax=leaves[2]).product(*leaves[:2])
+        return [out, *torch.autograd.grad(out, leaves, grad.to(device))]
+
+    *found, seen = on("cuda")
+    *due, _ = on("cpu")
+    assert torch.equal(seen.cpu(), given)
+    for one, other in zip(found, due, strict=True):
+        assert distance(one, other) < 2**-6
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -85,6 +85,7 @@ PROGRAMS = {
     "tf32": {"policy": "tf32"},
     "fp8_tensorwise": {"policy": "fp8_tensorwise"},
     "fp8_rowwise": {"policy": "fp8_rowwise"},
+    "fp8_delayed": {"policy": "fp8_delayed"},
     "full head": {"head": "full"},
     "flex": {"kernel": "flex"},
     "cudnn": {"kernel": "cudnn"},

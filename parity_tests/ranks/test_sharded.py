@@ -101,7 +101,7 @@ def test_parts_compute_what_the_whole_computes(config: RunConfig) -> None:
     assert furthest(parts.state(), one.state()) < (WITHIN if not config.model.qkv_bias else 1e-3)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "fp8_rowwise"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "fp8_rowwise", "fp8_delayed"])
 def test_two_ranks_have_the_bits_of_ddp(policy: str) -> None:
     """A sum of two has one order. The norm is one of parts' squares: an ulp of float64, lost in the clipping's cast."""
     scale = {"precision": {"loss_scale": 1024.0}}

@@ -22,7 +22,7 @@ from lockstep.torch_backend.tools.generate import Decoder
 # Typed in part.
 backends: Any = torch.backends
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-POLICIES = ["fp64", "fp32", "tf32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise"]
+POLICIES = ["fp64", "fp32", "tf32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed"]
 MATMUL = "torch.backends.cuda.matmul."
 
 # What somebody else may do, in either generation of torch's switches, and which of them is then found changed.

@@ -101,6 +101,8 @@ RECIPES = {
     "fp8 tensorwise, compiled": Kind("fp8_tensorwise/compiled"),
     "fp8 rowwise": Kind("fp8_rowwise/eager"),
     "fp8 rowwise, compiled": Kind("fp8_rowwise/compiled"),
+    "fp8 delayed": Kind("fp8_delayed/eager"),
+    "fp8 delayed, compiled": Kind("fp8_delayed/compiled"),
     "bf16, activation checkpointing": Kind("bf16/eager", recompute=True),
     "bf16, documents": Kind("bf16/eager", documents=True),
     "bf16, two ranks": Kind("bf16/eager", ranks=2),

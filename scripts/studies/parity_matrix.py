@@ -32,7 +32,7 @@ CONFIG, STEPS = "configs/quickstart.toml", 2
 
 LEVERS: dict[str, tuple[str, ...]] = {
     "program": ("eager", "compiled"),
-    "precision": ("fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise"),
+    "precision": ("fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed"),
     "casts": ("lockstep", "autocast", "residual"),
     "head": ("full", "chunked", "torch"),
     "recomputed": ("none", "mlp", "block"),

@@ -2,20 +2,24 @@
 
 A scale maps the largest magnitude of its group to the format's largest number. Tensorwise (one scale a tensor): inputs
 and weights in e4m3, gradients in e5m2. Rowwise (one scale a row of the left operand and a column of the right one, cut
-down to a power of two): e4m3 throughout. Weights are cast from FP32, all else from bf16; outputs are bf16.
+down to a power of two): e4m3 throughout. Delayed: as tensorwise, with scales that the steps before have made
+(core/train/fp8_amax.py). Weights are cast from FP32, all else from bf16; outputs are bf16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.config.schema import PrecisionConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.names import fp8_modules
+from lockstep.core.train.fp8_amax import layers
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
 # The first GPU generation with FP8 tensor cores is Ada; Hopper is (9, 0).
@@ -26,15 +30,23 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Float8:
-    """Hold torchao's form of the recipe. config: Float8LinearConfig; products: its LinearMMConfig."""
+    """Hold torchao's form of the recipe. config: Float8LinearConfig; products: its LinearMMConfig.
+
+    amax: under delayed scaling, (3,) of which its layer makes the scales of input, weight and output gradient. Its
+    gradient is the three largest magnitudes that were seen instead.
+    """
 
     config: Any
     products: Any
+    amax: Tensor | None = None
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """X (…, in) in bf16, weight (out, in) in FP32 → (…, out) in bf16."""
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
+        if self.amax is not None:
+            y: Tensor = _Delayed.apply(x, weight.t(), self.amax, self.products)
+            return y
         out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), self.products, self.config)
         return out
 
@@ -58,7 +70,7 @@ def float8(precision: PrecisionConfig, device: torch.device) -> Float8 | None:
             f"precision.policy = {precision.policy!r} needs torchao: pip install torchao ({error})"
         ) from None
     config = replace(
-        Float8LinearConfig.from_recipe_name(precision.fp8),
+        Float8LinearConfig.from_recipe_name("tensorwise" if precision.fp8 == "delayed" else precision.fp8),
         gemm_config_output=Float8GemmConfig(use_fast_accum=precision.fp8_fast_accumulation),
         emulate=not on_cuda,
     )
@@ -68,8 +80,72 @@ def float8(precision: PrecisionConfig, device: torch.device) -> Float8 | None:
     return Float8(made.config, made.linear_mm_config)
 
 
-def apply_float8(model: nn.Module, run: RunConfig, recipe: Float8 | None) -> None:
-    """Make the products of the linear layers that the run chooses (`precision.fp8_layers`) in FP8."""
+class _Delayed(torch.autograd.Function):
+    """torchao's `matmul_with_hp_or_float8_args` with scales of given amaxes, and the amaxes that it saw."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_t: Tensor, amax: Tensor, products: Any) -> Tensor:
+        seen = torch.stack([x.abs().amax().to(amax.dtype), weight_t.abs().amax().to(amax.dtype)])
+        ctx.save_for_backward(x, weight_t, amax, seen)
+        ctx.products = products
+        flat = x.reshape(-1, x.shape[-1])
+        y = torch.mm(*_casts(products, input=(flat, amax[0]), weight=(weight_t, amax[1])))
+        return y.reshape(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight_t, amax, seen = ctx.saved_tensors
+        grad, flat = grads[0].reshape(-1, grads[0].shape[-1]), x.reshape(-1, x.shape[-1])
+        seen = torch.cat([seen, grad.abs().amax().to(amax.dtype)[None]])
+        narrow, narrow_weight = _casts(ctx.products, gradient=(grad, amax[2]), weight=(weight_t, amax[1]))
+        (narrow_x,) = _casts(ctx.products, input=(flat, amax[0]))
+        grad_x = torch.mm(narrow, narrow_weight.t()).reshape(x.shape)
+        return grad_x, torch.mm(narrow.t(), narrow_x).t(), seen, None
+
+
+def _casts(products: Any, **tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Each tensor in FP8 with the scale of its amax, saturating; by what it is to its layer."""
+    from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
+    from torchao.float8.float8_utils import amax_to_scale
+
+    roles = {
+        "input": (torch.float8_e4m3fn, GemmInputRole.INPUT),
+        "weight": (torch.float8_e4m3fn, GemmInputRole.WEIGHT),
+        "gradient": (torch.float8_e5m2, GemmInputRole.GRAD_OUTPUT),
+    }
+    found = []
+    for what, (tensor, amax) in tensors.items():
+        form, role = roles[what]
+        found.append(hp_tensor_and_scale_to_float8(tensor, amax_to_scale(amax, form), form, products, role, None))
+    return tuple(found)
+
+
+def apply_float8(model: nn.Module, run: RunConfig, recipe: Float8 | None) -> dict[str, Tensor]:
+    """Make the products of the linear layers that the run chooses (`precision.fp8_layers`) in FP8.
+
+    Return, under delayed scaling, each layer's amaxes by its name; they are set to 1.
+    """
     modules: dict[str, Any] = dict(model.named_modules())
+    amaxes = {}
+    for name in layers(run):
+        amaxes[name] = torch.ones(3, device=modules[name].weight.device, requires_grad=True)
     for name in fp8_modules(run):
-        modules[name].float8 = recipe
+        modules[name].float8 = replace(recipe, amax=amaxes[name]) if recipe and name in amaxes else recipe
+    return amaxes
+
+
+def set_amaxes(amaxes: Mapping[str, Tensor], values: Mapping[str, np.ndarray]) -> None:
+    """Put (3,) float32 by layer in place of what its scales are made of."""
+    if amaxes:
+        with torch.no_grad():
+            given = torch.from_numpy(np.stack([values[name] for name in amaxes]))
+            device = next(iter(amaxes.values())).device
+            torch._foreach_copy_(list(amaxes.values()), list(given.to(device).unbind()))
+
+
+def amaxes_seen(amaxes: Mapping[str, Tensor]) -> Tensor:
+    """(layers, 3): what a backward pass has left as their gradients, which are let go."""
+    found = torch.stack([torch.zeros_like(one) if one.grad is None else one.grad for one in amaxes.values()])
+    for one in amaxes.values():
+        one.grad = None
+    return found

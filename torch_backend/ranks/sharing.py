@@ -100,6 +100,11 @@ class Sharing:
         odd = [params for params, *ends in self._extremes if not all(bool(end.isfinite()) for end in ends)]
         return self._own_loss.item(), {id(p) for params in odd for p in params}
 
+    def most(self, found: Tensor) -> None:
+        """Put the largest over all ranks in each element's place."""
+        self.on_sent("the amaxes of FP8" if self.sharded else "")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
     def together(self, loss: Tensor, nll: list[Tensor], shown: bool) -> tuple[Tensor, list[Tensor]]:
         """The loss over all ranks; where it is `shown`, the per-token NLL of all ranks in the batch's order."""
         self.on_sent("the sum of the losses" if self.sharded else "")

@@ -43,6 +43,9 @@ def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
     for i, one in enumerate(evidence.reweighted):
         for name, seen in one.items():
             yield f"{name} of the step's first micro-batch with other weights {i}", seen.sketch
+    for i, one in enumerate(evidence.around_load):
+        for name, seen in one.items():
+            yield f"{name} of the first micro-batch {'after' if i else 'before'} its state is loaded", seen.sketch
     for name, value in asdict(evidence.record).items():
         if name not in CLOCK:
             # In words, which tell all numbers apart: a field may hold none.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -45,6 +45,7 @@ from lockstep.core.streams import (
     stream_taps,
 )
 from lockstep.core.train.finite import NotFinite
+from lockstep.core.train.fp8_amax import for_a_share, layers
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.core.train.metrics import has_norms
 from lockstep.core.train.validation import Validation
@@ -99,7 +100,8 @@ class Evidence:
     held_out: the validation that was due after the step; None if none was.
     reweighted: of a thorough check, the observations of the candidate's gradients on the step's first micro-batch with
     the weights of each of `reweighted_batches`. later: of a run's first step, the records of the same step as a later
-    one (core/parity/evidence/later_steps.py).
+    one (core/parity/evidence/later_steps.py). around_load: under FP8's delayed scaling, of a thorough check, the
+    observations of the gradients of the step's first micro-batch after the step, and when that state has been loaded.
     """
 
     before: State
@@ -128,6 +130,7 @@ class Evidence:
     held_out: HeldOut | None = None
     reweighted: tuple[Mapping[str, Observation], ...] = ()
     later: tuple[StepRecord, ...] = ()
+    around_load: tuple[Mapping[str, Observation], ...] = ()
 
     @property
     def given_probe(self) -> Batch | None:
@@ -230,11 +233,11 @@ def _gather(
     # A thorough check has time for passes apart from the step, which find what only a micro-batch's place in it does.
     shows_parts = parts_of_step(session, config) if several and not thorough else None
     # The step's micro-batches first: gradients that are not cleared then show in those of the one that follows.
-    own = _own(session, config, batch, missing) if several and shows_parts is None else ()
+    own = _own(session, config, before, batch, missing) if several and shows_parts is None else ()
     reweighted: tuple[Mapping[str, Observation], ...] = ()
     first = batch.cut(config.train)[0]
     if thorough and config.train.ranks == 1 and (own or not several) and first.weights.any():
-        with suppress(NotSupported):
+        with suppress(NotSupported), _as_in_step(session, config, before, batch):
             reweighted = tuple(sketched(session, one) for one in reweighted_batches(first))
     probed = attempt("gradients and per-token NLL", tapped, "probed")
     # The step itself tells its gradients, where the session can: to compute them twice costs a step.
@@ -252,7 +255,7 @@ def _gather(
     micros = batch.cut(config.train)
     accumulated = reduced = None
     if thorough and probed is not None and config.train.accumulation > 1:
-        accumulated = _accumulate(session, before, micros, into)
+        accumulated = _accumulate(session, config, before, micros, into)
     if thorough and probed is not None and config.train.ranks > 1:
         reduced = _reduce(session, config, before, micros, missing, into)
     gathering = time.perf_counter() - started
@@ -292,11 +295,16 @@ def _gather(
     if shows_parts is not None and not (own := tuple(shows_parts.parts_kept())):
         missing.append("the step's gradients against those of its micro-batches: the step showed none of them")
     after = state_into(into, "after", session)
+    # A session may forget to set the scales of FP8 after a step. Whatever loads a state below would set them.
+    tries_load = thorough and config.train.ranks == 1 and bool(layers(config))
+    around_load = [sketched(session, first)] if tries_load else []
     if stepped is None and probed is not None and thorough:
         stepped = _computed_again(session, batch, before, after, missing, into)
     ranks = _reports(session, missing) if config.train.ranks > 1 else ()
     reloaded = round_trip(session, before, after, missing, into) if thorough else None
     later = later_steps(session, config, batch, before, after, missing) if reloaded is not None else ()
+    if around_load and reloaded is not None:
+        around_load.append(sketched(session, first))
     if not thorough:
         missing.append("the checkpoint's round trip: a check during training leaves the state alone")
         missing.append("sampling: a check during training leaves it to `lockstep parity`")
@@ -331,6 +339,7 @@ def _gather(
         held_out=validated,
         reweighted=reweighted,
         later=later,
+        around_load=tuple(around_load),
     )
 
 
@@ -382,14 +391,21 @@ def _computed_again(
 
 
 def _own(
-    session: Session, config: RunConfig, batch: Batch, missing: list[str]
+    session: Session, config: RunConfig, before: State, batch: Batch, missing: list[str]
 ) -> tuple[Mapping[str, Observation], ...]:
     """Observe the gradients of each of the step's micro-batches apart from the step."""
     try:
-        return tuple(observed_parts(session, config, batch))
+        with _as_in_step(session, config, before, batch):
+            return tuple(observed_parts(session, config, batch))
     except NotSupported as reason:
         missing.append(f"the step's gradients against those of its micro-batches: {reason}")
         return ()
+
+
+def _as_in_step(session: Session, config: RunConfig, before: State, batch: Batch) -> AbstractContextManager[None]:
+    """Under FP8's delayed scaling, the scales that suit a micro-batch of the step alone."""
+    share = 1 / len(batch.cut(config.train))
+    return _scaled(session, config, before, share) if layers(config) and share < 1 else nullcontext()
 
 
 def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int = 0) -> Batch:
@@ -509,7 +525,7 @@ def weighted_tensor(name: str, value: np.ndarray, batch: Batch) -> np.ndarray:
     return value if whole else value[weighted_rows(batch)]
 
 
-def _accumulate(session: Session, before: State, micros: list[Batch], store: Store) -> Accumulation:
+def _accumulate(session: Session, config: RunConfig, before: State, micros: list[Batch], store: Store) -> Accumulation:
     """As many micro-batches as the step has, with loss weights that are each other's powers of two, apart and together.
 
     The parts are summed as they come, each by its share: none of them is kept.
@@ -519,7 +535,7 @@ def _accumulate(session: Session, before: State, micros: list[Batch], store: Sto
     total: Store | None = None
     for number, (part, share) in enumerate(zip(parts, shares, strict=True), 1):
         so_far, total = total, store if number == len(parts) else store.scratch()
-        with _scaled(session, before, share):
+        with _scaled(session, config, before, share):
             stream_gradients(session, part, _adding(share, so_far, total))
         if so_far is not None:
             so_far.remove()
@@ -549,15 +565,19 @@ def _adding(share: float, so_far: Store | None, total: Store) -> Take:
 
 
 @contextmanager
-def _scaled(session: Session, before: State, share: float) -> Iterator[None]:
+def _scaled(session: Session, config: RunConfig, before: State, share: float) -> Iterator[None]:
     """Under a loss scale, one that gives a micro-batch alone the gradients that it has as this share of a whole.
 
-    FP16 ends at both sides: a gradient of twice the size is not rounded alike.
+    FP16 ends at both sides: a gradient of twice the size is not rounded alike. Nor is it under FP8's delayed scaling,
+    whose scales are made for the gradients of a whole step.
     """
-    if SCALE not in before.scalars:
+    scalars = for_a_share(config, before.scalars, share)
+    if SCALE in scalars:
+        scalars[SCALE] *= share
+    if scalars == before.scalars:
         yield
         return
-    session.load(replace(before, scalars={**before.scalars, SCALE: before.scalars[SCALE] * share}))
+    session.load(replace(before, scalars=scalars))
     try:
         yield
     finally:
@@ -569,11 +589,12 @@ def _reduce(
 ) -> Accumulation | None:
     """The same over ranks, two micro-batches for each: by themselves, made where they are at home, and reduced."""
     count = 2 * config.train.ranks
-    # One loss scale serves all ranks: where there is one, so must one share.
-    shares = (1.0 / count,) * count if SCALE in before.scalars else shares_of(count)
+    # One loss scale, or history of amaxes, serves all ranks: where there is one, so must one share.
+    one_scale = SCALE in before.scalars or layers(config)
+    shares = (1.0 / count,) * count if one_scale else shares_of(count)
     _, whole = _of_shares(micros, shares)
     try:
-        with _scaled(session, before, shares[0]):
+        with _scaled(session, config, before, shares[0]):
             if store.ranks > 1:
                 by_rank = ask(session, StreamsRankGradients).stream_rank_gradients
                 by_rank(whole, lambda number, name, gradient: store.put(f"reduced/{number}", name, gradient))

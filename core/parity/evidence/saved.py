@@ -100,6 +100,7 @@ class _Document:
     held_out: _HeldOut | None = None
     reweighted_by_token: tuple[str, ...] = ()
     later: tuple[StepRecord, ...] = ()
+    around_load: tuple[str, ...] = ()
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -187,6 +188,7 @@ class _Writer:
             self._held_out(evidence.held_out),
             tuple(self._kind(f"reweighted/{i}", to_arrays(one)) for i, one in enumerate(evidence.reweighted)),
             evidence.later,
+            tuple(self._kind(f"around_load/{i}", to_arrays(one)) for i, one in enumerate(evidence.around_load)),
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -281,4 +283,5 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         held_out=held_out(document.held_out),
         reweighted=tuple(from_arrays(store.arrays(kind)) for kind in document.reweighted_by_token),
         later=document.later,
+        around_load=tuple(from_arrays(store.arrays(kind)) for kind in document.around_load),
     )

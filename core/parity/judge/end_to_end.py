@@ -7,7 +7,7 @@ a check beside the run and a replay from its recorded sketches are one computati
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +27,7 @@ from lockstep.core.parity.measures.distances import Distances
 from lockstep.core.parity.measures.verdict import OVER_ALL, Finding
 from lockstep.core.parity.reference.side_by_side import passes
 from lockstep.core.parity.reference.stages import stages_of
+from lockstep.core.train.fp8_amax import PREFIX, layers
 
 Observations = Mapping[str, Observation]
 TakesLogits = Callable[[np.ndarray, np.ndarray], None]
@@ -70,11 +71,13 @@ class Repeated:
     """Hold the twin's and the truth's observations from the candidate's state on its batches.
 
     errors: about how many independent errors the loss's gradient carries, by the tokens that it comes from.
+    amaxes: of FP8's delayed scaling, by layer, those of twin and truth, (3,) each, as `Chain.run` gives them.
     """
 
     twin: Observations
     truth: Observations
     errors: int = K
+    amaxes: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
 
 class Shown(Protocol):
@@ -138,14 +141,19 @@ def repeat_alone(state: State, batch: Batch, reference: Reference, weight: float
     reference gives no gradients.
     """
     names = [PROBE_NLL, *(PARAMETER + name for name in parameter_shapes(reference.config.model))]
+    names += [PREFIX + layer for layer in layers(reference.config)]
+    amaxes: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     twin: dict[str, Observation] = {}
     truth: dict[str, Observation] = {}
     errors = K
     for made in passes(reference, state, batch, names, weight):
         if made.name == PROBE_NLL:
             errors = errors_of_loss(made.truth, batch)
-        twin[made.name], truth[made.name] = observed(made.twin), observed(made.truth)
-    return Repeated(twin, truth, errors)
+        if made.name.startswith(PREFIX):
+            amaxes[made.name.removeprefix(PREFIX)] = made.twin, made.truth
+        else:
+            twin[made.name], truth[made.name] = observed(made.twin), observed(made.truth)
+    return Repeated(twin, truth, errors, amaxes)
 
 
 def errors_of_loss(nll: np.ndarray, batch: Batch) -> int:

@@ -31,6 +31,7 @@ from lockstep.core.parity.measures.decode import known_scalars
 from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.parity.reference.stages import place
 from lockstep.core.run.ranks import is_sharded
+from lockstep.core.train.fp8_amax import without_amaxes
 from lockstep.core.train.loss_scale import SCALE
 
 __all__ = ["Reference", "judge", "judge_observations"]
@@ -186,7 +187,7 @@ def _finite_or_blamed(
     missing: list[str],
 ) -> list[Finding]:
     """The findings without those that are not finite, of a step that its twin leaves out as well."""
-    if not (before.scalars and _overflows(kept) and _overflows(repeated.twin)):
+    if not (without_amaxes(before.scalars) and _overflows(kept) and _overflows(repeated.twin)):
         return findings
     there = [f for f in findings if all(math.isfinite(m.value) for m in f.measures)]
     gone, scale = len(findings) - len(there), before.scalars.get(SCALE)

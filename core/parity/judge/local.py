@@ -39,8 +39,9 @@ from lockstep.core.parity.measures.compare import (
 from lockstep.core.parity.measures.distances import Distances, Sums
 from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import Finding, Measure
-from lockstep.core.parity.reference.operations import run_operation
+from lockstep.core.parity.reference.operations import run_operation, with_amaxes
 from lockstep.core.parity.reference.stages import Shared, shared_tensors, stages_of
+from lockstep.core.train.fp8_amax import amaxes_in_force
 from lockstep.core.train.loss_scale import SCALE
 
 
@@ -68,6 +69,7 @@ def stages(
     has_gradients = any(name.startswith(GRADIENT) for name in evidence.taps)
     sums = {shared.name: shared for shared in shared_tensors(reference.config)}
     sent: dict[tuple[str, str], Sent] = {}
+    amaxes = amaxes_in_force(reference.config, evidence.before.scalars)
     if has_gradients:
         yield _loss_backward(evidence, reference)
     for stage in filter(chosen, stages_of(reference.config)):
@@ -87,11 +89,12 @@ def stages(
             inputs["grad"] = grad
         try:
             variant = f"{stage.id}/fp8" if in_fp8(reference.config, stage) else stage.id
-            w, t = _run(stage, variant, inputs, reference)
+            of_variant = with_amaxes(stage, inputs, amaxes)
+            w, t = _run(stage, variant, of_variant, reference)
         except ValueError as error:  # shapes that do not fit together: the tap's own comparison says so
             yield exact(stage.id, stage.tap, 1, 1, "shapes of the inputs fit together", str(error).splitlines()[0])
             continue
-        kind, noise = calibrated_bounds.local_kind(reference.config, stage), Noise(reference, variant, inputs, w, t)
+        kind, noise = calibrated_bounds.local_kind(reference.config, stage), Noise(reference, variant, of_variant, w, t)
         c = evidence.taps[stage.tap]
         yield compare(
             reference,

@@ -21,7 +21,9 @@ from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed, sketch_distances
 from lockstep.core.parity.evidence.sketch import K
 from lockstep.core.parity.judge import end_to_end
+from lockstep.core.parity.judge.amaxes import amaxes
 from lockstep.core.parity.judge.end_to_end import Observations, Repeated
+from lockstep.core.parity.judge.update import step_is_made
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import FEW_ULPS, Reference, exact, finding
 from lockstep.core.parity.measures.scatter import scatter
@@ -94,6 +96,8 @@ def findings(
             found += end_to_end.compare_with(part.found, repeated, replace(reference, over_steps=None))
         except NotSupported as reason:
             missing.append(f"the step's own gradients end to end: {reason}")
+    whole = part is not None and part.batch is evidence.batch
+    found += amaxes(evidence, reference, step_is_made(evidence, reference), repeated, whole)
     found += _accumulated(evidence, reference, repeated, missing)
     found += _under_other_weights(evidence, reference)
     named = [replace(one, note="; ".join(note for note in (one.note, OWN) if note)) for one in found]

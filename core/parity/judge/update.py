@@ -24,6 +24,7 @@ from lockstep.core.parity.measures.compare import Comparison, Reference, exact, 
 from lockstep.core.parity.measures.peaks import Norms
 from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import OVER_MATRICES, Finding, Measure
+from lockstep.core.train.fp8_amax import without_amaxes
 from lockstep.core.train.schedule import learning_rate
 from lockstep.core.train.skipped_steps import is_made, leaves_out, scalars_after
 
@@ -299,10 +300,15 @@ def _same_update(config: RunConfig, name: str) -> str:
 def _is_made(evidence: Evidence, reference: Reference, grads: Arrays) -> bool:
     """Return whether the step may change weights and moments. Its loss and norm are checked elsewhere."""
     config, record = reference.config, evidence.record
-    if not (leaves_out(config) or evidence.before.scalars):
+    if not (leaves_out(config) or without_amaxes(evidence.before.scalars)):
         return True
     finite = all(np.isfinite(g).all() for g in grads.values())
     return finite and is_made(config, record.loss, record.grad_norm)
+
+
+def step_is_made(evidence: Evidence, reference: Reference) -> bool:
+    """Return whether the step may change anything, as far as it shows its gradients."""
+    return _is_made(evidence, reference, evidence.stepped.grads if evidence.stepped else {})
 
 
 def _left_out(before: State, after: State) -> Iterator[Finding]:
@@ -318,14 +324,12 @@ def _left_out(before: State, after: State) -> Iterator[Finding]:
 
 def loss_scale(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     """Loss scale and counts of steps left out after the step, from those before and whether it was finite."""
-    before, grads = evidence.before.scalars, evidence.stepped.grads if evidence.stepped else {}
-    if not before or not grads:
+    before, after = (without_amaxes(state.scalars) for state in (evidence.before, evidence.after))
+    if not before or evidence.stepped is None or not evidence.stepped.grads:
         return
-    made = _is_made(evidence, reference, grads)
+    made = step_is_made(evidence, reference)
     due = scalars_after(reference.config, before, made)
-    wrong = [
-        key for key in due.keys() | evidence.after.scalars.keys() if due.get(key) != evidence.after.scalars.get(key)
-    ]
+    wrong = [key for key in due.keys() | after.keys() if due.get(key) != after.get(key)]
     basis = f"the rule, {'loss and gradients finite' if made else 'not finite'}"
     yield exact("loss_scale", "loss_scale", len(wrong), len(due), basis, ", ".join(sorted(wrong)))
 

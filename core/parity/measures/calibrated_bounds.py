@@ -307,12 +307,16 @@ def table() -> dict[str, dict[str, Extremes]]:
 
 
 def shipped() -> dict[str, dict[str, Extremes]]:
-    """Recipe → kind → extremes, from calibrated_bounds.json."""
+    """Recipe → kind → extremes, from calibrated_bounds.json; a policy's may be those of another (`bounds_of`)."""
     raw: dict[str, Any] = json.loads(TABLE.read_text())
-    return {
+    found = {
         recipe: {kind: Extremes.from_json(row) for kind, row in kinds.items()}
         for recipe, kinds in raw["recipes"].items()
     }
+    for policy in POLICIES.values():
+        for program in ("eager", "compiled") if policy.bounds_of else ():
+            found[f"{policy.name}/{program}"] = found[f"{policy.bounds_of}/{program}"]
+    return found
 
 
 def with_those_here(rows: dict[str, Extremes], measured: here.Here | None) -> dict[str, Extremes]:

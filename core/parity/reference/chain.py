@@ -24,7 +24,8 @@ from lockstep.core.model.families import graph_of
 from lockstep.core.model.graph import OUTPUT, Operation
 from lockstep.core.model.names import GRADIENT, in_fp8, probe_shapes
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL
-from lockstep.core.parity.reference.operations import LOOK_UP, aligned, run_operation
+from lockstep.core.parity.reference.operations import LOOK_UP, aligned, run_operation, with_amaxes
+from lockstep.core.train.fp8_amax import PREFIX
 
 # All inner tensors are kept, and none is computed again, up to this many bytes.
 KEPT_BYTES = 256 << 20
@@ -85,6 +86,7 @@ class Chain:
 
     session: runs stages in the precision of one side. stream: the dtype of that side's tensors. parameters: canonical
     name → weights; a segment's are read when it begins. fp8: linear layers that the run computes in FP8 are so here.
+    amaxes: of FP8's delayed scaling, by layer.
     casts: the run's plan of casts is in force; tensors that it keeps in a narrow format have gradients in that one.
     scale: the loss scale, which gradients are divided by at the end. ranks: gradients are summed over so many ranks,
     each rank's sum rounded to the run's `parallel.gradient_dtype`.
@@ -101,9 +103,11 @@ class Chain:
         casts: bool = False,
         scale: float = 1.0,
         ranks: int = 1,
+        amaxes: Arrays | None = None,
     ) -> None:
         self._session, self._config, self._parameters, self._stream = session, config, parameters, stream
         self._fp8, self._scale, self._ranks = fp8, scale, ranks
+        self._amaxes = amaxes or {}
         graph = graph_of(config.model, config.attention, config.loss)
         self._segments = segments(graph.operations)
         self._plan = config.precision.plan if casts else LOCKSTEP
@@ -114,14 +118,16 @@ class Chain:
         """Give each array that is asked for once, the last segment's first, in the stream dtype.
 
         names: `nll/probe`, the per-token NLL (B, S), which comes before any parameter's gradient;
-        `gradient/PARAMETER`, summed over micro-batches; TAP and `grad/TAP`, of a batch that is one micro-batch.
-        Gradients are those of Σ weight·nll / `weight`, by default Σ weight.
+        `gradient/PARAMETER`, summed over micro-batches; `amax/LAYER`, (3,) float32, the largest magnitudes of what a
+        linear layer with FP8's delayed scaling casts (core/train/fp8_amax.py), over micro-batches; TAP and `grad/TAP`,
+        of a batch that is one micro-batch. Gradients are those of Σ weight·nll / `weight`, by default Σ weight.
 
         Raises NotSupported if the session does not run a stage or gives no gradient of it, and ValueError if taps are
         asked for of several micro-batches.
         """
         micros = [_Part(one) for one in batch.cut(self._config.train)]
-        asked = {name for name in names if not name.startswith(PARAMETER) and name != PROBE_NLL}
+        asked = {name for name in names if not name.startswith((PARAMETER, PREFIX)) and name != PROBE_NLL}
+        self._seen: dict[str, np.ndarray] = {}
         if asked and len(micros) > 1:
             raise ValueError(f"taps are those of one micro-batch, and the batch has {len(micros)}")
         back = any(name.startswith((GRADIENT, PARAMETER)) for name in names)
@@ -151,6 +157,9 @@ class Chain:
                     whole = self._over_ranks(sums.pop(name))
                     if PARAMETER + name in names:
                         yield PARAMETER + name, self._unscaled(whole)
+            for one in segment.operations:
+                if PREFIX + (one.module or "") in names:
+                    yield f"{PREFIX}{one.module}", self._seen[one.module or ""]
 
     def _forward(self, micros: list[_Part]) -> None:
         """Every segment but the last, whose forward pass comes with its backward pass."""
@@ -195,6 +204,8 @@ class Chain:
             yield one.tap, part.taps[one.tap]
             if grad is not None and with_gradients:
                 yield GRADIENT + one.tap, self._unscaled(grad)
+                if one.module in self._amaxes:
+                    self._see(one, part.taps[one.reads["x"]], weights[one.params["weight"]], grad)
                 found = self._run(one, {**_inputs(one, part.taps, weights, part.batch), "grad": grad})
                 if any(f"grad/{role}" not in found for role in (*one.reads, *one.params)):
                     raise NotSupported(f"the reference gives no gradients of {one.id}")
@@ -212,13 +223,23 @@ class Chain:
                 del found
             del part.taps[one.tap]
 
+    def _see(self, one: Operation, *cast: np.ndarray) -> None:
+        """Note the largest magnitudes of a layer's input, weight and output gradient, as they are cast to FP8."""
+        found = np.array([max(x.max(), -x.min()) for x in cast], dtype=np.float32)
+        if self._fp8:
+            # Rounding never changes which one is the largest. Weights are cast as they are.
+            found[[0, 2]] = narrowed(found[[0, 2]], self._config.precision.operand)
+        layer = one.module or ""
+        self._seen[layer] = np.maximum(self._seen[layer], found) if layer in self._seen else found
+
     def _kept(self, tap: str, grad: np.ndarray) -> np.ndarray:
         """A tap's gradient in the format in which the plan of casts keeps the tap."""
         return narrowed(grad, self._config.precision.operand) if tap in self._narrow else grad
 
     def _run(self, one: Operation, inputs: Arrays) -> Arrays:
-        stage = f"{one.id}/fp8" if self._fp8 and in_fp8(self._config, one) else one.id
-        return run_operation(self._session, stage, one, inputs)
+        if not (self._fp8 and in_fp8(self._config, one)):
+            return run_operation(self._session, one.id, one, inputs)
+        return run_operation(self._session, f"{one.id}/fp8", one, with_amaxes(one, inputs, self._amaxes))
 
     def _pieces(self, micro: _Part, asked: Collection[str]) -> list[_Part]:
         """The micro-batch by its positions, where the head's logits would be large and need not be whole."""

@@ -32,6 +32,12 @@ def run_operation(session: RunsStages, stage: str, one: Operation, inputs: Array
     return found
 
 
+def with_amaxes(one: Operation, inputs: Arrays, amaxes: Arrays) -> Arrays:
+    """The inputs of a linear layer in FP8, with what its scales are made of where it has delayed scaling."""
+    found = amaxes.get(one.module or "")
+    return inputs if found is None else {**inputs, "amax": found}
+
+
 def aligned(x: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
     """Return an array in a dtype, at an address that XLA needs no copy of; as it is if it is so already."""
     wanted = np.dtype(dtype)

@@ -13,6 +13,7 @@ from lockstep.core.capabilities import RunsStages, ask
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.reference.chain import Chain, Named
+from lockstep.core.train.fp8_amax import PREFIX, amaxes_in_force
 from lockstep.core.train.loss_scale import SCALE
 
 
@@ -57,7 +58,7 @@ def _chains(
     reference: Reference, state: State, batch: Batch, names: Collection[str], weight: float | None
 ) -> Iterator[Made]:
     config, scale = reference.config, state.scalars.get(SCALE, 1.0)
-    narrow = config.parallel.gradient_dtype != "fp32"
+    narrow, amaxes = config.parallel.gradient_dtype != "fp32", amaxes_in_force(config, state.scalars)
     sides = [ask(session, RunsStages) for session in reference.sessions]
     chains = [
         Chain(
@@ -69,9 +70,10 @@ def _chains(
             casts=True,
             scale=scale,
             ranks=config.train.ranks if narrow else 1,
+            amaxes=amaxes,
         ),
         # FP64 has no FP8: the truth runs the plain stages.
-        *(Chain(side, config, state.params, np.float64, scale=scale) for side in sides[1:]),
+        *(Chain(side, config, state.params, np.float64, scale=scale, amaxes=amaxes) for side in sides[1:]),
     ]
     yield from _together([one.run(batch, names, weight) for one in chains])
 
@@ -85,6 +87,7 @@ def _together(sides: list[Named]) -> Iterator[Made]:
 def _at_once(session: Session, state: State, batch: Batch, names: Collection[str], weight: float | None) -> Named:
     session.load(state)
     share = 1.0 if weight is None else float(batch.weights.sum(dtype=np.float64)) / weight
+    names = [name for name in names if not name.startswith(PREFIX)]
     taps = [name for name in names if name != PROBE_NLL and not name.startswith(PARAMETER)]
     if len(taps) < len(names):
         found = session.gradients(batch)

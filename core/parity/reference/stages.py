@@ -15,7 +15,16 @@ from lockstep.core.config.schema import AttentionConfig, LossConfig, ModelConfig
 from lockstep.core.model.families import FAMILIES, Family, graph_of
 from lockstep.core.model.graph import KINDS, Operation
 
-UPDATE = ("grad_norm", "clip_coefficient", "learning_rate", "moments", "update", "loss_scale", "step_count")
+UPDATE = (
+    "grad_norm",
+    "clip_coefficient",
+    "learning_rate",
+    "moments",
+    "update",
+    "loss_scale",
+    "fp8_amax",
+    "step_count",
+)
 LAST_BLOCK = 1 << 30
 
 
@@ -27,7 +36,8 @@ class Chain:
     phases: stage id → the phase in which it first acts, in the order of the chain. `compiler`: the program that trains
     against the tapped one. `gradients`: what the session gives as a micro-batch's gradients against what its program
     made. `reduction`: the gradients that ranks share against each rank's own. `evaluation`: the scores of held-out
-    tokens. `sampling`: logits that are made with a cache. order: stage id → its number.
+    tokens. `fp8_amax`: what FP8's delayed scaling remembers. `sampling`: logits that are made with a cache. order:
+    stage id → its number.
     """
 
     kinds: dict[str, str]

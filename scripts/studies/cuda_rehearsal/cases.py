@@ -146,7 +146,7 @@ def _modes() -> Iterator[Case]:
 def _runs() -> Iterator[Case]:
     flash = {"attention.kernel": "flash", "log.norms_every": "0", "device": "cuda"}
     step = flash | {"train.batch_size": "64", "train.curriculum": ""}
-    for policy in ("bf16", "fp8_tensorwise", "fp8_rowwise"):
+    for policy in ("bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed"):
         yield Case(f"1.24B, [64, 2048], {policy}", RUNS, step | {"precision.policy": policy}, memory=None)
     for policy in ("bf16", "fp8_tensorwise"):
         own = {"precision.policy": policy, "loss.head": "one_kernel"}

@@ -1,0 +1,244 @@
+"""FP8's delayed scaling: its layer in both backends, its history in the state, and what a check says of both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from lockstep.core.backend import NotSupported
+from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, writer_of
+from lockstep.core.config.schema import PrecisionConfig, RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.judge.judge import judge
+from lockstep.core.parity.reference.self_check import sound_reference
+from lockstep.core.train.finite import NotFinite
+from lockstep.core.train.fp8_amax import (
+    CASTS,
+    amaxes_after,
+    amaxes_in_force,
+    first_amaxes,
+    for_a_share,
+    key,
+    layers,
+    without_amaxes,
+)
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.jax_backend.kernels.float8 import delayed_product
+from lockstep.jax_backend.precision import POLICIES
+from lockstep.parity_tests import faults
+from lockstep.parity_tests.faults.levers import AmaxOfTheLastMicroBatch, ScalesOnlyLoaded
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.kernels.float8 import Float8, float8
+
+Q = "blocks.0.attn.q_proj"
+
+
+def delayed(train: dict | None = None, compiled: bool = False, **precision) -> RunConfig:
+    config = tiny_config("fp8_delayed", compiled, train)
+    chosen = PrecisionConfig(policy="fp8_delayed", **precision)
+    return config.model_copy(update={"precision": chosen})
+
+
+def layer_of(config: PrecisionConfig, amax: list[float]) -> Float8:
+    recipe = float8(config, torch.device("cpu"))
+    assert recipe is not None
+    return Float8(recipe.config, recipe.products, torch.tensor(amax, requires_grad=True))
+
+
+def drawn(scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    x = (torch.randn(3, 16, 48, generator=generator) * scale).requires_grad_()
+    weight = (torch.randn(32, 48, generator=generator) * 0.02).requires_grad_()
+    return x, weight, torch.randn(3, 16, 32, generator=generator)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3, 7.0])
+def test_a_layer_is_its_twin(share):
+    """Output, both gradients and what was seen; with scales that fit, that saturate, and that leave room."""
+    x, weight, grad = drawn()
+    amax = [share * float(t.detach().abs().max()) for t in (x, weight, grad)]
+    layer = layer_of(PrecisionConfig(policy="fp8_delayed"), amax)
+    out = layer.product(x.bfloat16(), weight).float()
+    ours = (out, *torch.autograd.grad(out, [x, weight, layer.amax], grad))
+
+    @jax.jit
+    def theirs(x, weight, amax, grad):
+        out, back = jax.vjp(lambda *of: delayed_product(*of, POLICIES["fp8_delayed"]), x, weight, amax)
+        return out, *back(grad)
+
+    due = theirs(x.detach().numpy(), weight.detach().numpy(), np.float32(amax), grad.numpy())
+    for one, other in zip(ours, map(np.asarray, due), strict=True):
+        found = one.detach().numpy()
+        assert np.all(np.abs(found - other) <= np.abs(other) * 2.0**-7 + np.abs(other).max() * 1e-6)
+        assert np.mean(found != other) < 0.01
+    seen = [x.bfloat16(), weight, grad.bfloat16()]
+    assert ours[3].tolist() == [float(t.detach().abs().max()) for t in seen]
+
+
+def test_with_its_own_amax_a_layer_is_tensorwise():
+    x, weight, grad = drawn()
+    own = [float(t.detach().abs().max()) for t in (x.bfloat16(), weight, grad.bfloat16())]
+    layers = (
+        layer_of(PrecisionConfig(policy="fp8_delayed"), own),
+        float8(PrecisionConfig(policy="fp8_tensorwise"), torch.device("cpu")),
+    )
+    found = []
+    for layer in layers:
+        assert layer is not None
+        out = layer.product(x.bfloat16(), weight)
+        found.append((out, *torch.autograd.grad(out, [x, weight], grad.bfloat16())))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_history_is_what_the_last_steps_saw():
+    config = delayed(fp8_history=3, fp8_layers="blocks.0.attn.*_proj")
+    scalars = first_amaxes(config)
+    assert layers(config) == [f"blocks.0.attn.{name}_proj" for name in "qkvo"]
+    assert len(scalars) == 4 * 3 * 3 and set(scalars.values()) == {0.0}
+    guess = amaxes_in_force(config, scalars)[Q]
+    for newest in (5.0, 4.0, 2.0, 1.0, 0.5):
+        scalars |= amaxes_after(config, scalars, {name: (newest, newest / 2, newest / 4) for name in layers(config)})
+    assert [scalars[key(Q, "input", age)] for age in range(3)] == [0.5, 1.0, 2.0]
+    assert amaxes_in_force(config, scalars)[Q].tolist() == [2.0, 1.0, 0.5]
+    assert (guess > 0).all() and not without_amaxes(scalars)
+
+
+def test_a_micro_batch_alone_is_cast_as_in_its_step():
+    config = delayed()
+    session = TorchBackend().open(config)
+    session.step(text_batch(config))
+    session.step(text_batch(config, 1))
+    scalars = for_a_share(config, session.scalars, 0.25)
+    before, alone = (amaxes_in_force(config, one)[Q] for one in (session.scalars, scalars))
+    assert alone.tolist() == [before[0], before[1], 4 * before[2]]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_remembers_the_largest_of_its_micro_batches(compiled):
+    config = delayed(compiled=compiled)
+    batch = text_batch(config)
+    whole = TorchBackend().open(config)
+    record = whole.step(batch)
+    assert not record.metrics
+    alone = []
+    for micro in batch.cut(config.train):
+        session = TorchBackend().open(config)
+        session.gradients(micro)
+        assert session._amaxes_seen is not None
+        alone.append(session._amaxes_seen)
+    inputs = torch.stack(alone).amax(0)[:, CASTS.index("input")].tolist()
+    assert [whole.scalars[key(name, "input", 0)] for name in layers(config)] == inputs
+    assert whole.scalars[key(Q, "weight", 0)] == float(
+        np.abs(TorchBackend().open(config).state().params[f"{Q}.weight"]).max()
+    )
+
+
+def test_gradients_that_are_only_asked_for_are_not_remembered():
+    config = delayed()
+    session = TorchBackend().open(config)
+    before = dict(session.scalars)
+    session.gradients(text_batch(config))
+    session.observe(uneven_weights(text_batch(config), 0).rows(np.arange(2)), ["logits", "grad/embed"])
+    session.evaluate(text_batch(config))
+    assert session.scalars == before
+
+
+def test_a_step_that_is_left_out_is_not_remembered():
+    config = delayed(train={"on_not_finite": "skip"})
+    session = TorchBackend().open(config)
+    session.step(text_batch(config))
+    before = {name: value for name, value in session.scalars.items() if name.startswith("amax/")}
+    state = session.state()
+    params = {name: np.full_like(p, np.inf) if name == "final_norm.weight" else p for name, p in state.params.items()}
+    session.load(replace(state, params=params))
+    session.step(text_batch(config))
+    assert {name: value for name, value in session.scalars.items() if name.startswith("amax/")} == before
+    assert session.scalars["skipped_steps"] == 1
+
+
+def test_a_step_that_is_not_finite_ends_the_run():
+    config = delayed()
+    session = TorchBackend().open(config)
+    state = session.state()
+    params = {name: np.full_like(p, np.inf) if name == "final_norm.weight" else p for name, p in state.params.items()}
+    session.load(replace(state, params=params))
+    with pytest.raises(NotFinite):
+        session.step(text_batch(config))
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    """The scales of the step after a resume are those of a run that was not stopped."""
+    config = delayed()
+    whole, first = TorchBackend().open(config), TorchBackend().open(config)
+    for step in range(2):
+        whole.step(text_batch(config, step))
+        first.step(text_batch(config, step))
+    begin_checkpoint(tmp_path / "step", 2, writer_of(first), {}).commit()
+    resumed = TorchBackend().open(config)
+    state, _ = load_checkpoint(tmp_path / "step")
+    resumed.load(state)
+    batch = text_batch(config, 2)
+    record = whole.step(batch)
+    assert resumed.step(batch).grad_norm == record.grad_norm
+    assert resumed.scalars == whole.scalars
+    forgetful = TorchBackend().open(config)
+    forgetful.load(replace(state, scalars={}))
+    assert forgetful.step(batch).grad_norm != record.grad_norm
+
+
+def test_jax_runs_stages_and_no_step():
+    config = delayed()
+    session = JaxBackend().open(config)
+    with pytest.raises(UserError, match="JAX judges a step with delayed scaling"):
+        session.step(text_batch(config))
+    with pytest.raises(NotSupported, match="delayed scaling of a whole model"):
+        session.gradients(text_batch(config))
+
+
+DELAYED = [fault for fault in faults.FAULTS if "fp8_delayed/eager" in fault.recipes]
+
+
+@pytest.mark.parametrize("fault", [None, *DELAYED], ids=lambda fault: fault.name if fault else "honest")
+@pytest.mark.parametrize("probe", [False, True], ids=["thorough", "training"])
+def test_a_fault_is_named_and_an_honest_trainer_is_not(fault, probe):
+    config = delayed()
+    session = (fault.make() if fault else TorchBackend()).open(config)
+    reference = sound_reference(JaxBackend(), config)
+    for step in range(1, 4):
+        batch = text_batch(config, step)
+        first = uneven_weights(batch.cut(config.train)[0], step) if probe else None
+        origin = judge(gather(session, config, batch, first), reference).origin
+        if fault is None or step < fault.first_step:
+            assert origin is None, origin
+            continue
+        assert origin is not None and (origin.stage, origin.phase, origin.layer) == fault.origin(config.model.layers)
+        break
+
+
+@pytest.mark.parametrize("probe", [False, True], ids=["thorough", "training"])
+def test_scales_that_no_step_sets_are_found(probe):
+    """A thorough check loads states, and mends them: it looks before it does. During training they are used."""
+    config = delayed()
+    session, reference = ScalesOnlyLoaded().open(config), sound_reference(JaxBackend(), config)
+    origins = []
+    for step in (1, 2):
+        batch = text_batch(config, step)
+        first = uneven_weights(batch.cut(config.train)[0], step) if probe else None
+        origins.append(judge(gather(session, config, batch, first), reference).origin)
+    named = [origin and (origin.stage, origin.layer) for origin in origins]
+    assert named == ([None, ("q", 0)] if probe else [("fp8_amax", None)] * 2)
+
+
+def test_amaxes_of_a_part_of_the_step_are_found():
+    """The last micro-batch alone: what it saw is off by more than two of the twin's errors somewhere."""
+    config = delayed(train={"batch_size": 8, "micro_batch_size": 1})
+    session, reference = AmaxOfTheLastMicroBatch().open(config), sound_reference(JaxBackend(), config)
+    found = {f.stage for f in judge(gather(session, config, text_batch(config)), reference).findings if not f.ok}
+    assert found == {"fp8_amax"}
