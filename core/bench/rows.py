@@ -73,6 +73,7 @@ EAGER = {"compile.enabled": "false"}
 GRAPHS = {"compile.mode": "reduce-overhead"}
 EVERY_LAYER = {"recompute.parts": "block"}
 TENSORWISE, ROWWISE = {"precision.policy": "fp8_tensorwise"}, {"precision.policy": "fp8_rowwise"}
+DELAYED = {"precision.policy": "fp8_delayed"}
 # FP32 attention fell back to the written-out kernel in the published runs.
 FP32 = {"precision.policy": "fp32", "attention.kernel": "math"}
 
@@ -186,7 +187,7 @@ ROWS: tuple[Row, ...] = (
         "fp8-delayed",
         "FP8, delayed scaling",
         4,
-        settings={"precision.policy": "fp8_delayed"},
+        settings=DELAYED,
         published=Published(0.141, 42.3, "Transformer Engine"),
     ),
     Row("fp8-tensorwise-4", "FP8 tensorwise at the size of that", 4, settings=TENSORWISE),
@@ -297,6 +298,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("kept-one-kernel-64", "nothing computed again, cuDNN, head of one kernel", 16, 4, ONE_KERNEL),
     Row("kept-fp8-one-kernel-64", "the same in FP8 tensorwise", 16, 4, TENSORWISE | ONE_KERNEL),
+    Row("kept-fp8-delayed-one-kernel-64", "the same in FP8, delayed scaling", 16, 4, DELAYED | ONE_KERNEL),
 )
 BY_NAME = {row.name: row for row in ROWS}
 

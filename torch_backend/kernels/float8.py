@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.core.config.schema import PrecisionConfig, RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.model.families import graph_of
 from lockstep.core.model.names import fp8_modules
 from lockstep.core.train.fp8_amax import layers
 from lockstep.torch_backend.tools.import_logging import quiet_import
@@ -33,19 +34,22 @@ class Float8:
     """Hold torchao's form of the recipe. config: Float8LinearConfig; products: its LinearMMConfig.
 
     amax: under delayed scaling, (3,) of which its layer makes the scales of input, weight and output gradient. Its
-    gradient is the three largest magnitudes that were seen instead.
+    gradient is the three largest magnitudes that were seen instead. of_input: the amaxes of the first layer that reads
+    the same input, and so has seen the same: a compiler then casts it once for all of them.
     """
 
     config: Any
     products: Any
     amax: Tensor | None = None
+    of_input: Tensor | None = None
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """X (…, in) in bf16, weight (out, in) in FP32 → (…, out) in bf16."""
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
         if self.amax is not None:
-            y: Tensor = _Delayed.apply(x, weight.t(), self.amax, self.products)
+            of_input = self.amax if self.of_input is None else self.of_input
+            y: Tensor = _Delayed.apply(x, weight.t(), self.amax, of_input.detach(), self.products)
             return y
         out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), self.products, self.config)
         return out
@@ -84,23 +88,23 @@ class _Delayed(torch.autograd.Function):
     """torchao's `matmul_with_hp_or_float8_args` with scales of given amaxes, and the amaxes that it saw."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_t: Tensor, amax: Tensor, products: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_t: Tensor, amax: Tensor, of_input: Tensor, products: Any) -> Tensor:
         seen = torch.stack([x.abs().amax().to(amax.dtype), weight_t.abs().amax().to(amax.dtype)])
-        ctx.save_for_backward(x, weight_t, amax, seen)
+        ctx.save_for_backward(x, weight_t, amax, of_input, seen)
         ctx.products = products
         flat = x.reshape(-1, x.shape[-1])
-        y = torch.mm(*_casts(products, input=(flat, amax[0]), weight=(weight_t, amax[1])))
+        y = torch.mm(*_casts(products, input=(flat, of_input[0]), weight=(weight_t, amax[1])))
         return y.reshape(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x, weight_t, amax, seen = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        x, weight_t, amax, of_input, seen = ctx.saved_tensors
         grad, flat = grads[0].reshape(-1, grads[0].shape[-1]), x.reshape(-1, x.shape[-1])
         seen = torch.cat([seen, grad.abs().amax().to(amax.dtype)[None]])
         narrow, narrow_weight = _casts(ctx.products, gradient=(grad, amax[2]), weight=(weight_t, amax[1]))
-        (narrow_x,) = _casts(ctx.products, input=(flat, amax[0]))
+        (narrow_x,) = _casts(ctx.products, input=(flat, of_input[0]))
         grad_x = torch.mm(narrow, narrow_weight.t()).reshape(x.shape)
-        return grad_x, torch.mm(narrow.t(), narrow_x).t(), seen, None
+        return grad_x, torch.mm(narrow.t(), narrow_x).t(), seen, None, None
 
 
 def _casts(products: Any, **tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -130,7 +134,11 @@ def apply_float8(model: nn.Module, run: RunConfig, recipe: Float8 | None) -> dic
     for name in layers(run):
         amaxes[name] = torch.ones(3, device=modules[name].weight.device, requires_grad=True)
     for name in fp8_modules(run):
-        modules[name].float8 = replace(recipe, amax=amaxes[name]) if recipe and name in amaxes else recipe
+        modules[name].float8 = recipe
+    first: dict[str, Tensor] = {}
+    for name, amax in amaxes.items():
+        of_input = first.setdefault(graph_of(run.model).linears[name].reads["x"], amax)
+        modules[name].float8 = recipe and replace(recipe, amax=amax, of_input=of_input)
     return amaxes
 
 
@@ -140,7 +148,9 @@ def set_amaxes(amaxes: Mapping[str, Tensor], values: Mapping[str, np.ndarray]) -
         with torch.no_grad():
             given = torch.from_numpy(np.stack([values[name] for name in amaxes]))
             device = next(iter(amaxes.values())).device
-            torch._foreach_copy_(list(amaxes.values()), list(given.to(device).unbind()))
+            # From pinned memory: otherwise the host would wait for the device.
+            given = given.pin_memory() if device.type == "cuda" else given
+            torch._foreach_copy_(list(amaxes.values()), list(given.to(device, non_blocking=True).unbind()))
 
 
 def amaxes_seen(amaxes: Mapping[str, Tensor]) -> Tensor:

@@ -148,7 +148,7 @@ def _runs() -> Iterator[Case]:
     step = flash | {"train.batch_size": "64", "train.curriculum": ""}
     for policy in ("bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed"):
         yield Case(f"1.24B, [64, 2048], {policy}", RUNS, step | {"precision.policy": policy}, memory=None)
-    for policy in ("bf16", "fp8_tensorwise"):
+    for policy in ("bf16", "fp8_tensorwise", "fp8_delayed"):
         own = {"precision.policy": policy, "loss.head": "one_kernel"}
         yield Case(f"1.24B, [64, 2048], {policy}, head one_kernel", RUNS, step | own, memory=None)
     residual = {"precision.casts": "residual=bf16"}
