@@ -126,6 +126,15 @@ class ReadsBack(Protocol):
 
 
 @runtime_checkable
+class ShowsAmaxes(Protocol):
+    """A session that tells what a pass saw under FP8's delayed scaling (core/train/fp8_amax.py)."""
+
+    def amaxes_of_pass(self) -> Arrays:
+        """By layer, float32 (3,), in the order of CASTS: the largest magnitudes of the last pass over gradients."""
+        ...
+
+
+@runtime_checkable
 class ShowsParts(Protocol):
     """A session whose step sketches what each of its micro-batches adds to its gradients, without another pass."""
 

@@ -224,6 +224,12 @@ class TorchSession(Observes):
     def _set_amaxes(self) -> None:
         set_amaxes(self.amaxes, amaxes_in_force(self.config, self.scalars))
 
+    def amaxes_of_pass(self) -> Arrays:
+        """By layer, the largest magnitudes that the last pass over gradients saw; nothing before the first one."""
+        if self._amaxes_seen is None:
+            return {}
+        return dict(zip(self.amaxes, to_numpy(self._amaxes_seen), strict=True))
+
     @part("checkpoint")
     def write(self, folder: Path) -> WritingTorch:
         """Begin to write the state by torch.distributed.checkpoint; every rank of the session calls it.

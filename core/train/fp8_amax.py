@@ -38,6 +38,12 @@ def key(layer: str, cast: str, age: int) -> str:
     return f"{PREFIX}{layer}/{cast}/{age}"
 
 
+def largest(x: np.ndarray) -> np.floating:
+    """The largest magnitude of an array."""
+    found: np.floating = max(x.max(), -x.min())
+    return found
+
+
 def first_amaxes(config: RunConfig) -> dict[str, float]:
     """The scalars of a run's state before its first step: zeros, which are no amaxes yet."""
     ages = range(config.precision.fp8_history)

@@ -611,6 +611,7 @@ LEVERS = (
         recipes=DELAYED,
         note="one step's history is whole",
     ),
+    Fault(levers.AmaxOfOneSequence, "fp8_amax", layer=1, loss_moves_less_than=TINY, recipes=DELAYED),
     Fault(levers.AmaxOfAnotherLayer, "fp8_amax", layer=1, loss_moves_less_than=TINY, recipes=DELAYED),
     Fault(
         levers.ClipsBeforeUnscaling,

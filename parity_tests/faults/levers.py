@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -224,6 +225,34 @@ class AmaxOfTheLastMicroBatch(TorchBackend):
     """FP8, delayed: a step's amaxes are those of its last micro-batch, not the largest of all."""
 
     session_class = _LastOne
+
+
+class _LastSequence(torch.autograd.Function):
+    """Amaxes as they are, whose gradient, what was seen, has the last sequence's for the input."""
+
+    @staticmethod
+    def forward(ctx: Any, amax: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x[-1].abs().amax())
+        return amax.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (seen,) = ctx.saved_tensors
+        return torch.cat([seen.to(grads[0].dtype)[None], grads[0][1:]]), None
+
+
+class _OneSequence(Linear):
+    def forward(self, x: Tensor, policy: Policy) -> Tensor:
+        """Note what the last sequence has."""
+        assert self.float8 is not None
+        noted = _LastSequence.apply(self.float8.amax, x.detach().bfloat16())
+        return linear(x, self.weight, self.bias, policy, replace(self.float8, amax=noted))
+
+
+class AmaxOfOneSequence(TorchBackend):
+    """FP8, delayed: one layer notes the amaxes of a micro-batch's last sequence, not of all its tokens."""
+
+    session_class = in_model(lambda model: swap(model, Linear, _OneSequence, "blocks.1.mlp.down_proj"))
 
 
 class _ClipsScaled(TorchSession):

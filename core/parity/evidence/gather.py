@@ -18,6 +18,7 @@ from lockstep.core.capabilities import (
     GivesEachItsOwn,
     Loads,
     ReportsRanks,
+    ShowsAmaxes,
     ShowsRankGradients,
     StreamsRankGradients,
     Take,
@@ -102,6 +103,7 @@ class Evidence:
     the weights of each of `reweighted_batches`. later: of a run's first step, the records of the same step as a later
     one (core/parity/evidence/later_steps.py). around_load: under FP8's delayed scaling, of a thorough check, the
     observations of the gradients of the step's first micro-batch after the step, and when that state has been loaded.
+    probed_amaxes, own_amaxes: of `tapped`, and of each of `own`, what the pass saw, by layer (`ShowsAmaxes`).
     """
 
     before: State
@@ -131,6 +133,8 @@ class Evidence:
     reweighted: tuple[Mapping[str, Observation], ...] = ()
     later: tuple[StepRecord, ...] = ()
     around_load: tuple[Mapping[str, Observation], ...] = ()
+    probed_amaxes: Arrays = field(default_factory=dict)
+    own_amaxes: tuple[Arrays, ...] = ()
 
     @property
     def given_probe(self) -> Batch | None:
@@ -233,13 +237,17 @@ def _gather(
     # A thorough check has time for passes apart from the step, which find what only a micro-batch's place in it does.
     shows_parts = parts_of_step(session, config) if several and not thorough else None
     # The step's micro-batches first: gradients that are not cleared then show in those of the one that follows.
-    own = _own(session, config, before, batch, missing) if several and shows_parts is None else ()
+    own: tuple[Mapping[str, Observation], ...] = ()
+    own_amaxes: tuple[Arrays, ...] = ()
+    if several and shows_parts is None:
+        own, own_amaxes = _own(session, config, before, batch, missing)
     reweighted: tuple[Mapping[str, Observation], ...] = ()
     first = batch.cut(config.train)[0]
     if thorough and config.train.ranks == 1 and (own or not several) and first.weights.any():
         with suppress(NotSupported), _as_in_step(session, config, before, batch):
             reweighted = tuple(sketched(session, one) for one in reweighted_batches(first))
     probed = attempt("gradients and per-token NLL", tapped, "probed")
+    probed_amaxes = _amaxes(session, config, missing) if probed is not None else {}
     # The step itself tells its gradients, where the session can: to compute them twice costs a step.
     stepped = in_passing = None
     if probed is not None:
@@ -340,6 +348,8 @@ def _gather(
         reweighted=reweighted,
         later=later,
         around_load=tuple(around_load),
+        probed_amaxes=probed_amaxes,
+        own_amaxes=own_amaxes,
     )
 
 
@@ -392,14 +402,28 @@ def _computed_again(
 
 def _own(
     session: Session, config: RunConfig, before: State, batch: Batch, missing: list[str]
-) -> tuple[Mapping[str, Observation], ...]:
-    """Observe the gradients of each of the step's micro-batches apart from the step."""
+) -> tuple[tuple[Mapping[str, Observation], ...], tuple[Arrays, ...]]:
+    """Observe the gradients, and the amaxes where there are any, of each of the step's micro-batches apart from it."""
     try:
         with _as_in_step(session, config, before, batch):
-            return tuple(observed_parts(session, config, batch))
+            if config.train.ranks > 1 or not layers(config):
+                return tuple(observed_parts(session, config, batch)), ()
+            parts = [(sketched(session, one), _amaxes(session, config, [])) for one in batch.cut(config.train)]
+            return tuple(seen for seen, _ in parts), tuple(amaxes for _, amaxes in parts if amaxes)
     except NotSupported as reason:
         missing.append(f"the step's gradients against those of its micro-batches: {reason}")
-        return ()
+        return (), ()
+
+
+def _amaxes(session: Session, config: RunConfig, missing: list[str]) -> Arrays:
+    """What the pass before saw under FP8's delayed scaling; nothing else, or where the session does not tell."""
+    if not layers(config):
+        return {}
+    try:
+        return ask(session, ShowsAmaxes).amaxes_of_pass()
+    except NotSupported as reason:
+        missing.append(f"the amaxes of a micro-batch against its tensors: {reason}")
+        return {}
 
 
 def _as_in_step(session: Session, config: RunConfig, before: State, batch: Batch) -> AbstractContextManager[None]:

@@ -101,6 +101,8 @@ class _Document:
     reweighted_by_token: tuple[str, ...] = ()
     later: tuple[StepRecord, ...] = ()
     around_load: tuple[str, ...] = ()
+    probed_amaxes: str = ""
+    own_amaxes: tuple[str, ...] = ()
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -189,6 +191,8 @@ class _Writer:
             tuple(self._kind(f"reweighted/{i}", to_arrays(one)) for i, one in enumerate(evidence.reweighted)),
             evidence.later,
             tuple(self._kind(f"around_load/{i}", to_arrays(one)) for i, one in enumerate(evidence.around_load)),
+            self._kind("probed_amaxes", evidence.probed_amaxes) if evidence.probed_amaxes else "",
+            tuple(self._kind(f"own_amaxes/{i}", one) for i, one in enumerate(evidence.own_amaxes)),
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -284,4 +288,6 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         reweighted=tuple(from_arrays(store.arrays(kind)) for kind in document.reweighted_by_token),
         later=document.later,
         around_load=tuple(from_arrays(store.arrays(kind)) for kind in document.around_load),
+        probed_amaxes=store.arrays(document.probed_amaxes) if document.probed_amaxes else {},
+        own_amaxes=tuple(map(store.arrays, document.own_amaxes)),
     )

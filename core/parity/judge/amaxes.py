@@ -10,16 +10,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.core.components.precision import FORMATS
+from lockstep.core.components.precision import FORMATS, narrowed
+from lockstep.core.model.names import GRADIENT
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.judge.end_to_end import Repeated
 from lockstep.core.parity.measures.compare import Reference, exact, finding
 from lockstep.core.parity.measures.verdict import Finding, Measure
-from lockstep.core.train.fp8_amax import CASTS, PREFIX, amaxes_after, key, layers
+from lockstep.core.parity.reference.stages import stages_of
+from lockstep.core.train.fp8_amax import CASTS, PREFIX, amaxes_after, key, largest, layers
 
 STAGE = "fp8_amax"
 # Candidate and twin each have an error of the twin's size.
 INDEPENDENT = 2.0
+# Scales that are not those of the state move a gradient by FP8's roundings. The same ones repeat it, but for the order
+# of sums on a GPU.
+LEAST_APART = 1e-4
 
 
 def amaxes(
@@ -40,13 +45,14 @@ def amaxes(
     basis = "each step's amaxes a step older, the oldest forgotten" if made else "a step left out is not remembered"
     yield exact(STAGE, "history", len(wrong), len(due), basis, ", ".join(wrong[:5]))
     yield from _around_load(evidence)
+    yield from _of_tensors(evidence, reference)
     if not made:
         return
+    yield from _of_micro_batches(evidence, reference, seen)
     for name in names:
-        weight = evidence.before.params[f"{name}.weight"]
-        largest = np.float32(max(weight.max(), -weight.min()))
-        differs = int(np.float32(seen[name][CASTS.index("weight")]) != largest)
-        yield exact(STAGE, f"{name}.weight", differs, 1, f"the largest magnitude of its weight, {largest:.9g}")
+        due_of_weight = float(largest(evidence.before.params[f"{name}.weight"]))
+        found = seen[name][CASTS.index("weight")]
+        yield _apart(f"weight/{name}", found, due_of_weight, 0.0, "the largest magnitude of its weight")
     if repeated is not None and repeated.amaxes:
         for cast in ("input", "gradient"):
             yield from _against_twin(cast, {name: of[CASTS.index(cast)] for name, of in seen.items()}, repeated, whole)
@@ -56,10 +62,53 @@ def _around_load(evidence: Evidence) -> Iterator[Finding]:
     """After the step the session casts as it does when it has been given that state."""
     if len(evidence.around_load) < 2:
         return
-    first, second = evidence.around_load
-    differ = [name for name in first if not np.array_equal(first[name].sketch, second[name].sketch, equal_nan=True)]
-    basis = "the gradients of a micro-batch after the step, and when the state after it is loaded: equal bits"
-    yield exact(STAGE, "scales", len(differ), len(first), basis, ", ".join(differ[:3]))
+    first, second = ({name: one.sketch.astype(float) for name, one in of.items()} for of in evidence.around_load)
+    apart = max(float(np.linalg.norm(second[n] - x)) / (float(np.linalg.norm(x)) or 1.0) for n, x in first.items())
+    basis = "the gradients of a micro-batch after the step, and when the state after it has been loaded"
+    measure = Measure("relative_error", apart, None, LEAST_APART, basis)
+    yield finding(STAGE, "scales", "local", (measure,), len(first))
+
+
+def _of_tensors(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+    """What a pass over the tapped micro-batch saw, against the tensors that the tapped program shows.
+
+    The two programs may round otherwise: by a rounding of the largest number where they have not the same bits.
+    """
+    taps, config = evidence.taps, reference.config
+    same_bits = evidence.taps_keep_bits and not config.compile.enabled and config.device != "cuda"
+    for stage in stages_of(config):
+        found = evidence.probed_amaxes.get(stage.module or "")
+        needed = stage.reads.get("x", ""), GRADIENT + stage.tap
+        if found is None or any(name not in taps for name in needed):
+            continue
+        cast = taps[needed[0]], evidence.before.params[stage.params["weight"]], taps[needed[1]]
+        due = np.array([largest(x) for x in cast], dtype=np.float32)
+        due[[0, 2]] = narrowed(due[[0, 2]], config.precision.operand)
+        basis = "the largest magnitude of the tensor that it casts"
+        for name, value, of in zip(CASTS, found, due, strict=True):
+            most = 0.0 if same_bits or name == "weight" else 2 * FORMATS["bf16"].roundoff
+            yield _apart(f"{name} of a micro-batch/{stage.module}", float(value), float(of), most, basis)
+
+
+def _of_micro_batches(
+    evidence: Evidence, reference: Reference, seen: dict[str, tuple[float, ...]]
+) -> Iterator[Finding]:
+    """A step's amaxes of inputs against the largest of its micro-batches, each computed apart from it."""
+    parts, config = evidence.own_amaxes, reference.config
+    if len(parts) < len(evidence.batch.cut(config.train)):
+        return
+    at = CASTS.index("input")
+    basis = "the largest of the step's micro-batches, computed one by one"
+    for name, of_step in seen.items():
+        due = max(float(part[name][at]) for part in parts)
+        most = 0.0 if config.device != "cuda" else 2 * FORMATS["bf16"].roundoff
+        yield _apart(f"input of all micro-batches/{name}", of_step[at], due, most, basis)
+
+
+def _apart(tap: str, found: float, due: float, most: float, basis: str) -> Finding:
+    apart = abs(found - due) / due if due else float(found != 0)
+    measure = Measure("relative_error", apart if np.isfinite(apart) else np.inf, None, most, f"{basis}, {due:.9g}")
+    return finding(STAGE, tap, "local", (measure,), 1)
 
 
 def _against_twin(cast: str, seen: dict[str, float], repeated: Repeated, whole: bool) -> Iterator[Finding]:
@@ -74,4 +123,4 @@ def _against_twin(cast: str, seen: dict[str, float], repeated: Repeated, whole: 
         apart = (found - twin[name]) / twin[name] if twin[name] else float(found != 0)
         value = abs(apart) if whole or not apart >= 0 else 0.0
         measure = Measure("relative_error", value if np.isfinite(value) else np.inf, None, high, basis)
-        yield finding(STAGE, f"{name}/{cast}", "end_to_end", (measure,), 1)
+        yield finding(STAGE, f"{cast}/{name}", "end_to_end", (measure,), 1)

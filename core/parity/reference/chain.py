@@ -25,7 +25,7 @@ from lockstep.core.model.graph import OUTPUT, Operation
 from lockstep.core.model.names import GRADIENT, in_fp8, probe_shapes
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL
 from lockstep.core.parity.reference.operations import LOOK_UP, aligned, run_operation, with_amaxes
-from lockstep.core.train.fp8_amax import PREFIX
+from lockstep.core.train.fp8_amax import PREFIX, largest
 
 # All inner tensors are kept, and none is computed again, up to this many bytes.
 KEPT_BYTES = 256 << 20
@@ -225,7 +225,7 @@ class Chain:
 
     def _see(self, one: Operation, *cast: np.ndarray) -> None:
         """Note the largest magnitudes of a layer's input, weight and output gradient, as they are cast to FP8."""
-        found = np.array([max(x.max(), -x.min()) for x in cast], dtype=np.float32)
+        found = np.array([largest(x) for x in cast], dtype=np.float32)
         if self._fp8:
             # Rounding never changes which one is the largest. Weights are cast as they are.
             found[[0, 2]] = narrowed(found[[0, 2]], self._config.precision.operand)
