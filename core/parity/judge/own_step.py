@@ -97,11 +97,11 @@ def findings(
         except NotSupported as reason:
             missing.append(f"the step's own gradients end to end: {reason}")
     whole = part is not None and part.batch is evidence.batch
-    found += amaxes(evidence, reference, step_is_made(evidence, reference), repeated, whole)
+    of_amaxes = amaxes(evidence, reference, step_is_made(evidence, reference), repeated, whole)
     found += _accumulated(evidence, reference, repeated, missing)
     found += _under_other_weights(evidence, reference)
     named = [replace(one, note="; ".join(note for note in (one.note, OWN) if note)) for one in found]
-    return named, {} if part is None else part.found, repeated
+    return [*named, *of_amaxes], {} if part is None else part.found, repeated
 
 
 def _accumulated(
