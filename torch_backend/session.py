@@ -91,7 +91,7 @@ class TorchSession(Observes):
         # What torch.compile has made for the step, and the lengths of sequences that it has made it for.
         self.programs, self._stepped = 0, set[int]()
         self.scalars = first_scalars(config)
-        # Of FP8's delayed scaling: by layer, what the scales of its casts are made of; and what a step has seen.
+        # Under FP8's delayed scaling, by layer: the amaxes that its scales are made of, and those that a step has seen.
         self.amaxes: dict[str, Tensor] = {}
         self._amaxes_seen: Tensor | None = None
         self._told_amaxes: Amaxes = {}

@@ -17,7 +17,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.families import graph_of
 from lockstep.core.model.names import fp8_modules
 
-# What a layer casts, in the order of its amaxes.
+# The three casts of a layer, in the order of its amaxes.
 CASTS = ("input", "weight", "gradient")
 PREFIX = "amax/"
 # Before the first step nothing is known, and FP8's range of 2²⁵ (e4m3) and more has room for a guess. Transformer

@@ -35,6 +35,7 @@ from lockstep.parity_tests.faults.levers import AmaxOfTheLastMicroBatch, ScalesO
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.kernels.float8 import Float8, float8
+from lockstep.torch_backend.session import TorchSession
 
 Q = "blocks.0.attn.q_proj"
 
@@ -220,6 +221,19 @@ def test_a_fault_is_named_and_an_honest_trainer_is_not(fault, probe):
             continue
         assert origin is not None and (origin.stage, origin.phase, origin.layer) == fault.origin(config.model.layers)
         break
+
+
+def test_a_candidate_without_a_history_is_accused():
+    """Nothing ends in an exception: its state holds no amaxes, and none can be followed."""
+
+    class Forgetful(TorchSession):
+        def stream_state(self, take):
+            return replace(super().stream_state(take), scalars={})
+
+    config = delayed()
+    session, reference = Forgetful(config), sound_reference(JaxBackend(), config)
+    wrong = [f for f in judge(gather(session, config, text_batch(config)), reference).findings if not f.ok]
+    assert ("fp8_amax", "history") in {(f.stage, f.tap) for f in wrong}
 
 
 @pytest.mark.parametrize("probe", [False, True], ids=["thorough", "training"])

@@ -416,7 +416,7 @@ def _own(
 
 
 def _amaxes(session: Session, config: RunConfig, missing: list[str]) -> Arrays:
-    """What the pass before saw under FP8's delayed scaling; nothing else, or where the session does not tell."""
+    """Return what the pass before saw under FP8's delayed scaling; nothing where the session does not tell."""
     if not layers(config):
         return {}
     try:

@@ -17,7 +17,7 @@ from lockstep.core.parity.judge.end_to_end import Repeated
 from lockstep.core.parity.measures.compare import Reference, exact, finding
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.reference.stages import stages_of
-from lockstep.core.train.fp8_amax import CASTS, PREFIX, amaxes_after, key, largest, layers
+from lockstep.core.train.fp8_amax import CASTS, PREFIX, amaxes_after, first_amaxes, key, largest, layers
 
 STAGE = "fp8_amax"
 # Candidate and twin each have an error of the twin's size.
@@ -38,7 +38,8 @@ def amaxes(
     names, config = layers(reference.config), reference.config
     if not names:
         return
-    before, after = evidence.before.scalars, evidence.after.scalars
+    # A candidate may hold no history: then it has nothing to make scales of.
+    before, after = first_amaxes(config) | dict(evidence.before.scalars), evidence.after.scalars
     seen = {name: tuple(after.get(key(name, cast, 0), np.nan) for cast in CASTS) for name in names}
     due = amaxes_after(config, before, seen) if made else {n: x for n, x in before.items() if n.startswith(PREFIX)}
     wrong = [name for name, value in due.items() if after.get(name) != value]
@@ -63,14 +64,16 @@ def _around_load(evidence: Evidence) -> Iterator[Finding]:
     if len(evidence.around_load) < 2:
         return
     first, second = ({name: one.sketch.astype(float) for name, one in of.items()} for of in evidence.around_load)
-    apart = max(float(np.linalg.norm(second[n] - x)) / (float(np.linalg.norm(x)) or 1.0) for n, x in first.items())
+    apart = max(
+        float(np.linalg.norm(second.get(n, np.inf) - x)) / (float(np.linalg.norm(x)) or 1.0) for n, x in first.items()
+    )
     basis = "the gradients of a micro-batch after the step, and when the state after it has been loaded"
     measure = Measure("relative_error", apart, None, LEAST_APART, basis)
     yield finding(STAGE, "scales", "local", (measure,), len(first))
 
 
 def _of_tensors(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """What a pass over the tapped micro-batch saw, against the tensors that the tapped program shows.
+    """Hold what a pass over the tapped micro-batch saw to the tensors that the tapped program shows.
 
     The two programs may round otherwise: by a rounding of the largest number where they have not the same bits.
     """
@@ -115,7 +118,7 @@ def _against_twin(cast: str, seen: dict[str, float], repeated: Repeated, whole: 
     """One cast of every layer. An amax is one number: the twin's error is the largest of all layers."""
     at = CASTS.index(cast)
     twin, truth = ({name: float(of[side][at]) for name, of in repeated.amaxes.items()} for side in (0, 1))
-    error = max(abs(twin[name] - truth[name]) / truth[name] for name in seen if truth[name])
+    error = max((abs(twin[name] - truth[name]) / truth[name] for name in seen if truth[name]), default=0.0)
     roundoff = FORMATS["bf16"].roundoff
     high = INDEPENDENT * max(error, roundoff)
     basis = f"twice the twin's largest error of all layers, {error:.1e}, or bf16's roundoff"
