@@ -223,6 +223,26 @@ def test_a_fault_is_named_and_an_honest_trainer_is_not(fault, probe):
         break
 
 
+@pytest.mark.parametrize("probe", [False, True], ids=["thorough", "training"])
+def test_a_gradient_s_amax_is_held_to_the_twin_s(probe):
+    """A sixteenth, noted after the passes, where no tensor shows it. A half is within two of the twin's errors here."""
+    noted = key("blocks.1.mlp.up_proj", "gradient", 0)
+
+    class Sixteenth(TorchSession):
+        def scalars_after(self, finite):
+            after = super().scalars_after(finite)
+            return after | {noted: after[noted] / 16}
+
+    config = delayed(train={"batch_size": 2, "micro_batch_size": 2})
+    session, reference = Sixteenth(config), sound_reference(JaxBackend(), config)
+    batch = text_batch(config)
+    first = uneven_weights(batch, 1) if probe else None
+    wrong = [f for f in judge(gather(session, config, batch, first), reference).findings if not f.ok]
+    assert [(f.stage, f.tap, f.layer, f.scope) for f in wrong] == [
+        ("fp8_amax", "gradient/blocks.1.mlp.up_proj", 1, "end_to_end")
+    ]
+
+
 def test_a_candidate_without_a_history_is_accused():
     """Nothing ends in an exception: its state holds no amaxes, and none can be followed."""
 
