@@ -103,7 +103,8 @@ class Evidence:
     the weights of each of `reweighted_batches`. later: of a run's first step, the records of the same step as a later
     one (core/parity/evidence/later_steps.py). around_load: under FP8's delayed scaling, of a thorough check, the
     observations of the gradients of the step's first micro-batch after the step, and when that state has been loaded.
-    probed_amaxes, own_amaxes: of `tapped`, and of each of `own`, what the pass saw, by layer (`ShowsAmaxes`).
+    probed_amaxes, own_amaxes, step_amaxes: of `tapped`, of each of the step's micro-batches apart from it, and of the
+    step, what the pass saw, by layer (`ShowsAmaxes`).
     """
 
     before: State
@@ -135,6 +136,7 @@ class Evidence:
     around_load: tuple[Mapping[str, Observation], ...] = ()
     probed_amaxes: Arrays = field(default_factory=dict)
     own_amaxes: tuple[Arrays, ...] = ()
+    step_amaxes: Arrays = field(default_factory=dict)
 
     @property
     def given_probe(self) -> Batch | None:
@@ -241,6 +243,8 @@ def _gather(
     own_amaxes: tuple[Arrays, ...] = ()
     if several and shows_parts is None:
         own, own_amaxes = _own(session, config, before, batch, missing)
+    elif thorough and config.train.ranks == 1 and layers(config):
+        own_amaxes = _own(session, config, before, batch, missing)[1]
     reweighted: tuple[Mapping[str, Observation], ...] = ()
     first = batch.cut(config.train)[0]
     if thorough and config.train.ranks == 1 and (own or not several) and first.weights.any():
@@ -294,6 +298,7 @@ def _gather(
     # The time in which the step's gradients were kept is no part of the step.
     record = replace(record, seconds=time.perf_counter() - started - keeping)
     gathering += keeping
+    step_amaxes = {} if not_finite else _amaxes(session, config, [])
     validated = None
     if validation is not None and not not_finite:
         validated, metrics = _validated(session, config, batch, validation)
@@ -350,6 +355,7 @@ def _gather(
         around_load=tuple(around_load),
         probed_amaxes=probed_amaxes,
         own_amaxes=own_amaxes,
+        step_amaxes=step_amaxes,
     )
 
 
