@@ -86,6 +86,18 @@ class ShowsState(Protocol):
 
 
 @runtime_checkable
+class ShowsChecksums(Protocol):
+    """A session that tells whether its state has changed, for far less than a copy of it."""
+
+    def state_checksums(self) -> Mapping[str, float]:
+        """A number for each array of the state (`params/NAME`, `KIND/NAME`), for its step and each of its scalars.
+
+        Equal bits give equal numbers, and others almost surely do not. Of several ranks, of what this one holds.
+        """
+        ...
+
+
+@runtime_checkable
 class CountsUpdates(Protocol):
     """A session whose optimizer counts its updates by itself, for bias corrections, beside the number of the step."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial, reduce
@@ -106,6 +107,13 @@ class JaxSession:
             {kind: {name: np.array(m) for name, m in by_name.items()} for kind, by_name in self.moments.items()},
             dict(self.scalars),
         )
+
+    def state_checksums(self) -> dict[str, float]:
+        """CRC-32 of each array, by `params/NAME` and `KIND/NAME`; the step and the scalars as they are."""
+        kinds = {PARAMS: self.params, **self.moments}
+        arrays = {f"{kind}/{name}": np.asarray(x) for kind, of_kind in kinds.items() for name, x in of_kind.items()}
+        sums = {name: zlib.crc32(np.ascontiguousarray(x).tobytes()) for name, x in arrays.items()}
+        return {**sums, "step": self.steps_done, **self.scalars}
 
     def load(self, state: State) -> None:
         """Take over a canonical state. Raises ValueError if names or shapes are not this model's."""

@@ -33,6 +33,7 @@ from lockstep.core.train.metrics import RECOMPILED, norms_by_group
 from lockstep.core.train.schedule import learning_rate
 from lockstep.core.train.skipped_steps import first_scalars, is_made, leaves_out, own_scalars, scalars_after
 from lockstep.torch_backend.checkpoint import Writer, WritingTorch
+from lockstep.torch_backend.checksums import checksums
 from lockstep.torch_backend.device import resolve_device
 from lockstep.torch_backend.kernels.float8 import amaxes_seen, apply_float8, float8, set_amaxes
 from lockstep.torch_backend.kernels.loss_head import apply_loss_head, has_own_head
@@ -43,6 +44,7 @@ from lockstep.torch_backend.optim import (
     build_optimizer,
     clip_coefficient,
     global_norm,
+    kept_moment,
     moment_of,
     put_moments,
     set_learning_rate,
@@ -176,6 +178,13 @@ class TorchSession(Observes):
             yield
         finally:
             self._shown = to_numpy
+
+    def state_checksums(self) -> dict[str, float]:
+        """By `params/NAME` and `KIND/NAME`, of what this rank holds; the step and the scalars as they are."""
+        tensors: dict[str, Tensor] = {f"{PARAMS}/{name}": p for name, p in self.parameters.items()}
+        for kind, names in moment_names(self.config).items():
+            tensors |= {f"{kind}/{name}": kept_moment(self.optimizer, self.parameters[name], kind) for name in names}
+        return {**checksums(tensors), "step": self.steps_done, **self.scalars}
 
     def load(self, state: State) -> None:
         """Take over a canonical state. Raises ValueError if names or shapes are not this model's.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Literal, Protocol
@@ -14,7 +14,7 @@ import numpy as np
 from lockstep.core.backend import Arrays, Batch, NotSupported, Session, StepRecord
 from lockstep.core.capabilities import ShowsAttention, Timed, UsesMemory, ask
 from lockstep.core.checkpoint.format import checkpoint_step
-from lockstep.core.config.schema import TrainConfig
+from lockstep.core.config.schema import RunConfig, TrainConfig
 from lockstep.core.data.loader import LoaderError, Prefetcher
 from lockstep.core.model.budget import mfu
 from lockstep.core.parity.measures.verdict import Check
@@ -29,6 +29,7 @@ from lockstep.core.train.metrics import MEMORY, SEQUENCE_LENGTH, attention_logit
 from lockstep.core.train.process_memory import process_memory
 from lockstep.core.train.spikes import Spikes
 from lockstep.core.train.time_accounting import Stalls
+from lockstep.core.train.unchanged_state import unchanged
 from lockstep.core.train.validation import LOSS, Validation, means
 
 Ending = Literal["finished", "interrupted", "alarmed"]
@@ -125,7 +126,8 @@ def step_records(
             require_progress(record, config.train.skips_in_a_row)
             # A clock too coarse to see a step is no reason to divide by zero.
             rate = record.tokens / record.seconds if record.seconds > 0 else 0.0
-            with stalls.part("validation"):
+            looked = f"validation, a metric or a sample after step {step}"
+            with stalls.part("validation"), unchanged(session, looked) if looks_due(config, step) else nullcontext():
                 metrics = dict(record.metrics)
                 if validation is not None and LOSS not in metrics:
                     metrics |= means(validation.scores(session))
@@ -142,6 +144,13 @@ def step_records(
                 host=stalls.lap() | host,
                 sample=text,
             )
+
+
+def looks_due(config: RunConfig, step: int) -> bool:
+    """Return whether something looks at the session's state after this step: validation, a metric, or a sample."""
+    log = config.log
+    intervals = config.eval.every, log.fp32_loss_every, log.attention_logits_every, log.sample_every
+    return any(due(every, step, config.train.steps) for every in intervals)
 
 
 def next_of(batches: Iterator[Batch], ranks: Ranks, step: int) -> Batch:
@@ -264,7 +273,8 @@ def train(
                 with stalls.part("checkpoint"):
                     if due(kept.every, done, last) or done == last or best:
                         reason: Reason = "end" if done == last else "best" if best else "interval"
-                        checkpoints.save(done, reason, checks.good)
+                        with unchanged(session, f"the checkpoint after step {done}"):
+                            checkpoints.save(done, reason, checks.good)
                     tell(sinks, checkpoints.collect())
                 if any(ranks.gather(interrupted.is_set(), f"`end step {done}`")):
                     break

@@ -223,24 +223,92 @@ def test_a_fault_is_named_and_an_honest_trainer_is_not(fault, probe):
         break
 
 
+UP = "blocks.1.mlp.up_proj"
+
+
+class Noted(TorchSession):
+    """Note another amax of a gradient than the step's passes saw."""
+
+    factor = 1.0
+
+    def scalars_after(self, finite):
+        after, noted = super().scalars_after(finite), key(UP, "gradient", 0)
+        return after | {noted: after[noted] * self.factor}
+
+
+class Averaged(TorchSession):
+    """Take gradients' amaxes for means over micro-batches, as their gradients are."""
+
+    def accumulate(self, batch):
+        found = super().accumulate(batch)
+        self._amaxes_seen[:, CASTS.index("gradient")] /= len(batch.cut(self.config.train))
+        return found
+
+
+class SaysNothing(TorchSession):
+    def amaxes_of_pass(self):
+        raise NotSupported("it keeps its amaxes to itself")
+
+
+def findings_of(session: TorchSession, probe: bool) -> list[tuple[str, str, str]]:
+    config, batch = session.config, text_batch(session.config)
+    first = uneven_weights(batch.cut(config.train)[0], 1) if probe else None
+    judged = judge(gather(session, config, batch, first), sound_reference(JaxBackend(), config))
+    return [(f.stage, f.tap, f.scope) for f in judged.findings if not f.ok]
+
+
 @pytest.mark.parametrize("probe", [False, True], ids=["thorough", "training"])
-def test_a_gradient_s_amax_is_held_to_the_twin_s(probe):
-    """A sixteenth, noted after the passes, where no tensor shows it. A half is within two of the twin's errors here."""
-    noted = key("blocks.1.mlp.up_proj", "gradient", 0)
+@pytest.mark.parametrize("factor", [0.5, 1 + 2.0**-20])
+def test_what_is_remembered_is_what_the_step_saw(probe, factor):
+    """Noted after the passes, where no tensor shows it."""
+    session = Noted(delayed(train={"batch_size": 2, "micro_batch_size": 2}))
+    session.factor = factor
+    another_pass = [] if probe else [("fp8_amax", f"gradient of all micro-batches/{UP}", "local")]
+    assert findings_of(session, probe) == [("fp8_amax", f"remembered/{UP}", "local"), *another_pass]
 
-    class Sixteenth(TorchSession):
-        def scalars_after(self, finite):
-            after = super().scalars_after(finite)
-            return after | {noted: after[noted] / 16}
 
-    config = delayed(train={"batch_size": 2, "micro_batch_size": 2})
-    session, reference = Sixteenth(config), sound_reference(JaxBackend(), config)
-    batch = text_batch(config)
-    first = uneven_weights(batch, 1) if probe else None
-    wrong = [f for f in judge(gather(session, config, batch, first), reference).findings if not f.ok]
-    assert [(f.stage, f.tap, f.layer, f.scope) for f in wrong] == [
-        ("fp8_amax", "gradient/blocks.1.mlp.up_proj", 1, "end_to_end")
-    ]
+@pytest.mark.parametrize("probe", [False, True], ids=["thorough", "training"])
+def test_a_session_that_tells_nothing_is_held_to_the_twin(probe):
+    """A sixteenth. A half is within two of the twin's errors here."""
+
+    class Silent(SaysNothing, Noted):
+        factor = 1 / 16
+
+    session = Silent(delayed(train={"batch_size": 2, "micro_batch_size": 2}))
+    assert findings_of(session, probe) == [("fp8_amax", f"gradient/{UP}", "end_to_end")]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rows", [2, 4, 8])
+def test_gradients_amaxes_are_those_of_all_micro_batches(rows, compiled):
+    """They are the largest of the micro-batches', not their mean. With a single one the two are the same."""
+    config = delayed(train={"batch_size": rows, "micro_batch_size": 2}, compiled=compiled)
+    assert not findings_of(TorchSession(config), False)
+    found = findings_of(Averaged(config), False)
+    assert {(stage, tap.split("/")[0]) for stage, tap, scope in found if scope == "local"} == (
+        {("fp8_amax", "gradient of all micro-batches")} if rows > 2 else set()
+    )
+
+
+def test_a_single_micro_batch_s_amaxes_are_held_to_those_of_another_pass():
+    """A step that notes less than the same pass apart from it."""
+
+    class Halved(TorchSession):
+        def step(self, batch, **options):
+            self.in_step = True
+            try:
+                return super().step(batch, **options)
+            finally:
+                self.in_step = False
+
+        def accumulate(self, batch):
+            found = super().accumulate(batch)
+            if getattr(self, "in_step", False):
+                self._amaxes_seen[:, CASTS.index("gradient")] /= 2
+            return found
+
+    found = findings_of(Halved(delayed(train={"batch_size": 2, "micro_batch_size": 2})), False)
+    assert {(stage, tap.split("/")[0]) for stage, tap, _ in found} == {("fp8_amax", "gradient of all micro-batches")}
 
 
 def test_a_candidate_without_a_history_is_accused():

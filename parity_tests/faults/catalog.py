@@ -19,6 +19,7 @@ from lockstep.parity_tests.faults import (
     forward,
     gradients,
     levers,
+    looking,
     loss,
     optimizer,
     own_step,
@@ -664,6 +665,13 @@ EVALUATION = (
     Fault(evaluation.NllScaledWithoutLossMask, "evaluation", loss_moves_less_than=TINY),
 )
 
+LOOKING = (
+    Fault(looking.AveragedWeightsStay, "weights", first_step=2, note="the average of a single step is that step's"),
+    Fault(looking.EvaluationRoundsWeights, "weights", loss_moves_less_than=TINY),
+    Fault(looking.SamplingFreesMoments, "weights", first_step=2, note="before the first step all moments are zero"),
+    Fault(looking.CheckpointRoundsWeights, "checkpoint", loss_moves_less_than=TINY),
+)
+
 SAMPLING = (
     Fault(sampling.CacheOnePlaceBehind, "sampling", loss_moves_less_than=TINY),
     Fault(sampling.RopeNotAdvanced, "sampling", loss_moves_less_than=TINY),
@@ -682,6 +690,7 @@ FAULTS = (
     *STATE,
     *DEVICE,
     *EVALUATION,
+    *LOOKING,
     *SAMPLING,
     *DATA,
     *LATER,

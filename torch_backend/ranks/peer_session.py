@@ -118,6 +118,10 @@ class PeerSession:
         """As this rank's optimizer has counted them."""
         return self.own.update_counts()
 
+    def state_checksums(self) -> Mapping[str, float]:
+        """Of what this rank holds."""
+        return self.own.state_checksums()
+
     def require_shared(self, folder: Path) -> None:
         """Raise UserError unless every rank sees this folder, where each writes its part of a checkpoint, and is alike.
 

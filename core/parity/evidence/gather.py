@@ -49,6 +49,7 @@ from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.fp8_amax import for_a_share, layers
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.core.train.metrics import has_norms
+from lockstep.core.train.unchanged_state import UnchangedState
 from lockstep.core.train.validation import Validation
 
 # The accumulation check is made with the run's own number of micro-batches, and with three at least: with two shares
@@ -103,7 +104,9 @@ class Evidence:
     the weights of each of `reweighted_batches`. later: of a run's first step, the records of the same step as a later
     one (core/parity/evidence/later_steps.py). around_load: under FP8's delayed scaling, of a thorough check, the
     observations of the gradients of the step's first micro-batch after the step, and when that state has been loaded.
-    probed_amaxes, own_amaxes: of `tapped`, and of each of `own`, what the pass saw, by layer (`ShowsAmaxes`).
+    changed: what passes that only look at the state changed in it, by what they did; empty where that is not told.
+    probed_amaxes, own_amaxes, step_amaxes: of `tapped`, of each of the step's micro-batches apart from it, and of the
+    step, what the pass saw, by layer (`ShowsAmaxes`).
     """
 
     before: State
@@ -135,6 +138,8 @@ class Evidence:
     around_load: tuple[Mapping[str, Observation], ...] = ()
     probed_amaxes: Arrays = field(default_factory=dict)
     own_amaxes: tuple[Arrays, ...] = ()
+    step_amaxes: Arrays = field(default_factory=dict)
+    changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def given_probe(self) -> Batch | None:
@@ -226,6 +231,7 @@ def _gather(
             return None
 
     before = state_into(into, "before", session)
+    changed = _Changed(session, missing)
     if isinstance(into, FolderStore) and into.ranks > 1:
         into.lend(ranks_of(session), "before/")
     thorough = probe is None
@@ -241,6 +247,8 @@ def _gather(
     own_amaxes: tuple[Arrays, ...] = ()
     if several and shows_parts is None:
         own, own_amaxes = _own(session, config, before, batch, missing)
+    elif thorough and config.train.ranks == 1 and layers(config):
+        own_amaxes = _own(session, config, before, batch, missing)[1]
     reweighted: tuple[Mapping[str, Observation], ...] = ()
     first = batch.cut(config.train)[0]
     if thorough and config.train.ranks == 1 and (own or not several) and first.weights.any():
@@ -257,15 +265,20 @@ def _gather(
             stepped = gradients_into(into, "stepped", session, batch)
     likeliest = Likeliest()
     taps = look(session, config, tapped, missing, into, likeliest.note)
+    if thorough:
+        changed.note("gradients and taps")
     scores = dict(evaluated(session, tapped, likeliest, policies_of(config, thorough), missing))
     if thorough:
+        changed.note("evaluation")
         scores |= cached_logits(session, tapped, taps, config.attention, missing)
+        changed.note("sampling")
     micros = batch.cut(config.train)
     accumulated = reduced = None
     if thorough and probed is not None and config.train.accumulation > 1:
         accumulated = _accumulate(session, config, before, micros, into)
     if thorough and probed is not None and config.train.ranks > 1:
         reduced = _reduce(session, config, before, micros, missing, into)
+    changed.note("gradients of several micro-batches" if thorough else "gradients, taps and evaluation")
     gathering = time.perf_counter() - started
     keeping = 0.0
 
@@ -294,9 +307,13 @@ def _gather(
     # The time in which the step's gradients were kept is no part of the step.
     record = replace(record, seconds=time.perf_counter() - started - keeping)
     gathering += keeping
+    step_amaxes = {} if not_finite else _amaxes(session, config, [])
     validated = None
     if validation is not None and not not_finite:
+        after_step = _Changed(session, [])
         validated, metrics = _validated(session, config, batch, validation)
+        after_step.note("validation")
+        changed.found |= after_step.found
         record = replace(record, metrics={**record.metrics, **metrics})
     started = time.perf_counter()
     misread = given_to_program(batch)
@@ -350,7 +367,26 @@ def _gather(
         around_load=tuple(around_load),
         probed_amaxes=probed_amaxes,
         own_amaxes=own_amaxes,
+        step_amaxes=step_amaxes,
+        changed=changed.found,
     )
+
+
+class _Changed:
+    """Note what passes change in a state that they only look at, where the session tells checksums."""
+
+    def __init__(self, session: Session, missing: list[str]) -> None:
+        self.found: dict[str, tuple[str, ...]] = {}
+        self._state: UnchangedState | None = None
+        try:
+            self._state = UnchangedState(session)
+        except NotSupported as reason:
+            missing.append(f"whether passes that only look leave the state alone: {reason}")
+
+    def note(self, what: str) -> None:
+        """Note what was changed since the last call, under what was done."""
+        if self._state is not None:
+            self.found[what] = self._state.changed()
 
 
 def reweighted_batches(micro: Batch) -> Iterator[Batch]:

@@ -103,6 +103,8 @@ class _Document:
     around_load: tuple[str, ...] = ()
     probed_amaxes: str = ""
     own_amaxes: tuple[str, ...] = ()
+    step_amaxes: str = ""
+    changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -193,6 +195,8 @@ class _Writer:
             tuple(self._kind(f"around_load/{i}", to_arrays(one)) for i, one in enumerate(evidence.around_load)),
             self._kind("probed_amaxes", evidence.probed_amaxes) if evidence.probed_amaxes else "",
             tuple(self._kind(f"own_amaxes/{i}", one) for i, one in enumerate(evidence.own_amaxes)),
+            self._kind("step_amaxes", evidence.step_amaxes) if evidence.step_amaxes else "",
+            evidence.changed,
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -290,4 +294,6 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         around_load=tuple(from_arrays(store.arrays(kind)) for kind in document.around_load),
         probed_amaxes=store.arrays(document.probed_amaxes) if document.probed_amaxes else {},
         own_amaxes=tuple(map(store.arrays, document.own_amaxes)),
+        step_amaxes=store.arrays(document.step_amaxes) if document.step_amaxes else {},
+        changed=document.changed,
     )

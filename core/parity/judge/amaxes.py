@@ -6,6 +6,7 @@ step (core/train/fp8_amax.py), and a layer with another one rounds otherwise in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -49,6 +50,7 @@ def amaxes(
     yield from _of_tensors(evidence, reference)
     if not made:
         return
+    yield from _of_step(evidence, seen)
     yield from _of_micro_batches(evidence, reference, seen)
     for name in names:
         due_of_weight = float(largest(evidence.before.params[f"{name}.weight"]))
@@ -93,19 +95,36 @@ def _of_tensors(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
             yield _apart(f"{name} of a micro-batch/{stage.module}", float(value), float(of), most, basis)
 
 
+def _of_step(evidence: Evidence, seen: dict[str, tuple[float, ...]]) -> Iterator[Finding]:
+    """The newest of the history against what the step's own passes saw, where the session tells that."""
+    for name, noted in seen.items() if evidence.step_amaxes else ():
+        told = [float(x) for x in evidence.step_amaxes.get(name, [np.nan] * len(CASTS))]
+        wrong = [cast for cast, one, other in zip(CASTS, noted, told, strict=True) if one != other]
+        basis = "what the step's passes saw is remembered"
+        yield exact(STAGE, f"remembered/{name}", len(wrong), len(CASTS), basis, ", ".join(wrong))
+
+
 def _of_micro_batches(
     evidence: Evidence, reference: Reference, seen: dict[str, tuple[float, ...]]
 ) -> Iterator[Finding]:
-    """A step's amaxes of inputs against the largest of its micro-batches, each computed apart from it."""
+    """A step's amaxes of inputs and gradients against the largest of its micro-batches, each computed apart from it.
+
+    Alone, a micro-batch has gradients that are as much larger as its share of the loss weight is smaller. They are
+    rounded alike where that factor is a power of two, and one for all.
+    """
     parts, config = evidence.own_amaxes, reference.config
-    if len(parts) < len(evidence.batch.cut(config.train)):
+    micros = evidence.batch.cut(config.train)
+    if len(parts) < len(micros):
         return
-    at = CASTS.index("input")
+    share, weights = 1 / len(micros), {float(micro.weights.sum(dtype=np.float64)) for micro in micros}
+    alike = len(weights) == 1 and math.frexp(share)[0] == 0.5
     basis = "the largest of the step's micro-batches, computed one by one"
-    for name, of_step in seen.items():
-        due = max(float(part[name][at]) for part in parts)
-        most = 0.0 if config.device != "cuda" else 2 * FORMATS["bf16"].roundoff
-        yield _apart(f"input of all micro-batches/{name}", of_step[at], due, most, basis)
+    most = 0.0 if config.device != "cuda" else 2 * FORMATS["bf16"].roundoff
+    for cast, factor in {"input": 1.0, **({"gradient": share} if alike else {})}.items():
+        at = CASTS.index(cast)
+        for name, of_step in seen.items():
+            due = factor * max(float(part[name][at]) for part in parts)
+            yield _apart(f"{cast} of all micro-batches/{name}", of_step[at], due, most, basis)
 
 
 def _apart(tap: str, found: float, due: float, most: float, basis: str) -> Finding:

@@ -49,7 +49,10 @@ def data(evidence: Evidence) -> Iterator[Finding]:
 
 
 def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Names and shapes of weights and moments always; at step 0, the weights' bits against core/model/init.py."""
+    """Names and shapes of weights and moments always; at step 0, the weights' bits against core/model/init.py.
+
+    And what passes changed that only look at the state.
+    """
     shapes = parameter_shapes(reference.config.model)
     wrong: dict[str, None] = {}
     kinds = moment_names(reference.config)
@@ -69,6 +72,9 @@ def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         basis = "equal bits, with core/model/init.py"
         note = ", ".join(name for name, count in differ.items() if count)
         yield exact("weights", "initial", sum(differ.values()), sum(map(math.prod, shapes.values())), basis, note)
+    basis = "what only looks at a state leaves it alone: equal checksums before and after"
+    for what, changed in evidence.changed.items():
+        yield exact("weights", f"after {what}", len(changed), len(shapes), basis, ", ".join(changed[:5]))
 
 
 def differing(arrays: Arrays, shapes: Mapping[str, Shape]) -> list[str]:

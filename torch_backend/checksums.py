@@ -1,0 +1,54 @@
+"""Checksums of tensors, made where they lie: whether a state has changed costs two readings of it and no copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from lockstep.torch_backend.ranks.sharded_tensors import local
+
+# Reading eight bytes at a time is four times as fast on a CPU.
+WORD = 8
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return a number for each tensor, of what this rank holds of it; equal bits give equal numbers.
+
+    The bits are summed as integers (mod 2⁶⁴), each row and each column with a weight of its own: a changed element, and
+    rows or columns that change places, change the sum. A tensor of codes counts by all that it is made of.
+    """
+    sums = {name: sum(map(_sum, _plain(local(tensor).detach()))) for name, tensor in tensors.items()}
+    by_device: dict[torch.device, list[str]] = {}
+    for name, value in sums.items():
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, []).append(name)
+    found = {name: 0 for name in sums}
+    for names in by_device.values():
+        # One wait for each device.
+        found |= dict(zip(names, torch.stack([torch.as_tensor(sums[name]) for name in names]).tolist(), strict=True))
+    return found
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that one consists of: itself, or those inside a subclass."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        inside, _ = tensor.__tensor_flatten__()
+        for name in inside:
+            yield from _plain(getattr(tensor, name))
+    elif tensor.numel():
+        yield tensor
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    rows = tensor.contiguous().flatten(0, -2) if tensor.dim() > 1 else tensor.contiguous().reshape(1, -1)
+    in_words = rows.shape[1] * rows.element_size() % WORD == 0
+    bits = rows.view(torch.int64 if in_words else torch.uint8)
+    return _weighted(bits.sum(0, dtype=torch.int64)) + _weighted(bits.sum(1, dtype=torch.int64))
+
+
+def _weighted(sums: Tensor) -> Tensor:
+    # Odd, so that no bit of a sum is lost.
+    weights = 2 * torch.arange(sums.numel(), device=sums.device) + 1
+    return (sums * weights).sum()
