@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -13,13 +13,14 @@ from lockstep.torch_backend.ranks.sharded_tensors import local
 WORD = 8
 
 
-def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a number for each tensor, of what this rank holds of it; equal bits give equal numbers.
+def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Return a number for each tensor by name, of what this rank holds of it; equal bits give equal numbers.
 
     The bits are summed as integers (mod 2⁶⁴), each row and each column with a weight of its own: a changed element, and
-    rows or columns that change places, change the sum. A tensor of codes counts by all that it is made of.
+    rows or columns that change places, change the sum. A tensor of codes counts by all that it is made of. One tensor
+    at a time is asked for, and not kept: some are made as they are asked for.
     """
-    sums = {name: sum(map(_sum, _plain(local(tensor).detach()))) for name, tensor in tensors.items()}
+    sums = {name: sum(map(_sum, _plain(local(tensor).detach()))) for name, tensor in tensors}
     by_device: dict[torch.device, list[str]] = {}
     for name, value in sums.items():
         if isinstance(value, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -181,10 +182,13 @@ class TorchSession(Observes):
 
     def state_checksums(self) -> dict[str, float]:
         """By `params/NAME` and `KIND/NAME`, of what this rank holds; the step and the scalars as they are."""
-        tensors: dict[str, Tensor] = {f"{PARAMS}/{name}": p for name, p in self.parameters.items()}
-        for kind, names in moment_names(self.config).items():
-            tensors |= {f"{kind}/{name}": kept_moment(self.optimizer, self.parameters[name], kind) for name in names}
-        return {**checksums(tensors), "step": self.steps_done, **self.scalars}
+        weights = ((f"{PARAMS}/{name}", p) for name, p in self.parameters.items())
+        moments = (
+            (f"{kind}/{name}", kept_moment(self.optimizer, self.parameters[name], kind))
+            for kind, names in moment_names(self.config).items()
+            for name in names
+        )
+        return {**checksums(itertools.chain(weights, moments)), "step": self.steps_done, **self.scalars}
 
     def load(self, state: State) -> None:
         """Take over a canonical state. Raises ValueError if names or shapes are not this model's.

@@ -28,17 +28,17 @@ WEIGHT = "params/blocks.1.mlp.up_proj.weight"
 @pytest.mark.parametrize("shape", [(6, 8), (6, 7), (5,), (2, 3, 4)])
 def test_a_bit_and_a_place_change_a_checksum(dtype, shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(50).to(dtype)
-    same = checksums({"x": x})
-    assert checksums({"x": x.clone()}) == same
+    same = checksums([("x", x)])
+    assert checksums([("x", x.clone())]) == same
     bent = x.clone()
     bent.view(torch.uint8).flatten()[-1] ^= 1
     others = [bent, *(torch.roll(x, 1, axis) for axis in range(x.dim()))]
     others += [x.index_select(axis, torch.tensor([1, 0, *range(2, x.shape[axis])])) for axis in range(x.dim())]
-    assert all(checksums({"x": other}) != same for other in others)
+    assert all(checksums([("x", other)]) != same for other in others)
 
 
 def test_what_a_rank_holds_nothing_of_has_a_checksum():
-    assert checksums({"x": torch.zeros(0, 4), "y": torch.ones(2)}).keys() == {"x", "y"}
+    assert checksums([("x", torch.zeros(0, 4)), ("y", torch.ones(2))]).keys() == {"x", "y"}
 
 
 @pytest.mark.parametrize("backend", [TorchBackend(), JaxBackend()], ids=["torch", "jax"])
