@@ -147,6 +147,15 @@ class ShowsAmaxes(Protocol):
 
 
 @runtime_checkable
+class ShowsAmaxesOfParts(Protocol):
+    """A session whose step tells as well what each of its micro-batches saw under FP8's delayed scaling."""
+
+    def amaxes_of_parts(self) -> Sequence[Arrays]:
+        """As `amaxes_of_pass`, of each micro-batch of the step that `keep_parts` was for; before `parts_kept`."""
+        ...
+
+
+@runtime_checkable
 class ShowsParts(Protocol):
     """A session whose step sketches what each of its micro-batches adds to its gradients, without another pass."""
 

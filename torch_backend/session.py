@@ -243,6 +243,11 @@ class TorchSession(Observes):
             return {}
         return dict(zip(self.amaxes, to_numpy(self._amaxes_seen), strict=True))
 
+    def amaxes_of_parts(self) -> list[Arrays]:
+        """The same of each micro-batch of a step whose parts are kept (`keep_parts`)."""
+        amaxes = self._parts.amaxes if self._parts is not None else []
+        return [dict(zip(self.amaxes, to_numpy(one), strict=True)) for one in amaxes]
+
     @part("checkpoint")
     def write(self, folder: Path) -> WritingTorch:
         """Begin to write the state by torch.distributed.checkpoint; every rank of the session calls it.
@@ -498,7 +503,7 @@ class TorchSession(Observes):
         if self._inputs is not None:
             self._inputs.clear()
         if self._parts is not None:
-            self._parts.found.clear()
+            self._parts.begin()
         for micro, program in zip(mine, programs, strict=True):
             micro_loss, micro_nll = self._forward_backward(micro, program, total)
             loss += micro_loss.detach()
@@ -538,6 +543,8 @@ class TorchSession(Observes):
                 loss.backward()
         if self.amaxes:
             seen = amaxes_seen(self.amaxes)
+            if self._parts is not None:
+                self._parts.amaxes.append(seen)
             self._amaxes_seen = seen if self._amaxes_seen is None else torch.maximum(self._amaxes_seen, seen)
         return loss, nll
 

@@ -23,6 +23,13 @@ class StepParts:
         """parameters: the leaves, by canonical name. table: signs, enough for the largest (`sign_table`)."""
         self._parameters, self._table = parameters, table
         self.found: list[Mapping[str, Observation]] = []
+        # Under FP8's delayed scaling: (layers, 3) of each.
+        self.amaxes: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Forget what an earlier pass over micro-batches has left."""
+        self.found.clear()
+        self.amaxes.clear()
 
     @contextmanager
     def next_one(self, scale: float) -> Iterator[None]:

@@ -278,12 +278,17 @@ def test_a_session_that_tells_nothing_is_held_to_the_twin(probe):
     assert findings_of(session, probe) == [("fp8_amax", f"gradient/{UP}", "end_to_end")]
 
 
-@pytest.mark.parametrize(("rows", "compiled"), [(2, False), (4, False), (8, False), (4, True)])
-def test_gradients_amaxes_are_those_of_all_micro_batches(rows, compiled):
+@pytest.mark.parametrize("probe", [False, True], ids=["thorough", "training"])
+@pytest.mark.parametrize(("rows", "compiled"), [(2, False), (4, False), (6, False), (4, True)])
+def test_gradients_amaxes_are_those_of_all_micro_batches(rows, compiled, probe):
     """They are the largest of the micro-batches', not their mean. With a single one the two are the same."""
     config = delayed(train={"batch_size": rows, "micro_batch_size": 2}, compiled=compiled)
-    assert not findings_of(TorchSession(config), False)
-    found = findings_of(Averaged(config), False)
+    assert not findings_of(TorchSession(config), probe)
+    found = findings_of(Averaged(config), probe)
+    if rows == 6 and not probe:
+        # Three micro-batches apart are rounded otherwise than in a step: the twin's errors are all there is.
+        assert all(scope == "end_to_end" for _, _, scope in found)
+        return
     assert {(stage, tap.split("/")[0]) for stage, tap, scope in found if scope == "local"} == (
         {("fp8_amax", "gradient of all micro-batches")} if rows > 2 else set()
     )
@@ -337,10 +342,9 @@ def test_scales_that_no_step_sets_are_found(probe):
     assert named == ([None, ("q", 0)] if probe else [("fp8_amax", None)] * 2)
 
 
-def test_amaxes_of_a_part_of_the_step_are_found():
+@pytest.mark.parametrize("probe", [False, True], ids=["thorough", "training"])
+def test_amaxes_of_a_part_of_the_step_are_found(probe):
     """The last micro-batch alone, where the largest number of some input is in another one."""
-    config = delayed(train={"batch_size": 8, "micro_batch_size": 1})
-    session, reference = AmaxOfTheLastMicroBatch().open(config), sound_reference(JaxBackend(), config)
-    found = [f for f in judge(gather(session, config, text_batch(config)), reference).findings if not f.ok]
-    assert {f.stage for f in found} == {"fp8_amax"}
-    assert any(f.tap.startswith("input of all micro-batches/") for f in found)
+    found = findings_of(AmaxOfTheLastMicroBatch().open(delayed(train={"batch_size": 8, "micro_batch_size": 1})), probe)
+    assert {stage for stage, _, _ in found} == {"fp8_amax"}
+    assert any(tap.startswith("input of all micro-batches/") for _, tap, _ in found)

@@ -19,6 +19,7 @@ from lockstep.core.capabilities import (
     Loads,
     ReportsRanks,
     ShowsAmaxes,
+    ShowsAmaxesOfParts,
     ShowsRankGradients,
     StreamsRankGradients,
     Take,
@@ -105,8 +106,8 @@ class Evidence:
     one (core/parity/evidence/later_steps.py). around_load: under FP8's delayed scaling, of a thorough check, the
     observations of the gradients of the step's first micro-batch after the step, and when that state has been loaded.
     changed: what passes that only look at the state changed in it, by what they did; empty where that is not told.
-    probed_amaxes, own_amaxes, step_amaxes: of `tapped`, of each of the step's micro-batches apart from it, and of the
-    step, what the pass saw, by layer (`ShowsAmaxes`).
+    probed_amaxes, own_amaxes, step_amaxes: of `tapped`, of each of the step's micro-batches (in the step where
+    own_in_step, else apart from it), and of the step, what the pass saw, by layer (`ShowsAmaxes`).
     """
 
     before: State
@@ -317,6 +318,9 @@ def _gather(
         record = replace(record, metrics={**record.metrics, **metrics})
     started = time.perf_counter()
     misread = given_to_program(batch)
+    if shows_parts is not None and layers(config):
+        with suppress(NotSupported):
+            own_amaxes = tuple(ask(session, ShowsAmaxesOfParts).amaxes_of_parts())
     if shows_parts is not None and not (own := tuple(shows_parts.parts_kept())):
         missing.append("the step's gradients against those of its micro-batches: the step showed none of them")
     after = state_into(into, "after", session)

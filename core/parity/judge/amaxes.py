@@ -107,7 +107,7 @@ def _of_step(evidence: Evidence, seen: dict[str, tuple[float, ...]]) -> Iterator
 def _of_micro_batches(
     evidence: Evidence, reference: Reference, seen: dict[str, tuple[float, ...]]
 ) -> Iterator[Finding]:
-    """A step's amaxes of inputs and gradients against the largest of its micro-batches, each computed apart from it.
+    """A step's amaxes of inputs and gradients against the largest of its micro-batches, in the step or apart from it.
 
     Alone, a micro-batch has gradients that are as much larger as its share of the loss weight is smaller. They are
     rounded alike where that factor is a power of two, and one for all.
@@ -116,10 +116,12 @@ def _of_micro_batches(
     micros = evidence.batch.cut(config.train)
     if len(parts) < len(micros):
         return
+    in_step = evidence.own_in_step
     share, weights = 1 / len(micros), {float(micro.weights.sum(dtype=np.float64)) for micro in micros}
-    alike = len(weights) == 1 and math.frexp(share)[0] == 0.5
-    basis = "the largest of the step's micro-batches, computed one by one"
-    most = 0.0 if config.device != "cuda" else 2 * FORMATS["bf16"].roundoff
+    alike = in_step or (len(weights) == 1 and math.frexp(share)[0] == 0.5)
+    share = 1.0 if in_step else share
+    basis = f"the largest of the step's micro-batches, {'as each was made' if in_step else 'computed one by one'}"
+    most = 0.0 if in_step or config.device != "cuda" else 2 * FORMATS["bf16"].roundoff
     for cast, factor in {"input": 1.0, **({"gradient": share} if alike else {})}.items():
         at = CASTS.index(cast)
         for name, of_step in seen.items():
