@@ -80,11 +80,18 @@ class Folder:
             text=True,
         )
 
-    def stop(self, name: str, settings: dict[str, Any], number: signal.Signals, after: int) -> tuple[int, str, str]:
-        """Start a run, send it a signal once `after` records exist; returns exit code, stdout, stderr."""
+    def stop(
+        self, name: str, settings: dict[str, Any], number: signal.Signals, after: int, saved: bool = False
+    ) -> tuple[int, str, str]:
+        """Start a run, send it a signal once `after` records exist; returns exit code, stdout, stderr.
+
+        saved: once a checkpoint is whole as well, which is written beside the steps that follow.
+        """
         process = self.start(name, settings)
         try:
             self.wait(process, name, after)
+            while saved and not self.run(name).checkpoints() and process.poll() is None:
+                time.sleep(0.02)
             process.send_signal(number)
             out, error = process.communicate(timeout=60)
         finally:
