@@ -119,7 +119,7 @@ class PeerSession:
         return self.own.update_counts()
 
     def state_checksums(self) -> Mapping[str, float]:
-        """Of what this rank holds."""
+        """Return those of what this rank holds."""
         return self.own.state_checksums()
 
     def require_shared(self, folder: Path) -> None:

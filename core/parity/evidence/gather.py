@@ -30,6 +30,7 @@ from lockstep.core.capabilities import (
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
 from lockstep.core.parity.evidence.cached_logits import cached_logits
+from lockstep.core.parity.evidence.changed import Changed
 from lockstep.core.parity.evidence.evaluation import Likeliest, evaluated, policies_of
 from lockstep.core.parity.evidence.held_out import HeldOut, held_out
 from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into
@@ -50,7 +51,6 @@ from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.fp8_amax import for_a_share, layers
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.core.train.metrics import has_norms
-from lockstep.core.train.unchanged_state import UnchangedState
 from lockstep.core.train.validation import Validation
 
 # The accumulation check is made with the run's own number of micro-batches, and with three at least: with two shares
@@ -232,7 +232,7 @@ def _gather(
             return None
 
     before = state_into(into, "before", session)
-    changed = _Changed(session, missing)
+    changed = Changed(session, missing)
     if isinstance(into, FolderStore) and into.ranks > 1:
         into.lend(ranks_of(session), "before/")
     thorough = probe is None
@@ -311,7 +311,7 @@ def _gather(
     step_amaxes = {} if not_finite else _amaxes(session, config, [])
     validated = None
     if validation is not None and not not_finite:
-        after_step = _Changed(session, [])
+        after_step = Changed(session, [])
         validated, metrics = _validated(session, config, batch, validation)
         after_step.note("validation")
         changed.found |= after_step.found
@@ -374,23 +374,6 @@ def _gather(
         step_amaxes=step_amaxes,
         changed=changed.found,
     )
-
-
-class _Changed:
-    """Note what passes change in a state that they only look at, where the session tells checksums."""
-
-    def __init__(self, session: Session, missing: list[str]) -> None:
-        self.found: dict[str, tuple[str, ...]] = {}
-        self._state: UnchangedState | None = None
-        try:
-            self._state = UnchangedState(session)
-        except NotSupported as reason:
-            missing.append(f"whether passes that only look leave the state alone: {reason}")
-
-    def note(self, what: str) -> None:
-        """Note what was changed since the last call, under what was done."""
-        if self._state is not None:
-            self.found[what] = self._state.changed()
 
 
 def reweighted_batches(micro: Batch) -> Iterator[Batch]:

@@ -1,0 +1,26 @@
+"""Note what passes that only look at a state change in it."""
+
+from __future__ import annotations
+
+from lockstep.core.backend import NotSupported, Session
+from lockstep.core.train.unchanged_state import UnchangedState
+
+
+class Changed:
+    """Note what was changed, where the session tells checksums; where it does not, `missing` gets that.
+
+    found: names of what differs (`UnchangedState.changed`), by what was done, also where nothing does.
+    """
+
+    def __init__(self, session: Session, missing: list[str]) -> None:
+        self.found: dict[str, tuple[str, ...]] = {}
+        self._state: UnchangedState | None = None
+        try:
+            self._state = UnchangedState(session)
+        except NotSupported as reason:
+            missing.append(f"whether passes that only look leave the state alone: {reason}")
+
+    def note(self, what: str) -> None:
+        """Note what was changed since the last call, under what was done."""
+        if self._state is not None:
+            self.found[what] = self._state.changed()
