@@ -47,7 +47,7 @@ def amaxes(
     basis = "each step's amaxes a step older, the oldest forgotten" if made else "a step left out is not remembered"
     yield exact(STAGE, "history", len(wrong), len(due), basis, ", ".join(wrong[:5]))
     yield from _around_load(evidence)
-    yield from _of_tensors(evidence, reference)
+    yield from _of_tensors(evidence, reference, repeated)
     if not made:
         return
     yield from _of_step(evidence, seen)
@@ -74,10 +74,11 @@ def _around_load(evidence: Evidence) -> Iterator[Finding]:
     yield finding(STAGE, "scales", "local", (measure,), len(first))
 
 
-def _of_tensors(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+def _of_tensors(evidence: Evidence, reference: Reference, repeated: Repeated | None) -> Iterator[Finding]:
     """Hold what a pass over the tapped micro-batch saw to the tensors that the tapped program shows.
 
-    The two programs may round otherwise: by a rounding of the largest number where they have not the same bits.
+    Where the two programs have not the same bits, each is as far from the truth as the twin is. How far is not known
+    where the reference repeated nothing.
     """
     taps, config = evidence.taps, reference.config
     same_bits = evidence.taps_keep_bits and not config.compile.enabled and config.device != "cuda"
@@ -91,7 +92,11 @@ def _of_tensors(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         due[[0, 2]] = narrowed(due[[0, 2]], config.precision.operand)
         basis = "the largest magnitude of the tensor that it casts"
         for name, value, of in zip(CASTS, found, due, strict=True):
-            most = 0.0 if same_bits or name == "weight" else 2 * FORMATS["bf16"].roundoff
+            most: float | None = 0.0 if same_bits or name == "weight" else None
+            if most is None and repeated is not None and repeated.amaxes:
+                most = _both_errors(name, repeated)
+            if most is None:
+                continue
             yield _apart(f"{name} of a micro-batch/{stage.module}", float(value), float(of), most, basis)
 
 
@@ -137,14 +142,19 @@ def _apart(tap: str, found: float, due: float, most: float, basis: str) -> Findi
 
 def _against_twin(cast: str, seen: dict[str, float], repeated: Repeated, whole: bool) -> Iterator[Finding]:
     """One cast of every layer. An amax is one number: the twin's error is the largest of all layers."""
-    at = CASTS.index(cast)
-    twin, truth = ({name: float(of[side][at]) for name, of in repeated.amaxes.items()} for side in (0, 1))
-    error = max((abs(twin[name] - truth[name]) / truth[name] for name in seen if truth[name]), default=0.0)
-    roundoff = FORMATS["bf16"].roundoff
-    high = INDEPENDENT * max(error, roundoff)
-    basis = f"twice the twin's largest error of all layers, {error:.1e}, or bf16's roundoff"
+    at, high = CASTS.index(cast), _both_errors(cast, repeated)
+    basis = "twice the twin's largest error of all layers, or bf16's roundoff"
     for name, found in seen.items():
-        apart = (found - twin[name]) / twin[name] if twin[name] else float(found != 0)
+        twin = float(repeated.amaxes[name][0][at])
+        apart = (found - twin) / twin if twin else float(found != 0)
         value = abs(apart) if whole or not apart >= 0 else 0.0
         measure = Measure("relative_error", value if np.isfinite(value) else np.inf, None, high, basis)
         yield finding(STAGE, f"{cast}/{name}", "end_to_end", (measure,), 1)
+
+
+def _both_errors(cast: str, repeated: Repeated) -> float:
+    """By how much two honest amaxes of one cast may differ, relative to them, in any layer."""
+    at = CASTS.index(cast)
+    sides = [(float(twin[at]), float(truth[at])) for twin, truth in repeated.amaxes.values()]
+    error = max((abs(twin - truth) / truth for twin, truth in sides if truth), default=0.0)
+    return INDEPENDENT * max(error, FORMATS["bf16"].roundoff)
