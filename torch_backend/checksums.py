@@ -16,7 +16,7 @@ WORD = 8
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     """Return a number for each tensor by name, of what this rank holds of it; equal bits give equal numbers.
 
-    The bits are summed as integers (mod 2⁶⁴), each row and each column with a weight of its own: a changed element, and
+    The bits are summed as integers (mod 2⁶⁴), each row and each column with a weight of its own: any changed bit, and
     rows or columns that change places, change the sum. A tensor of codes counts by all that it is made of. One tensor
     at a time is asked for, and not kept: some are made as they are asked for.
     """
@@ -46,10 +46,10 @@ def _sum(tensor: Tensor) -> Tensor:
     rows = tensor.contiguous().flatten(0, -2) if tensor.dim() > 1 else tensor.contiguous().reshape(1, -1)
     in_words = rows.shape[1] * rows.element_size() % WORD == 0
     bits = rows.view(torch.int64 if in_words else torch.uint8)
-    return _weighted(bits.sum(0, dtype=torch.int64)) + _weighted(bits.sum(1, dtype=torch.int64))
+    columns, lines = bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64)
+    # A word counts by the weights of its row and its column together. That is odd: an even one loses the highest bit.
+    return (columns * (_even(columns) + 1)).sum() + (lines * _even(lines)).sum()
 
 
-def _weighted(sums: Tensor) -> Tensor:
-    # Odd, so that no bit of a sum is lost.
-    weights = 2 * torch.arange(sums.numel(), device=sums.device) + 1
-    return (sums * weights).sum()
+def _even(sums: Tensor) -> Tensor:
+    return 2 * torch.arange(sums.numel(), device=sums.device)

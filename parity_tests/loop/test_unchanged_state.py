@@ -37,6 +37,18 @@ def test_a_bit_and_a_place_change_a_checksum(dtype, shape):
     assert all(checksums([("x", other)]) != same for other in others)
 
 
+@pytest.mark.parametrize("shape", [(6, 8), (5,), (64, 2)])
+def test_every_bit_counts(shape):
+    """A sign too, the highest bit of the words that are summed."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    same = checksums([("x", x)])
+    for element in range(x.numel()):
+        for bit in range(32):
+            bent = x.clone()
+            bent.view(torch.int32).flatten()[element] ^= 1 << bit if bit < 31 else -(1 << 31)
+            assert checksums([("x", bent)]) != same, (element, bit)
+
+
 def test_what_a_rank_holds_nothing_of_has_a_checksum():
     assert checksums([("x", torch.zeros(0, 4)), ("y", torch.ones(2))]).keys() == {"x", "y"}
 
