@@ -147,6 +147,15 @@ class ShowsAmaxes(Protocol):
 
 
 @runtime_checkable
+class ShowsAmaxesOfTaps(Protocol):
+    """A session whose tapped program tells as well what it saw under FP8's delayed scaling."""
+
+    def amaxes_of_taps(self) -> Arrays:
+        """As `amaxes_of_pass`, of the last pass that showed gradients of taps."""
+        ...
+
+
+@runtime_checkable
 class ShowsAmaxesOfParts(Protocol):
     """A session whose step tells as well what each of its micro-batches saw under FP8's delayed scaling."""
 

@@ -22,6 +22,7 @@ from lockstep.core.parity.evidence.sketch import K
 from lockstep.core.parity.judge.end_to_end import observations
 from lockstep.core.plan.checks import taps_budget
 from lockstep.core.streams import TAPS, Collected
+from lockstep.torch_backend.kernels.float8 import amaxes_seen
 from lockstep.torch_backend.optim import (
     build_optimizer,
     moment_of,
@@ -69,6 +70,9 @@ class Observes(Programs):
     _sketching: tuple[Any, Any, Tensor] | None
     # Sketches of what each micro-batch of the next step adds, where a check asks for them.
     _parts: StepParts | None
+    # Under FP8's delayed scaling, by layer: the amaxes that its scales are made of, and what a tapped program saw.
+    amaxes: dict[str, Tensor]
+    _seen_at_taps: dict[str, Tensor]
     # Brings a tensor of the state or a gradient to the host.
     _shown: Callable[[Tensor | None], np.ndarray]
 
@@ -101,6 +105,7 @@ class Observes(Programs):
         size = len(batch.tokens)
         windows = self.config.compile.enabled and self.root is None
         if windows and (budget := self._budget_of_taps(size)):
+            self._seen_at_taps = {}
             self._observe_windows(batch, frozenset(taps), take, rows, budget)
             return
 
@@ -112,6 +117,7 @@ class Observes(Programs):
     def _stream_taps(self, batch: Batch, taps: Sequence[str], take: Take, rows: Callable[[Tensor], Tensor]) -> None:
         """rows: gives the sequences of a tap that are handed over."""
         self._require_taps(taps)
+        self._seen_at_taps = {}
         if self.config.compile.enabled:
             self._observe_tapped(batch, frozenset(taps), take, rows)
         else:
@@ -208,8 +214,11 @@ class Observes(Programs):
         with torch.set_grad_enabled(bool(asked)):
             loss, seen = self._run(program, *inputs)
         wanted = probes | {name: p for name, p in self.parameters.items() if name in asked}
-        grads = self._grads(loss, list(wanted.values())) if wanted else ()
-        gradients = zip(wanted, grads, strict=True)
+        if not wanted:
+            return seen
+        given_back = iter(self._grads(loss, [*wanted.values(), *self.amaxes.values()]))
+        gradients = [(name, next(given_back)) for name in wanted]
+        self._seen_at_taps |= {name: saw for name, saw in zip(self.amaxes, given_back, strict=True) if saw is not None}
         return seen | {GRADIENT + n: self.unscaled(g) for n, g in gradients if g is not None}
 
     def _observe_passing(
@@ -265,7 +274,7 @@ class Observes(Programs):
             for p in touched.values():
                 p.grad = None
             if self.ranks is None or self.root is None:
-                loss.backward(inputs=[*zeros, *own.values()])
+                loss.backward(inputs=[*zeros, *own.values(), *self.amaxes.values()])
             else:
                 self.ranks.backward(loss)
                 for name, p in own.items():
@@ -275,6 +284,12 @@ class Observes(Programs):
                 hook.remove()
             for name, p in touched.items():
                 p.grad = before[name]
+            if self.amaxes:
+                self._seen_at_taps = dict(zip(self.amaxes, amaxes_seen(self.amaxes), strict=True))
+
+    def amaxes_of_taps(self) -> Arrays:
+        """By layer, the largest magnitudes that the last tapped program saw."""
+        return {name: to_numpy(saw) for name, saw in self._seen_at_taps.items()}
 
     def sketch(self, batch: Batch) -> dict[str, Observation]:
         """Return the sketches of one micro-batch (core/parity/judge/end_to_end.py); no tensor leaves the device.

@@ -98,6 +98,7 @@ class TorchSession(Observes):
         self.amaxes: dict[str, Tensor] = {}
         self._amaxes_seen: Tensor | None = None
         self._told_amaxes: Amaxes = {}
+        self._seen_at_taps: dict[str, Tensor] = {}
         self.clock = StepClock(self.device)
         # The outermost module of a model whose weights are cut over ranks.
         self.root: Root | None = None

@@ -31,7 +31,7 @@ from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.kernels.float8 import delayed_product
 from lockstep.jax_backend.precision import POLICIES
 from lockstep.parity_tests import faults
-from lockstep.parity_tests.faults.levers import AmaxOfTheLastMicroBatch, ScalesOnlyLoaded
+from lockstep.parity_tests.faults.levers import AmaxOfOneSequence, AmaxOfTheLastMicroBatch, ScalesOnlyLoaded
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.kernels.float8 import Float8, float8
@@ -149,6 +149,11 @@ def test_gradients_that_are_only_asked_for_are_not_remembered():
     session.observe(uneven_weights(text_batch(config), 0).rows(np.arange(2)), ["logits", "grad/embed"])
     session.evaluate(text_batch(config))
     assert session.scalars == before
+    # Nor do they stay where the next step's are added up.
+    other = TorchBackend().open(config)
+    for one in (session, other):
+        one.step(text_batch(config, 1))
+    assert session.scalars == other.scalars
 
 
 def test_a_step_that_is_left_out_is_not_remembered():
@@ -250,8 +255,8 @@ class SaysNothing(TorchSession):
         raise NotSupported("it keeps its amaxes to itself")
 
 
-def findings_of(session: TorchSession, probe: bool) -> list[tuple[str, str, str]]:
-    config, batch = session.config, text_batch(session.config)
+def findings_of(session: TorchSession, probe: bool, seed: int = 0) -> list[tuple[str, str, str]]:
+    config, batch = session.config, text_batch(session.config, seed)
     first = uneven_weights(batch.cut(config.train)[0], 1) if probe else None
     judged = judge(gather(session, config, batch, first), sound_reference(JaxBackend(), config))
     return [(f.stage, f.tap, f.scope) for f in judged.findings if not f.ok]
@@ -313,6 +318,16 @@ def test_a_single_micro_batch_s_amaxes_are_held_to_those_of_another_pass():
 
     found = findings_of(Halved(delayed(train={"batch_size": 2, "micro_batch_size": 2})), False)
     assert {(stage, tap.split("/")[0]) for stage, tap, _ in found} == {("fp8_amax", "gradient of all micro-batches")}
+
+
+@pytest.mark.parametrize("probe", [False, True], ids=["thorough", "training"])
+def test_a_compiled_layer_is_held_to_what_it_casts(probe):
+    """By the tapped program's own tensors. Between it and the program that trains lie errors of FP8's size.
+
+    In this batch another sequence than the last has the largest number.
+    """
+    found = findings_of(AmaxOfOneSequence().open(delayed(compiled=True)), probe, seed=1)
+    assert ("fp8_amax", "input of the tapped micro-batch/blocks.1.mlp.down_proj", "local") in found
 
 
 def test_a_candidate_without_a_history_is_accused():

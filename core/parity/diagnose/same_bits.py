@@ -46,7 +46,8 @@ def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
     for i, one in enumerate(evidence.around_load):
         for name, seen in one.items():
             yield f"{name} of the first micro-batch {'after' if i else 'before'} its state is loaded", seen.sketch
-    for i, part in enumerate((evidence.probed_amaxes, *evidence.own_amaxes, evidence.step_amaxes)):
+    passes = evidence.probed_amaxes, evidence.tapped_amaxes, evidence.step_amaxes, *evidence.own_amaxes
+    for i, part in enumerate(passes):
         for name, array in part.items():
             yield f"amaxes of {name}, pass {i}", array
     for name, value in asdict(evidence.record).items():

@@ -20,6 +20,7 @@ from lockstep.core.capabilities import (
     ReportsRanks,
     ShowsAmaxes,
     ShowsAmaxesOfParts,
+    ShowsAmaxesOfTaps,
     ShowsRankGradients,
     StreamsRankGradients,
     Take,
@@ -107,7 +108,8 @@ class Evidence:
     observations of the gradients of the step's first micro-batch after the step, and when that state has been loaded.
     changed: what passes that only look at the state changed in it, by what they did; empty where that is not told.
     probed_amaxes, own_amaxes, step_amaxes: of `tapped`, of each of the step's micro-batches (in the step where
-    own_in_step, else apart from it), and of the step, what the pass saw, by layer (`ShowsAmaxes`).
+    own_in_step, else apart from it), and of the step, what the pass saw, by layer (`ShowsAmaxes`). tapped_amaxes: the
+    same of the program that showed `taps`.
     """
 
     before: State
@@ -140,6 +142,7 @@ class Evidence:
     probed_amaxes: Arrays = field(default_factory=dict)
     own_amaxes: tuple[Arrays, ...] = ()
     step_amaxes: Arrays = field(default_factory=dict)
+    tapped_amaxes: Arrays = field(default_factory=dict)
     changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -266,6 +269,10 @@ def _gather(
             stepped = gradients_into(into, "stepped", session, batch)
     likeliest = Likeliest()
     taps = look(session, config, tapped, missing, into, likeliest.note)
+    tapped_amaxes: Arrays = {}
+    if layers(config):
+        with suppress(NotSupported):
+            tapped_amaxes = ask(session, ShowsAmaxesOfTaps).amaxes_of_taps()
     if thorough:
         changed.note("gradients and taps")
     scores = dict(evaluated(session, tapped, likeliest, policies_of(config, thorough), missing))
@@ -372,6 +379,7 @@ def _gather(
         probed_amaxes=probed_amaxes,
         own_amaxes=own_amaxes,
         step_amaxes=step_amaxes,
+        tapped_amaxes=tapped_amaxes,
         changed=changed.found,
     )
 

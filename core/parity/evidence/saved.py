@@ -104,6 +104,7 @@ class _Document:
     probed_amaxes: str = ""
     own_amaxes: tuple[str, ...] = ()
     step_amaxes: str = ""
+    tapped_amaxes: str = ""
     changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -196,6 +197,7 @@ class _Writer:
             self._kind("probed_amaxes", evidence.probed_amaxes) if evidence.probed_amaxes else "",
             tuple(self._kind(f"own_amaxes/{i}", one) for i, one in enumerate(evidence.own_amaxes)),
             self._kind("step_amaxes", evidence.step_amaxes) if evidence.step_amaxes else "",
+            self._kind("tapped_amaxes", evidence.tapped_amaxes) if evidence.tapped_amaxes else "",
             evidence.changed,
         )
 
@@ -295,5 +297,6 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         probed_amaxes=store.arrays(document.probed_amaxes) if document.probed_amaxes else {},
         own_amaxes=tuple(map(store.arrays, document.own_amaxes)),
         step_amaxes=store.arrays(document.step_amaxes) if document.step_amaxes else {},
+        tapped_amaxes=store.arrays(document.tapped_amaxes) if document.tapped_amaxes else {},
         changed=document.changed,
     )

@@ -75,27 +75,34 @@ def _around_load(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_tensors(evidence: Evidence, reference: Reference, repeated: Repeated | None) -> Iterator[Finding]:
-    """Hold what a pass over the tapped micro-batch saw to the tensors that the tapped program shows.
+    """Hold what two passes over the tapped micro-batch saw to its tensors: the tapped program, and the one that trains.
 
-    Where the two programs have not the same bits, each is as far from the truth as the twin is. How far is not known
+    The tapped program's own are its tensors, but for the rounding to bf16 that a compiler may leave out. Where the
+    program that trains has not its bits, each of the two is as far from the truth as the twin is; how far is not known
     where the reference repeated nothing.
     """
     taps, config = evidence.taps, reference.config
-    same_bits = evidence.taps_keep_bits and not config.compile.enabled and config.device != "cuda"
+    eager = not config.compile.enabled
+    same_bits = evidence.taps_keep_bits and eager and config.device != "cuda"
+    basis = "the largest magnitude of the tensor that it casts"
     for stage in stages_of(config):
-        found = evidence.probed_amaxes.get(stage.module or "")
         needed = stage.reads.get("x", ""), GRADIENT + stage.tap
-        if found is None or any(name not in taps for name in needed):
+        if stage.module is None or any(name not in taps for name in needed):
             continue
         cast = taps[needed[0]], evidence.before.params[stage.params["weight"]], taps[needed[1]]
         due = np.array([largest(x) for x in cast], dtype=np.float32)
         due[[0, 2]] = narrowed(due[[0, 2]], config.precision.operand)
-        basis = "the largest magnitude of the tensor that it casts"
-        for name, value, of in zip(CASTS, found, due, strict=True):
-            most: float | None = 0.0 if same_bits or name == "weight" else None
-            if most is None and repeated is not None and repeated.amaxes:
+        shown = evidence.tapped_amaxes.get(stage.module)
+        for name, value, of in zip(CASTS, () if shown is None else shown, due, strict=False):
+            most = 0.0 if eager or name == "weight" else 2 * FORMATS["bf16"].roundoff
+            yield _apart(f"{name} of the tapped micro-batch/{stage.module}", float(value), float(of), most, basis)
+        found = evidence.probed_amaxes.get(stage.module)
+        for name, value, of in zip(CASTS, () if found is None else found, due, strict=False):
+            if same_bits or name == "weight":
+                most = 0.0
+            elif repeated is not None and repeated.amaxes:
                 most = _both_errors(name, repeated)
-            if most is None:
+            else:
                 continue
             yield _apart(f"{name} of a micro-batch/{stage.module}", float(value), float(of), most, basis)
 
