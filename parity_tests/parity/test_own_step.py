@@ -133,6 +133,19 @@ def test_a_micro_batch_without_any_weight_is_no_fault():
     assert not evidence.reweighted and check.verdict == "agreed", check.origin
 
 
+def test_a_micro_batch_that_overflows_alone_is_no_fault():
+    """FP16's loss scale grows until gradients overflow; a micro-batch alone has larger ones than in its step."""
+    config = tiny_config("fp16", train={"batch_size": 4, "micro_batch_size": 2})
+    precision = config.precision.model_copy(update={"loss_scale": 2.0**20})
+    config = config.model_copy(update={"precision": precision})
+    batch, session = text_batch(config, seed=2), TorchBackend().open(config)
+    alone = session.gradients(batch.cut(config.train)[0]).grads
+    assert not all(np.isfinite(grad).all() for grad in alone.values())
+    evidence, check = checked(session, config, batch=batch)
+    assert not evidence.not_finite and evidence.after.step == 1
+    assert check.verdict == "agreed"
+
+
 def test_a_session_that_promises_no_bits_is_not_held_to_itself():
     evidence, _ = checked(small.ActivationSlightlyLongWithoutLossMask().open(FOUR))
     check = judge(replace(evidence, taps_keep_bits=False), Reference.open(JaxBackend(), FOUR))

@@ -6,6 +6,7 @@ side (`lockstep parity`) and one in a worker process (`lockstep train --parity.e
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -458,9 +459,17 @@ def _amaxes(session: Session, config: RunConfig, missing: list[str]) -> Arrays:
 
 
 def _as_in_step(session: Session, config: RunConfig, before: State, batch: Batch) -> AbstractContextManager[None]:
-    """Under FP8's delayed scaling, the scales that suit a micro-batch of the step alone."""
-    share = 1 / len(batch.cut(config.train))
-    return _scaled(session, config, before, share) if layers(config) and share < 1 else nullcontext()
+    """Under a loss scale or FP8's delayed scaling, the scales that suit a micro-batch of the step alone.
+
+    Alone, its gradients are larger than in the step. A loss scale grows until gradients overflow, so that most steps
+    are within a factor of two of that: alone, the micro-batch of a healthy step overflows.
+    """
+    count = len(batch.cut(config.train))
+    if count == 1 or not (layers(config) or SCALE in before.scalars):
+        return nullcontext()
+    # A power of two: nothing is rounded otherwise.
+    share = 1 / count if layers(config) else 2.0 ** -math.ceil(math.log2(count))
+    return _scaled(session, config, before, share)
 
 
 def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int = 0) -> Batch:
