@@ -30,18 +30,24 @@ class UnchangedState:
         self._shown, self._ranks = ask(session, ShowsChecksums), ranks_of(session)
         self._sums = self._shown.state_checksums()
 
+    @property
+    def sums(self) -> Mapping[str, float]:
+        """Checksums of the state at the last call, of what this rank holds."""
+        return self._sums
+
     def changed(self) -> tuple[str, ...]:
         """Name what differs from the state at the last call, of several ranks with the rank; the same on each."""
         before, self._sums = self._sums, self._shown.state_checksums()
-        found = self._ranks.gather(_differing(before, self._sums), "`compare the state with what it was`")
+        found = self._ranks.gather(differing(before, self._sums), "`compare the state with what it was`")
         if self._ranks.count == 1:
             return tuple(found[0])
         return tuple(f"{name} on rank {rank}" for rank, names in enumerate(found) for name in names)
 
 
-def _differing(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
+def differing(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[str, ...]:
+    """Name the checksums that differ, and those that only one side has."""
     names = dict.fromkeys((*before, *after))
-    return [name for name in names if before.get(name) != after.get(name)]
+    return tuple(name for name in names if before.get(name) != after.get(name))
 
 
 @contextmanager

@@ -669,7 +669,7 @@ LOOKING = (
     Fault(looking.AveragedWeightsStay, "weights", first_step=2, note="the average of a single step is that step's"),
     Fault(looking.EvaluationRoundsWeights, "weights", loss_moves_less_than=TINY),
     Fault(looking.SamplingFreesMoments, "weights", first_step=2, note="before the first step all moments are zero"),
-    Fault(looking.CheckpointRoundsWeights, "checkpoint", loss_moves_less_than=TINY),
+    Fault(looking.CheckpointRoundsWeights, "weights", loss_moves_less_than=TINY),
 )
 
 SAMPLING = (

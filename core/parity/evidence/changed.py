@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lockstep.core.backend import NotSupported, Session
 from lockstep.core.train.unchanged_state import UnchangedState
 
@@ -19,6 +21,11 @@ class Changed:
             self._state = UnchangedState(session)
         except NotSupported as reason:
             missing.append(f"whether passes that only look leave the state alone: {reason}")
+
+    @property
+    def sums(self) -> Mapping[str, float]:
+        """Checksums of the state when it was last looked at; empty where the session tells none."""
+        return {} if self._state is None else self._state.sums
 
     def note(self, what: str) -> None:
         """Note what was changed since the last call, under what was done."""

@@ -29,12 +29,14 @@ from lockstep.core.capabilities import (
     ask,
     ranks_of,
 )
+from lockstep.core.checkpoint.taken_over import miscounted
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
 from lockstep.core.parity.evidence.cached_logits import cached_logits
 from lockstep.core.parity.evidence.changed import Changed
 from lockstep.core.parity.evidence.evaluation import Likeliest, evaluated, policies_of
 from lockstep.core.parity.evidence.held_out import HeldOut, held_out
+from lockstep.core.parity.evidence.in_a_row import in_a_row
 from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into
 from lockstep.core.parity.evidence.later_steps import later_steps
 from lockstep.core.parity.evidence.observations import Observation
@@ -108,6 +110,8 @@ class Evidence:
     one (core/parity/evidence/later_steps.py). around_load: under FP8's delayed scaling, of a thorough check, the
     observations of the gradients of the step's first micro-batch after the step, and when that state has been loaded.
     changed: what passes that only look at the state changed in it, by what they did; empty where that is not told.
+    in_a_row: what differs in two steps that are made with nothing between them (core/parity/evidence/in_a_row.py).
+    miscounted: parameters of which the optimizer counts another number of updates after the step, in words.
     probed_amaxes, own_amaxes, step_amaxes: of `tapped`, of each of the step's micro-batches (in the step where
     own_in_step, else apart from it), and of the step, what the pass saw, by layer (`ShowsAmaxes`). tapped_amaxes: the
     same of the program that showed `taps`.
@@ -145,6 +149,8 @@ class Evidence:
     step_amaxes: Arrays = field(default_factory=dict)
     tapped_amaxes: Arrays = field(default_factory=dict)
     changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    in_a_row: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    miscounted: tuple[str, ...] = ()
 
     @property
     def given_probe(self) -> Batch | None:
@@ -237,6 +243,7 @@ def _gather(
 
     before = state_into(into, "before", session)
     changed = Changed(session, missing)
+    started_from = changed.sums
     if isinstance(into, FolderStore) and into.ranks > 1:
         into.lend(ranks_of(session), "before/")
     thorough = probe is None
@@ -332,14 +339,24 @@ def _gather(
     if shows_parts is not None and not (own := tuple(shows_parts.parts_kept())):
         missing.append("the step's gradients against those of its micro-batches: the step showed none of them")
     after = state_into(into, "after", session)
+    wrongly_counted = tuple(miscounted(session, after.updates))
     # A session may forget to set the scales of FP8 after a step. Whatever loads a state below would set them.
     tries_load = thorough and config.train.ranks == 1 and bool(layers(config))
     around_load = [sketched(session, first)] if tries_load else []
     if stepped is None and probed is not None and thorough:
         stepped = _computed_again(session, batch, before, after, missing, into)
     ranks = _reports(session, missing) if config.train.ranks > 1 else ()
-    reloaded = round_trip(session, before, after, missing, into) if thorough else None
-    later = later_steps(session, config, batch, before, after, missing) if reloaded is not None else ()
+    reloaded: State | None = None
+    later: tuple[StepRecord, ...] = ()
+    two_steps: Mapping[str, tuple[str, ...]] = {}
+    if thorough:
+        written = Changed(session, [])
+        made = record, written.sums
+        reloaded = round_trip(session, before, after, missing, into, lambda: written.note("a checkpoint was begun"))
+        changed.found |= written.found
+        if reloaded is not None:
+            later = later_steps(session, config, batch, before, after, missing)
+            two_steps = in_a_row(session, config, batch, before, after, made, started_from, missing)
     if around_load and reloaded is not None:
         around_load.append(sketched(session, first))
     if not thorough:
@@ -382,6 +399,8 @@ def _gather(
         step_amaxes=step_amaxes,
         tapped_amaxes=tapped_amaxes,
         changed=changed.found,
+        in_a_row=two_steps,
+        miscounted=wrongly_counted,
     )
 
 

@@ -18,11 +18,14 @@ from lockstep.core.parity.evidence.into_store import state_into
 from lockstep.core.parity.evidence.store import Store
 
 
-def round_trip(session: Session, before: State, after: State, missing: list[str], store: Store) -> State | None:
+def round_trip(
+    session: Session, before: State, after: State, missing: list[str], store: Store, begun: Callable[[], None]
+) -> State | None:
     """The state after the step through a checkpoint on disk and back into the session.
 
     Updates that the optimizer then counts otherwise stand in words among its scalars, which those of the step are not.
     The session takes another state over while its checkpoint is being written: it must be written of a copy.
+    begun: called before that, of one rank, when what is written has been taken from the session.
     """
     try:
         load = ask(session, Loads).load
@@ -32,7 +35,7 @@ def round_trip(session: Session, before: State, after: State, missing: list[str]
     try:
         with (
             tempfile.TemporaryDirectory(prefix="lockstep-") as folder,
-            _read_back(session, load, before, after.step, Path(folder) / "state") as loaded,
+            _read_back(session, load, before, after.step, Path(folder) / "state", begun) as loaded,
         ):
             load(loaded)
     except (NotSupported, ValueError, KeyError) as reason:  # what is wrong with its names, the check says itself
@@ -45,7 +48,12 @@ def round_trip(session: Session, before: State, after: State, missing: list[str]
 
 @contextmanager
 def _read_back(
-    session: Session, load: Callable[[State], None], before: State, step: int, final: Path
+    session: Session,
+    load: Callable[[State], None],
+    before: State,
+    step: int,
+    final: Path,
+    begun: Callable[[], None],
 ) -> Iterator[State]:
     """The session's state as a checkpoint gives it back, read a tensor at a time, when it is asked for.
 
@@ -54,6 +62,8 @@ def _read_back(
     ranks = ranks_of(session)
     if ranks.rank == 0:
         pending = begin_on_all(session, ranks, lambda write: begin_checkpoint(final, step, write, {}))
+        if ranks.count == 1:
+            begun()
         load(before)
         written = ranks.of_first(lambda: str(pending.commit()))
     else:

@@ -106,6 +106,8 @@ class _Document:
     step_amaxes: str = ""
     tapped_amaxes: str = ""
     changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    in_a_row: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    miscounted: tuple[str, ...] = ()
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -199,6 +201,8 @@ class _Writer:
             self._kind("step_amaxes", evidence.step_amaxes) if evidence.step_amaxes else "",
             self._kind("tapped_amaxes", evidence.tapped_amaxes) if evidence.tapped_amaxes else "",
             evidence.changed,
+            evidence.in_a_row,
+            evidence.miscounted,
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -299,4 +303,6 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         step_amaxes=store.arrays(document.step_amaxes) if document.step_amaxes else {},
         tapped_amaxes=store.arrays(document.tapped_amaxes) if document.tapped_amaxes else {},
         changed=document.changed,
+        in_a_row=document.in_a_row,
+        miscounted=document.miscounted,
     )

@@ -132,6 +132,7 @@ def _of_evidence(
         lambda: update.step_scalars(evidence, reference),
         lambda: update.update(evidence, reference),
         lambda: update.loss_scale(evidence, reference),
+        lambda: update.in_a_row(evidence),
         lambda: update.checkpoint(evidence),
     )
     kept = end_to_end.observations_of(evidence, reference.config.model)

@@ -17,6 +17,7 @@ from lockstep.core.model.groups import group_settings, moment_names, update_rule
 from lockstep.core.model.init import init_parameter
 from lockstep.core.model.names import groups_of, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.in_a_row import AT_ONCE, LOADED, NOT_SHOWN
 from lockstep.core.parity.evidence.later_steps import as_later_steps
 from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, peak_bounds, scalar_bounds
@@ -30,6 +31,13 @@ from lockstep.core.train.skipped_steps import is_made, leaves_out, scalars_after
 
 # Elements of a stretch whose update is computed at once. Shorter ones are filled up to the next of these.
 LENGTHS = (1 << 12, 1 << 15, 1 << 18)
+# Links of a step, by the field of its record that is their first word.
+OF_RECORD = {
+    "loss": "loss",
+    "grad_norm": "gradients",
+    "clip_coefficient": "clip_coefficient",
+    "lr": "learning_rate",
+}
 # Matrices whose median length is held: those of one block.
 FEWEST = 7
 
@@ -119,6 +127,8 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     """Moments and update from the candidate's own gradients, state and coefficient, relative to the update."""
     before, after = evidence.before, evidence.after
     steps = before.step + 1
+    wrong, basis = evidence.miscounted, "an optimizer has counted the updates that were made"
+    yield exact("step_count", "updates", len(wrong), len(before.params), basis, ", ".join(wrong[:5]))
     if evidence.not_finite:
         yield exact("step_count", "step", int(after.step != before.step), 1, "a step that is left out is none")
         yield from _left_out(before, after)
@@ -338,6 +348,39 @@ def loss_scale(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     wrong = [key for key in due.keys() | after.keys() if due.get(key) != after.get(key)]
     basis = f"the rule, {'loss and gradients finite' if made else 'not finite'}"
     yield exact("loss_scale", "loss_scale", len(wrong), len(due), basis, ", ".join(sorted(wrong)))
+
+
+def in_a_row(evidence: Evidence) -> Iterator[Finding]:
+    """Two steps with nothing between them are the same two with a check between them: equal bits.
+
+    What differs first in a step's arithmetic names the link.
+    """
+    found = evidence.in_a_row
+    if not found:
+        return
+    if wrong := found.get(LOADED, ()):
+        basis = "a session that takes a state over has it: equal checksums"
+        yield exact("checkpoint", "loaded", len(wrong), max(len(wrong), 1), basis, ", ".join(wrong[:5]))
+        return
+    if evidence.miscounted:  # another finding, which these follow
+        return
+    for what, tap, basis in (
+        (NOT_SHOWN, "the step again, not shown", "a step does the same, shown or not: equal bits"),
+        (AT_ONCE, "the step after, at once", "nothing that a pass or a load resets matters to a step: equal bits"),
+    ):
+        wrong = found.get(what, ())
+        note = f"{', '.join(wrong[:5])}: the step depends on what lies outside the state" if wrong else ""
+        yield exact(_first_link(wrong, evidence.after), tap, len(wrong), max(len(wrong), 1), basis, note)
+        if wrong:
+            return
+
+
+def _first_link(wrong: Sequence[str], state: State) -> str:
+    """Return the first link of a step that is wrong, by fields of its record and arrays of the state after it."""
+    if of_record := [stage for name, stage in OF_RECORD.items() if name in wrong]:
+        return of_record[0]
+    kinds = {name.partition("/")[0] for name in wrong}
+    return "moments" if kinds & set(state.optimizer) else "update" if "params" in kinds or not wrong else "step_count"
 
 
 def checkpoint(evidence: Evidence) -> Iterator[Finding]:

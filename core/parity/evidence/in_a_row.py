@@ -1,0 +1,130 @@
+"""Two steps in a row as training makes them, which no check is between, held to the same two with a check between them.
+
+Whatever a check does is itself something that happens between two steps: it computes gradients, which may clear what a
+step leaves behind, it shows a step, and at its end it loads a state, which may make anew what was outdated. A session
+that depends on what lies outside its state (a copy of weights that only a load makes anew, gradients that only other
+passes clear, a buffer of old gradients) is wrong in every run and right in every check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from lockstep.core.backend import Batch, NotSupported, Session, State, StepRecord
+from lockstep.core.capabilities import Loads, ShowsChecksums, ask
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.train.finite import NotFinite
+from lockstep.core.train.unchanged_state import differing
+
+# What is compared, as keys of what `in_a_row` returns.
+LOADED, NOT_SHOWN, AT_ONCE = "loaded", "not shown", "at once"
+# Fields of a record that are the step's arithmetic, in its order.
+ARITHMETIC = ("loss", "grad_norm", "clip_coefficient", "lr")
+WHAT = "two steps in a row"
+
+Sums = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A step that was made, with the checksums of the state after it where they were asked for."""
+
+    record: StepRecord
+    sums: Sums
+
+    def differs_from(self, other: _Made) -> tuple[str, ...]:
+        """Name what differs: fields of the record, then arrays of the state."""
+        ours, theirs = ({name: repr(getattr(one.record, name)) for name in ARITHMETIC} for one in (self, other))
+        return (*(name for name in ARITHMETIC if ours[name] != theirs[name]), *differing(self.sums, other.sums))
+
+
+def in_a_row(
+    session: Session,
+    config: RunConfig,
+    batch: Batch,
+    before: State,
+    after: State,
+    shown: tuple[StepRecord, Sums],
+    started: Sums,
+    missing: list[str],
+) -> Mapping[str, tuple[str, ...]]:
+    """Make the step and the next one, of the same batch, at once; and again with what a check does between them.
+
+    shown: record of the step as the check made it, and checksums of the state after it. started: of that before it.
+    Checksums are empty where the session tells none; records are compared then. The session has `after` again at the
+    end.
+
+    Return the names of what differs: LOADED from `before` when that was loaded; NOT_SHOWN of the step, made without
+    showing anything, from the one that was shown; AT_ONCE of the second step from the same one after a pass for
+    gradients and a load. Nothing, and a word in `missing`, where steps do not repeat their bits, or cannot be made.
+    """
+    try:
+        load = ask(session, Loads).load
+    except NotSupported as reason:
+        missing.append(f"{WHAT}: {reason}")
+        return {}
+    if config.train.ranks > 1:
+        missing.append(f"{WHAT}: a check of several ranks does not make them")
+        return {}
+    if before.step + 2 > config.train.steps:
+        missing.append(f"{WHAT}: the run ends with this one")
+        return {}
+
+    def sums() -> Sums:
+        return ask(session, ShowsChecksums).state_checksums() if started else {}
+
+    def at_once() -> _Made:
+        load(before)
+        _step(session, batch)
+        return _Made(_step(session, batch), sums())
+
+    def with_a_check_between() -> tuple[Sums, _Made, _Made]:
+        load(before)
+        loaded = sums()
+        first = _Made(_step(session, batch), sums())
+        with suppress(NotSupported):
+            session.gradients(batch.cut(config.train)[0])
+        load(after)
+        return loaded, first, _Made(_step(session, batch), sums())
+
+    try:
+        return _compared(started, _Made(*shown), at_once, with_a_check_between, missing)
+    except (NotSupported, ValueError, KeyError) as reason:
+        missing.append(f"{WHAT}: {reason}")
+        return {}
+    finally:
+        load(after)
+
+
+def _compared(
+    started: Sums,
+    shown: _Made,
+    at_once: Callable[[], _Made],
+    with_a_check_between: Callable[[], tuple[Sums, _Made, _Made]],
+    missing: list[str],
+) -> dict[str, tuple[str, ...]]:
+    second = at_once()
+    loaded, first, apart = with_a_check_between()
+    found = {
+        LOADED: differing(started, loaded),
+        NOT_SHOWN: first.differs_from(shown),
+        AT_ONCE: second.differs_from(apart),
+    }
+    if not found[LOADED] and any(found.values()):
+        # Some programs do not repeat their bits. What is accused is there again, alike in every bit.
+        _, first_again, apart_again = with_a_check_between()
+        again = second, at_once(), first, first_again, apart, apart_again
+        if any(one.differs_from(other) for one, other in zip(again[::2], again[1::2], strict=True)):
+            missing.append(f"{WHAT}: the session's steps do not repeat their bits")
+            return {}
+    return found
+
+
+def _step(session: Session, batch: Batch) -> StepRecord:
+    """Make a step; one that is not finite is left out, and has a record too."""
+    try:
+        return session.step(batch)
+    except NotFinite as found:
+        return found.record

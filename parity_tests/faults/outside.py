@@ -1,0 +1,156 @@
+"""Faults of what lies outside the state that a session shows: every check, which loads a state, puts them right.
+
+They are wrong in training, from its second step on. Two steps in a row, which a check makes too, find them in the first
+(core/parity/evidence/in_a_row.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core.backend import Batch, State, StepRecord
+from lockstep.parity_tests.faults.planting import swap
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.model import Linear, Llama
+from lockstep.torch_backend.precision import Policy, linear
+from lockstep.torch_backend.session import TorchSession
+
+COPY = "_copy"
+
+
+class _CopiedLinear(Linear):
+    """The forward pass reads a copy of the weight in bf16; the gradient goes to the weight."""
+
+    def forward(self, x: Tensor, policy: Policy) -> Tensor:
+        if COPY not in self.__dict__:
+            self.__dict__[COPY] = self.weight.detach().bfloat16().float()
+        weight = self.weight + (self.__dict__[COPY] - self.weight.detach())
+        return linear(x, weight, self.bias, policy, self.float8)
+
+
+class CopyingSession(TorchSession):
+    """Reads copies of its weights, which only a load makes anew."""
+
+    def build_model(self) -> Llama:
+        return swap(super().build_model(), Linear, _CopiedLinear, "blocks.*")
+
+    def load(self, state: State) -> None:
+        super().load(state)
+        for module in self.model.modules():
+            module.__dict__.pop(COPY, None)
+
+
+class CopiesMadeByLoadAlone(TorchBackend):
+    """The weights' copies in bf16 are made when a state is loaded, and by no step."""
+
+    session_class = CopyingSession
+
+
+class _MixingSession(TorchSession):
+    old: list[Tensor] | None = None
+
+    def _update(self, grads: list[Tensor], *others: Any) -> None:
+        new = [g.clone() for g in grads]
+        for g, old in zip(grads, self.old or [], strict=False):
+            g.add_(old, alpha=0.1)
+        self.old = new
+        super()._update(grads, *others)
+
+    def load(self, state: State) -> None:
+        super().load(state)
+        self.old = None
+
+
+class OldGradientsMixedIn(TorchBackend):
+    """A tenth of the last step's gradients is added to each step's, from a buffer that a load empties."""
+
+    session_class = _MixingSession
+
+
+class _KeepingSession(TorchSession):
+    in_step = False
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        self.in_step = True
+        try:
+            return super().step(batch, norms=norms)
+        finally:
+            self.in_step = False
+
+    def accumulate(self, batch: Batch) -> Any:
+        if not self.in_step:
+            return super().accumulate(batch)
+        kept = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        result = super().accumulate(batch)
+        for name, grad in kept.items():
+            self.parameters[name].grad.add_(grad)  # type: ignore[union-attr]
+        return result
+
+
+class StepsClearNoGradients(TorchBackend):
+    """A step adds its gradients to those of the step before, unless a check's or an evaluation's pass cleared them."""
+
+    session_class = _KeepingSession
+
+
+class _UnseenSession(TorchSession):
+    def _update(self, grads: list[Tensor], coefficient: Any, lr: float, finite: Any) -> None:
+        super()._update(grads, coefficient, lr if self._show_step else 2 * lr, finite)
+
+
+class FartherWhenNotShown(TorchBackend):
+    """A step whose gradients nobody looks at moves twice as far."""
+
+    session_class = _UnseenSession
+
+
+class _SkippingSession(TorchSession):
+    def load(self, state: State) -> None:
+        kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+        super().load(state)
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                p.copy_(kept[name])
+
+
+class LoadSkipsWeights(TorchBackend):
+    """A load takes moments, step and scalars over, and no weight: their names match none."""
+
+    session_class = _SkippingSession
+
+
+class _RoundingSession(TorchSession):
+    def write(self, folder: Path) -> Any:
+        written = super().write(folder)
+        for entry in self.optimizer.state.values():
+            if "exp_avg_sq" in entry:
+                entry["exp_avg_sq"] = entry["exp_avg_sq"].bfloat16().float()
+        return written
+
+
+class MomentsRoundedOnceWritten(TorchBackend):
+    """Second moments are rounded to bf16 after a checkpoint has been given its copy of them."""
+
+    session_class = _RoundingSession
+
+
+class _CountingSession(TorchSession):
+    def _update(self, grads: list[Tensor], coefficient: Any, lr: float, finite: Any) -> None:
+        super()._update(grads, coefficient, lr, finite)
+        if not finite:
+            for p in self.parameters.values():
+                entry = self.optimizer.state[p]
+                if not entry:
+                    entry |= {"step": torch.tensor(0.0)}
+                    entry |= {kind: torch.zeros_like(p) for kind in ("exp_avg", "exp_avg_sq")}
+                entry["step"] += 1
+
+
+class StepsLeftOutCount(TorchBackend):
+    """FP16: a step that was left out counts in the optimizer's bias corrections, until a load counts anew."""
+
+    session_class = _CountingSession

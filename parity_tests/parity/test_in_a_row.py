@@ -1,0 +1,110 @@
+"""Two steps with nothing between them: what every check puts right, training does not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from lockstep.core.backend import Backend, Batch, StepRecord
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.judge.judge import judge
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.parity.reference.self_check import sound_reference
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.faults import outside
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
+
+AT_ONCE, AGAIN = "the step after, at once", "the step again, not shown"
+FOUND = {
+    outside.CopiesMadeByLoadAlone: ("loss", AT_ONCE),
+    outside.OldGradientsMixedIn: ("moments", AT_ONCE),
+    outside.StepsClearNoGradients: ("gradients", AT_ONCE),
+    outside.FartherWhenNotShown: ("update", AGAIN),
+    outside.LoadSkipsWeights: ("checkpoint", "loaded"),
+    outside.MomentsRoundedOnceWritten: ("weights", "after a checkpoint was begun"),
+}
+
+
+def check(backend: Backend, config: RunConfig, batch: Batch | None = None) -> Check:
+    evidence = gather(backend.open(config), config, text_batch(config) if batch is None else batch)
+    return judge(evidence, sound_reference(JaxBackend(), config))
+
+
+@pytest.mark.parametrize("fault", FOUND, ids=lambda fault: fault.__name__)
+def test_what_lies_outside_the_state_is_found_in_the_first_step(fault: type[TorchBackend]) -> None:
+    origin = check(fault(), tiny_config()).origin
+    assert origin is not None
+    assert (origin.stage, origin.tap) == FOUND[fault]
+
+
+def test_steps_that_were_left_out_and_counted_are_named() -> None:
+    config = tiny_config("fp16")
+    precision = config.precision.model_copy(update={"loss_scale": 2.0**20})
+    config = config.model_copy(update={"precision": precision})
+    batch = text_batch(config, seed=1)
+    origin = check(outside.StepsLeftOutCount(), config, batch).origin
+    assert origin is not None and (origin.stage, origin.tap) == ("step_count", "updates")
+    assert check(TorchBackend(), config, batch).verdict == "agreed"
+
+
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [
+        (TorchBackend(), tiny_config(compiled=True)),
+        (JaxBackend(), tiny_config("fp32")),
+        (TorchBackend(), tiny_config("fp8_delayed")),
+    ],
+    ids=["compiled", "jax", "fp8_delayed"],
+)
+def test_an_honest_session_is_covered_and_agrees(backend: Backend, config: RunConfig) -> None:
+    found = check(backend, config)
+    assert found.verdict == "agreed"
+    assert {AT_ONCE, AGAIN} <= {one.tap for one in found.findings}
+    assert not any("two steps in a row" in words for words in found.not_covered)
+
+
+class _Uneven(TorchSession):
+    """The loss is off by a rounding, another one in every step that is made."""
+
+    made = itertools.count()
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        with torch.no_grad():
+            self.parameters["embed.weight"][0, 0] += 1e-6 * next(self.made)
+        return super().step(batch, norms=norms)
+
+
+class _UnevenBackend(TorchBackend):
+    session_class = _Uneven
+
+
+def test_a_session_that_does_not_repeat_its_bits_is_not_accused_of_that() -> None:
+    found = check(_UnevenBackend(), tiny_config())
+    assert AT_ONCE not in {one.tap for one in found.findings}
+    assert "two steps in a row: the session's steps do not repeat their bits" in found.not_covered
+
+
+class _ShowsNoChecksums(outside.CopyingSession):
+    state_checksums = None  # type: ignore[assignment]
+
+
+class _WithoutChecksums(TorchBackend):
+    session_class = _ShowsNoChecksums
+
+
+def test_records_are_compared_where_a_session_tells_no_checksums() -> None:
+    origin = check(_WithoutChecksums(), tiny_config()).origin
+    assert origin is not None and (origin.stage, origin.tap) == ("loss", AT_ONCE)
+
+
+def test_a_run_that_ends_has_no_step_after() -> None:
+    config = tiny_config()
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 1})})
+    found = check(TorchBackend(), config)
+    assert found.verdict == "agreed"
+    assert "two steps in a row: the run ends with this one" in found.not_covered
