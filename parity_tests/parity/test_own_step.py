@@ -146,6 +146,22 @@ def test_a_micro_batch_that_overflows_alone_is_no_fault():
     assert check.verdict == "agreed"
 
 
+def test_a_micro_batch_that_overflows_in_its_step_is_no_fault_of_the_sum():
+    """One of three overflows, and a check during training repeats another one."""
+    config = tiny_config("fp16", train={"batch_size": 6, "micro_batch_size": 2})
+    precision = config.precision.model_copy(update={"loss_scale": 2.0**21})
+    config = config.model_copy(update={"precision": precision})
+    batch = text_batch(config)
+    evidence, check = checked(TorchBackend().open(config), config, True, batch)
+    overflow = [any(one.nonfinite for one in part.values()) for part in evidence.own]
+    assert any(overflow) and not overflow[part_repeated(evidence, config)]
+    assert check.verdict == "agreed"
+    zeroed = {name: np.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0) for name, g in evidence.stepped.grads.items()}
+    wrong = replace(evidence, stepped=replace(evidence.stepped, grads=zeroed))
+    found = judge(wrong, Reference.open(JaxBackend(), config)).findings
+    assert any(one.stage == "accumulation" and not one.ok for one in found)
+
+
 def test_a_session_that_promises_no_bits_is_not_held_to_itself():
     evidence, _ = checked(small.ActivationSlightlyLongWithoutLossMask().open(FOUR))
     check = judge(replace(evidence, taps_keep_bits=False), Reference.open(JaxBackend(), FOUR))

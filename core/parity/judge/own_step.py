@@ -135,6 +135,8 @@ def _accumulated(
             continue
         there = [part for part in parts if part is not None]
         whole = observed(evidence.stepped.grads[name])
+        if whole.nonfinite and any(part.nonfinite for part in there):
+            continue  # a sum of what is not finite only inherits that
         yield _sum(stage, name, whole, there, shares, reference, repeated if rounds else None)
 
 
