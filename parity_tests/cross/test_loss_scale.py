@@ -19,6 +19,7 @@ from lockstep.parity_tests import faults
 from lockstep.parity_tests.cross.variants import same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
 
 
 def fp16(**precision):
@@ -117,11 +118,57 @@ def test_a_fault_is_named(fault):
     assert check.origin.stage == fault.stage
 
 
-@pytest.mark.parametrize("scale", [2.0**10, 2.0**100])
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**21, 2.0**100])
 def test_a_check_agrees_overflow_or_not(scale):
     config = fp16(loss_scale=scale)
     evidence = gather(TorchBackend().open(config), config, uneven_weights(text_batch(config), 1))
     check = judge(evidence, sound_reference(JaxBackend(), config))
     assert check.verdict == "agreed", check.origin
     said = any("what FP16 cannot hold" in line for line in check.not_covered)
-    assert said == (scale > 2.0**50)
+    assert said == (scale > 2.0**10)
+
+
+class _ZeroesInfinitiesSession(TorchSession):
+    def accumulate(self, batch):
+        result = super().accumulate(batch)
+        for parameter in self.parameters.values():
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+        return result
+
+
+class ZeroesInfinities(TorchBackend):
+    """Gradients that overflow are set to zero before the check for overflow, so that no step is left out."""
+
+    session_class = _ZeroesInfinitiesSession
+
+
+class _OneOverflowsSession(TorchSession):
+    def build_model(self):
+        model = super().build_model()
+        model.get_parameter("blocks.0.attn.o_proj.weight").register_hook(lambda grad: grad * torch.inf)
+        return model
+
+
+class OneOverflows(TorchBackend):
+    """One stage overflows where its twin does not."""
+
+    session_class = _OneOverflowsSession
+
+
+# At 2²⁰ one parameter's gradient alone overflows, at 2³⁰ gradients of activations do.
+@pytest.mark.parametrize("scale", [2.0**20, 2.0**30])
+def test_infinities_set_to_zero_are_no_fault_of_a_stage_that_overflows_honestly(scale):
+    config = fp16(loss_scale=scale)
+    evidence = gather(ZeroesInfinities().open(config), config, uneven_weights(text_batch(config), 1))
+    check = judge(evidence, sound_reference(JaxBackend(), config))
+    assert check.origin is not None
+    assert (check.origin.stage, check.origin.phase, check.origin.scope) == ("gradients", "backward", "local")
+    assert any("its twin overflows too, from the same inputs" in line for line in check.not_covered)
+
+
+def test_a_stage_that_overflows_where_its_twin_does_not_is_named():
+    config = fp16(loss_scale=2.0**10)
+    evidence = gather(OneOverflows().open(config), config, uneven_weights(text_batch(config), 1))
+    check = judge(evidence, sound_reference(JaxBackend(), config))
+    assert check.origin is not None
+    assert (check.origin.stage, check.origin.phase) == ("o_proj", "backward")

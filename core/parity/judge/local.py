@@ -96,7 +96,7 @@ def stages(
             continue
         kind, noise = calibrated_bounds.local_kind(reference.config, stage), Noise(reference, variant, of_variant, w, t)
         c = evidence.taps[stage.tap]
-        yield compare(
+        forward = compare(
             reference,
             stage.id,
             kind,
@@ -108,6 +108,7 @@ def stages(
             noise=functools.partial(noise.of, "out"),
             sums=of_sums(reference.config, stage, OUTPUT, inputs),
         )
+        yield from _unless_twin_overflows(forward, c, (w["out"],), missing)
         if grad is None:
             continue
         for role in (*stage.reads, *stage.params):
@@ -122,10 +123,11 @@ def stages(
             terms = grad[..., 0].size if role in stage.params else 1
             heard = functools.partial(noise.of, f"grad/{role}", terms)
             of_role = of_sums(reference.config, stage, role, inputs)
-            yield _sent_back(stage, role, name, sides, evidence.taps, reference, heard, of_role)
+            backward = _sent_back(stage, role, name, sides, evidence.taps, reference, heard, of_role)
+            yield from _unless_twin_overflows(backward, evidence.taps.get(GRADIENT + name), sides[:1], missing)
     if has_gradients:
         for shared in (one for one in sums.values() if chosen(one.producer)):
-            yield from _sum(shared, sent, evidence.taps, reference)
+            yield from _sum(shared, sent, evidence.taps, reference, missing)
 
 
 class Program:
@@ -417,12 +419,30 @@ def _sent_back(
     return with_ranks(compared(), reference.config, t.shape, lambda rows, _: compared(rows))
 
 
+def _unless_twin_overflows(
+    found: Finding, c: np.ndarray | None, twin: Sequence[np.ndarray], missing: list[str]
+) -> Iterator[Finding]:
+    """Yield the finding; drop a broken one where candidate and twin are both not finite from the same inputs.
+
+    FP16 overflows at a large loss scale in an honest stage as well. A candidate that is finite there is compared.
+    twin: what the twin makes of the candidate's inputs, or the parts of a sum.
+    """
+    if found.ok or c is None or np.isfinite(c).all() or all(np.isfinite(part).all() for part in twin):
+        yield found
+    else:
+        missing.append(f"{found.stage} {found.phase} at {found.tap}: its twin overflows too, from the same inputs")
+
+
 def _at(found: Finding, stage: Operation) -> Finding:
     return replace(found, layer=stage.layer)
 
 
 def _sum(
-    shared: Shared, sent: Mapping[tuple[str, str], Sent], taps: Mapping[str, np.ndarray], reference: Reference
+    shared: Shared,
+    sent: Mapping[tuple[str, str], Sent],
+    taps: Mapping[str, np.ndarray],
+    reference: Reference,
+    missing: list[str],
 ) -> Iterator[Finding]:
     """A shared tensor's gradient against the sum of its consumers' parts.
 
@@ -434,13 +454,17 @@ def _sum(
     hidden = [(s, role) for s, role, edge in shared.consumers if edge is None or GRADIENT + edge not in taps]
     if any((s.tap, role) not in sent for s, role in hidden):
         return
+    shown = [taps[name] for name in names]
     if hidden:
-        yield _sum_with_hidden(shared, total, names, {(s.tap, role): s for s, role in hidden}, sent, taps, reference)
+        of_twin = [*shown, *(sent[s.tap, role].twin for s, role in hidden)]
+        by_key = {(s.tap, role): s for s, role in hidden}
+        found = _sum_with_hidden(shared, total, names, by_key, sent, taps, reference)
+        yield from _unless_twin_overflows(found, total, of_twin, missing)
     elif total is None:
         yield exact(shared.producer.id, shared.name, 1, 1, "what its consumers send back arrives", phase="backward")
     else:
-        parts = [taps[name] for name in names]
-        yield _at(_sum_of_shown(shared, total, parts, reference), shared.producer)
+        found = _at(_sum_of_shown(shared, total, shown, reference), shared.producer)
+        yield from _unless_twin_overflows(found, total, shown, missing)
 
 
 def _sum_of_shown(shared: Shared, total: np.ndarray, parts: Sequence[np.ndarray], reference: Reference) -> Finding:
