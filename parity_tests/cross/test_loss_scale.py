@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -172,3 +174,30 @@ def test_a_stage_that_overflows_where_its_twin_does_not_is_named():
     check = judge(evidence, sound_reference(JaxBackend(), config))
     assert check.origin is not None
     assert (check.origin.stage, check.origin.phase) == ("o_proj", "backward")
+
+
+# In batch 1 the second micro-batch by itself overflows, in batch 2 both do; their step is finite.
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_check_agrees_where_a_micro_batch_overflows_by_itself_alone(number):
+    config = fp16(loss_scale=2.0**20)
+    batch = uneven_weights(text_batch(config, number), number)
+    evidence = gather(TorchBackend().open(config), config, batch)
+    assert evidence.stepped is not None
+    assert all(np.isfinite(grad).all() for grad in evidence.stepped.grads.values())
+    check = judge(evidence, sound_reference(JaxBackend(), config))
+    assert check.verdict == "agreed", check.origin
+
+
+def test_a_micro_batch_of_little_weight_that_overflows_by_itself_is_not_compared():
+    config = fp16(loss_scale=2.0**19)
+    batch = text_batch(config, 1)
+    weights = batch.weights.copy()
+    weights[-2:] = 0
+    weights[-1, -1] = 1
+    batch = replace(batch, weights=weights)
+    evidence = gather(TorchBackend().open(config), config, batch)
+    assert evidence.stepped is not None
+    assert all(np.isfinite(grad).all() for grad in evidence.stepped.grads.values())
+    check = judge(evidence, sound_reference(JaxBackend(), config))
+    assert check.verdict == "agreed", check.origin
+    assert any("a micro-batch by itself overflows at this loss scale" in line for line in check.not_covered)

@@ -137,6 +137,10 @@ def _accumulated(
         whole = observed(evidence.stepped.grads[name])
         if whole.nonfinite and any(part.nonfinite for part in there):
             continue  # a sum of what is not finite only inherits that
+        if not evidence.own_in_step and SCALE in evidence.before.scalars and any(part.nonfinite for part in there):
+            # A micro-batch of little weight has larger gradients by itself than its share suggests.
+            missing.append(f"{stage} at {name}: a micro-batch by itself overflows at this loss scale")
+            continue
         yield _sum(stage, name, whole, there, shares, reference, repeated if rounds else None)
 
 
@@ -169,6 +173,8 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
         if theirs is None or len(alike) < len(others):
             yield exact("gradients", parameter, 1, 1, "a gradient with the step's own weights and with others")
             continue
+        if theirs.nonfinite and all(one.nonfinite for one in alike):
+            continue  # they overflow alike
         apart = min((_apart(theirs, one, most) for one in alike), key=lambda measure: measure.value)
         yield finding("gradients", parameter, "end_to_end", (apart,), theirs.size, phase="backward")
 
