@@ -5,7 +5,8 @@ The arithmetic stands in torch_backend/optim.py and jax_backend/optim.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,21 @@ BLOCK, LEAST_IN_EIGHT_BITS = 256, 4096
 
 class Settings(Protocol):
     """The settings of `OptimConfig` that rules read."""
+
+    @property
+    def beta1(self) -> float:
+        """Decay of AdamW's first moment."""
+        ...
+
+    @property
+    def beta2(self) -> float:
+        """Decay of AdamW's second moment."""
+        ...
+
+    @property
+    def momentum(self) -> float:
+        """Decay of Muon's momentum."""
+        ...
 
     @property
     def eight_bit(self) -> str:
@@ -37,6 +53,10 @@ class Settings(Protocol):
 
 def _no_flops(shape: Shape, settings: Settings) -> float:
     return 0.0
+
+
+def _no_factors(shape: Shape, settings: Settings, number: int) -> dict[str, float]:
+    return {}
 
 
 def _like_the_rule(what: str, settings: Settings) -> str:
@@ -59,6 +79,7 @@ class UpdateRule:
     working: what an update of a parameter holds for itself, in copies of the parameter in the stream dtype.
     together: the number of consecutive elements whose update is computed together; None: a matrix as a whole.
     no_twin_on_cuda: why the reference does not round as it does on CUDA, and what has a twin; empty where it does.
+    factors: numbers by which its moments or update may be off, by what they are, of update `number`, from 1.
     """
 
     name: str
@@ -73,19 +94,59 @@ class UpdateRule:
     working: float = 0.0
     together: int | None = 1
     no_twin_on_cuda: str = ""
+    factors: Callable[[Shape, Settings, int], Mapping[str, float]] = _no_factors
+
+
+def _factors_of_adam(shape: Shape, settings: Settings, number: int) -> dict[str, float]:
+    """Return 1 − β and the bias corrections, and what the length becomes with those of the update before or after."""
+
+    def corrections(at: int) -> tuple[float, float]:
+        return 1.0 - settings.beta1**at, math.sqrt(1.0 - settings.beta2**at)
+
+    first, second = corrections(number)
+    found = {
+        "1 − β₁": 1.0 - settings.beta1,
+        "1 − β₂": 1.0 - settings.beta2,
+        "the bias correction 1 − β₁ᵗ": first,
+        "the bias correction √(1 − β₂ᵗ)": second,
+    }
+    for when, other in (("the step before", number - 1), ("the next step", number + 1)):
+        if other >= 1:
+            of_first, of_second = corrections(other)
+            found |= {
+                f"the bias correction 1 − β₁ᵗ of {when}": first / of_first,
+                f"the bias correction 1 − β₂ᵗ of {when}": of_second / second,
+                f"both bias corrections of {when}": first / of_first * of_second / second,
+            }
+    return found
 
 
 MOMENTS, OF_ADAM, _EIGHT_BITS = ("exp_avg", "exp_avg_sq"), ("beta1", "beta2", "eps"), 1 + 4 / BLOCK
-ADAMW = UpdateRule("adamw", "AdamW", MOMENTS, OF_ADAM)
+ADAMW = UpdateRule("adamw", "AdamW", MOMENTS, OF_ADAM, factors=_factors_of_adam)
 # A library rounds in an order of its own also where a tensor's moments stay in FP32.
-TORCHAO = UpdateRule("adamw_torchao", "AdamW", MOMENTS, OF_ADAM)
+TORCHAO = UpdateRule("adamw_torchao", "AdamW", MOMENTS, OF_ADAM, factors=_factors_of_adam)
 _OTHER_ON_CUDA = (
     "the reference rounds as bitsandbytes' CPU kernel does, and CUDA's rounds otherwise: leave the checks out, or take "
     "optim.eight_bit = 'torchao'"
 )
-BITSANDBYTES = UpdateRule("adamw_bitsandbytes", "AdamW", MOMENTS, OF_ADAM, no_twin_on_cuda=_OTHER_ON_CUDA)
+BITSANDBYTES = UpdateRule(
+    "adamw_bitsandbytes",
+    "AdamW",
+    MOMENTS,
+    OF_ADAM,
+    no_twin_on_cuda=_OTHER_ON_CUDA,
+    factors=_factors_of_adam,
+)
 TORCHAO_8BIT = UpdateRule(
-    "adamw8bit_torchao", "AdamW, 8-bit", MOMENTS, OF_ADAM, _EIGHT_BITS, "adamw8bit", rounded=MOMENTS, together=BLOCK
+    "adamw8bit_torchao",
+    "AdamW, 8-bit",
+    MOMENTS,
+    OF_ADAM,
+    _EIGHT_BITS,
+    "adamw8bit",
+    rounded=MOMENTS,
+    together=BLOCK,
+    factors=_factors_of_adam,
 )
 BITSANDBYTES_8BIT = UpdateRule(
     "adamw8bit_bitsandbytes",
@@ -97,6 +158,7 @@ BITSANDBYTES_8BIT = UpdateRule(
     rounded=MOMENTS,
     together=BLOCK,
     no_twin_on_cuda=_OTHER_ON_CUDA,
+    factors=_factors_of_adam,
 )
 
 
@@ -104,6 +166,23 @@ def _newton_schulz(shape: Shape, settings: Settings) -> float:
     """Per iteration on a matrix (r, c), r ≤ c: 4·r²·c + 2·r³ FLOPs."""
     rows, columns = sorted(shape)
     return settings.ns_steps * (4.0 * rows**2 * columns + 2.0 * rows**3)
+
+
+def _factors_of_muon(shape: Shape, settings: Settings, number: int) -> dict[str, float]:
+    """Return the lengths that an update is given elsewhere, and the parts of its own.
+
+    Its own is 0.2·√max(rows, columns) (Liu et al. 2025, arXiv 2502.16982); Jordan's √max(1, rows/columns).
+    """
+    rows, columns = shape
+    own = 0.2 * math.sqrt(max(shape))
+    return {
+        "the length 0.2·√max(rows, columns)": own,
+        "the length √max(1, rows/columns) for 0.2·√max(rows, columns)": math.sqrt(max(1.0, rows / columns)) / own,
+        "√(the longer side / the shorter side)": math.sqrt(max(shape) / min(shape)),
+        "0.2": 0.2,
+        "√max(rows, columns)": math.sqrt(max(shape)),
+        "1 − the momentum": 1.0 - settings.momentum,
+    }
 
 
 def _by_dtype(what: str, settings: Settings) -> str:
@@ -122,6 +201,7 @@ MUON = UpdateRule(
     # Its update, in FP32 and in two narrow copies and a product.
     working=3.0,
     together=None,
+    factors=_factors_of_muon,
 )
 
 

@@ -18,6 +18,7 @@ from lockstep.core.parity.measures.decode import (
     direction,
     explain,
     known_scalars,
+    scalars_of_rule,
 )
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.train.schedule import learning_rate
@@ -30,7 +31,7 @@ CONFIG = CONFIG.model_copy(update={"optim": CONFIG.optim.model_copy(update={"war
 BATCH = uneven_weights(text_batch(CONFIG), 7)
 TOTAL = float(BATCH.weights.sum(dtype=np.float64))
 RECORD = StepRecord(STEP, 5.5, TOTAL, 1e-3, 1.7312, 0.25 / 1.7312, BATCH.digest(), BATCH.tokens.size)
-KNOWN = known_scalars(CONFIG, BATCH, RECORD, STEP)
+KNOWN = known_scalars(CONFIG, BATCH, RECORD, STEP) | scalars_of_rule(CONFIG, "final_norm.weight", STEP)
 LR = [learning_rate(CONFIG.optim, s, CONFIG.train.steps) for s in (2, 3, 4)]
 FIRST = float(BATCH.weights[:2].sum(dtype=np.float64)) / TOTAL
 
@@ -151,6 +152,24 @@ def test_numbers_that_are_one_or_undefined_are_left_out():
     assert not {n for n in known if "world" in n or "accumulation" in n or "clip" in n or "step before" in n}
     empty = Batch(batch.tokens, batch.targets, np.zeros_like(batch.weights))
     assert "the loss weight of the batch" not in known_scalars(config, empty, record, 1)
+
+
+def test_a_rule_knows_its_own_numbers_and_none_of_another_rule():
+    muon = CONFIG.model_copy(update={"optim": CONFIG.optim.model_copy(update={"name": "muon"})})
+    wide, tall, gain = (f"blocks.0.{name}.weight" for name in ("mlp.down_proj", "mlp.gate_proj", "attn_norm"))
+    of_wide, of_tall = (scalars_of_rule(muon, name, STEP) for name in (wide, tall))
+    for found in (of_wide, of_tall):
+        assert all(v > 0 and v != 1 for v in found.values())
+        assert not [name for name in found if "β" in name or "bias" in name]
+    own = 0.2 * math.sqrt(128)
+    jordan = "the length √max(1, rows/columns) for 0.2·√max(rows, columns)"
+    assert of_wide[jordan] == pytest.approx(1 / own) and of_tall[jordan] == pytest.approx(math.sqrt(2) / own)
+    assert decode(1 / math.sqrt(2), of_wide, 1e-3) == ["length off by √(the longer side / the shorter side) (÷1.41421)"]
+    assert "1 − the momentum" in of_wide
+    of_gain = scalars_of_rule(muon, gain, STEP)
+    assert of_gain == scalars_of_rule(CONFIG, wide, STEP)
+    assert of_gain["1 − β₂"] == pytest.approx(0.05)
+    assert not [name for name in known_scalars(muon, BATCH, RECORD, STEP) if "β" in name]
 
 
 def test_a_count_is_named_by_the_median_of_ratios_that_scatter():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import jax
@@ -18,7 +19,8 @@ from lockstep.core.config.schema import CompileConfig, OptimConfig, RunConfig
 from lockstep.core.model.graph import GROUPS
 from lockstep.core.model.groups import group_settings, update_rules
 from lockstep.core.model.names import groups_of
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.reference.self_check import check_reference
 from lockstep.core.train.schedule import learning_rate
 from lockstep.jax_backend.backend import JaxBackend
@@ -322,6 +324,49 @@ def test_another_muon_is_no_reference(change):
             return super().open(config.model_copy(update={"optim": optim}))
 
     assert {f.stage for f in check_reference(Other(), run_of("muon")).wrong} & {"moments", "update"}
+
+
+class _ShortMuon(optim.Muon):
+    def length(self, rows: int, columns: int) -> float:
+        return 0.2 * math.sqrt(min(rows, columns))
+
+
+class _JordansMuon(optim.Muon):
+    def length(self, rows: int, columns: int) -> float:
+        return math.sqrt(max(1, rows / columns))
+
+
+def _muon_of(rule: type[optim.Muon]) -> TorchBackend:
+    class Session(TorchSession):
+        def build_optimizer(self):
+            built = super().build_optimizer()
+            built.optimizers[0].__class__ = rule
+            return built
+
+    return type(rule.__name__, (TorchBackend,), {"session_class": Session})()
+
+
+@pytest.mark.parametrize(
+    ("rule", "parameter", "words"),
+    [
+        (_ShortMuon, "mlp.down_proj", "length off by √(the longer side / the shorter side) (÷1.41421)"),
+        (
+            _JordansMuon,
+            "mlp.gate_proj",
+            "length off by the length √max(1, rows/columns) for 0.2·√max(rows, columns) (×0.",
+        ),
+    ],
+)
+def test_a_length_of_muon_s_update_is_named_by_muon_s_own_numbers(rule, parameter, words):
+    """√2 was called the bias correction 1 − β₂ᵗ of the next step, which is 1.396 at step 1: Muon has no β₂."""
+    config = tiny_config()
+    config = config.model_copy(update={"optim": config.optim.model_copy(update={"name": "muon"})})
+    evidence = gather(_muon_of(rule).open(config), config, uneven_weights(text_batch(config), 0))
+    check = judge(evidence, Reference.open(JaxBackend(), config))
+    assert check.origin is not None and check.origin.stage == "update"
+    named = next(f for f in check.findings if f.tap == f"blocks.0.{parameter}.weight" and f.stage == "update")
+    assert not named.ok and named.note.startswith(words)
+    assert not [f.note for f in check.findings if "β" in f.note]
 
 
 def updated(fused: bool, before: State, grads: dict[str, np.ndarray], config: RunConfig, lr: float) -> State:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,6 +23,7 @@ from lockstep.core.parity.evidence.later_steps import as_later_steps
 from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, peak_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import Comparison, Reference, exact, finding, perturbed
+from lockstep.core.parity.measures.decode import scalars_of_rule
 from lockstep.core.parity.measures.peaks import Norms
 from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import OVER_MATRICES, Finding, Measure
@@ -172,9 +174,11 @@ class _Updated:
     ) -> None:
         """part: the elements that are looked at, and their shape; by default those that are due."""
         assert evidence.stepped is not None
-        self._evidence, self._reference, self._name = evidence, reference, name
-        self._before, self._after = evidence.before, evidence.after
         config = reference.config
+        of_rule = scalars_of_rule(config, name, evidence.before.updates + 1)
+        self._reference = replace(reference, known={**reference.known, **of_rule})
+        self._evidence, self._name = evidence, name
+        self._before, self._after = evidence.before, evidence.after
         self._rule = update_rules(config)[name]
         self._where, self._shape = part or part_judged(config, name, self._before.step)
         self._alias = _same_update(config, name)

@@ -28,6 +28,8 @@ import numpy as np
 
 from lockstep.core.backend import Batch, StepRecord
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.groups import update_rules
+from lockstep.core.model.names import parameter_shapes
 from lockstep.core.parity.measures.distances import FLOOR_ULPS
 from lockstep.core.train.schedule import learning_rate
 
@@ -109,7 +111,8 @@ def explain(
 def decode(ratio: float, known: Mapping[str, float], tolerance: float) -> list[str]:
     """Sentences that name `ratio`, the likeliest first; none if it is 1, or nothing fits, within the tolerance.
 
-    known: positive numbers by what they are (`known_scalars`), simplest first; each is tried as factor and as divisor,
+    known: positive numbers by what they are (`known_scalars`, and in a moment or an update `scalars_of_rule`), simplest
+    first; each is tried as factor and as divisor,
     and so are powers of two and a flipped sign.
     tolerance: relative error of `ratio`.
 
@@ -206,7 +209,7 @@ def known_scalars(config: RunConfig, batch: Batch, record: StepRecord, step: int
     """Numbers that a step knows and could multiply or divide by wrongly, simplest first; none is 1.
 
     step: number of the checked step, from 1. Ratios between steps are given as what the length becomes if the step
-    before or after is taken for this one.
+    before or after is taken for this one. Those of the optimizer are not among them: `scalars_of_rule`.
     """
     train, optim, model = config.train, config.optim, config.model
     weights = batch.weights.astype(np.float64)
@@ -217,9 +220,6 @@ def known_scalars(config: RunConfig, batch: Batch, record: StepRecord, step: int
 
     def due(other: int) -> float:
         return learning_rate(optim, other, train.steps) / lr if lr else 0.0
-
-    def uncorrected(beta: float, at: int) -> float:
-        return 1.0 - beta**at
 
     known: dict[str, float] = {
         "the world size": train.ranks,
@@ -250,23 +250,22 @@ def known_scalars(config: RunConfig, batch: Batch, record: StepRecord, step: int
         "the learning rate of the next step": due(step + 1),
         "the peak learning rate for this step's": optim.peak_lr / lr if lr else 0.0,
         "the learning rate": lr,
-        "1 − β₁": 1.0 - optim.beta1,
-        "1 − β₂": 1.0 - optim.beta2,
-        "the bias correction 1 − β₁ᵗ": uncorrected(optim.beta1, step),
-        "the bias correction √(1 − β₂ᵗ)": math.sqrt(uncorrected(optim.beta2, step)),
     }
     if step > 1:
         known["the learning rate of the step before"] = due(step - 1)
-    for when, other in (("the step before", step - 1), ("the next step", step + 1)):
-        if other < 1:
-            continue
-        first = uncorrected(optim.beta1, step) / uncorrected(optim.beta1, other)
-        second = math.sqrt(uncorrected(optim.beta2, other) / uncorrected(optim.beta2, step))
-        known |= {
-            f"the bias correction 1 − β₁ᵗ of {when}": first,
-            f"the bias correction 1 − β₂ᵗ of {when}": second,
-            f"both bias corrections of {when}": first * second,
-        }
+    return _factors(known)
+
+
+def scalars_of_rule(config: RunConfig, name: str, number: int) -> dict[str, float]:
+    """Numbers that the rule by which a parameter moves knows, and those of no other rule; none is 1.
+
+    number: of the update, from 1; steps that were left out are not counted.
+    """
+    shape = parameter_shapes(config.model)[name]
+    return _factors(update_rules(config)[name].factors(shape, config.optim, number))
+
+
+def _factors(known: Mapping[str, float]) -> dict[str, float]:
     return {name: float(v) for name, v in known.items() if math.isfinite(v) and v > 0 and v != 1}
 
 
