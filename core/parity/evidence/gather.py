@@ -609,11 +609,13 @@ def weighted_tensor(name: str, value: np.ndarray, batch: Batch) -> np.ndarray:
 
 
 def _accumulate(session: Session, config: RunConfig, before: State, micros: list[Batch], store: Store) -> Accumulation:
-    """As many micro-batches as the step has, with loss weights that are each other's powers of two, apart and together.
+    """As many micro-batches as a rank has, with loss weights that are each other's powers of two, apart and together.
 
-    The parts are summed as they come, each by its share: none of them is kept.
+    The parts are summed as they come, each by its share: none of them is kept. Ranks do not share a number of
+    micro-batches that they do not divide: what is wrong in their reduction has no part in this sum.
     """
-    shares = shares_of(max(LEAST_PARTS, len(micros)))
+    ranks, count = config.train.ranks, max(LEAST_PARTS, config.train.accumulation)
+    shares = shares_of(count + 1 if ranks > 1 and count % ranks == 0 else count)
     parts, whole = _of_shares(micros, shares)
     total: Store | None = None
     for number, (part, share) in enumerate(zip(parts, shares, strict=True), 1):

@@ -1,0 +1,62 @@
+"""A check over two ranks with two micro-batches each tells a sum over ranks from a sum over micro-batches."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.judge.judge import Reference, judge
+from lockstep.core.parity.measures.verdict import Check
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.faults import gradients, ranks
+from lockstep.parity_tests.ranks import reductions
+from lockstep.parity_tests.tiny import text_batch, tiny_config
+from lockstep.torch_backend.backend import TorchBackend
+
+pytestmark = pytest.mark.usefixtures("in_one_process")
+CONFIG = tiny_config(train={"batch_size": 8, "ranks": 2})
+
+
+@cache
+def reference() -> Reference:
+    return Reference.open(JaxBackend(), CONFIG)
+
+
+def check_of(backend: TorchBackend) -> Check:
+    return judge(gather(backend.open(CONFIG), CONFIG, uneven_weights(text_batch(CONFIG), 0)), reference())
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        reductions.LastBucketAveraged,
+        reductions.RankOneSendsBf16,
+        reductions.TailOfRankOneLost,
+        reductions.RankOneSendsOneLonger,
+        ranks.ReducedInBf16,
+        ranks.OneParameterNotReduced,
+        # Rank 0 accumulates as it should.
+        reductions.RankOneForgets,
+    ],
+)
+def test_a_wrong_sum_over_ranks_is_called_reduction(fault: type[TorchBackend]) -> None:
+    check = check_of(fault())
+    assert check.origin is not None and check.origin.stage == "reduction"
+    assert not [f.tap for f in check.findings if f.stage == "accumulation" and not f.ok]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [reductions.EveryRankAccumulatesInBf16, gradients.DoublesWithEveryMicroBatch, gradients.LastMicroBatchForgotten],
+)
+def test_a_wrong_sum_over_micro_batches_is_called_accumulation(fault: type[TorchBackend]) -> None:
+    check = check_of(fault())
+    assert check.origin is not None and check.origin.stage == "accumulation"
+
+
+def test_honest_ranks_agree() -> None:
+    check = check_of(TorchBackend())
+    assert check.verdict == "agreed", check.origin
+    assert {"accumulation", "reduction"} <= {f.stage for f in check.findings}
