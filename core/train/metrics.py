@@ -19,6 +19,8 @@ SECONDS = "seconds/"
 MEMORY = "memory/"
 # Largest attention logit of the slice, over all layers and by block: `attention_logit/max`, `attention_logit/blocks.0`.
 ATTENTION_LOGIT = "attention_logit/"
+# √Σ‖Δw‖² / √Σ‖w‖² of a group.
+UPDATE_RATIO = "update_ratio/"
 # How many deviations a loss spike stands above what was expected (core/train/spikes.py), at steps that are one.
 SPIKE = "spike/sigmas"
 
@@ -63,7 +65,7 @@ def norms_by_group(
     gradients, parameters, updates = (group_norms(norms, groups) for norms in (gradient, parameter, update))
     metrics = {f"grad_norm/{group}": norm for group, norm in gradients.items()}
     metrics |= {f"param_norm/{group}": norm for group, norm in parameters.items()}
-    return metrics | {f"update_ratio/{group}": updates[group] / norm for group, norm in parameters.items() if norm}
+    return metrics | {f"{UPDATE_RATIO}{group}": updates[group] / norm for group, norm in parameters.items() if norm}
 
 
 def attention_logits(by_layer: Iterable[float]) -> dict[str, float]:

@@ -72,14 +72,17 @@ def steps(
             likeliest.note(name, tap)
         scores = dict(evaluated(session, micro, likeliest, POLICIES, []))
         scores |= cached_logits(session, micro, taps, config.attention, [])
-        record = session.step(batch)
+        # As `lockstep parity` asks for them.
+        record = session.step(batch, norms=step % 2 == 0)
         values = {"nll": of_batch.nll, "loss": np.asarray(of_batch.loss), "micro nll": of_micro.nll}
         values |= {name: taps[name] for name in forward if name in taps}
         values |= {f"scores/{name}": array for name, array in scores.items()}
         rest = {f"batch/{name}": grad for name, grad in of_batch.grads.items()}
         rest |= {f"micro/{name}": grad for name, grad in of_micro.grads.items()}
         rest |= {name: value for name, value in taps.items() if name.startswith(GRADIENT)}
-        rest |= {key: np.asarray(getattr(record, key)) for key in ("lr", "grad_norm", "clip_coefficient", "step")}
+        scalars = ("lr", "grad_norm", "clip_coefficient", "step", "tokens", "loss_weight")
+        rest |= {key: np.asarray(getattr(record, key)) for key in scalars}
+        rest |= {f"metrics/{name}": np.asarray(value) for name, value in record.metrics.items()}
         rest["digest"] = np.asarray(record.digest)
         rest |= flat(session.state())
         # Through a checkpoint, which is written while the session has another state.

@@ -24,6 +24,7 @@ from lockstep.parity_tests.faults import (
     optimizer,
     own_step,
     ranks,
+    reports,
     sampling,
     small,
     state,
@@ -672,6 +673,15 @@ LOOKING = (
     Fault(looking.CheckpointRoundsWeights, "weights", loss_moves_less_than=TINY),
 )
 
+SECOND_STEP = "`lockstep parity` asks for norms by group in every second step"
+REPORTS = (
+    Fault(reports.TokensOfOneMicroBatch, "record", loss_moves_less_than=TINY),
+    Fault(reports.LossWeightIsAMean, "record", loss_moves_less_than=TINY),
+    Fault(reports.NormsByGroupAfterClipping, "record", first_step=2, loss_moves_less_than=TINY, note=SECOND_STEP),
+    Fault(reports.WeightNormsAreSquares, "record", first_step=2, loss_moves_less_than=TINY, note=SECOND_STEP),
+    Fault(reports.UpdateRatioHalved, "record", first_step=2, loss_moves_less_than=TINY, note=SECOND_STEP),
+)
+
 SAMPLING = (
     Fault(sampling.CacheOnePlaceBehind, "sampling", loss_moves_less_than=TINY),
     Fault(sampling.RopeNotAdvanced, "sampling", loss_moves_less_than=TINY),
@@ -691,6 +701,7 @@ FAULTS = (
     *DEVICE,
     *EVALUATION,
     *LOOKING,
+    *REPORTS,
     *SAMPLING,
     *DATA,
     *LATER,

@@ -61,7 +61,7 @@ def test_every_stage_has_a_fault_that_trips_it() -> None:
     assert tripped & projections
     # Eager bf16, in one process; the compiler's link is tripped in test_programs.py, the checkpoint's in test_links.py,
     # the reduction's in ranks/, that of the loss scale in cross/test_loss_scale.py, that of FP8's amaxes in
-    # cross/test_delayed_scaling.py, that of torch's loss head in cross/test_library_heads.py, whose other two need a
-    # GPU.
-    elsewhere = {"compiler", "reduction", "checkpoint", "loss_scale", "fp8_amax", *library_heads()}
+    # cross/test_delayed_scaling.py, the record's in test_reports.py, that of torch's loss head in
+    # cross/test_library_heads.py, whose other two need a GPU.
+    elsewhere = {"compiler", "reduction", "checkpoint", "loss_scale", "fp8_amax", "record", *library_heads()}
     assert tripped | projections | elsewhere == set(chain().phases)

@@ -320,6 +320,8 @@ def _gather(
     except NotFinite as found:
         record, not_finite = found.record, found.where
         stepped = stepped if in_passing is None else gradients_into(into, "stepped again", session, batch)
+    if norms and not not_finite and not has_norms(record.metrics):
+        missing.append("the record's norms by group: the session's step gives none")
     # The time in which the step's gradients were kept is no part of the step.
     record = replace(record, seconds=time.perf_counter() - started - keeping)
     gathering += keeping

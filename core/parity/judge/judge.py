@@ -25,6 +25,7 @@ from lockstep.core.parity.judge.evaluation import Scores
 from lockstep.core.parity.judge.exercised import not_exercised
 from lockstep.core.parity.judge.lengths import with_typical_lengths
 from lockstep.core.parity.judge.rank_sums import same_sums
+from lockstep.core.parity.judge.reports import reports
 from lockstep.core.parity.judge.validation import validation
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.decode import known_scalars
@@ -133,6 +134,7 @@ def _of_evidence(
         lambda: update.update(evidence, reference),
         lambda: update.loss_scale(evidence, reference),
         lambda: update.in_a_row(evidence),
+        lambda: reports(evidence, reference.config, lost),
         lambda: update.checkpoint(evidence),
     )
     kept = end_to_end.observations_of(evidence, reference.config.model)

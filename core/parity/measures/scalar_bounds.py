@@ -38,10 +38,11 @@ def same(one: Any, other: Any) -> bool:
 
 def ulps(value: float, exact: float, dtype: np.dtype[np.floating]) -> float:
     """|value − exact| in units of the last place of `exact` in `dtype`; infinite for a non-finite value."""
-    if not math.isfinite(value):
-        return math.inf
-    spacing = float(np.spacing(np.abs(dtype.type(exact))))
-    return abs(value - exact) / spacing
+    return abs(value - exact) / _spacing(exact, dtype) if math.isfinite(value) else math.inf
+
+
+def _spacing(exact: float, dtype: np.dtype[np.floating]) -> float:
+    return float(np.spacing(np.abs(dtype.type(exact))))
 
 
 def sum_bound(terms: int) -> tuple[float, str]:
@@ -71,12 +72,42 @@ def gradient_norm(value: float, grads: Mapping[str, np.ndarray], in_fp64: bool =
             power += float(wide @ wide)
         largest, dtype = max(largest, grad.size), np.result_type(dtype, grad.dtype)
     exact = math.sqrt(power)
-    terms = largest + len(grads)
     if in_fp64 and dtype == np.float32:
         return Measure("ulp", ulps(value, exact, dtype), None, 1.0, "accumulated in FP64, as the candidate declares")
+    return Measure("ulp", ulps(value, exact, dtype), None, *norm_bound(largest + len(grads)))
+
+
+def norm_bound(terms: int) -> tuple[float, str]:
+    """Ulp that an L2 norm of `terms` numbers may be off in its own precision, and the words for it."""
     bound, basis = sum_bound(terms)
     chain = min(terms, LONGEST_RUN) / LANES
-    return Measure("ulp", ulps(value, exact, dtype), None, bound + chain / 4, f"{basis}, + {chain:,.0f}/4 in one lane")
+    return bound + chain / 4, f"{basis}, + {chain:,.0f}/4 in one lane"
+
+
+def norm_of_group(value: float, exact: float, terms: int, dtype: np.dtype[np.floating]) -> Measure:
+    """An L2 norm of a record against `exact`, of `terms` numbers at most; a value that is not finite is inherited.
+
+    Squares below the smallest normal number of `dtype` may vanish from the sum.
+    """
+    if not math.isfinite(exact):
+        return Measure("ulp", math.inf if math.isfinite(value) else 0.0, None, 0.0, "not finite, as its numbers")
+    bound, basis = norm_bound(terms)
+    lost = math.sqrt(terms * float(np.finfo(dtype).tiny))
+    return Measure("ulp", max(abs(value - exact) - lost, 0.0) / _spacing(exact, dtype), None, bound, basis)
+
+
+def update_ratio(value: float, exact: float, terms: int, dtype: np.dtype[np.floating]) -> Measure:
+    """The ratio of an update's norm to that of the weights, as `norm_of_group`.
+
+    The update may be the optimizer's own, before it was rounded into the weights: by half an ulp of them at most, and
+    by one where the weights have just doubled.
+    """
+    norm = norm_of_group(value, exact, terms, dtype)
+    if not math.isfinite(exact) or norm.high is None:
+        return norm
+    rounded = float(np.finfo(dtype).eps) / _spacing(exact, dtype)
+    basis = f"twice {norm.basis}; + {rounded:.3g}, an ulp of the weights"
+    return Measure("ulp", norm.value, None, 2 * norm.high + rounded, basis)
 
 
 def clip_coefficient(value: float, norm: float, optim: OptimConfig, dtype: np.dtype[np.floating]) -> Measure:

@@ -24,6 +24,7 @@ UPDATE = (
     "loss_scale",
     "fp8_amax",
     "step_count",
+    "record",
 )
 LAST_BLOCK = 1 << 30
 
@@ -36,8 +37,8 @@ class Chain:
     phases: stage id → the phase in which it first acts, in the order of the chain. `compiler`: the program that trains
     against the tapped one. `gradients`: what the session gives as a micro-batch's gradients against what its program
     made. `reduction`: the gradients that ranks share against each rank's own. `evaluation`: the scores of held-out
-    tokens. `fp8_amax`: what FP8's delayed scaling remembers. `sampling`: logits that are made with a cache. order:
-    stage id → its number.
+    tokens. `fp8_amax`: what FP8's delayed scaling remembers. `record`: numbers of a step's record that no other
+    link reads. `sampling`: logits that are made with a cache. order: stage id → its number.
     """
 
     kinds: dict[str, str]

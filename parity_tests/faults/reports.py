@@ -1,0 +1,85 @@
+"""Faults of what a step's record only reports: the step itself is right, and what is drawn of it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lockstep.core.backend import Batch, StepRecord
+from lockstep.core.train.metrics import UPDATE_RATIO
+from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.session import TorchSession
+
+
+class _Reporting(TorchSession):
+    """Reports a step otherwise than it was."""
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        return self.told(super().step(batch, norms=norms))
+
+    def told(self, record: StepRecord) -> StepRecord:
+        return record
+
+
+class _MicroBatchSession(_Reporting):
+    def told(self, record: StepRecord) -> StepRecord:
+        return replace(record, tokens=record.tokens // self.config.train.accumulation)
+
+
+class TokensOfOneMicroBatch(TorchBackend):
+    """Tokens are counted in the last micro-batch alone, and with them tokens a second and MFU."""
+
+    session_class = _MicroBatchSession
+
+
+class _MeanSession(_Reporting):
+    def told(self, record: StepRecord) -> StepRecord:
+        return replace(record, loss_weight=record.loss_weight / self.config.train.accumulation)
+
+
+class LossWeightIsAMean(TorchBackend):
+    """The loss weight is averaged over micro-batches where it is to be summed."""
+
+    session_class = _MeanSession
+
+
+class _ClippedSession(_Reporting):
+    def told(self, record: StepRecord) -> StepRecord:
+        return replace(record, metrics=scaled(record.metrics, "grad_norm/", record.clip_coefficient))
+
+
+class NormsByGroupAfterClipping(TorchBackend):
+    """Gradient norms by group are taken of the gradients when they are clipped already."""
+
+    session_class = _ClippedSession
+
+
+class _SquaredSession(_Reporting):
+    def told(self, record: StepRecord) -> StepRecord:
+        return replace(record, metrics={**record.metrics, **_squared(record.metrics)})
+
+
+class WeightNormsAreSquares(TorchBackend):
+    """The root is forgotten of the sum of squares over a group's weights."""
+
+    session_class = _SquaredSession
+
+
+class _HalfSession(_Reporting):
+    def told(self, record: StepRecord) -> StepRecord:
+        return replace(record, metrics=scaled(record.metrics, UPDATE_RATIO, 0.5))
+
+
+class UpdateRatioHalved(TorchBackend):
+    """The update is measured before the second half of it is made: weight decay is taken for the rest."""
+
+    session_class = _HalfSession
+
+
+def scaled(metrics: Mapping[str, float], prefix: str, factor: float) -> dict[str, float]:
+    """Return metrics, those whose names begin with `prefix` times `factor`."""
+    return {name: value * factor if name.startswith(prefix) else value for name, value in metrics.items()}
+
+
+def _squared(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value * value for name, value in metrics.items() if name.startswith("param_norm/")}
