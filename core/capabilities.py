@@ -191,6 +191,27 @@ class KeepsKeys(Protocol):
 
 
 @runtime_checkable
+class Decodes(Protocol):
+    """A session whose cache of keys and values serves one prompt after another, as `lockstep sample` uses it."""
+
+    def decoder(self) -> Callable[[np.ndarray], np.ndarray]:
+        """Return what gives logits (V,) of the token that follows `tokens`, int32 (n,), at the weights of now.
+
+        The cache lasts from call to call; `tokens` may begin anew. Raises NotSupported as `cached_logits`.
+        """
+        ...
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """A session that samples without a cache."""
+
+    def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
+        """As in `Session`."""
+        ...
+
+
+@runtime_checkable
 class Evaluates(Protocol):
     """A session that scores held-out batches."""
 

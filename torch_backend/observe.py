@@ -419,6 +419,14 @@ class Observes(Programs):
     def cached_logits(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Logits (n, V) that `lockstep sample` draws from: the first by one pass, each other one from the cache.
 
+        Raises NotSupported as `decoder`.
+        """
+        decode = self.decoder()
+        return np.stack([decode(tokens[:length]) for length in lengths])
+
+    def decoder(self) -> Callable[[np.ndarray], np.ndarray]:
+        """Return what gives logits (V,) after tokens (n,), int32, with a cache that lasts from call to call.
+
         Raises NotSupported where sampling has another precision policy, or weights are cut over ranks.
         """
         if self.root is not None:
@@ -427,7 +435,7 @@ class Observes(Programs):
         decoder = self.decoder_class(self.config, weights, self.device.type)
         if decoder.policy.name != self.policy.name:
             raise NotSupported(f"it computes in {decoder.policy.name}, and the run in {self.policy.name}")
-        return np.stack([decoder.next_token_logits(tokens[:length]) for length in lengths])
+        return decoder.next_token_logits
 
     def _next_logits(self, ids: Tensor) -> Tensor:
         return self.model.logits(self.model.trunk(ids, self.policy)[:, -1:], self.policy)[0, 0]

@@ -18,7 +18,7 @@ from lockstep.core.model.families import graph_of
 from lockstep.core.model.groups import moment_names
 from lockstep.core.model.names import probe_shapes, tap_names
 from lockstep.core.model.windows import device_bytes
-from lockstep.core.parity.evidence.cached_logits import ALONE, ALONE_FROM_START
+from lockstep.core.parity.evidence.cached_logits import LOGITS_MADE
 from lockstep.core.parity.evidence.evaluation import policies_of
 from lockstep.core.parity.evidence.sketch import K
 from lockstep.core.run.ranks import is_sharded
@@ -205,13 +205,13 @@ def _tapped(config: RunConfig, rows: int) -> int:
 
 
 def _scored(config: RunConfig, rows: int, thorough: bool) -> int:
-    """Bytes of targets (int32); by policy, of NLL and of whether the target is likeliest (int32); of cached logits.
+    """Bytes of targets (int32); by policy, of NLL and of whether the target is likeliest (int32); of sampled logits.
 
     The reference makes no pass for them: it has the logits of the looked-at sequences for the taps.
     """
     number = FORMATS[config.precision.stream].bytes
     scores = sum(4 + (FORMATS[policy].bytes if policy else number) for policy in policies_of(config, thorough))
-    cached = (ALONE + ALONE_FROM_START + 2) * (number * config.model.vocab_size + 4) if thorough else 0
+    cached = LOGITS_MADE * (number * config.model.vocab_size + 4) if thorough else 0
     return rows * config.train.sequence_length * (4 + scores) + cached
 
 

@@ -18,7 +18,7 @@ from lockstep.core.backend import Batch
 from lockstep.core.checkpoint.format import PoisonedState, begin_checkpoint, load_checkpoint, writer_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
-from lockstep.core.parity.evidence.cached_logits import cached_logits
+from lockstep.core.parity.evidence.cached_logits import sampled_logits
 from lockstep.core.parity.evidence.evaluation import POLICIES, Likeliest, evaluated
 from lockstep.core.parity.evidence.gather import uneven_weights
 from lockstep.core.parity.judge.update import flat
@@ -71,7 +71,7 @@ def steps(
         for name, tap in taps.items():
             likeliest.note(name, tap)
         scores = dict(evaluated(session, micro, likeliest, POLICIES, []))
-        scores |= cached_logits(session, micro, taps, config.attention, [])
+        scores |= sampled_logits(session, config, micro, taps, [])
         # As `lockstep parity` asks for them.
         record = session.step(batch, norms=step % 2 == 0)
         values = {"nll": of_batch.nll, "loss": np.asarray(of_batch.loss), "micro nll": of_micro.nll}

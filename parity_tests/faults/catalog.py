@@ -687,6 +687,10 @@ SAMPLING = (
     Fault(sampling.RopeNotAdvanced, "sampling", loss_moves_less_than=TINY),
     Fault(sampling.ValuesStayInTheCache, "sampling", loss_moves_less_than=TINY),
     Fault(sampling.KeysOfAnotherHead, "sampling", loss_moves_less_than=TINY),
+    Fault(sampling.FirstTokenOfAPageLost, "sampling", loss_moves_less_than=TINY),
+    Fault(sampling.CacheTrustedByItsLength, "sampling", loss_moves_less_than=TINY),
+    Fault(sampling.SamplesAtAnotherTemperature, "sampling", loss_moves_less_than=TINY),
+    Fault(sampling.SamplesFollowTheTokenBefore, "sampling", loss_moves_less_than=TINY),
 )
 
 FAULTS = (

@@ -1,8 +1,9 @@
-"""Faults of the cache of keys and values with which a trainer samples; its steps and its evaluation are right."""
+"""Faults of how a trainer samples, mostly of its cache of keys and values; its steps and its evaluation are right."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lockstep.torch_backend.backend import TorchBackend
@@ -97,3 +98,61 @@ class KeysOfAnotherHead(TorchBackend):
     """Keys of a token that is computed alone are stored under another head."""
 
     session_class = sampling_with(_OtherHeadDecoder)
+
+
+class _PagedCache(Cache):
+    def tap(self, start: int) -> Tap:
+        right = super().tap(start)
+
+        def keep(name: str, new: Tensor) -> Tensor:
+            lost = start and start % 16 == 0 and name.endswith((KEYS, VALUES))
+            return right(name, torch.zeros_like(new) if lost else new)
+
+        return keep
+
+
+class _PagedDecoder(Decoder):
+    cache_class = _PagedCache
+
+
+class FirstTokenOfAPageLost(TorchBackend):
+    """A token that is computed alone and opens a page of 16 is written to the page before, which is full."""
+
+    session_class = sampling_with(_PagedDecoder)
+
+
+class _TrustingDecoder(Decoder):
+    def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
+        assert self._cache is not None
+        before = len(tokens) - 1
+        start = before if 0 < before <= len(self._tokens) else 0
+        self._tokens = tokens.copy()
+        return self._logits(tokens, start, self._cache.tap(start))
+
+
+class CacheTrustedByItsLength(TorchBackend):
+    """A second prompt that is no longer than the first one reads the keys and values of the first one."""
+
+    session_class = sampling_with(_TrustingDecoder)
+
+
+class _ScalingSession(TorchSession):
+    def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
+        return super().next_token_logits(tokens) * np.float32(1.1)
+
+
+class SamplesAtAnotherTemperature(TorchBackend):
+    """The samples of a run are drawn at a temperature of 1 / 1.1, left in its logits; `lockstep sample` is right."""
+
+    session_class = _ScalingSession
+
+
+class _BehindSession(TorchSession):
+    def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
+        return super().next_token_logits(tokens[: max(len(tokens) - 1, 1)])
+
+
+class SamplesFollowTheTokenBefore(TorchBackend):
+    """The samples of a run follow the last token but one; `lockstep sample` is right."""
+
+    session_class = _BehindSession

@@ -11,14 +11,26 @@ import pytest
 from lockstep.core.backend import NotSupported
 from lockstep.core.components.precision import POLICIES
 from lockstep.core.config.schema import AttentionConfig
-from lockstep.core.parity.evidence.cached_logits import CACHED, LENGTHS
+from lockstep.core.parity.evidence.cached_logits import (
+    ALONE_FROM_DRAWN,
+    CACHED,
+    FROM_DRAWN,
+    LENGTHS,
+    SECOND,
+    UNCACHED,
+    sampled_logits,
+)
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.judge.cached_logits import CachedLogits, held
+from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.distances import Distances
 from lockstep.core.parity.measures.verdict import Measure
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.faults import sampling
 from lockstep.parity_tests.faults.sampling import RopeNotAdvanced
 from lockstep.parity_tests.parity.test_evaluation import checked
-from lockstep.parity_tests.tiny import tiny_config
+from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools.generate import Decoder
@@ -31,11 +43,20 @@ def test_an_honest_cache_agrees_and_one_that_does_not_rotate_is_named(policy: st
     config = tiny_config(policy)
     evidence, check = checked(TorchBackend(), config)
     assert check.verdict == "agreed", check.origin
-    found, from_start = (finding for finding in check.findings if finding.stage == SAMPLING)
-    assert found.size == 4 * 300 and evidence.evaluated["lengths"].tolist() == [29, 30, 31, 32]
-    assert from_start.size == 9 * 300 and from_start.note == "from a prompt of one token"
+    found = [finding for finding in check.findings if finding.stage == SAMPLING]
+    assert [finding.size // 300 for finding in found] == [4, 9, 17, 4, 2]
+    assert [finding.tap for finding in found] == ["logits"] * 4 + ["next_token_logits"]
+    first, second, length = (evidence.evaluated[lengths][0] for _, lengths in (FROM_DRAWN, SECOND, UNCACHED))
+    assert [finding.note for finding in found] == [
+        "",
+        "from a prompt of one token",
+        f"from a prompt of {first} tokens",
+        f"from a prompt of {second} tokens, in a cache that served another prompt before",
+        "without a cache",
+    ]
+    assert evidence.evaluated[LENGTHS].tolist() == [29, 30, 31, 32] and 1 <= length < 32
     _, check = checked(RopeNotAdvanced(), config)
-    assert {finding.stage for finding in check.findings if not finding.ok} == {SAMPLING}
+    assert {(finding.stage, finding.tap) for finding in check.findings if not finding.ok} == {(SAMPLING, "logits")}
 
 
 def test_where_documents_are_masked_the_first_one_is_decoded() -> None:
@@ -79,6 +100,62 @@ def with_decoder(decoder: type[Decoder]) -> TorchBackend:
 def test_a_cache_that_is_wrong_after_some_tokens_or_behind_few_is_named(decoder: type[Decoder]) -> None:
     _, check = checked(with_decoder(decoder), tiny_config())
     assert {finding.stage for finding in check.findings if not finding.ok} == {SAMPLING}
+
+
+@pytest.mark.parametrize(
+    ("fault", "tap", "note"),
+    [
+        (sampling.FirstTokenOfAPageLost, "logits", "from a prompt of {} tokens"),
+        (sampling.CacheTrustedByItsLength, "logits", "in a cache that served another prompt before"),
+        (sampling.SamplesAtAnotherTemperature, "next_token_logits", "without a cache"),
+        (sampling.SamplesFollowTheTokenBefore, "next_token_logits", "without a cache"),
+    ],
+)
+def test_what_goes_wrong_in_one_way_to_sample_is_named_by_it(fault: type[TorchBackend], tap: str, note: str) -> None:
+    evidence, check = checked(fault(), tiny_config())
+    wrong = [finding for finding in check.findings if not finding.ok]
+    assert {(finding.stage, finding.tap) for finding in wrong} == {(SAMPLING, tap)}
+    assert wrong[0].note.endswith(note.format(evidence.evaluated[FROM_DRAWN[1]][0]))
+
+
+def test_every_token_has_its_turn_to_be_computed_alone() -> None:
+    """By the micro-batch; with the first place of a page of 16 in each check."""
+    config, alone = tiny_config(), set[int]()
+    session, taps = TorchBackend().open(config), {"logits": np.zeros(0)}
+    for number in range(40):
+        found = sampled_logits(session, config, text_batch(config, number), taps, [])
+        lengths = found[FROM_DRAWN[1]].tolist()
+        assert len(lengths) == ALONE_FROM_DRAWN + 1 and 17 in lengths[1:] and lengths[-1] <= 32
+        alone |= set(lengths[1:])
+    assert alone == set(range(2, 33))
+
+
+class _NeitherDecodesNorSamples(TorchSession):
+    decoder = next_token_logits = None  # type: ignore[assignment]
+
+    def cached_logits(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return np.stack([Decoder(self.config, self.parameters).next_token_logits(tokens[:n]) for n in lengths])
+
+
+def test_each_way_to_sample_that_a_session_lacks_is_not_covered_by_itself() -> None:
+    class Candidate(TorchBackend):
+        session_class = _NeitherDecodesNorSamples
+
+    _, check = checked(Candidate(), tiny_config())
+    assert check.verdict == "agreed" and len([f for f in check.findings if f.stage == SAMPLING]) == 3
+    lacking = {line for line in check.not_covered if line.startswith("sampling")}
+    assert lacking == {
+        "sampling of a second prompt: the session has no decoder",
+        "sampling without a cache: the session has no next_token_logits",
+    }
+
+
+def test_jax_as_a_candidate_samples_without_a_cache() -> None:
+    config = tiny_config()
+    evidence = gather(JaxBackend().open(config), config, text_batch(config))
+    check = judge(evidence, Reference.open(JaxBackend(), config))
+    assert check.verdict == "agreed", check.origin
+    assert [f.tap for f in check.findings if f.stage == SAMPLING] == ["next_token_logits"]
 
 
 class _DoesNotSample(TorchSession):

@@ -321,6 +321,10 @@ class PeerSession:
         """As the session of one rank."""
         return self.own.cached_logits(tokens, lengths)
 
+    def decoder(self) -> Callable[[np.ndarray], np.ndarray]:
+        """As the session of one rank."""
+        return self.own.decoder()
+
     def close(self) -> None:
         """Close this rank's session."""
         self.own.close()

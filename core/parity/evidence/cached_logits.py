@@ -1,51 +1,89 @@
-"""Gather logits that a candidate makes as sampling does: of a token at a time, with the keys and values kept."""
+"""Gather logits that a candidate makes as sampling does: a token at a time with keys and values kept, or without."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, NotSupported, Session
-from lockstep.core.capabilities import KeepsKeys, ask
-from lockstep.core.config.schema import AttentionConfig
+from lockstep.core.capabilities import Decodes, KeepsKeys, Samples, ask, ranks_of
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.evaluation import LOGITS
 
+# Names of the logits, and of how many tokens each of them follows. At the end of the sequence:
 CACHED, LENGTHS = "cached", "lengths"
-# The same from the first token on.
+# From the first token on, from a drawn one on, by a cache that has served another prompt, and without a cache.
 FROM_START = "cached_from_start", "lengths_from_start"
-# Tokens that are computed alone, behind those that are computed together: all but these, or one.
-ALONE, ALONE_FROM_START = 3, 8
+FROM_DRAWN = "cached_from_drawn", "lengths_from_drawn"
+SECOND = "cached_second_prompt", "lengths_second_prompt"
+UNCACHED = "uncached", "lengths_uncached"
+# Tokens that are computed alone, behind those that are computed together: all but these, one, or a drawn number. The
+# drawn ones are as many as there are in a page of a paged cache, whose first place is then among them.
+ALONE, ALONE_FROM_START, ALONE_FROM_DRAWN, ALONE_SECOND = 3, 8, 16, 3
+# Rows of logits that are made, if the sequence is long enough: two are without a cache.
+LOGITS_MADE = ALONE + ALONE_FROM_START + ALONE_FROM_DRAWN + ALONE_SECOND + 4 + 2
 
 
-def cached_logits(
-    session: Session, tapped: Batch, taps: Arrays, attention: AttentionConfig, missing: list[str]
-) -> Arrays:
-    """Return `cached` logits (ALONE + 1, V) of the token that follows the first n tokens, and the `lengths` n.
+def sampled_logits(session: Session, config: RunConfig, tapped: Batch, taps: Arrays, missing: list[str]) -> Arrays:
+    """Return logits (n, V) of what follows the first tokens of a sequence, and the number of those tokens, int32 (n,).
 
-    They are of the first sequence of `tapped` that has weight, or its first document, where attention asks for them.
-    And those of FROM_START, where the cache begins with a single token: what is wrong in the fifth token that is
-    computed alone, or behind a short prompt, is right in the third behind a long one.
-    `missing` gets why there are none. taps: the candidate's: without logits there is nothing to hold these to.
+    The sequence is the first one of `tapped` that has weight, or its first document, where attention asks for them. A
+    cache may be wrong behind a short prompt alone, after some tokens, at the first place of a page, or where another
+    prompt was before: so it begins in several places, one of them drawn by the micro-batch, and serves a second prompt.
+    `missing` gets what is not made. taps: the candidate's: without logits there is nothing to hold these to.
     """
-    if LOGITS not in taps:
+    # All ranks take part in what weights that are cut over them compute; rank 0 alone has taps.
+    if not ranks_of(session).of_first(lambda: LOGITS in taps, "`sample`"):
         missing.append("sampling: the session shows no logits")
         return {}
     row = int(np.flatnonzero(tapped.weights.any(axis=1))[0])
     tokens = tapped.tokens[row]
-    documents = tapped.documents_for(attention)
+    documents = tapped.documents_for(config.attention)
     if documents is not None:
         tokens = tokens[documents[row] == documents[row, 0]]
     if len(tokens) <= ALONE:
         missing.append(f"sampling: the sequence's first document has {len(tokens)} tokens")
         return {}
-    last = np.arange(len(tokens) - ALONE, len(tokens) + 1, dtype=np.int32)
-    first = np.arange(1, 1 + min(len(tokens), ALONE_FROM_START + 1), dtype=np.int32)
-    try:
-        asked = ask(session, KeepsKeys)
-        return {
-            name: array
-            for (logits, of), lengths in (((CACHED, LENGTHS), last), (FROM_START, first))
-            for name, array in ((logits, np.asarray(asked.cached_logits(tokens, lengths))), (of, lengths))
-        }
-    except NotSupported as reason:
-        missing.append(f"sampling: {reason}")
-        return {}
+    drawn = int(tapped.digest()[:8], 16)
+    found: dict[str, np.ndarray] = {}
+    for make, what in ((_cached, ""), (_second_prompt, " of a second prompt"), (_uncached, " without a cache")):
+        try:
+            found |= make(session, config, tokens, drawn)
+        except NotSupported as reason:
+            missing.append(f"sampling{what}: {reason}")
+    return found
+
+
+def _cached(session: Session, config: RunConfig, tokens: np.ndarray, drawn: int) -> dict[str, np.ndarray]:
+    """Return what a cache gives that is new at each of three places."""
+    asked, most = ask(session, KeepsKeys), len(tokens)
+    places = (
+        ((CACHED, LENGTHS), most - ALONE, ALONE),
+        (FROM_START, 1, ALONE_FROM_START),
+        (FROM_DRAWN, 1 + drawn % max(most - ALONE_FROM_DRAWN, 1), ALONE_FROM_DRAWN),
+    )
+    found = {}
+    for (logits, of), first, alone in places:
+        found[of] = _lengths(first, alone, most)
+        found[logits] = np.asarray(asked.cached_logits(tokens, found[of]))
+    return found
+
+
+def _second_prompt(session: Session, config: RunConfig, tokens: np.ndarray, drawn: int) -> dict[str, np.ndarray]:
+    """Return what a cache gives that holds another prompt, as long as the sequence: its tokens in reverse."""
+    decode, (logits, of) = ask(session, Decodes).decoder(), SECOND
+    lengths = _lengths(2 + drawn % max(len(tokens) - ALONE_SECOND - 1, 1), ALONE_SECOND, len(tokens))
+    decode(tokens[::-1].copy())
+    return {logits: np.stack([decode(tokens[:length]) for length in lengths]), of: lengths}
+
+
+def _uncached(session: Session, config: RunConfig, tokens: np.ndarray, drawn: int) -> dict[str, np.ndarray]:
+    """Return what the samples of a run are made of (`log.sample_every`), after a drawn part and after all."""
+    if config.precision.couples_sequences:
+        raise NotSupported("FP8's scales belong to all tokens of a micro-batch at once")
+    asked, (logits, of) = ask(session, Samples), UNCACHED
+    lengths = np.asarray([1 + drawn % (len(tokens) - 1), len(tokens)], np.int32)
+    return {logits: np.stack([asked.next_token_logits(tokens[:length]) for length in lengths]), of: lengths}
+
+
+def _lengths(first: int, alone: int, most: int) -> np.ndarray:
+    return np.arange(first, min(first + alone, most) + 1, dtype=np.int32)

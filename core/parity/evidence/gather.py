@@ -32,7 +32,7 @@ from lockstep.core.capabilities import (
 from lockstep.core.checkpoint.taken_over import miscounted
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
-from lockstep.core.parity.evidence.cached_logits import cached_logits
+from lockstep.core.parity.evidence.cached_logits import sampled_logits
 from lockstep.core.parity.evidence.changed import Changed
 from lockstep.core.parity.evidence.evaluation import Likeliest, evaluated, policies_of
 from lockstep.core.parity.evidence.held_out import HeldOut, held_out
@@ -286,7 +286,7 @@ def _gather(
     scores = dict(evaluated(session, tapped, likeliest, policies_of(config, thorough), missing))
     if thorough:
         changed.note("evaluation")
-        scores |= cached_logits(session, tapped, taps, config.attention, missing)
+        scores |= sampled_logits(session, config, tapped, taps, missing)
         changed.note("sampling")
     micros = batch.cut(config.train)
     accumulated = reduced = None

@@ -1,9 +1,9 @@
-"""Hold the logits that sampling makes with a cache to those of twin and truth, which compute all tokens together.
+"""Hold the logits that sampling makes to those of twin and truth, which compute all tokens of a sequence together.
 
-Both round in the same places: weights, keys, values and the stream. Only attention of a single query is summed in
-another order. So their errors are two draws of the same many roundings. How often one is the other follows from clean
-runs as the bound of a mean over many tensors does: the extreme to the power of MARGIN, and LEAST_OF_MANY at least, both
-to the power of the scatter of their numbers.
+With a cache and without, all round in the same places: weights, keys, values and the stream. Only attention of a
+single query is summed in another order. So their errors are two draws of the same many roundings. How often one is the
+other follows from clean runs as the bound of a mean over many tensors does: the extreme to the power of MARGIN, and
+LEAST_OF_MANY at least, both to the power of the scatter of their numbers.
 
 Clean runs (`python -m lockstep.scripts.studies.clean_logits`): 144 checks of 48 shapes of each policy, at initial
 weights and after 8 and 40 steps. The extremes of many numbers are REACHED; by themselves excesses lay in 0.85 … 1.09
@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from lockstep.core.components.precision import PrecisionPolicy
-from lockstep.core.parity.evidence.cached_logits import CACHED, FROM_START, LENGTHS
+from lockstep.core.parity.evidence.cached_logits import CACHED, FROM_DRAWN, FROM_START, LENGTHS, SECOND, UNCACHED
 from lockstep.core.parity.evidence.evaluation import LOGITS
 from lockstep.core.parity.evidence.gather import Evidence
 from lockstep.core.parity.measures import calibrated_bounds
@@ -28,10 +28,18 @@ from lockstep.core.parity.measures.verdict import Finding, Measure
 STAGE = "sampling"
 # The largest ×/÷ of the excess of clean runs, of many numbers; by whether operands are rounded to a narrower format.
 REACHED = {True: 1.118, False: 1.248}
+# Names in the evidence, tap, and note with the length of the prompt in it.
+MADE = (
+    ((CACHED, LENGTHS), LOGITS, ""),
+    (FROM_START, LOGITS, "from a prompt of one token"),
+    (FROM_DRAWN, LOGITS, "from a prompt of {} tokens"),
+    (SECOND, LOGITS, "from a prompt of {} tokens, in a cache that served another prompt before"),
+    (UNCACHED, "next_token_logits", "without a cache"),
+)
 
 
 class CachedLogits:
-    """The logits of a candidate's cache, judged when the reference's logits come by."""
+    """The logits that a candidate samples from, judged when the reference's logits come by."""
 
     def __init__(self, evidence: Evidence, reference: Reference) -> None:
         self._evaluated, self._reference = evidence.evaluated, reference
@@ -39,22 +47,23 @@ class CachedLogits:
 
     def take(self, twin: np.ndarray, truth: np.ndarray) -> None:
         """Judge them. twin, truth: logits (n, S, V) of the sequences whose first one was decoded."""
-        for (logits, lengths), note in (((CACHED, LENGTHS), ""), (FROM_START, "from a prompt of one token")):
+        for (logits, lengths), tap, note in MADE:
             if logits in self._evaluated:
                 at = np.asarray(self._evaluated[lengths]) - 1
-                self._hold(np.asarray(self._evaluated[logits]), twin[0, at], truth[0, at], note)
+                words = note.format(at[0] + 1)
+                self._hold(np.asarray(self._evaluated[logits]), twin[0, at], truth[0, at], tap, words)
 
-    def _hold(self, c: np.ndarray, w: np.ndarray, t: np.ndarray, note: str) -> None:
+    def _hold(self, c: np.ndarray, w: np.ndarray, t: np.ndarray, tap: str, note: str) -> None:
         if c.shape != t.shape:
             shapes = f"candidate {c.shape}, reference {t.shape}"
             measure = Measure("mismatches", 1.0, None, 0.0, "shapes must be equal")
-            self._found.append(finding(STAGE, LOGITS, "end_to_end", (measure,), t.size, note=shapes))
+            self._found.append(finding(STAGE, tap, "end_to_end", (measure,), t.size, note=shapes))
             return
         d, numbers = distances(c, w, t, self._reference.stream), calibrated_bounds.carriers(t)
         # One of a few tokens may carry most of the twin's error.
         numbers = min(numbers, calibrated_bounds.carriers(w.astype(np.float64) - t))
         measure = held(d, numbers, self._reference.config.precision.chosen)
-        self._found.append(finding(STAGE, LOGITS, "end_to_end", (measure,), t.size, note=note))
+        self._found.append(finding(STAGE, tap, "end_to_end", (measure,), t.size, note=note))
 
     def findings(self) -> list[Finding]:
         """Return what was judged."""
