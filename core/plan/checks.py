@@ -205,13 +205,13 @@ def _tapped(config: RunConfig, rows: int) -> int:
 
 
 def _scored(config: RunConfig, rows: int, thorough: bool) -> int:
-    """Bytes of targets (int32); by policy, of NLL and of whether the target is likeliest (int32); of sampled logits.
+    """Bytes of targets (int32); by policy, of NLL and of whether the target is likeliest (int32); of logits.
 
     The reference makes no pass for them: it has the logits of the looked-at sequences for the taps.
     """
     number = FORMATS[config.precision.stream].bytes
     scores = sum(4 + (FORMATS[policy].bytes if policy else number) for policy in policies_of(config, thorough))
-    cached = LOGITS_MADE * (number * config.model.vocab_size + 4) if thorough else 0
+    cached = LOGITS_MADE * (number * config.model.vocab_size + 4) + 8 * config.model.layers if thorough else 0
     return rows * config.train.sequence_length * (4 + scores) + cached
 
 

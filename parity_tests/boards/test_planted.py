@@ -18,6 +18,7 @@ from lockstep.core.backend import Batch
 from lockstep.core.checkpoint.format import PoisonedState, begin_checkpoint, load_checkpoint, writer_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
+from lockstep.core.parity.evidence.attention_logits import shown_attention_logits
 from lockstep.core.parity.evidence.cached_logits import sampled_logits
 from lockstep.core.parity.evidence.evaluation import POLICIES, Likeliest, evaluated
 from lockstep.core.parity.evidence.gather import uneven_weights
@@ -72,6 +73,7 @@ def steps(
             likeliest.note(name, tap)
         scores = dict(evaluated(session, micro, likeliest, POLICIES, []))
         scores |= sampled_logits(session, config, micro, taps, [])
+        attention = shown_attention_logits(session, config, micro, [])
         # As `lockstep parity` asks for them.
         record = session.step(batch, norms=step % 2 == 0)
         values = {"nll": of_batch.nll, "loss": np.asarray(of_batch.loss), "micro nll": of_micro.nll}
@@ -80,6 +82,7 @@ def steps(
         rest = {f"batch/{name}": grad for name, grad in of_batch.grads.items()}
         rest |= {f"micro/{name}": grad for name, grad in of_micro.grads.items()}
         rest |= {name: value for name, value in taps.items() if name.startswith(GRADIENT)}
+        rest |= attention
         scalars = ("lr", "grad_norm", "clip_coefficient", "step", "tokens", "loss_weight")
         rest |= {key: np.asarray(getattr(record, key)) for key in scalars}
         rest |= {f"metrics/{name}": np.asarray(value) for name, value in record.metrics.items()}

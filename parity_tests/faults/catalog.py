@@ -677,6 +677,7 @@ SECOND_STEP = "`lockstep parity` asks for norms by group in every second step"
 REPORTS = (
     Fault(reports.TokensOfOneMicroBatch, "record", loss_moves_less_than=TINY),
     Fault(reports.LossWeightIsAMean, "record", loss_moves_less_than=TINY),
+    Fault(reports.AttentionLogitsUnscaled, "record", loss_moves_less_than=TINY),
     Fault(reports.NormsByGroupAfterClipping, "record", first_step=2, loss_moves_less_than=TINY, note=SECOND_STEP),
     Fault(reports.WeightNormsAreSquares, "record", first_step=2, loss_moves_less_than=TINY, note=SECOND_STEP),
     Fault(reports.UpdateRatioHalved, "record", first_step=2, loss_moves_less_than=TINY, note=SECOND_STEP),

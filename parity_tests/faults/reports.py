@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+
+import numpy as np
 
 from lockstep.core.backend import Batch, StepRecord
 from lockstep.core.train.metrics import UPDATE_RATIO
@@ -74,6 +77,28 @@ class UpdateRatioHalved(TorchBackend):
     """The update is measured before the second half of it is made: weight decay is taken for the rest."""
 
     session_class = _HalfSession
+
+
+class _UnscaledSession(TorchSession):
+    def attention_logits(self, batch: Batch) -> np.ndarray:
+        return super().attention_logits(batch) * math.sqrt(self.config.model.head_dim)
+
+
+class AttentionLogitsUnscaled(TorchBackend):
+    """The attention logits that are shown are q·k, without the factor 1/√E of attention."""
+
+    session_class = _UnscaledSession
+
+
+class _ExchangedSession(TorchSession):
+    def attention_logits(self, batch: Batch) -> np.ndarray:
+        return super().attention_logits(batch)[::-1].copy()
+
+
+class AttentionLogitsOfOtherLayers(TorchBackend):
+    """The attention logits that are shown are in the order of the backward pass: the last layer's come first."""
+
+    session_class = _ExchangedSession
 
 
 def scaled(metrics: Mapping[str, float], prefix: str, factor: float) -> dict[str, float]:

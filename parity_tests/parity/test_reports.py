@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import Backend, Batch, NotSupported, StepRecord
-from lockstep.core.config.schema import RunConfig
+from lockstep.core.config.schema import AttentionConfig, RunConfig
 from lockstep.core.parity.evidence import recorded
 from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.judge.attention_logits import largest
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.judge.reports import STAGE, reports
 from lockstep.core.parity.measures import scalar_bounds
@@ -24,6 +25,8 @@ from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
 PARTS = ("embedding", "matrices", "gains", "blocks.0", "blocks.1")
+LOGITS = {"attention_logit/blocks.0", "attention_logit/blocks.1"}
+ALWAYS = {"tokens", "loss_weight", *LOGITS}
 NORMS = {f"{norm}/{part}" for norm in ("grad_norm", "param_norm", "update_ratio") for part in PARTS}
 FP32 = np.dtype(np.float32)
 
@@ -59,13 +62,13 @@ def test_an_honest_record_agrees(backend: type[Backend], policy: str, compiled: 
     check = checked(backend(), tiny_config(policy, compiled))
     assert check.verdict == "agreed", check.origin
     found = of_record(check)
-    assert found.keys() == {"tokens", "loss_weight", *NORMS}
+    assert found.keys() == ALWAYS | NORMS
     assert max(found.values()) < 0.1
 
 
 def test_what_fp16_counts_of_its_loss_scale_is_that_of_the_state() -> None:
     found = of_record(checked(TorchBackend(), tiny_config("fp16")))
-    assert found.keys() == {"tokens", "loss_weight", "loss_scale", "finite_steps", "skipped_steps", *NORMS}
+    assert found.keys() == ALWAYS | NORMS | {"loss_scale", "finite_steps", "skipped_steps"}
     assert max(found.values()) < 0.1
 
 
@@ -88,9 +91,65 @@ def test_a_report_that_is_wrong_is_named_and_nothing_else(
     assert check.origin is not None and check.origin.stage == STAGE and check.origin.tap in taps
 
 
+@pytest.mark.parametrize(
+    ("fault", "policy"),
+    [
+        (faults.AttentionLogitsUnscaled, "bf16"),
+        (faults.AttentionLogitsUnscaled, "fp32"),
+        (faults.AttentionLogitsOfOtherLayers, "fp32"),
+    ],
+)
+def test_attention_logits_that_are_wrong_are_named(fault: type[TorchBackend], policy: str) -> None:
+    check = checked(fault(), tiny_config(policy))
+    assert {(f.stage, f.tap) for f in check.findings if not f.ok} == {(STAGE, tap) for tap in LOGITS}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_largest_logit_is_of_keys_that_a_query_may_see(masked: bool) -> None:
+    """In sequences of three tokens, two of them of one document; in some a product that is not seen is larger."""
+    attention = AttentionConfig(document_mask=masked, reset_positions=masked)
+    config = tiny_config("fp64").model_copy(update={"attention": attention})
+    session, unseen = TorchBackend().open(config), 0
+    for seed in range(8):
+        batch = text_batch(config, seed)
+        batch = replace(batch, **{name: array[:, :3].copy() for name, array in batch.arrays.items()})
+        if batch.documents is not None:
+            batch.documents[:] = [0, 1, 1]
+        names = [f"blocks.{layer}.attn.{what}_rope" for layer in range(config.model.layers) for what in "qk"]
+        taps = session.observe(batch, names)
+        shown = session.attention_logits(batch)  # type: ignore[attr-defined]
+        for layer, value in enumerate(shown):
+            q, k = (taps[f"blocks.{layer}.attn.{what}_rope"] for what in "qk")
+            assert largest(q, k, batch.documents) == pytest.approx(value, rel=1e-12)
+            everything = np.einsum("bshe,bthe->bhst", q, np.repeat(k, 2, axis=2)).max() / np.sqrt(q.shape[-1])
+            unseen += bool((largest(q, k, None) if masked else everything) > value * (1 + 1e-9))
+    assert unseen
+
+
+def test_an_honest_record_of_masked_documents_agrees() -> None:
+    attention = AttentionConfig(document_mask=True, reset_positions=True)
+    check = checked(TorchBackend(), tiny_config("fp32").model_copy(update={"attention": attention}))
+    assert check.verdict == "agreed", check.origin
+    assert max(of_record(check).values()) < 0.1
+
+
+class _HidesLogits(TorchSession):
+    def attention_logits(self, batch: Batch) -> np.ndarray:
+        raise NotSupported("mine are fused")
+
+
+def test_attention_logits_that_are_not_shown_are_not_covered() -> None:
+    class Candidate(TorchBackend):
+        session_class = _HidesLogits
+
+    check = checked(Candidate(), tiny_config(), norms=False)
+    assert check.verdict == "agreed" and "the largest attention logits: mine are fused" in check.not_covered
+    assert of_record(check).keys() == {"tokens", "loss_weight"}
+
+
 def test_without_norms_there_are_none_to_hold() -> None:
     check = checked(TorchBackend(), tiny_config(), norms=False)
-    assert of_record(check).keys() == {"tokens", "loss_weight"}
+    assert of_record(check).keys() == ALWAYS
     assert not any("norms" in line for line in check.not_covered)
 
 
@@ -124,7 +183,7 @@ def test_what_cannot_be_held_is_not_covered(session: type[TorchSession], said: s
 
     check = checked(Candidate(), tiny_config())
     assert check.verdict == "agreed" and said in check.not_covered
-    assert of_record(check).keys() == {"tokens", "loss_weight", *left}
+    assert of_record(check).keys() == {"tokens", "loss_weight", *LOGITS, *left}
 
 
 def test_a_loss_weight_that_was_summed_in_fp32_holds() -> None:

@@ -32,6 +32,7 @@ from lockstep.core.capabilities import (
 from lockstep.core.checkpoint.taken_over import miscounted
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
+from lockstep.core.parity.evidence.attention_logits import shown_attention_logits
 from lockstep.core.parity.evidence.cached_logits import sampled_logits
 from lockstep.core.parity.evidence.changed import Changed
 from lockstep.core.parity.evidence.evaluation import Likeliest, evaluated, policies_of
@@ -100,8 +101,8 @@ class Evidence:
     rechecked: whether `tapped` was chosen by a recheck of other rows (core/parity/diagnose/recheck_rows.py).
     not_covered: what the candidate could not do, in words. seconds: what gathering cost, without the step itself.
     not_finite: where the session says that its step was not finite, and so left out; empty if it was made.
-    evaluated: scores of those sequences before the step, and logits as sampling makes them
-    (core/parity/evidence/evaluation.py, cached_logits.py); empty if there are none.
+    evaluated: scores of those sequences before the step, their largest attention logits, and logits as sampling makes
+    them (core/parity/evidence/evaluation.py, attention_logits.py, cached_logits.py); empty if there are none.
     misread: elements of each of the batch's arrays that lay otherwise on the device, where they were read back.
     taps_keep_bits: whether the tapped program promises the bits of the one that trains (core/capabilities.py).
     held_out: the validation that was due after the step; None if none was.
@@ -285,6 +286,7 @@ def _gather(
         changed.note("gradients and taps")
     scores = dict(evaluated(session, tapped, likeliest, policies_of(config, thorough), missing))
     if thorough:
+        scores |= shown_attention_logits(session, config, tapped, missing)
         changed.note("evaluation")
         scores |= sampled_logits(session, config, tapped, taps, missing)
         changed.note("sampling")
@@ -364,6 +366,7 @@ def _gather(
     if not thorough:
         missing.append("the checkpoint's round trip: a check during training leaves the state alone")
         missing.append("sampling: a check during training leaves it to `lockstep parity`")
+        missing.append("the largest attention logits: a check during training leaves them to `lockstep parity`")
         if config.train.accumulation > 1:
             missing.append("accumulation of micro-batches that weigh differently: in `lockstep parity`")
         if config.train.ranks > 1:

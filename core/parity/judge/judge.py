@@ -20,6 +20,7 @@ from lockstep.core.model.names import tap_names
 from lockstep.core.parity.evidence.gather import Evidence, weighted_rows
 from lockstep.core.parity.evidence.observations import PARAMETER, Observation
 from lockstep.core.parity.judge import end_to_end, local, own_step, update
+from lockstep.core.parity.judge.attention_logits import attention_logits
 from lockstep.core.parity.judge.cached_logits import CachedLogits
 from lockstep.core.parity.judge.evaluation import Scores
 from lockstep.core.parity.judge.exercised import not_exercised
@@ -72,6 +73,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
         if repeated:
             compared = partial(end_to_end.compare_with, kept, repeated, reference)
             findings += _as_far_as_it_goes(compared, missing)
+            findings += attention_logits(evidence, reference, repeated, missing)
         missing += left_out
         findings += of_step
         findings += [*scores.findings(missing), *cached.findings()]

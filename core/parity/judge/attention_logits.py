@@ -1,0 +1,85 @@
+"""Hold the largest attention logits that a record reports to the candidate's own rotated queries and keys.
+
+They are made by a forward pass of their own, whose roundings may fall otherwise than in the program that showed q and
+k. Two passes are each as far from the truth as the twin is, up to MARGIN; a product q·k of a relative error in each
+factor is off by their sum times |q|·|k| at most (Cauchy and Schwarz), and so is the largest of such products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from lockstep.core.components.precision import FORMATS
+from lockstep.core.parity.evidence.attention_logits import ATTENTION_LOGITS
+from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.observations import sketch_distances
+from lockstep.core.parity.judge.end_to_end import Repeated
+from lockstep.core.parity.judge.reports import STAGE
+from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.measures.compare import Reference, exact, finding
+from lockstep.core.parity.measures.stretches import stretches
+from lockstep.core.parity.measures.verdict import Finding, Measure
+from lockstep.core.train.metrics import ATTENTION_LOGIT
+
+# Queries at a time.
+QUERIES = 256
+
+
+def attention_logits(
+    evidence: Evidence, reference: Reference, repeated: Repeated, missing: list[str]
+) -> Iterator[Finding]:
+    """Compare the largest logit of each layer. `missing` gets a layer whose q and k are not there."""
+    shown = evidence.evaluated.get(ATTENTION_LOGITS)
+    if shown is None:
+        return
+    config, batch = reference.config, evidence.weighted
+    if shown.shape != (config.model.layers,):
+        note = f"candidate {shown.shape}, layers {config.model.layers}"
+        yield exact(STAGE, ATTENTION_LOGIT + "max", 1, 1, "a number for each layer", note)
+        return
+    documents = batch.documents_for(config.attention) if config.attention.document_mask else None
+    for layer, value in enumerate(shown.tolist()):
+        names = [f"blocks.{layer}.attn.{what}_rope" for what in "qk"]
+        if not all(name in evidence.taps and name in repeated.truth for name in names):
+            missing.append(f"the largest attention logit of layer {layer}: its queries and keys are not shown")
+            continue
+        q, k = (evidence.taps[name] for name in names)
+        scale = math.prod(float(np.linalg.norm(x, axis=-1).max()) for x in (q, k)) / math.sqrt(q.shape[-1])
+        apart = abs(value - largest(q, k, documents))
+        measure = Measure(
+            "relative_error", apart / scale if scale else apart, None, *_bound(reference, repeated, names)
+        )
+        yield finding(STAGE, f"{ATTENTION_LOGIT}blocks.{layer}", "local", (measure,), 1)
+
+
+def _bound(reference: Reference, repeated: Repeated, names: list[str]) -> tuple[float, str]:
+    """Return the share of the largest |q|·|k|/√E that a logit may be off, and the words for it."""
+    precision = reference.config.precision
+    if precision.exact:
+        return calibrated_bounds.FP64_LIMIT, f"FP64: {calibrated_bounds.FP64_LIMIT:.0e} of the largest |q|·|k|/√E"
+    errors = 0.0
+    for name in names:
+        w, t = repeated.twin[name], repeated.truth[name]
+        error = sketch_distances(w, w, t, reference.stream).twin_relative_error
+        errors += max(error, calibrated_bounds.FP32_LIMIT) + FORMATS[precision.operand].roundoff
+    words = f"{calibrated_bounds.MARGIN:g} times the twin's errors in q and k, of the largest |q|·|k|/√E"
+    return calibrated_bounds.MARGIN * errors, words
+
+
+def largest(q_NSHE: np.ndarray, k_NSKE: np.ndarray, documents_NS: np.ndarray | None) -> float:
+    """Return the largest q·k/√E over queries, heads, and the keys that each may see."""
+    found, heads = -math.inf, k_NSKE.shape[2]
+    for row, (q_SHE, k_SKE) in enumerate(zip(q_NSHE, k_NSKE, strict=True)):
+        for where in stretches(len(q_SHE), QUERIES):
+            places = np.arange(where.start, where.stop)
+            q_CKGE = q_SHE[where].reshape(len(places), heads, -1, q_SHE.shape[-1])
+            seen_CT = places[:, None] >= np.arange(where.stop)
+            if documents_NS is not None:
+                seen_CT &= documents_NS[row, where, None] == documents_NS[row, : where.stop]
+            for head in range(heads):
+                logits_CGT = q_CKGE[:, head] @ k_SKE[: where.stop, head].T
+                found = max(found, float(logits_CGT.max(where=seen_CT[:, None], initial=-math.inf)))
+    return found / math.sqrt(q_NSHE.shape[-1])
