@@ -102,6 +102,22 @@ class Flips(TorchSession):
         return result
 
 
+class HiddenMomentum(TorchSession):
+    """A tenth of the last step's gradients is added to this one's: kept outside the state, and forgotten on load."""
+
+    _last = None
+
+    def _update(self, grads, coefficient, lr, finite):
+        last, self._last = self._last, [grad.clone() for grad in grads]
+        for grad, old in zip(grads, last or (), strict=last is not None):
+            grad.add_(old, alpha=0.1)
+        super()._update(grads, coefficient, lr, finite)
+
+    def load(self, state):
+        super().load(state)
+        self._last = None
+
+
 class SumsInBf16(TorchSession):
     """Gradients of micro-batches are summed in bf16."""
 

@@ -1,4 +1,4 @@
-"""An alarm runs the step again: what does not repeat is hardware or a race, and the session is put back bit for bit."""
+"""An alarm runs the step again: what repeats, what does not, and the session is put back bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.core.parity.diagnose.disagreement import repeated, sound
 from lockstep.core.parity.evidence.capsule import read_capsule
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.judge.update import flat
-from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Flips, Gelu, evidence_of, reference
+from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Flips, Gelu, HiddenMomentum, evidence_of, reference
 from lockstep.parity_tests.tiny import text_batch
 from lockstep.torch_backend.session import TorchSession
 
@@ -31,7 +31,13 @@ def same(one, other) -> bool:
     return a.keys() == b.keys() and all(bit_equal(a[name], b[name]) for name in a)
 
 
-def test_a_corrupted_value_is_hardware_or_a_race(tmp_path):
+OUTSIDE = (
+    "as it ran, it depended on something outside the state that the session shows, which loading resets, or on "
+    "hardware; run the same steps again: what recurs at the same step with the same bits is no hardware"
+)
+
+
+def test_a_corrupted_value_is_hardware_or_outside_the_state(tmp_path):
     Flips.struck = False
     session = Flips(CONFIG)
     evidence, check = flagged(session)
@@ -39,7 +45,8 @@ def test_a_corrupted_value_is_hardware_or_a_race(tmp_path):
     before = session.state()
     alarm = sound(session, evidence, check, CONFIG, tmp_path, **PLACE)
     assert alarm.repeated is False
-    assert "does not repeat: hardware or a race" in alarm.summary
+    assert "does not repeat from its state: run again twice, it gives the same bits twice" in alarm.summary
+    assert OUTSIDE in alarm.summary
     assert "blocks.1.mlp.up_proj.weight" in alarm.differed[0]
     assert same(session.state(), before)
     assert session.steps_done == 2
@@ -92,6 +99,25 @@ def test_a_fault_whose_sums_vary_repeats_if_it_is_judged_again(tmp_path):
     assert repeated(session, evidence, check, CONFIG).happened is False
     again = repeated(session, evidence, check, CONFIG, lambda second: judge(second, reference()))
     assert again.happened is True and "sums vary from run to run" in again.why
+
+
+def test_what_is_other_in_each_repeat_is_hardware_or_a_race():
+    session = _Restless(CONFIG)
+    evidence, check = flagged(session)
+    found = repeated(session, evidence, check, CONFIG)
+    assert found.happened is False and found.why.startswith("does not repeat: hardware or a race; ")
+
+
+def test_momentum_that_the_state_does_not_hold_is_not_called_hardware_alone(tmp_path):
+    session = HiddenMomentum(CONFIG)
+    session.step(text_batch(CONFIG, 1))
+    evidence, check = flagged(session)
+    assert check.origin is not None and check.origin.stage == "moments"
+    before = session.state()
+    alarm = sound(session, evidence, check, CONFIG, tmp_path, **PLACE)
+    assert alarm.repeated is False and OUTSIDE in alarm.summary
+    assert "hardware or a race" not in alarm.summary
+    assert same(session.state(), before)
 
 
 class _CannotLoad(Gelu):

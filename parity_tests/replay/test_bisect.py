@@ -126,6 +126,7 @@ def test_a_step_that_does_not_repeat_is_named(made):
     assert found.differs_at == 5
     note = next(n for n in found.notes if n.startswith("step 5"))
     assert "loss" in note and "then" in note and "does not repeat: hardware, a race, another machine" in note
+    assert "or something outside the state that the session shows, which loading resets" in note
 
 
 def test_a_recorded_disagreement_that_does_not_repeat(made, tmp_path):

@@ -7,8 +7,19 @@ import torch
 from lockstep.core.config.schema import CompileConfig, RecomputeConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.cause import VARIATIONS, Variation, find_cause
+from lockstep.core.parity.judge.judge import judge
 from lockstep.jax_backend.backend import JaxBackend
-from lockstep.parity_tests.replay.made import CONFIG, Gelu, SumsInBf16, backend, checked
+from lockstep.parity_tests.replay.made import (
+    CONFIG,
+    Gelu,
+    HiddenMomentum,
+    SumsInBf16,
+    backend,
+    checked,
+    evidence_of,
+    reference,
+)
+from lockstep.parity_tests.tiny import text_batch
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
@@ -43,6 +54,22 @@ def test_what_only_the_compiler_does():
 def test_what_only_accumulation_does():
     cause = cause_of(SumsInBf16, CONFIG, "with one micro-batch")
     assert cause.words == "disappears with one micro-batch"
+
+
+def test_what_a_fresh_start_does_not_show_has_no_variation_for_its_cause():
+    made = backend(HiddenMomentum)
+    session = made.open_rank(CONFIG)
+    session.step(text_batch(CONFIG, 1))
+    evidence = evidence_of(session)
+    check = judge(evidence, reference())
+    assert check.origin is not None and check.origin.stage == "moments"
+    cause = find_cause(made, JaxBackend(), CONFIG, evidence, check, (LEVERS["with one micro-batch"],))
+    assert cause.words.startswith(
+        "a fresh start from the state before the step does not show it: as it ran, the step depended on something "
+        "outside the state that the session shows, which loading resets, or on hardware"
+    )
+    assert "disappears" not in cause.words
+    assert cause.tried[-1] == ("with nothing changed", "vanishes")
 
 
 class ChunksDoubled(TorchSession):

@@ -1,7 +1,8 @@
 """The cause finder: run the flagged step again with one thing changed at a time.
 
 A change under which the origin is gone, while it was examined, is where the fault lives: "disappears without
-torch.compile". `VARIATIONS` is the table; where there is nothing to change, the reason is told.
+torch.compile". `VARIATIONS` is the table; where there is nothing to change, the reason is told. Where the origin is
+gone with nothing changed as well, no change is its cause.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from lockstep.core.parity.reference.stages import library_heads
 from lockstep.core.train.skipped_steps import as_its_own
 
 NO_DIFFERENCE = "made no difference to the candidate"
+# Where a step repeats, and not as it ran.
+OUTSIDE = "depended on something outside the state that the session shows, which loading resets, or on hardware"
+# Every variation begins from a state that was loaded.
+CONTROL = "with nothing changed"
+NOT_FROM_ITS_STATE = f"a fresh start from the state before the step does not show it: as it ran, the step {OUTSIDE}"
 
 
 @dataclass(frozen=True)
@@ -162,6 +168,11 @@ def find_cause(
     gone = [words for words, outcome in tried if outcome == "vanishes"]
     kept = [words for words, outcome in tried if outcome == "stays"]
     idle = [words for words, outcome in tried if outcome == NO_DIFFERENCE]
+    if gone and not idle:  # a variation that makes no difference is the step with nothing changed
+        control = _outcome(backend, reference, config, evidence, check.origin)
+        if control == "vanishes":
+            tried.append((CONTROL, control))
+            return Cause("; ".join([NOT_FROM_ITS_STATE, *filter(None, [decoded(check)])]), tried)
     if gone:
         said = f"disappears {' and '.join(gone)}"
     elif kept:

@@ -1,6 +1,8 @@
 """Follow up a check that disagreed: run the step again, find the cause, pack the step.
 
-What does not repeat, from the same state on the same batch, is not the program's doing: hardware, or a race.
+A step that does not repeat, from the same state on the same batch, is run a second time. Two repeats that differ are
+called hardware or a race. Two that agree in their bits, and not with the run, are not: loading the state may have reset
+something that the state does not hold.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from lockstep.core.capabilities import GivesEachItsOwn, Loads, ask, ranks_of
 from lockstep.core.checkpoint.taken_over import require_taken_over
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity.diagnose.cause import decoded
+from lockstep.core.parity.diagnose.cause import OUTSIDE, decoded
 from lockstep.core.parity.diagnose.recheck_rows import Judged, is_unnamed, rechecked
 from lockstep.core.parity.diagnose.same_bits import different
 from lockstep.core.parity.evidence.capsule import write_capsule
@@ -30,6 +32,7 @@ from lockstep.core.run.ranks import is_sharded
 NAMED = 5
 # Micro-batches, or pairs of sequences, that are shown to the reference after an alarm of training.
 MOST_SHOWN_AGAIN = 4
+HOW_TO_TELL = "run the same steps again: what recurs at the same step with the same bits is no hardware"
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,10 @@ def repeated(
     config: RunConfig,
     judge_again: Callable[[Evidence], Check] | None = None,
 ) -> Repeat:
-    """Run the identical step again and compare what it gives bit by bit; the session's state is put back."""
+    """Run the identical step again and compare what it gives bit by bit; the session's state is put back.
+
+    Where it gives other bits, and is not wrong in the same place, it is run a third time: `OUTSIDE`.
+    """
     ranks = ranks_of(session)
     with ExitStack() as stack:
         try:
@@ -141,23 +147,9 @@ def repeated(
             now = _state_into(kept, session, config)
         except UserError as full:
             return _not_run_again(full)
-        try:
-            ask(session, Loads).load(evidence.before)
-            require_taken_over(session, config, evidence.before, "the state before the step")
-        except NotSupported as reason:
-            return _not_run_again(reason)
-        except UserError as lost:
-            _put_back(session, now, config)
-            return _not_run_again(lost)
-        try:
-            store = stack.enter_context(store_for(config, ranks))
-            probe, norms, tapped = evidence.given_probe, evidence.given_norms, evidence.given_tapped
-            again = gather(session, config, evidence.batch, probe, norms, evidence.due, tapped, store)
-            again = of_all_ranks(again, store, ranks)
-        except Exception as error:  # a candidate is somebody else's code, and training goes on after an alarm
-            return _not_run_again(error)
-        finally:
-            _put_back(session, now, config)
+        again = _run_again(session, evidence, config, now, stack)
+        if isinstance(again, Exception):
+            return _not_run_again(again)
         try:
             differed = ranks.of_first(lambda: tuple(different(evidence, again)))
         except UserError as lost:
@@ -167,9 +159,46 @@ def repeated(
         many = f" and {len(differed) - NAMED} more" if len(differed) > NAMED else ""
         named = f"{', '.join(differed[:NAMED])}{many}"
         second = judge_again(again) if judge_again else None
-    if second is not None and _same_origin(check, second):
-        return Repeat(True, differed, f"repeats, though not bit for bit: sums vary from run to run ({named})")
+        if second is not None and _same_origin(check, second):
+            return Repeat(True, differed, f"repeats, though not bit for bit: sums vary from run to run ({named})")
+        third = _run_again(session, evidence, config, now, stack)
+        try:
+            alike = not isinstance(third, Exception) and ranks.of_first(lambda: not any(different(again, third)))
+        except UserError:
+            alike = False
+    if alike:
+        gives = f"run again twice, it gives the same bits twice, and differs from the run in {named}"
+        return Repeat(
+            False, differed, f"does not repeat from its state: {gives}; as it ran, it {OUTSIDE}; {HOW_TO_TELL}"
+        )
     return Repeat(False, differed, f"does not repeat: hardware or a race; the same step, run again, differs in {named}")
+
+
+def _run_again(
+    session: Session, evidence: Evidence, config: RunConfig, now: State, stack: ExitStack
+) -> Evidence | Exception:
+    """Return what the step gives from the state before it, or why it could not be run; put the state `now` back.
+
+    stack: keeps the evidence until it is closed. Raises UserError if the session does not take its state back.
+    """
+    ranks = ranks_of(session)
+    try:
+        ask(session, Loads).load(evidence.before)
+        require_taken_over(session, config, evidence.before, "the state before the step")
+    except NotSupported as reason:
+        return reason
+    except UserError as lost:
+        _put_back(session, now, config)
+        return lost
+    try:
+        store = stack.enter_context(store_for(config, ranks))
+        probe, norms, tapped = evidence.given_probe, evidence.given_norms, evidence.given_tapped
+        again = gather(session, config, evidence.batch, probe, norms, evidence.due, tapped, store)
+        return of_all_ranks(again, store, ranks)
+    except Exception as error:  # a candidate is somebody else's code, and training goes on after an alarm
+        return error
+    finally:
+        _put_back(session, now, config)
 
 
 def _not_run_again(why: Exception) -> Repeat:

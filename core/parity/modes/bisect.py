@@ -3,7 +3,7 @@
 A fault is taken to be persistent: once bad, bad in every later step. A step is checked thoroughly, from the state that
 the run had before it: the nearest earlier checkpoint, or the initial weights, from where the candidate runs unchecked.
 Checks that the run recorded narrow the interval for nothing, and every record that comes along is held, bit by bit, to
-the one that the run wrote: what comes out otherwise, the run did not do by its program alone.
+the one that the run wrote: what comes out otherwise, the run did not do by its program and its state alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from lockstep.core.parity.modes.rerun import Rerun
 from lockstep.core.run.directory import RunDir
 
 DOES_NOT_REPEAT = (
-    "the run did there something that does not repeat: hardware, a race, another machine or other versions"
+    "the run did there something that does not repeat: hardware, a race, another machine, other versions, or something "
+    "outside the state that the session shows, which loading resets. Run the same steps again: what recurs at the same "
+    "step with the same bits is no hardware"
 )
 
 
