@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,14 @@ from numpy.typing import NDArray
 from lockstep.core.data.documents import read_documents
 from lockstep.core.data.sources import SourceFile, SourceListing
 from lockstep.core.errors import UserError
+from lockstep.core.report.text import plural
+
+# Counts of what is left out, with the reasons.
+LEFT_OUT = {
+    "skipped_files": "not UTF-8 text",
+    "skipped_documents": "not valid Unicode",
+    "empty_documents": "empty",
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,7 @@ class Catalog:
         skipped_files: plain files that are not UTF-8 text.
         skipped_documents: documents of JSON lines that are not valid Unicode.
         empty_documents: documents without anything but white space.
+        first_left_out: for each of these three counts above 0, the name of the first such file.
     """
 
     file: NDArray[np.int64]
@@ -37,6 +47,7 @@ class Catalog:
     skipped_files: int
     skipped_documents: int
     empty_documents: int
+    first_left_out: dict[str, str]
 
 
 def read_catalog(listing: SourceListing, column: str, val_fraction: float, on_bytes: Callable[[int], None]) -> Catalog:
@@ -58,14 +69,20 @@ def read_catalog(listing: SourceListing, column: str, val_fraction: float, on_by
     """
     files, starts, stops, sizes = (array("q") for _ in range(4))
     hashes = array("Q")
-    skipped_files = skipped_documents = empty = done = 0
+    left_out = dict.fromkeys(LEFT_OUT, 0)
+    first_left_out: dict[str, str] = {}
+    done = 0
+
+    def leave_out(why: str, name: str) -> None:
+        left_out[why] += 1
+        first_left_out.setdefault(why, name)
+
     for number, file in enumerate(listing.files):
         for document in read_documents(file, column):
             if document.text is None:
-                skipped_files += file.kind == "text"
-                skipped_documents += file.kind != "text"
+                leave_out("skipped_files" if file.kind == "text" else "skipped_documents", file.name)
             elif not document.text.strip():
-                empty += 1
+                leave_out("empty_documents", file.name)
             else:
                 raw = document.text.encode()
                 files.append(number)
@@ -76,13 +93,16 @@ def read_catalog(listing: SourceListing, column: str, val_fraction: float, on_by
         done += file.size
         on_bytes(done)
     if not hashes:
-        raise UserError(
-            f"no text in {listing.description}: of {len(listing.files)} files, {skipped_files} are not UTF-8 text, "
-            f"and {empty} documents are empty"
-        )
+        found = {"files": len(listing.files), **left_out, "first_left_out": first_left_out}
+        raise UserError(f"no text in {listing.description}: {'; '.join(left_out_in_words(found))}")
     is_val = _choose_val(np.array(hashes, dtype=np.uint64), val_fraction)
     if len(hashes) == 1 and (cut := _cut_single(listing.files[files[0]], column, val_fraction)) is not None:
-        files, starts, stops = array("q", [files[0]] * 2), array("q", [0, cut]), array("q", [cut, sizes[0]])
+        start, stop = starts[0], stops[0]
+        files, starts, stops = (
+            array("q", [files[0]] * 2),
+            array("q", [start, start + cut]),
+            array("q", [start + cut, stop]),
+        )
         sizes = array("q", [cut, sizes[0] - cut])
         is_val = np.array([False, True])
     return Catalog(
@@ -91,10 +111,25 @@ def read_catalog(listing: SourceListing, column: str, val_fraction: float, on_by
         stop=np.array(stops, dtype=np.int64),
         text_bytes=np.array(sizes, dtype=np.int64),
         is_val=is_val,
-        skipped_files=skipped_files,
-        skipped_documents=skipped_documents,
-        empty_documents=empty,
+        **left_out,
+        first_left_out=first_left_out,
     )
+
+
+def left_out_in_words(source: Mapping[str, Any]) -> list[str]:
+    """List what of a source is in no shard: `1 of 2 files: not UTF-8 text (b.txt)`.
+
+    source: `source` of index.json; data that was prepared earlier has the counts and not the first names.
+    """
+    first = source.get("first_left_out", {})
+    said = []
+    for key, why in LEFT_OUT.items():
+        if number := source.get(key, 0):
+            of_files = f" of {plural(source['files'], 'file')}"
+            many = f"{number:,}{of_files}" if key == "skipped_files" else plural(number, "document")
+            named = f" ({first[key]}{', …' if number > 1 else ''})" if key in first else ""
+            said.append(f"{many}: {why}{named}")
+    return said
 
 
 def read_cataloged(listing: SourceListing, column: str, catalog: Catalog, chosen: NDArray[np.int64]) -> Iterator[str]:
@@ -133,7 +168,10 @@ def _choose_val(hashes: NDArray[np.uint64], val_fraction: float) -> NDArray[np.b
 
 
 def _cut_single(file: SourceFile, column: str, val_fraction: float) -> int | None:
-    """Return the byte at which to cut the only document in two; None if it is no plain text or has no second line."""
+    """Return the byte of its text at which to cut the only document in two.
+
+    None if it is no plain text or has no second line.
+    """
     if file.kind != "text":
         return None
     (document,) = read_documents(file, column)

@@ -6,6 +6,7 @@ A document is known by its span (start, stop) in its file: bytes for plain text 
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 from collections.abc import Iterator, Sequence
@@ -62,7 +63,9 @@ def _read_text(file: SourceFile, column: str, spans: Sequence[Span] | None) -> I
         head = stream.read(_HEAD_BYTES)
         if _is_text_head(head):
             raw = head + stream.read()
-            yield Document(0, len(raw), _decode(raw))
+            # A byte order mark, which some editors write first, is no text.
+            start = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
+            yield Document(start, len(raw), _decode(raw[start:]))
         else:
             yield Document(0, file.size, None)
 

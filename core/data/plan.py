@@ -39,7 +39,7 @@ class Plan:
         listing: the source as it was.
         tokenizer_sha256: the tokenizer that the shards are written with.
         bytes_per_token: measured on a sample; text bytes per token.
-        left_out: how many files and documents were left out, and why.
+        left_out: how many files and documents were left out, and why; the first of each in `first_left_out`.
         shards: in the order of the token stream, train before val.
     """
 
@@ -47,7 +47,7 @@ class Plan:
     listing: SourceListing
     tokenizer_sha256: str
     bytes_per_token: float
-    left_out: dict[str, int]
+    left_out: dict[str, Any]
     shards: tuple[ShardPlan, ...]
 
 

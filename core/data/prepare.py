@@ -207,6 +207,7 @@ def _start(
             "skipped_files": catalog.skipped_files,
             "skipped_documents": catalog.skipped_documents,
             "empty_documents": catalog.empty_documents,
+            "first_left_out": catalog.first_left_out,
         },
         shards=tuple(plan_shards(catalog, settings.shard_tokens * bytes_per_token)),
     )

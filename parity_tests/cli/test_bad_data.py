@@ -68,7 +68,7 @@ UNPREPARABLE = [
     ("--data.source nowhere", "", "the source nowhere does not exist"),
     ("--data.source source.txt", "", "no text in"),
     ("--data.source source.txt", "  \n\t\n", "no text in"),
-    ("--data.source source.txt", "\ud800", "are not UTF-8 text"),
+    ("--data.source source.txt", "\ud800", "1 of 1 file: not UTF-8 text (source.txt)"),
     ("--data.source empty", "x", "no files in the source"),
     ("--data.source source.jsonl", '{"body": "a"}\n', "no column 'text'; there are body"),
     ("--data.source source.jsonl", '{"text": "a"}\n{"text"', "not a line of JSON"),
@@ -108,3 +108,18 @@ def test_preparing_says_what_there_is_now(lockstep: Lockstep, run_file: Path) ->
     assert (done.code, done.err) == (0, "")
     for what in ("documents", "tokens", "300 tokens", "held-out unigram entropy", "held-out bigram entropy"):
         assert what in done.out
+    assert "left out" not in done.out
+
+
+def test_preparing_says_what_is_left_out(lockstep: Lockstep, run_file: Path, here: Path) -> None:
+    texts = here / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("".join(f"line {n} of a text\n" for n in range(50)))
+    (texts / "b.txt").write_bytes(b"caf\xe9\n" * 50)
+    (texts / "c.jsonl").write_text('{"text": ""}\n{"text": "one line"}\n{"text": null}\n')
+    prepare = ("data", "prepare", run_file, "--data.source", texts, "--data.path", "own", "--workers", 1)
+    for state in ("2 shards written, 0 kept", "was ready"):
+        done = lockstep(*prepare)
+        assert done.code == 0 and state in done.out
+        assert "left out" in done.out and "1 of 3 files: not UTF-8 text (b.txt)" in done.out
+        assert "2 documents: empty (c.jsonl, …)" in done.out

@@ -420,7 +420,7 @@ def test_settings_that_cannot_be(texts, tmp_path, changes, says):
 def test_no_text_at_all(tmp_path):
     (tmp_path / "a.txt").write_text(" \n")
     (tmp_path / "b.txt").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="1 are not UTF-8 text, and 1 documents are empty"):
+    with pytest.raises(UserError, match=r"1 of 2 files: not UTF-8 text \(b.txt\); 1 document: empty \(a.txt\)"):
         prepare(settings_for(tmp_path / "out", tmp_path))
 
 
@@ -432,6 +432,23 @@ def test_what_is_left_out_is_counted(tmp_path):
     source = prepare(settings_for(tmp_path / "out", texts)).index.source
     assert (source["skipped_files"], source["skipped_documents"], source["empty_documents"]) == (1, 1, 2)
     assert source["files"] == 6
+    assert source["first_left_out"] == {
+        "skipped_files": "picture.png",
+        "skipped_documents": "lines.jsonl",
+        "empty_documents": "empty.txt",
+    }
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    marked, plain = tmp_path / "marked", tmp_path / "plain"
+    for folder, mark in ((marked, "\ufeff"), (plain, "")):
+        folder.mkdir()
+        (folder / "one.txt").write_text(f"{mark}first\nsecond\nthird\n", encoding="utf-8")
+    folders = [prepare(settings_for(folder / "out", folder)).folder for folder in (marked, plain)]
+    assert decoded(folders[0], "train") + decoded(folders[0], "val") == ["first\nsecond\n", "third\n"]
+    assert len({TokenDataset.open(folder).fingerprint for folder in folders}) == 1
+    (marked / "two.txt").write_text("\ufeff", encoding="utf-8")
+    assert prepare(settings_for(marked / "out", marked, force=True)).index.source["empty_documents"] == 1
 
 
 @pytest.mark.parametrize("workers", [1, 2])

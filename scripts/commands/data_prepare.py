@@ -37,8 +37,10 @@ def main(argv: list[str]) -> int:
     """Prepare, with a progress bar, and say what there is now."""
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+    from lockstep.core.data.catalog import left_out_in_words
     from lockstep.core.data.prepare import PrepareSettings, prepare
     from lockstep.core.data.prepare import Progress as Stage
+    from lockstep.core.report.text import plural
     from lockstep.core.sinks.tables import facts
     from lockstep.core.sinks.terminal import open_console
 
@@ -76,10 +78,13 @@ def main(argv: list[str]) -> int:
 
         result = prepare(settings, show)
     index = result.index
-    state = "was ready" if result.up_to_date else f"{result.shards_written} shards written, {result.shards_kept} kept"
+    written = f"{plural(result.shards_written, 'shard')} written, {result.shards_kept} kept"
+    state = "was ready" if result.up_to_date else written
+    left_out = left_out_in_words(index.source)
     found = {
         "state": state,
         "documents": f"{index.train.documents:,} to train on, {index.val.documents:,} held out",
+        **({"left out": "; ".join(left_out)} if left_out else {}),
         "tokens": f"{index.train.tokens:,} to train on, {index.val.tokens:,} held out",
         "vocabulary": f"{index.vocab_size:,} tokens",
         "bytes a token": _two(index.val.bytes_per_token),
