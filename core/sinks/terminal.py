@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from rich.segment import Segment
     from rich.text import Text
 
+# Columns of a file or a pipe: no table is as wide.
+_WIDE = 10_000
+
 
 def open_console(width: int | None = None) -> Console:
     """A console that takes names, notes and samples from anywhere: no markup, and no command to the terminal in them.
@@ -36,3 +39,9 @@ def open_console(width: int | None = None) -> Console:
                 yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
     return Plain(width=width, highlight=False, markup=False, emoji=False)
+
+
+def open_unwrapped() -> Console:
+    """Open a console as wide as the terminal, or, where the output is a file or a pipe, as wide as any table."""
+    console = open_console()
+    return console if console.is_terminal else open_console(_WIDE)

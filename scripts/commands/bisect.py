@@ -12,7 +12,6 @@ from lockstep.scripts.commands.replay import (
     EXIT,
     attempt,
     batches_of,
-    console_of_the_terminal,
     on_device,
     open_run,
     require_bands,
@@ -86,11 +85,12 @@ def _bisect(options: Bisect, run: RunDir, data: RunData, name: str, candidate: B
     from lockstep.core.parity.measures import calibrated_bounds
     from lockstep.core.parity.measures.verdict import verdict_json
     from lockstep.core.parity.modes.bisect import bisect_run
+    from lockstep.core.sinks.terminal import open_unwrapped
     from lockstep.scripts.shared.parity_table import print_verdict
 
     recipe, reference = calibrated_bounds.recipe_of(run.config), reference_of(options.reference, ranks)
     config = attempt(lambda: on_device(run.asked, options.device, candidate))
-    console = console_of_the_terminal()
+    console = open_unwrapped()
 
     def tell(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)

@@ -79,14 +79,12 @@ def _check(options: Parity, config: RunConfig, data: RunData, candidate: Backend
     from lockstep.core.parity.modes.free_running import drift
     from lockstep.core.parity.modes.side_by_side import check_steps
     from lockstep.core.sinks.phrases import check_line
-    from lockstep.core.sinks.terminal import open_console
+    from lockstep.core.sinks.terminal import open_unwrapped
     from lockstep.scripts.shared.parity_table import print_drift, print_verdict
 
     reference = reference_of(options.reference, ranks)
     calibrated_bounds.require(on_its_device(config, candidate))
-    console = open_console()
-    if not console.is_terminal:
-        console = open_console(140)
+    console = open_unwrapped()
     if options.free_running:
         watched = on_its_device(config, candidate)
         print_drift(console, drift(candidate, reference, watched, map(data.batch, range(1, options.steps + 1))))
@@ -94,15 +92,20 @@ def _check(options: Parity, config: RunConfig, data: RunData, candidate: Backend
     checks: list[Check] = []
     batches = (data.batch(step) for step in range(1, options.steps + 1))
     stopped: UserError | None = None
+
+    def tell(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
     try:
         config = on_its_device(config, candidate)
-        alarm = _alarm(options, candidate, reference, config, lambda text: console.print(text, markup=False))
+        alarm = _alarm(options, candidate, reference, config, tell)
         for check in check_steps(candidate, reference, config, batches, alarm):
             checks.append(check)
             console.print(
                 check_line(check),
                 style={"agreed": "green", "disagreed": "bold red"}.get(check.verdict, "yellow"),
                 markup=False,
+                soft_wrap=True,
             )
     except UserError as error:
         stopped = error

@@ -79,13 +79,14 @@ class Replay:
 def main(argv: list[str]) -> int:
     """Replay, print, write the JSON; the exit code is the verdict."""
     from lockstep.core.parity.evidence.capsule import is_capsule
+    from lockstep.core.sinks.terminal import open_unwrapped
     from lockstep.core.train.spikes import is_spike
 
     options, _ = parse(Replay, "replay", argv, with_settings=False)
     check_file("json", options.json)
     if not options.path.is_dir():
         raise UserError(f"no such run, capsule or spike: {options.path}")
-    console, words = console_of_the_terminal(), ["replay", *argv]
+    console, words = open_unwrapped(), ["replay", *argv]
     if is_spike(options.path):
         return _spike(console, options, words)
     if is_capsule(options.path):
@@ -338,14 +339,6 @@ def write_json(path: Path, tree: dict[str, Any]) -> None:
         path.write_text(json.dumps(tree, indent=1, allow_nan=False, default=str) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
-
-
-def console_of_the_terminal() -> Console:
-    """A console as wide as the terminal, or wide enough for a table where there is none."""
-    from lockstep.core.sinks.terminal import open_console
-
-    console = open_console()
-    return console if console.is_terminal else open_console(140)
 
 
 def on_device(config: RunConfig, device: str | None, candidate: Backend) -> RunConfig:

@@ -11,13 +11,19 @@ from lockstep.core.parity.reference.stages import is_forward, place
 from lockstep.core.sinks.phrases import bounds, fitting_in_words, headline, place_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, JustifyMethod
 
 FED = {"local": "own input", "end_to_end": "end to end", "over_steps": "over steps"}
+# Widths below which there is no room for a column for taps and one for measures, and none for rules between columns.
+NARROW, ROOMY = 100, 120
 
 
 def print_verdict(console: Console, checks: Sequence[Check], recipe: str) -> None:
-    """One row a stage, the verdict, the worst finding with its basis, and what was not covered."""
+    """One row a stage, the verdict, the worst finding with its basis, and what was not covered.
+
+    A row says first whether its stage is right; long text is folded where the console is narrow, and never cut.
+    """
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
@@ -26,20 +32,29 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str) -> Non
         for finding in check.findings:
             by_stage.setdefault((finding.stage, finding.phase, finding.scope), []).append((check, finding))
     table = Table(title=f"The worst of each stage, {recipe}", title_justify="left", title_style="bold")
-    for header in ("stage", "phase", "fed", "n", "worst tap", "measured (bound)", "verdict"):
-        table.add_column(header, justify="right" if header == "n" else "left", no_wrap=True)
+    if console.width < ROOMY:
+        table.box, table.padding = box.SIMPLE_HEAD, (0, 1, 0, 0)
+    folded = ["worst tap", "measured (bound)"]
+    if stacked := console.width < NARROW:
+        folded = ["worst tap, measured (bound)"]
+    for header in ("verdict", "stage", "phase", "fed", "n", *folded):
+        justify: JustifyMethod = "right" if header == "n" else "left"
+        table.add_column(header, justify=justify, overflow="fold", no_wrap=header not in folded)
     for (stage, phase, scope), found in sorted(by_stage.items(), key=_row):
         check, worst = max(found, key=lambda item: item[1].worst.strain)
         broken = [finding for _, finding in found if not finding.ok]
         measure = worst.worst
+        cells = [
+            Text(worst.tap),
+            Text(f"{measure.name.replace('_', ' ')} {measure.value:.4g} ({bounds(measure.low, measure.high)})"),
+        ]
         table.add_row(
+            Text(f"{len(broken)} {check.role(worst)}", "bold red") if broken else Text("ok", "green"),
             stage,
             phase,
             FED[scope],
             f"{len(found)}",
-            Text(worst.tap),
-            Text(f"{measure.name.replace('_', ' ')} {measure.value:.4g} ({bounds(measure.low, measure.high)})"),
-            Text(f"{len(broken)} {check.role(worst)}", "bold red") if broken else Text("ok", "green"),
+            *([Text("\n").join(cells)] if stacked else cells),
         )
     console.print(table)
     verdict = overall(checks)
@@ -51,11 +66,13 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str) -> Non
     first = next((c for c in checks if c.verdict == "disagreed"), None)
     if first and first.origin:
         o = first.origin
-        console.print(f"first bad step {first.step}; origin: {place_of(o)} {o.note}", markup=False)
+        said = f"first bad step {first.step}; origin: {place_of(o)} {o.note}".rstrip()
+        console.print(said, markup=False, soft_wrap=True)
         for other in first.origins[1:4]:
-            console.print(f"  wrong by itself as well: {place_of(other)}", markup=False)
+            console.print(f"  wrong by itself as well: {place_of(other)}", markup=False, soft_wrap=True)
         if inherited := sum(first.role(f) == "contaminated" for f in first.findings):
-            console.print(f"  contaminated: {inherited} comparisons that only inherited wrong inputs", markup=False)
+            said = f"  contaminated: {inherited} comparisons that only inherited wrong inputs"
+            console.print(said, markup=False, soft_wrap=True)
         if first.fitting:
             console.print(f"declared: {fitting_in_words(first.fitting)}", markup=False, soft_wrap=True)
         if first.cause:
@@ -63,7 +80,7 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str) -> Non
         named = o
     elif worst_of := [c.worst for c in checks if c.worst]:
         named = max(worst_of, key=lambda f: f.worst.strain)
-        console.print(f"worst: {named.stage} at {named.tap}", markup=False)
+        console.print(f"worst: {named.stage} at {named.tap}", markup=False, soft_wrap=True)
     else:
         return
     for measure in named.measures:
@@ -85,6 +102,7 @@ def print_drift(console: Console, drifts: Iterable[Drift]) -> None:
         "step      loss: candidate   candidate − truth   twin − truth   "
         "weights from truth: candidate   twin   ratio   candidate from twin",
         style="bold",
+        soft_wrap=True,
     )
     for d in drifts:
         console.print(
@@ -92,5 +110,9 @@ def print_drift(console: Console, drifts: Iterable[Drift]) -> None:
             f"{d.loss_twin - d.loss_truth:14.2e} {d.candidate_from_truth:31.2e} {d.twin_from_truth:6.1e} "
             f"{d.excess:7.3f} {d.candidate_from_twin:21.2e}",
             markup=False,
+            soft_wrap=True,
         )
-    console.print("nothing was judged: rounding feeds back through the weights, and correct trajectories part as well")
+    console.print(
+        "nothing was judged: rounding feeds back through the weights, and correct trajectories part as well",
+        soft_wrap=True,
+    )
