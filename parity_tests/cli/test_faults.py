@@ -50,6 +50,7 @@ def test_an_alarm_runs_the_step_again_finds_the_cause_and_packs_the_step(
     assert lockstep("replay", packed, "--run-again").code == 2, "a capsule's word opens no file"
     kept = lockstep("replay", packed)
     assert kept.code == 1 and "from its evidence" in kept.out and "the verdict is the one that was packed" in kept.out
+    assert "other versions" not in kept.out
     again = lockstep("replay", packed, *candidate)
     assert again.code == 1 and "the verdict is the one that was packed" in again.out
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 import lockstep.scripts.commands.train
-from lockstep.core.parity.evidence.capsule import read_capsule
+from lockstep.core.parity.evidence.capsule import other_versions, read_capsule
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.modes.replay import judge_capsule
 from lockstep.core.parity.modes.shadow import Shadow
@@ -20,6 +20,7 @@ from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.guards.events import before_steps
 from lockstep.parity_tests.loop.runs import Folder, alive, one_line, wait_until_gone
 from lockstep.parity_tests.repository import REPO
+from lockstep.scripts.shared.startup_banner import versions
 
 REFERENCES = "lockstep.parity_tests.loop.references"
 CHECKED = {"train.steps": 8, "parity.every": 2, "parity.queue": 10}
@@ -60,6 +61,7 @@ def test_a_fault_of_the_step_with_its_own_weights_is_named_after_its_alarm(folde
         assert (origin["stage"], origin["phase"], origin["layer"]) == ("attn", "forward", 0)
     capsule = folder.path / "blind" / "capsules" / "step_000002"
     assert json.loads((capsule / "verdict.json").read_text())["origin"] == checks[1]["origin"]
+    assert other_versions(read_capsule(capsule), versions()) == []
     # The capsule holds what named it: it is named again without the candidate.
     replayed = judge_capsule(read_capsule(capsule), JaxBackend())
     assert replayed.check is not None and replayed.check.origin is not None

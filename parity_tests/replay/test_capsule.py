@@ -150,7 +150,7 @@ def test_other_versions_of_packages_are_named(capsule):
     assert other_versions(read_capsule(capsule), VERSIONS) == []
     here = VERSIONS | {"torch": "2.14.0", "jax": "0.10"}
     assert other_versions(read_capsule(capsule), here) == [
-        "jax absent then, 0.10 here",
+        "jax not noted then, 0.10 here",
         "torch 2.13.0 then, 2.14.0 here",
     ]
 

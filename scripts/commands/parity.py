@@ -138,6 +138,7 @@ def _alarm(
     """Follow up the first check that disagrees: run the step again, look for the cause, pack the step."""
     from lockstep.core.parity.diagnose.cause import find_cause
     from lockstep.core.parity.diagnose.disagreement import sound
+    from lockstep.scripts.shared.startup_banner import versions
 
     sounded: list[int] = []
 
@@ -158,7 +159,7 @@ def _alarm(
                 options.capsules,
                 candidate=options.candidate,
                 reference=options.reference,
-                versions=description(candidate, config).get("versions", {}),
+                versions={**description(candidate, config).get("versions", {}), **versions()},
                 find_cause=cause_of,
             )
         except (Exception, SystemExit) as error:  # a candidate is somebody else's code; the verdict stands

@@ -253,6 +253,7 @@ def _alarm(
     from lockstep.core.parity.diagnose.disagreement import named, sound
     from lockstep.core.parity.diagnose.recheck_rows import broken_stages
     from lockstep.core.run.layout import CAPSULES
+    from lockstep.scripts.shared.startup_banner import versions
 
     def judged(seen: Evidence) -> tuple[Evidence, list[Finding]]:
         assert shadow is not None
@@ -282,7 +283,7 @@ def _alarm(
             run.path / CAPSULES,
             candidate=str(Maker.of_run(run)),
             reference="jax",
-            versions=about.get("versions", {}),
+            versions={**about.get("versions", {}), **versions()},
             machine={"device": about.get("device")},
         ).summary
 

@@ -208,13 +208,15 @@ def read_capsule(path: Path) -> Capsule:
 
 
 def other_versions(capsule: Capsule, here: Mapping[str, str]) -> list[str]:
-    """`torch 2.12.0 then, 2.13.0 here` for each library whose version differs: a warning, not an error."""
+    """`torch 2.12.0 then, 2.13.0 here` for each package of `here` whose version differs: a warning, not an error.
+
+    A capsule of an earlier Lockstep has the versions of its trainer alone.
+    """
     then = capsule.about["versions"]
-    names = sorted(then.keys() | here.keys())
     return [
-        f"{name} {then.get(name, 'absent')} then, {here.get(name, 'absent')} here"
-        for name in names
-        if then.get(name) != here.get(name)
+        f"{name} {then[name]} then, {version} here" if name in then else f"{name} not noted then, {version} here"
+        for name, version in sorted(here.items())
+        if then.get(name) != version
     ]
 
 
