@@ -90,7 +90,19 @@ def test_a_mended_candidate_agrees_and_is_said_to_do_otherwise(capsule):
     assert "came out otherwise than when it was packed: loss" in again.notes[0]
 
 
-def test_one_of_the_same_step_is_replaced(capsule, made):
+def test_one_of_the_same_step_is_kept(capsule, made):
+    (capsule / "repro.py").write_text("# mine")
+    others = [write(capsule.parent, made) for _ in range(2)]
+    assert [other.name for other in others] == ["step_000001-2", "step_000001-3"]
+    assert (capsule / "repro.py").read_text() == "# mine"
+    assert read_capsule(others[1]).step == 1
+    assert sorted(p.name for p in capsule.parent.iterdir()) == ["step_000001", "step_000001-2", "step_000001-3"]
+
+
+def test_in_a_run_directory_one_of_the_same_step_is_replaced(tmp_path, made):
+    (tmp_path / "config.toml").touch()
+    (tmp_path / "run.json").touch()
+    capsule = write(tmp_path / "capsules", made)
     (capsule / "repro.py").write_text("# mine")
     assert write(capsule.parent, made) == capsule
     assert (capsule / "repro.py").read_text() != "# mine"

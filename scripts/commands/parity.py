@@ -48,7 +48,8 @@ class Parity:
     reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
     """who judges: torch, jax, FILE.py:NAME or module:NAME"""
     capsules: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("capsules")
-    """where the first step that disagrees is packed, with a script that repeats the fault without Lockstep"""
+    """where the first step that disagrees is packed, with a script that repeats the fault without Lockstep; what lies
+    there already is kept (step_000001-2)"""
     quick: bool = False
     """only the verdict: the step that disagrees is not run again, and its cause is not looked for"""
     free_running: bool = False
@@ -59,11 +60,16 @@ class Parity:
 def main(argv: list[str]) -> int:
     """Check, print the table, write the JSON; the exit code is the verdict."""
     from lockstep.core.config.file import load_config
+    from lockstep.core.run.layout import is_run
 
     options, given = parse(Parity, "parity", argv, with_settings=True)
     if options.steps < 1:
         raise UserError(f"command line: steps = {options.steps}: at least one step is needed")
     check_file("json", options.json)
+    if is_run(options.capsules.resolve().parent):
+        raise UserError(
+            f"command line: capsules = {options.capsules}: a run's own capsules lie there; name another folder"
+        )
     config = load_config(options.config, given)
     data = open_data(config, options.config, given)
     candidate = open_named(options.candidate)

@@ -26,6 +26,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from lockstep.core.parity.evidence.index import INDEX
 from lockstep.core.parity.evidence.saved import save_evidence, store_of
 from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.run.layout import is_run
 
 SCHEMA = 1
 ABOUT, CONFIG, RECORD, VERDICT, BATCH = "about.json", "config.toml", "record.json", "verdict.json", "batch.npz"
@@ -93,7 +95,10 @@ def write_capsule(
     versions: Mapping[str, str],
     machine: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `folder`/step_NNNNNN, named after the checked step, and return it; one of the same step is replaced.
+    """Write `folder`/step_NNNNNN, named after the checked step, and return it.
+
+    In a run directory one of the same step is replaced: a resumed run has made that step again. Anywhere else it is
+    kept, and the new one is step_NNNNNN-2, or the first such name that is free.
 
     Evidence that lies in a folder is moved there; what is in memory is saved.
 
@@ -103,7 +108,7 @@ def write_capsule(
     Written aside and renamed when all is there. Raises UserError if the disk refuses (full, not writable); then
     nothing is left behind.
     """
-    final = folder / folder_name(evidence.record.step)
+    final = _place(folder, evidence.record.step)
     aside = folder / f".{final.name}.{os.getpid()}.tmp"
     replaced = folder / f".{final.name}.{os.getpid()}.old"
     script = repro(evidence, check, config, versions)
@@ -153,6 +158,14 @@ def write_capsule(
         for left_over in (aside, replaced):
             shutil.rmtree(left_over, ignore_errors=True)
     return final
+
+
+def _place(folder: Path, step: int) -> Path:
+    named = folder / folder_name(step)
+    if is_run(folder.parent) or not named.exists():
+        return named
+    others = (folder / f"{named.name}-{number}" for number in count(2))
+    return next(other for other in others if not other.exists())
 
 
 def _keep(evidence: Evidence, folder: Path) -> FolderStore:
