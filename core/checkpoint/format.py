@@ -23,6 +23,7 @@ from lockstep.core.backend import Arrays, NotSupported, Session, State, Writing
 from lockstep.core.capabilities import Reads, Writes, ask
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import is_inside, require_file
+from lockstep.core.files.paths import quoted
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -211,7 +212,7 @@ def load_checkpoint(folder: Path, read: Read | None = None) -> tuple[State, dict
     if read is None:
         raise UserError(
             f"{folder} holds tensors as {manifest['format']} writes them; make safetensors of it first: "
-            f"lockstep convert {folder} FOLDER --to safetensors"
+            f"lockstep convert {quoted(folder)} FOLDER --to safetensors"
         )
     return replace(read(folder), step=manifest["step"], scalars=manifest.get("scalars", {})), extra
 

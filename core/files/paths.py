@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 # Limits of Linux and macOS, in bytes: a name between slashes, and a path with its end.
 LONGEST_NAME, LONGEST_PATH = 255, 4096
+
+
+def quoted(path: Path) -> str:
+    """Return a path as a word of a line to copy into a shell."""
+    return shlex.quote(str(path))
 
 
 def path_problem(text: str) -> str | None:

@@ -14,6 +14,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.lock import FolderLock
 from lockstep.core.files.parents import make_parents, remove_parents
+from lockstep.core.files.paths import quoted
 from lockstep.core.run.info import write_info
 from lockstep.core.run.layout import CHECKPOINTS, CONFIG, INFO, is_run
 
@@ -26,7 +27,7 @@ def check_free(path: Path, overwrite: bool) -> bool:
     if occupied and not is_run(path):
         raise UserError(f"{path} is not empty and not a run: choose another name")
     if occupied and not overwrite:
-        raise UserError(f"{path} holds a run already: --overwrite replaces it, --resume {path} goes on with it")
+        raise UserError(f"{path} holds a run already: --overwrite replaces it, --resume {quoted(path)} goes on with it")
     return occupied
 
 

@@ -40,6 +40,7 @@ from lockstep.core.files.atomic import links_out, remove_temporaries
 from lockstep.core.files.jsonl import Cut, DamagedLine, JsonLines, damage, in_ranges, read_lines
 from lockstep.core.files.lock import FolderLock
 from lockstep.core.files.parents import remove_parents
+from lockstep.core.files.paths import quoted
 from lockstep.core.run.create import create_folder
 from lockstep.core.run.history import BRANCH, CHECKED, LEFT, VALUES, VERSION, branch_of, settings_at, values_of
 from lockstep.core.run.history import line as resumes_of_line
@@ -262,7 +263,7 @@ class RunDir:
         try:
             return read_lines(self.path / name)
         except DamagedLine as error:
-            raise UserError(f"{error}; lockstep train --resume {self.path} sets it aside") from error
+            raise UserError(f"{error}; lockstep train --resume {quoted(self.path)} sets it aside") from error
 
     def resume_from(self, step: int, warn: Callable[[str], None] = warnings.warn) -> None:
         """Make the directory what it was after `step`, before going on from there, and note the resume in run.json.

@@ -71,7 +71,7 @@ def changes(run: str, own: RunConfig, asked: RunConfig, given: Mapping[str, str]
     something else begins no branch. Raises UserError that lists what the run keeps, with both values, or what such a
     branch cannot have.
     """
-    found = {key: values for key, values in differing(own, asked).items() if key != "name"}
+    found = {key: values for key, values in differing(own, asked).items() if key != "name" or key in given}
     branch = {key: values for key, values in found.items() if is_branching(key) and key in given}
     kept = {key: values for key, values in found.items() if not is_elastic(key) and key not in branch}
     if kept:

@@ -38,6 +38,7 @@ from lockstep.core.data.origin import document_ids
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import read_whole
 from lockstep.core.files.npz import read_npz
+from lockstep.core.files.paths import quoted
 from lockstep.core.run.data import RunData
 from lockstep.core.run.directory import RunDir
 from lockstep.core.run.layout import SPIKES
@@ -135,7 +136,7 @@ class Spikes:
             **about,
             "digest": batch.digest(),
             "checkpoint_before": max(done, default=0),
-            "replay": f"lockstep replay {folder}",
+            "replay": f"lockstep replay {quoted(folder)}",
             "record": asdict(record),
         }
         try:

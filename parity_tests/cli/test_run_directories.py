@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,23 @@ def test_an_existing_run_stays_until_overwrite(lockstep: Lockstep, refused, run_
     assert content(here / "runs") == before
     assert lockstep("train", run_file, "--train.steps", "5", "--overwrite").code == 0
     assert len(trained(here / "runs" / "tiny")) == 5
+
+
+def test_a_resumed_run_keeps_its_name_and_its_place(lockstep: Lockstep, refused, run_file: Path, here: Path) -> None:
+    """Paths with a space: the lines to copy are quoted for a shell."""
+    assert lockstep("train", run_file, "--train.steps", "4", "--out", "my runs").code == 0
+    run, before = Path("my runs/tiny"), content(here / "my runs")
+    told = shlex.split(refused("train", run_file, "--out", "my runs").rpartition("replaces it, ")[2])
+    assert told[:2] == ["--resume", str(run)]
+    for elsewhere in ("runs", "other"):
+        said = refused("train", "--resume", run, "--out", elsewhere)
+        assert said == f"--out {elsewhere}: --resume goes on with a run where it lies, which is in {here / 'my runs'}"
+    other = lockstep("train", "--resume", run, "--name", "other")
+    assert (other.code, other.out) == (2, "")
+    assert other.lines[0] == f"lockstep: {run}: name is 'tiny' in the run, and 'other' was asked for"
+    assert content(here / "my runs") == before
+    same = lockstep("train", "--resume", run, "--name", "tiny", "--out", here / "my runs")
+    assert same.code == 0 and "all steps are done" in same.out
 
 
 def test_a_device_that_is_not_there(refused, run_file: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lockstep.core.errors import UserError
+from lockstep.core.files.paths import quoted
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.installation import HOME
 
@@ -198,7 +199,7 @@ def find(options: BenchBest, given: dict[str, str]) -> int:
     if found.winner is None:
         raise UserError(f"no candidate could be measured; {options.out.with_suffix('.md')} says why of each")
     write_atomically(options.out, [run_file(options, given, found).encode()])
-    print(f"{options.out}: lockstep train {options.out}")
+    print(f"{options.out}: lockstep train {quoted(options.out)}")
     return 0
 
 

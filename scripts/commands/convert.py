@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from lockstep.core.errors import UserError
+from lockstep.core.files.paths import quoted
 from lockstep.scripts.shared.arguments import parse
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
             f"plain safetensors are made of one of its checkpoints"
         )
     print(convert_run(source, target, options.to))
-    print(f"go on with: lockstep train --resume {target}")
+    print(f"go on with: lockstep train --resume {quoted(target)}")
     return 0
 
 

@@ -13,6 +13,7 @@ import tyro
 
 from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import in_ranges
+from lockstep.core.files.paths import quoted
 from lockstep.core.run.launch import launched, require_ranks
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.backends import REFERENCE, Maker, on_its_device, open_named, trainer_of
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from lockstep.core.run.ranks import Ranks
     from lockstep.core.run.resume import Changes
 
+RUNS = Path("runs")
+
 
 @dataclass
 class Train:
@@ -58,7 +61,7 @@ class Train:
     recompute, train.steps and train.curriculum too, which begins a branch (docs/guide/checkpoints.md)"""
     from_step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the last)")] = None
     """with --resume: go on from the checkpoint of this step; what came after it is kept in branches/"""
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs)")] = None
     """folder of run directories"""
     overwrite: bool = False
     """replace an earlier run of the same name"""
@@ -86,6 +89,8 @@ def main(argv: list[str]) -> int:
     options, given = parse(Train, "train", argv, with_settings=True)
     if options.resume and options.overwrite:
         raise UserError("--overwrite and --resume exclude each other")
+    if options.resume and options.out and options.out.resolve() != (lies := options.resume.resolve().parent):
+        raise UserError(f"--out {options.out}: --resume goes on with a run where it lies, which is in {lies}")
     if options.config is None and options.resume is None:
         raise UserError("name a run file to train, or --resume RUN to go on with one")
     if options.from_step is not None and options.resume is None:
@@ -106,7 +111,7 @@ def main(argv: list[str]) -> int:
     config = going_on.config if going_on else load_config(options.config, given)
     if launched() is not None:
         require_ranks(config.train.ranks)
-    path = resumed.path if resumed else options.out / config.name
+    path = resumed.path if resumed else (options.out or RUNS) / config.name
     if not resumed:
         options.overwrite |= again is not None
         check_free(path, options.overwrite)
@@ -239,7 +244,7 @@ def _train(
         ending = train(session, data, run, sinks, interrupted, done + 1, str(about["device"]), watch, alarm, ranks)
     stack.close()
     if ending == "interrupted":
-        console.print(f"stopped; go on with: lockstep train --resume {run.path}", markup=False, soft_wrap=True)
+        console.print(f"stopped; go on with: lockstep train --resume {quoted(run.path)}", markup=False, soft_wrap=True)
         return 130
     if ending == "alarmed":
         return 1
@@ -355,7 +360,7 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
 def _of_this_launch(options: Train, given: Mapping[str, str]) -> RunDir | None:
     from lockstep.core.config.file import load_config
 
-    return run_of_this_launch(options.out / load_config(options.config, given).name, options.overwrite)
+    return run_of_this_launch((options.out or RUNS) / load_config(options.config, given).name, options.overwrite)
 
 
 def _exit_code(run: RunDir, done: int, console: Console) -> int:
@@ -464,4 +469,4 @@ def _told_how_to_go_on(run: RunDir) -> Iterator[None]:
     except UserError as error:
         if run.latest_checkpoint() is None:
             raise
-        raise UserError(f"{error}; go on with: lockstep train --resume {run.path}") from error
+        raise UserError(f"{error}; go on with: lockstep train --resume {quoted(run.path)}") from error

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import UserError
+from lockstep.core.files.paths import quoted
 from lockstep.core.run.launch import launch_id, launched, restarts
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def run_of_this_launch(path: Path, overwrite: bool) -> RunDir | None:
     if restarts() and launch_id() is None:
         raise UserError(
             f"{path}: the ranks were started anew, and it cannot be told whether this launch has made it; "
-            f"give torchrun an --rdzv-id (or --standalone), or go on with: lockstep train --resume {path}"
+            f"give torchrun an --rdzv-id (or --standalone), or go on with: lockstep train --resume {quoted(path)}"
         )
     run = RunDir.open(path)
     replaced = overwrite and run.info.get("finished") and not restarts()
