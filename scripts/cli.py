@@ -114,18 +114,20 @@ HELP = ("-h", "--help", "help")
 # First words of commands of two.
 GROUPS = {name.split()[0] for name in COMMANDS if " " in name}
 
-USAGE = "\n".join(
-    [
-        "lockstep: a language model pretrains in PyTorch while an independent JAX implementation checks the step",
-        "",
-        "usage: lockstep COMMAND …",
-        "",
-        *(f"  {name:<14}{text}" for name, (_, text) in COMMANDS.items()),
-        "",
-        "lockstep COMMAND --help lists options; every setting of a run file is a flag, as in --optim.peak-lr 1e-3",
-        "Exit codes: 0 did it or agreed · 1 disagreed · 2 could not (one line says why) · 130 stopped by Ctrl-C",
-    ]
-)
+
+def usage() -> str:
+    """Return the overview of the commands, in lines of at most 80 columns."""
+    from lockstep.scripts.shared.help_pages import paragraph_width, wrapped
+
+    width = paragraph_width()
+    about = "lockstep: a language model pretrains in PyTorch while an independent JAX implementation checks the step"
+    flags = "lockstep COMMAND --help lists options; every setting of a run file is a flag, as in --optim.peak-lr 1e-3"
+    codes = "Exit codes: 0 did it or agreed · 1 disagreed · 2 could not (one line says why) · 130 stopped by Ctrl-C"
+    commands = [wrapped(text, width, f"  {name:<14}") for name, (_, text) in COMMANDS.items()]
+    usage = ["usage: lockstep COMMAND …"]
+    return "\n".join(
+        [wrapped(about, width), "", *usage, "", *commands, "", wrapped(flags, width), wrapped(codes, width)]
+    )
 
 
 def main() -> None:
@@ -200,7 +202,7 @@ def _run(argv: list[str]) -> int:
     from lockstep.scripts.shared.needs import NEEDS, in_words, missing
 
     if not argv or argv[0] in HELP or (argv[0] in GROUPS and argv[1:2] and argv[1] in HELP):
-        print(USAGE)
+        print(usage())
         return 0 if argv else 2
     name = next((" ".join(argv[:n]) for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), None)
     if name is None:

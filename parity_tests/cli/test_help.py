@@ -40,6 +40,15 @@ def test_help_of_a_command(lockstep: Lockstep, command: str) -> None:
     assert "None" not in done.out
 
 
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_no_line_of_help_is_wider_than_a_terminal(
+    lockstep: Lockstep, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = lockstep(*command.split(), "--help")
+    assert done.code == 0 and [line for line in done.out.splitlines() if len(line) > 80] == []
+
+
 @pytest.mark.parametrize("command", ["train", "parity"])
 def test_every_setting_stands_in_the_help_with_its_default(lockstep: Lockstep, command: str) -> None:
     text = flat(lockstep(command, "--help").out)

@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
@@ -28,13 +29,12 @@ from lockstep.core.config.file import COMMAND_LINE, complaint, load_config, sett
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError, printable
 from lockstep.core.files.paths import path_problem
+from lockstep.scripts.shared.help_pages import NARROWEST, HelpPage, one_line_each
 
 T = TypeVar("T")
 
 # The default of what was not given. No word of a command line can hold a null character.
 _ABSENT = "\0"
-# Columns that help needs.
-_NARROWEST = 40
 # Characters that are shown of words that are not understood.
 _SHOWN = 120
 # What tyro takes for a flag and not for a value, wherever a value is due.
@@ -67,19 +67,21 @@ def _read(shape: Any, command: type[T], name: str, argv: list[str]) -> tuple[Any
     for word in with_value:
         if _field_name(word) in _switches(command):
             raise UserError(f"{COMMAND_LINE}: {word.partition('=')[0]} takes no value: {word}")
+    page = HelpPage(sys.stdout)
     try:
-        with contextlib.redirect_stderr(io.StringIO()), _wide_enough():
+        with contextlib.redirect_stdout(page), contextlib.redirect_stderr(io.StringIO()), _wide_enough():
             return tyro.cli(
                 shape,
                 prog=f"lockstep {name}",
                 # A first word of `--tyro-…` would ask tyro itself for something.
                 args=["--", *argv] if argv[:1] and argv[0].replace("_", "-").startswith("--tyro-") else argv,
-                description=inspect.getdoc(command),
+                description=one_line_each(inspect.getdoc(command) or ""),
                 return_unknown_args=True,
                 config=(tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
             )
     except SystemExit as stop:
         if not stop.code:
+            print(page.text(), end="")
             raise
         # Where all is text and nothing is required, one thing can be wrong.
         flag = _without_value(argv, command)
@@ -91,8 +93,8 @@ def _read(shape: Any, command: type[T], name: str, argv: list[str]) -> tuple[Any
 def _wide_enough() -> Iterator[None]:
     """A terminal of no columns to speak of is taken for a narrow one: tyro would look for ever for where to break."""
     before = os.environ.get("COLUMNS")
-    if shutil.get_terminal_size().columns < _NARROWEST:
-        os.environ["COLUMNS"] = str(_NARROWEST)
+    if shutil.get_terminal_size().columns < NARROWEST:
+        os.environ["COLUMNS"] = str(NARROWEST)
     try:
         yield
     finally:
