@@ -48,7 +48,9 @@ def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -
     origin: dict[str, str] = {}
     errors: list[str] = []
     known = settings()
+    places = [""]
     for file, tree in reversed(_chain(path) if path else []):
+        places.append(str(file))
         for key, value in flatten(tree, whole=known).items():
             values[key], origin[key] = value, str(file)
     sections = _sections(known)
@@ -72,11 +74,14 @@ def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -
             checked[key] = _adapter(known[key]).validate_python(value, strict=True)
         except ValidationError as error:
             errors.append(complaint(origin[key], key, value, error))
+    places.append(COMMAND_LINE)
     # Rules see defaults for what was not set, and pass over what was set wrongly.
     wrong = (set(values) | set(overrides or {})) - set(checked)
     flat = {key: field.get_default(call_default_factory=True) for key, field in known.items()} | checked
     for keys, message in broken_rules({key: value for key, value in flat.items() if key not in wrong}):
-        blamed = next((key for key in keys if key in origin), keys[0])
+        # The place that came last made them clash: the command line, else the file nearest to it.
+        set_here = [key for key in keys if key in origin] or [keys[0]]
+        blamed = max(set_here, key=lambda key: places.index(origin.get(key, "")))
         errors.append(f"{origin.get(blamed, str(path or COMMAND_LINE))}: {blamed}: {message}")
     if errors:
         raise UserError(*errors)
