@@ -210,6 +210,7 @@ def _options(command: type[T], name: str, read: Any, unknown: list[str]) -> tupl
     """The command's options, and what is wrong with them or not known; wrong ones have their default."""
     hints = get_type_hints(command)
     found, wrong = {}, _not_understood(unknown, command)
+    needed, missing = _needed(command), []
     for field in dataclasses.fields(command):  # type: ignore[arg-type]
         given = getattr(read, field.name)
         if unknown and given == "[]":  # what tyro makes of an argument that was left out beside words not known to it
@@ -219,8 +220,7 @@ def _options(command: type[T], name: str, read: Any, unknown: list[str]) -> tupl
             found[field.name] = given
         elif given == _ABSENT:
             if field.default is dataclasses.MISSING:
-                upper = field.name.upper()
-                wrong.append(f"{COMMAND_LINE}: {upper} is missing: lockstep {name} {upper} … (--help says more)")
+                missing.append(needed[field.name])
         elif problem := _is_path(hints[field.name]) and (path_problem(given) or (not given and "no path")):
             wrong.append(f"{COMMAND_LINE}: {field.name} = {shortened(given)}: {problem}")
         else:
@@ -228,7 +228,18 @@ def _options(command: type[T], name: str, read: Any, unknown: list[str]) -> tupl
                 found[field.name] = TypeAdapter(hints[field.name]).validate_strings(given)
             except ValidationError as error:
                 wrong.append(complaint(COMMAND_LINE, field.name, given, error))
+    if missing:
+        said = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        wrong.append(f"{COMMAND_LINE}: {said}: lockstep {name} {' '.join(needed.values())} … (--help says more)")
     return command(**found), wrong
+
+
+def _needed(command: type) -> dict[str, str]:
+    """Options that a command cannot do without, as its help writes them."""
+    hints = get_type_hints(command, include_extras=True)
+    needed = [field.name for field in dataclasses.fields(command) if field.default is dataclasses.MISSING]
+    shown = {name: (getattr(about, "metavar", None) for about in get_args(hints[name])[1:]) for name in needed}
+    return {name: next(filter(None, metavars), name.upper()) for name, metavars in shown.items()}
 
 
 def _is_path(hint: Any) -> bool:
