@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from lockstep.core.parity.measures.verdict import Check, Finding, Measure
+from lockstep.core.parity.measures.verdict import Check, Finding, Measure, Scope
 from lockstep.core.sinks.terminal import open_console, open_unwrapped
 from lockstep.scripts.shared.parity_table import print_verdict
 
@@ -15,7 +15,7 @@ TAP = "blocks.11.mlp.down_proj.weight"
 NOTE = "the gradient of the residual stream is twice as large as the reference's; " * 3
 
 
-def finding(stage: str, phase: str, scope: str, value: float, tap: str = TAP) -> Finding:
+def finding(stage: str, phase: str, scope: Scope, value: float, tap: str = TAP) -> Finding:
     measure = Measure("relative_distance", value, None, 1.234e-5, "a bound that was calibrated")
     layer = None if tap == stage else 11
     return Finding(stage, tap, phase, layer, scope, (measure,), 10, note="" if value < 1e-5 else NOTE)

@@ -41,7 +41,7 @@ class HelpPage(io.StringIO):
         self._stream = stream
 
     @property
-    def encoding(self) -> str:
+    def encoding(self) -> str:  # type: ignore[override]  # an attribute to typeshed; here nobody can set it
         """The stream's encoding, by which tyro chooses the characters of its boxes."""
         return self._stream.encoding
 
