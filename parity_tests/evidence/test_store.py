@@ -208,6 +208,23 @@ def test_damage_names_the_file(folder, tmp_path, file, how):
     assert file in str(said.value) and "\n" not in str(said.value)
 
 
+@pytest.mark.parametrize("position", [0, 20, DATA - 1])
+def test_a_flipped_byte_of_a_header_is_noticed(folder, position):
+    path = folder / "blocks.0.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match=r"blocks\.0\.safetensors was damaged after it was written .*header"):
+        FolderStore.open(folder)
+
+
+def test_an_index_of_an_earlier_lockstep_has_no_headers(folder):
+    found = json.loads((folder / INDEX).read_text())
+    del found["seal"], found["headers"]
+    (folder / INDEX).write_bytes(sealed_json(found, None))
+    assert set(dict(FolderStore.open(folder).arrays("taps"))) == set(TENSORS)
+
+
 def test_a_file_that_is_damaged_once_it_is_open_is_noticed(folder):
     opened = FolderStore.open(folder)
     os.truncate(folder / "head.safetensors", DATA + 4)
@@ -234,6 +251,9 @@ def first(found):
         lambda i: i["files"].update({"index.json": 5}),
         lambda i: i["files"].update({"absent.safetensors": 5}),
         lambda i: i["files"].update({"head.safetensors": 10**9}),
+        lambda i: i.update(headers=[1]),
+        lambda i: i["headers"].update({"absent.safetensors": "0" * 64}),
+        lambda i: i["headers"].update({"head.safetensors": 5}),
         lambda i: i["documents"].update({"a/b": "0" * 64}),
         lambda i: i["documents"].update({"evidence.json": "zz"}),
         lambda i: first(i).__setitem__(0, 5),

@@ -107,12 +107,19 @@ def digest_of(array: np.ndarray) -> str:
     return joined(hashes_of(np.ascontiguousarray(array).reshape(-1)))
 
 
-def index_bytes(sizes: Mapping[str, int], entries: Entries, documents: Mapping[str, bytes]) -> bytes:
-    """Return the bytes of an index. sizes: of the files of tensors. documents: JSON files beside them, by name."""
+def index_bytes(
+    sizes: Mapping[str, int], headers: Mapping[str, str], entries: Entries, documents: Mapping[str, bytes]
+) -> bytes:
+    """Return the bytes of an index.
+
+    sizes: of the files of tensors. headers: the SHA-256 of the first DATA bytes of each. documents: JSON files beside
+    them, by name.
+    """
     return sealed_json(
         {
             "schema": SCHEMA,
             "files": dict(sizes),
+            "headers": dict(headers),
             "documents": {name: hashlib.sha256(raw).hexdigest() for name, raw in documents.items()},
             # In the order in which they were put, which sorted keys would not keep.
             "tensors": [
@@ -132,11 +139,11 @@ def shape_of(parts: Sequence[Entry]) -> tuple[int, ...]:
     return (first.shape[0] + sum(e.shape[0] for e in others), *first.shape[1:]) if others else first.shape
 
 
-def read_index(folder: Path, name: str = INDEX) -> tuple[Entries, dict[str, str], dict[str, int]]:
-    """Read a folder's index: its entries, the SHA-256 of its documents, and the sizes of its files, by name.
+def read_index(folder: Path, name: str = INDEX) -> tuple[Entries, dict[str, str], dict[str, int], dict[str, str]]:
+    """Read a folder's index: its entries, and by name the SHA-256 of its documents, the sizes of its files and headers.
 
-    Raises UserError if the index is missing, damaged, of another schema, or says what cannot be, and if one of its
-    files is missing or of another size.
+    Indexes of an earlier Lockstep have no SHA-256 of headers. Raises UserError if the index is missing, damaged, of
+    another schema, or says what cannot be, and if one of its files is missing, of another size or of another header.
     """
     path = folder / name
     found = read_sealed_json(path, indent=None, remedy=_REMEDY)
@@ -145,6 +152,7 @@ def read_index(folder: Path, name: str = INDEX) -> tuple[Entries, dict[str, str]
     try:
         sizes = {_plain(name): operator.index(size) for name, size in found["files"].items()}
         documents = {_plain(name): _hash(digest) for name, digest in found["documents"].items()}
+        headers = {_known(name, sizes): _hash(digest) for name, digest in found.get("headers", {}).items()}
         entries: Entries = {}
         for kind, name, *raw in found["tensors"]:
             if not isinstance(kind, str) or not isinstance(name, str):
@@ -156,7 +164,9 @@ def read_index(folder: Path, name: str = INDEX) -> tuple[Entries, dict[str, str]
         raise UserError(f"{path} is no index of evidence: {type(error).__name__}: {error}") from error
     for name, size in sizes.items():
         require_size(folder / name, size)
-    return entries, documents, sizes
+    for name, digest in headers.items():
+        _require_header(folder / name, digest)
+    return entries, documents, sizes, headers
 
 
 def require_size(path: Path, size: int) -> None:
@@ -173,6 +183,16 @@ def require_size(path: Path, size: int) -> None:
         raise UserError(f"{path} has {about.st_size} bytes; {size} were written")
 
 
+def _require_header(path: Path, digest: str) -> None:
+    try:
+        with path.open("rb") as file:
+            found = hashlib.sha256(file.read(DATA)).hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    if found != digest:
+        raise UserError(f"{path} was damaged after it was written (the SHA-256 of its header differs)")
+
+
 def pieces(entry: Entry, start: int, stop: int) -> Iterator[int]:
     """Yield the numbers of the pieces in which elements `start` to `stop` lie."""
     yield from range(start // entry.per_piece, -(-stop // entry.per_piece))
@@ -180,8 +200,7 @@ def pieces(entry: Entry, start: int, stop: int) -> Iterator[int]:
 
 def _entry(raw: list[Any], sizes: Mapping[str, int]) -> Entry:
     file, dtype, stored, shape, begin, hashes = raw
-    if file not in sizes:
-        raise ValueError(f"{file!r} is none of its files")
+    _known(file, sizes)
     if dtype not in DTYPES or stored not in ({dtype, BF16} if dtype == "F32" else {dtype}):
         raise ValueError(f"{dtype!r} cannot be stored as {stored!r}")
     entry = Entry(
@@ -192,6 +211,12 @@ def _entry(raw: list[Any], sizes: Mapping[str, int]) -> Entry:
     if len(entry.sha256) != max(1, -(-entry.size // entry.per_piece)):
         raise ValueError(f"a tensor of shape {shape!r} has {len(entry.sha256)} digests")
     return entry
+
+
+def _known(name: Any, sizes: Mapping[str, int]) -> str:
+    if name not in sizes:
+        raise ValueError(f"{name!r} is none of its files")
+    return str(name)
 
 
 def _require_alike(parts: Sequence[Entry]) -> None:

@@ -2,7 +2,7 @@
 
 A tensor has a kind (`before/params`, `taps`, …) and a name. A folder holds
 
-    index.json             where each tensor lies, its dtype, its shape and its digests; written last
+    index.json             where each tensor lies, its dtype, its shape and digests, those of headers; written last
     embedding.safetensors  the tensors of one segment of the model; `blocks.3.safetensors`, `head.safetensors`,
                            and `blocks.3-1.safetensors` and so on where the header of the one before is full
 
@@ -209,7 +209,7 @@ class FolderStore:
     def open(cls, folder: Path) -> Self:
         """Open a finished one. Raises UserError as `read_index`."""
         made = cls(folder)
-        made._entries, made._documents, _ = read_index(folder)
+        made._entries, made._documents, _, _ = read_index(folder)
         made.finished = True
         return made
 
@@ -308,16 +308,20 @@ class FolderStore:
         sizes = {s.file: DATA + s.size for s in written}
         documents = documents or {}
         try:
+            headers = {}
             for segment in written:
                 with (self.folder / segment.file).open("r+b") as file:
-                    file.write(_header(segment))
+                    file.write(header := _header(segment))
+                headers[segment.file] = hashlib.sha256(header).hexdigest()
             for name, raw in documents.items():
                 (self.folder / name).write_bytes(raw)
             if self.rank == 0:
-                sizes |= self._take_in()
+                more, of_more = self._take_in()
+                sizes |= more
+                headers |= of_more
             name = _of_rank(self.rank) if self.rank else INDEX
             aside = self.folder / f".{name}"
-            aside.write_bytes(index_bytes(sizes, self._entries, documents))
+            aside.write_bytes(index_bytes(sizes, headers, self._entries, documents))
             os.replace(aside, self.folder / name)
         except OSError as error:
             self.remove()
@@ -328,12 +332,12 @@ class FolderStore:
         self._documents = {name: hashlib.sha256(raw).hexdigest() for name, raw in documents.items()}
         self.finished = True
 
-    def _take_in(self) -> dict[str, int]:
-        """Wait for the entries of the other ranks, and append them; return the sizes of their files.
+    def _take_in(self) -> tuple[dict[str, int], dict[str, str]]:
+        """Wait for the entries of the other ranks, and append them; return sizes and header digests of their files.
 
         Raises UserError if one of them has lost its part, or is not done in time.
         """
-        until, sizes = time.monotonic() + self._patience, dict[str, int]()
+        until, sizes, headers = time.monotonic() + self._patience, dict[str, int](), dict[str, str]()
         for rank in range(1, self.ranks):
             path = self.folder / _of_rank(rank)
             while not path.exists():
@@ -342,14 +346,15 @@ class FolderStore:
                 if time.monotonic() > until:
                     raise UserError(f"rank {rank} gave no part of the evidence within {self._patience:g} s")
                 time.sleep(LOOK_SECONDS)
-            entries, _, of_rank = read_index(self.folder, path.name)
+            entries, _, of_rank, their_headers = read_index(self.folder, path.name)
             path.unlink()
             for kind, by_name in entries.items():
                 of_kind = self._entries.setdefault(kind, {})
                 for name, parts in by_name.items():
                     of_kind[name] = (*of_kind.get(name, ()), *parts)
             sizes |= of_rank
-        return sizes
+            headers |= their_headers
+        return sizes, headers
 
     def remove(self) -> None:
         """As in `Store`: its folder. Another rank leaves it to rank 0, and says that its own part is lost."""
