@@ -12,6 +12,7 @@ import operator
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -316,8 +317,11 @@ def _save(path: Path, arrays: Arrays) -> None:
     from safetensors.numpy import save_file
 
     contiguous = {name: np.ascontiguousarray(a).reshape(np.shape(a)) for name, a in arrays.items()}
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     try:
         save_file(contiguous, path)
+        path.chmod(mode)  # safetensors lets nobody but the owner read it
     except SafetensorError as error:  # what the disk says, in safetensors' words
         raise OSError(str(error)) from error
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import resource
+import stat
 import tomllib
 from dataclasses import replace
 
@@ -44,6 +45,7 @@ def test_it_is_read_as_it_was_written(capsule, made):
     evidence, check = made
     found = read_capsule(capsule)
     assert capsule.name == "step_000001" and found.step == 1
+    assert len({stat.S_IMODE(path.stat().st_mode) for path in capsule.rglob("*") if path.is_file()}) == 1
     assert found.config == CONFIG
     assert found.batch.digest() == evidence.batch.digest()
     assert found.tapped.digest() == evidence.tapped.digest()
