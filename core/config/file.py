@@ -17,6 +17,8 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.paths import path_problem
 
 COMMAND_LINE = "command line"
+# The one pattern of the schema, in words.
+NAME = "must begin with a letter from A to Z or a digit; after it, '.', '_' and '-' may stand as well"
 # Ten times what every setting with its description would take.
 _LARGEST_FILE = 1 << 20
 # Characters of a wrong value that are shown.
@@ -132,7 +134,8 @@ def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
 def complaint(origin: str, key: str, value: Any, error: ValidationError) -> str:
     """Describe the error of one value, in the words of pydantic."""
-    reasons = "; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())
+    said = (NAME if e["type"] == "string_pattern_mismatch" else e["msg"] for e in error.errors())
+    reasons = "; ".join(reason.removeprefix("Value error, ") for reason in said)
     return f"{origin}: {key} = {shortened(value)}: {reasons[:1].lower()}{reasons[1:]}"
 
 

@@ -113,20 +113,26 @@ def _json_text(line: bytes, column: str, path: str, position: int) -> str | None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not a line of JSON ({error}); every line must be one JSON object") from error
     if not isinstance(record, dict):
-        raise UserError(f"{where}: a line of JSON lines must be an object, this is a {type(record).__name__}")
+        raise UserError(f"{where}: a line of JSON lines must be an object, not {_kind(record)}")
     if column not in record:
         raise UserError(f"{where}: no column {column!r}; there are {', '.join(sorted(record)) or 'none'}")
     text = record[column]
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise UserError(f"{where}: the column {column!r} must hold text, this is a {type(text).__name__}")
+        raise UserError(f"{where}: the column {column!r} must hold text, not {_kind(text)}")
     try:
         text.encode()
     except UnicodeEncodeError:
         # JSON can spell half of a surrogate pair, which no encoding of Unicode can hold.
         return None
     return text
+
+
+def _kind(value: Any) -> str:
+    """Return a JSON value's kind, in words."""
+    kinds = {dict: "an object", list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
 
 
 def _read_parquet(file: SourceFile, column: str, spans: Sequence[Span] | None) -> Iterator[Document]:

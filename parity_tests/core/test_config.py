@@ -100,8 +100,12 @@ def test_all_errors_come_at_once_each_with_its_file(write):
         ('[train]\ncurriculum = "128:0.9, 256:0.2"', "the shares add up to 1.1, not to 1"),
         ('[train]\ncurriculum = "128:1, 256:0"', "'256:0' is a share of no steps"),
         ('[precision]\npolicy = "fp8"', "'fp8_rowwise' or 'fp8_delayed'"),
-        ('name = "../up"', "should match pattern"),
-        ('name = ""', "should match pattern"),
+        (
+            'name = "../up"',
+            "name = '../up': must begin with a letter from A to Z or a digit; after it, '.', '_' and '-'",
+        ),
+        ('name = ""', "must begin with a letter"),
+        ('name = "Ünï"', "must begin with a letter"),
         ("[compile]\nenabled = 1", "compile.enabled = 1"),
     ],
 )
