@@ -85,6 +85,7 @@ def _bisect(options: Bisect, run: RunDir, data: RunData, name: str, candidate: B
     from lockstep.core.parity.measures import calibrated_bounds
     from lockstep.core.parity.measures.verdict import verdict_json
     from lockstep.core.parity.modes.bisect import bisect_run
+    from lockstep.core.report.text import plural
     from lockstep.core.sinks.terminal import open_unwrapped
     from lockstep.scripts.shared.parity_table import print_verdict
 
@@ -96,7 +97,8 @@ def _bisect(options: Bisect, run: RunDir, data: RunData, name: str, candidate: B
         console.print(text, markup=False, soft_wrap=True)
 
     if options.branch is None and (branches := run.info.get("branches", [])):
-        tell(f"the run was set back {len(branches)} times: --branch 1 to {len(branches)} bisects what was taken away")
+        which = "--branch 1" if len(branches) == 1 else f"--branch 1 to {len(branches)}"
+        tell(f"the run was set back {plural(len(branches), 'time')}: {which} bisects what was taken away")
     found = attempt(
         lambda: bisect_run(
             run, batches_of(run, data), candidate, reference, tell, config, with_cause=not options.no_cause
@@ -109,7 +111,7 @@ def _bisect(options: Bisect, run: RunDir, data: RunData, name: str, candidate: B
     if found.cause is not None:
         for change, outcome in found.cause.tried:
             tell(f"  {change}: {outcome}")
-    tell(f"{len(found.checks)} checks, {found.steps_run} steps run again")
+    tell(f"{plural(len(found.checks), 'check')}, {plural(found.steps_run, 'step')} run again")
     first = "no bad step was found" if found.first_bad_step is None else f"first bad step: {found.first_bad_step}"
     if (origin := found.origin) is not None:
         layer = "" if origin.layer is None else f", layer {origin.layer}"
