@@ -264,6 +264,40 @@ def test_an_error_in_the_block_is_not_hidden() -> None:
     assert not optimizer._optimizer_step_pre_hooks
 
 
+def test_a_step_inside_a_step_is_refused() -> None:
+    """The inner block would have dropped what the outer one has read, and the step gone by unchecked."""
+    model = Tagger()
+    optimizer = torch.optim.AdamW(model.parameters())
+    watcher = watch(model, optimizer, reference=FP32)
+    (batch,) = batches(1)
+    loss = torch_loss(model, batch)
+    loss.backward()
+    refused = pytest.raises(UserError, match="one block is one optimizer step")
+    with refused, watcher.step(batch, loss), watcher.step(batch, loss):
+        optimizer.step()
+    assert watcher.checks == []
+    with watcher.step(batch, loss, check=True):
+        optimizer.step()
+    assert len(watcher.checks) == 1
+
+
+@pytest.mark.parametrize("loss", [None, "low", torch.zeros(2), {"loss": 1.0}], ids=["none", "text", "two", "mapping"])
+def test_a_loss_that_is_no_number_is_refused(loss: Any) -> None:
+    model = Tagger()
+    watcher = watch(model, torch.optim.AdamW(model.parameters()), reference=FP32)
+    (batch,) = batches(1)
+    torch_loss(model, batch).backward()
+    with pytest.raises(UserError, match="loss is one number; this one"), watcher.step(batch, loss):
+        pass
+
+
+@pytest.mark.parametrize("judge", [None, "jax_loss"])
+def test_what_is_no_reference_is_refused(judge: Any) -> None:
+    model = Tagger()
+    with pytest.raises(UserError, match="it is a function, or an object with `truth` and `twin`"):
+        watch(model, torch.optim.AdamW(model.parameters()), reference=judge)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

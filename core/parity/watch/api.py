@@ -99,6 +99,8 @@ def watch(
 
     Raises UserError for settings that cannot work; `step` raises it at the first check for a reference that cannot.
     """
+    if not hasattr(reference, "truth") and not callable(reference):
+        raise UserError(f"reference={reference!r}: it is a function, or an object with `truth` and `twin`")
     return Watcher(
         model,
         list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer],
@@ -162,6 +164,7 @@ class Watcher:
         self.settings, self.reference = settings, reference
         self.steps, self.checks = settings.start, list[Check]()
         self._model, self._optimizers = model, optimizers
+        self._inside = False
         params = parameters_of(model)
         self._dtypes = {name: dtype_of(p) for name, p in params.items()}
         if unknown := sorted(set(self._dtypes.values()) - set(ROUNDINGS)):
@@ -210,13 +213,20 @@ class Watcher:
             loss: the loss whose gradients are in `.grad`, a tensor or a float; under accumulation, that of the step.
             outputs: values of the forward by the reference's names, if the reference gives any.
             check: check this step, or don't, whatever its number.
+
+        Raises UserError inside another such block.
         """
+        if self._inside:
+            raise UserError("watcher.step inside watcher.step: one block is one optimizer step")
         self.before_step(batch, loss, outputs=outputs, check=check)
+        self._inside = True
         try:
             yield
         except BaseException:
             self._drop()
             raise
+        finally:
+            self._inside = False
         self.after_step()
 
     def before_step(
@@ -236,10 +246,14 @@ class Watcher:
         value = array_of(loss)
         if value.size != 1:
             raise UserError(f"loss is one number; this one has shape {value.shape}")
+        try:
+            number = float(value.reshape(()))
+        except (TypeError, ValueError):
+            raise UserError(f"loss is one number; this one is of type {type(loss).__name__}") from None
         self._pending = pending = _Pending(
             self.steps,
             batch,
-            float(value.reshape(())),
+            number,
             {name: array_of(x) for name, x in (outputs or {}).items()},
             {name: array_of(p) for name, p in params.items()},
             gradients_of(params),
