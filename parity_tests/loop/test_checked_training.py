@@ -59,6 +59,7 @@ def test_a_fault_of_the_step_with_its_own_weights_is_named_after_its_alarm(folde
     for check in checks:
         origin = check["origin"]
         assert (origin["stage"], origin["phase"], origin["layer"]) == ("attn", "forward", 0)
+        assert check["cause"].startswith("the same step, run again, gives the same bits")
     capsule = folder.path / "blind" / "capsules" / "step_000002"
     assert json.loads((capsule / "verdict.json").read_text())["origin"] == checks[1]["origin"]
     assert other_versions(read_capsule(capsule), versions()) == []

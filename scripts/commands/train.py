@@ -280,7 +280,7 @@ def _alarm(
         if evidence is None:
             return check, lost or None
         evidence, check = named(session, evidence, check, run.config, judged)
-        return check, sound(
+        made = sound(
             session,
             evidence,
             check,
@@ -290,7 +290,8 @@ def _alarm(
             reference="jax",
             versions={**about.get("versions", {}), **versions()},
             machine={"device": about.get("device")},
-        ).summary
+        )
+        return replace(check, cause="; ".join(made.cause) or None), made.summary
 
     return alarm
 
