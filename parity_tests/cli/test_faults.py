@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,12 +82,17 @@ def test_torch_is_a_reference_like_any_other(lockstep: Lockstep, run_file: Path,
     assert {("attn", "forward"), ("attn", "backward"), ("logits", "backward"), ("update", "update")} <= local
 
 
-def test_torch_as_the_reference_finds_faults(lockstep: Lockstep, run_file: Path) -> None:
+def test_torch_as_the_reference_finds_faults(
+    lockstep: Lockstep, run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal a line says at once what takes so long."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     said = lockstep(
         "parity", run_file, "--steps", 1, "--quick", "--reference", "torch",
         "--candidate", f"{FAULTS / 'loss.py'}:OneGradientScaled",
     )  # fmt: skip
     assert said.code == 1
+    assert said.err == "checking step 1: its programs are compiled first, which can take minutes …\n"
     assert "first bad step 1; origin: gradients (backward, layer 0, at blocks.0.mlp.down_proj.weight" in said.out
 
 

@@ -102,6 +102,8 @@ def _check(options: Parity, config: RunConfig, data: RunData, candidate: Backend
     def tell(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
+    if sys.stderr.isatty() and ranks.rank == 0:
+        print("checking step 1: its programs are compiled first, which can take minutes …", file=sys.stderr)
     try:
         config = on_its_device(config, candidate)
         alarm = _alarm(options, candidate, reference, config, tell)
