@@ -145,9 +145,10 @@ Of FP8's delayed scaling one compiled check was accused, of draw 5000: a gradien
 1.6 % from the tapped tensor. Two compiled programs differ by FP8's own errors. The tapped one is held to its own
 tensors since, within a rounding to bf16, and the other to it within both errors. The draw was made anew.
 
-FP16's checks begin at the loss scale of the run's start. At one that has grown, until a step overflows, every check of
-`lockstep parity` was accused: a micro-batch by itself has larger gradients than in its step, and overflowed where the
-step did not. It is computed at a smaller loss scale since; a test holds this, and no line here counts for it.
+FP16's checks begin at the loss scale of the run's start. At 2²⁰, where gradients of a small model nearly overflow,
+10 of 15 clean checks of `lockstep parity` were accused: a micro-batch by itself has larger gradients than in its step,
+and overflowed where the step did not. It is computed at a smaller loss scale since; tests hold this, and no line here
+counts for it.
 
 During training stages are examined on other sequences from check to check; the count is of the first and the last of
 a micro-batch."""
