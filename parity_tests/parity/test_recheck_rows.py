@@ -41,7 +41,9 @@ def planted(change):
 def forward_of(row, much=4.0):
     def change(act):
         act = act.clone()
-        act[row] = act[row] * much
+        # Attention's logits are asked of two sequences alone.
+        if row < len(act):
+            act[row] = act[row] * much
         return act
 
     return change

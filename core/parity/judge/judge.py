@@ -135,7 +135,6 @@ def _of_evidence(
         lambda: update.step_scalars(evidence, reference),
         lambda: update.update(evidence, reference),
         lambda: update.loss_scale(evidence, reference),
-        lambda: update.in_a_row(evidence),
         lambda: reports(evidence, reference.config, lost),
         lambda: update.checkpoint(evidence),
     )

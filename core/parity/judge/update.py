@@ -354,7 +354,7 @@ def loss_scale(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     yield exact("loss_scale", "loss_scale", len(wrong), len(due), basis, ", ".join(sorted(wrong)))
 
 
-def in_a_row(evidence: Evidence) -> Iterator[Finding]:
+def _in_a_row(evidence: Evidence) -> Iterator[Finding]:
     """Two steps with nothing between them are the same two with a check between them: equal bits.
 
     What differs first in a step's arithmetic names the link.
@@ -384,11 +384,11 @@ def _first_link(wrong: Sequence[str], state: State) -> str:
     if of_record := [stage for name, stage in OF_RECORD.items() if name in wrong]:
         return of_record[0]
     kinds = {name.partition("/")[0] for name in wrong}
-    return "moments" if kinds & set(state.optimizer) else "update" if "params" in kinds or not wrong else "step_count"
+    return "moments" if kinds & set(state.optimizer) else "update" if "params" in kinds else "step_count"
 
 
 def checkpoint(evidence: Evidence) -> Iterator[Finding]:
-    """The state after it was written, read back and loaded: equal bits."""
+    """The state after it was written, read back and loaded: equal bits. If so, steps that loads are between too."""
     if evidence.reloaded is None:
         return
     now, then = tensors(evidence.reloaded), tensors(evidence.after)
@@ -402,7 +402,10 @@ def checkpoint(evidence: Evidence) -> Iterator[Finding]:
     differ += sorted(key for key in scalars[0].keys() | scalars[1].keys() if scalars[0].get(key) != scalars[1].get(key))
     basis = "equal bits after a checkpoint was written, read back and loaded"
     size = sum(map(len, then.values())) + len(scalars[1])
-    yield exact("checkpoint", "state", len(differ), size, basis, ", ".join(differ[:5]))
+    found = exact("checkpoint", "state", len(differ), size, basis, ", ".join(differ[:5]))
+    yield found
+    if found.ok:
+        yield from _in_a_row(evidence)
 
 
 def _equal(now: Arrays, then: Arrays, name: str) -> bool:
