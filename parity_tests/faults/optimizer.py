@@ -371,7 +371,9 @@ class _FlippedSession(TorchSession):
     STEP = 3
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        self._flip = self.steps_done + 1 == self.STEP and not self.__dict__.get("_flipped")
+        # In a step that is shown: a check makes others beside it.
+        shown = self._show_step and not self.__dict__.get("_flipped")
+        self._flip = self.steps_done + 1 == self.STEP and shown
         record = super().step(batch, norms=norms)
         self._flipped, self._flip = self.__dict__.get("_flipped") or self._flip, False
         return record

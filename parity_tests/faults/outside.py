@@ -26,6 +26,8 @@ class _CopiedLinear(Linear):
     """The forward pass reads a copy of the weight in bf16; the gradient goes to the weight."""
 
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
+        if policy.operand != torch.bfloat16:
+            return super().forward(x, policy)
         if COPY not in self.__dict__:
             self.__dict__[COPY] = self.weight.detach().bfloat16().float()
         weight = self.weight + (self.__dict__[COPY] - self.weight.detach())

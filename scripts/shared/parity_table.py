@@ -23,7 +23,7 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str) -> Non
 
     A row says first whether its stage is right; long text is folded where the console is narrow, and never cut.
     """
-    from rich import box
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
@@ -33,7 +33,7 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str) -> Non
             by_stage.setdefault((finding.stage, finding.phase, finding.scope), []).append((check, finding))
     table = Table(title=f"The worst of each stage, {recipe}", title_justify="left", title_style="bold")
     if console.width < ROOMY:
-        table.box, table.padding = box.SIMPLE_HEAD, (0, 1, 0, 0)
+        table.box, table.padding = SIMPLE_HEAD, (0, 1, 0, 0)
     folded = ["worst tap", "measured (bound)"]
     if stacked := console.width < NARROW:
         folded = ["worst tap, measured (bound)"]

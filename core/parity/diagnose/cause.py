@@ -18,6 +18,7 @@ from lockstep.core.config.schema import PrecisionConfig, RecomputeConfig, RunCon
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.same_bits import different
 from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.in_a_row import TAPS
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.parity.reference.stages import library_heads
@@ -229,7 +230,10 @@ def _judged(reference: Backend, config: RunConfig, evidence: Evidence) -> Check:
         opened.close()
 
 
-def _link(finding: Finding) -> tuple[str, str, int | None]:
-    """The link of a finding; what is `compiler` under compile is `gradients` in eager."""
+def _link(finding: Finding) -> tuple[str, str, int | None, bool]:
+    """The link of a finding; what is `compiler` under compile is `gradients` in eager. And whether it is of two steps.
+
+    A step that depends on what lies outside the state is wrong in a link as it ran, and in two steps after a load.
+    """
     stage = "gradients" if finding.stage == "compiler" else finding.stage
-    return stage, finding.phase, finding.layer
+    return stage, finding.phase, finding.layer, finding.tap in TAPS.values()

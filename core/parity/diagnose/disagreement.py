@@ -23,6 +23,7 @@ from lockstep.core.parity.diagnose.recheck_rows import Judged, is_unnamed, reche
 from lockstep.core.parity.diagnose.same_bits import different
 from lockstep.core.parity.evidence.capsule import write_capsule
 from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.in_a_row import TAPS
 from lockstep.core.parity.evidence.into_store import state_into
 from lockstep.core.parity.evidence.place import of_all_ranks, store_for
 from lockstep.core.parity.evidence.store import Store
@@ -227,7 +228,9 @@ def _put_back(session: Session, state: State, config: RunConfig) -> None:
 
 def _same_origin(one: Check, other: Check) -> bool:
     a, b = one.origin, other.origin
-    return a is not None and b is not None and (a.stage, a.phase, a.layer) == (b.stage, b.phase, b.layer)
+    if a is None or b is None or (a.tap in TAPS.values()) != (b.tap in TAPS.values()):
+        return False
+    return (a.stage, a.phase, a.layer) == (b.stage, b.phase, b.layer)
 
 
 def _place(origin: Finding | None) -> str:

@@ -20,6 +20,8 @@ from lockstep.core.train.unchanged_state import differing
 
 # What is compared, as keys of what `in_a_row` returns.
 LOADED, NOT_SHOWN, AT_ONCE = "loaded", "not shown", "at once"
+# The taps of what `in_a_row` finds of steps.
+TAPS = {NOT_SHOWN: "the step again, not shown", AT_ONCE: "the step after, at once"}
 # Fields of a record that are the step's arithmetic, in its order.
 ARITHMETIC = ("loss", "grad_norm", "clip_coefficient", "lr")
 WHAT = "two steps in a row"

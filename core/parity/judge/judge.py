@@ -84,6 +84,8 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
             findings = _finite_or_blamed(findings, evidence.before, kept, repeated, missing)
         findings += _finite_or_blamed(of_own, evidence.before, shown, again, missing) if again else of_own
         findings = with_typical_lengths(findings, known)
+        if all(one.ok for one in findings):
+            findings += update.in_a_row(evidence)
     else:
         missing.append("all that follows from the weights: the reference has no such parameters")
     unseen = len(evidence.tapped.tokens) - len(evidence.weighted.tokens)

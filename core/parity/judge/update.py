@@ -18,7 +18,7 @@ from lockstep.core.model.groups import group_settings, moment_names, update_rule
 from lockstep.core.model.init import init_parameter
 from lockstep.core.model.names import groups_of, parameter_shapes
 from lockstep.core.parity.evidence.gather import Evidence
-from lockstep.core.parity.evidence.in_a_row import AT_ONCE, LOADED, NOT_SHOWN
+from lockstep.core.parity.evidence.in_a_row import AT_ONCE, LOADED, NOT_SHOWN, TAPS
 from lockstep.core.parity.evidence.later_steps import as_later_steps
 from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, peak_bounds, scalar_bounds
@@ -354,10 +354,11 @@ def loss_scale(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     yield exact("loss_scale", "loss_scale", len(wrong), len(due), basis, ", ".join(sorted(wrong)))
 
 
-def _in_a_row(evidence: Evidence) -> Iterator[Finding]:
+def in_a_row(evidence: Evidence) -> Iterator[Finding]:
     """Two steps with nothing between them are the same two with a check between them: equal bits.
 
-    What differs first in a step's arithmetic names the link.
+    What differs first in a step's arithmetic names the link. Asked where every other link holds, since what is wrong in
+    those may be wrong in one of the two alone.
     """
     found = evidence.in_a_row
     if not found:
@@ -366,15 +367,13 @@ def _in_a_row(evidence: Evidence) -> Iterator[Finding]:
         basis = "a session that takes a state over has it: equal checksums"
         yield exact("checkpoint", "loaded", len(wrong), max(len(wrong), 1), basis, ", ".join(wrong[:5]))
         return
-    if evidence.miscounted:  # another finding, which these follow
-        return
-    for what, tap, basis in (
-        (NOT_SHOWN, "the step again, not shown", "a step does the same, shown or not: equal bits"),
-        (AT_ONCE, "the step after, at once", "nothing that a pass or a load resets matters to a step: equal bits"),
+    for what, basis in (
+        (NOT_SHOWN, "a step does the same, shown or not: equal bits"),
+        (AT_ONCE, "nothing that a pass or a load resets matters to a step: equal bits"),
     ):
         wrong = found.get(what, ())
         note = f"{', '.join(wrong[:5])}: the step depends on what lies outside the state" if wrong else ""
-        yield exact(_first_link(wrong, evidence.after), tap, len(wrong), max(len(wrong), 1), basis, note)
+        yield exact(_first_link(wrong, evidence.after), TAPS[what], len(wrong), max(len(wrong), 1), basis, note)
         if wrong:
             return
 
@@ -388,7 +387,7 @@ def _first_link(wrong: Sequence[str], state: State) -> str:
 
 
 def checkpoint(evidence: Evidence) -> Iterator[Finding]:
-    """The state after it was written, read back and loaded: equal bits. If so, steps that loads are between too."""
+    """The state after it was written, read back and loaded: equal bits."""
     if evidence.reloaded is None:
         return
     now, then = tensors(evidence.reloaded), tensors(evidence.after)
@@ -402,10 +401,7 @@ def checkpoint(evidence: Evidence) -> Iterator[Finding]:
     differ += sorted(key for key in scalars[0].keys() | scalars[1].keys() if scalars[0].get(key) != scalars[1].get(key))
     basis = "equal bits after a checkpoint was written, read back and loaded"
     size = sum(map(len, then.values())) + len(scalars[1])
-    found = exact("checkpoint", "state", len(differ), size, basis, ", ".join(differ[:5]))
-    yield found
-    if found.ok:
-        yield from _in_a_row(evidence)
+    yield exact("checkpoint", "state", len(differ), size, basis, ", ".join(differ[:5]))
 
 
 def _equal(now: Arrays, then: Arrays, name: str) -> bool:

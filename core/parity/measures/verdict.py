@@ -12,7 +12,9 @@ from lockstep.core.parity.reference.stages import place
 SCHEMA = 2
 
 # Agreement in these alone says nothing of the arithmetic: no tensor was computed.
-BOOKKEEPING = frozenset({"tokens", "weights", "clip_coefficient", "learning_rate", "step_count", "checkpoint"})
+BOOKKEEPING = frozenset(
+    {"tokens", "weights", "clip_coefficient", "learning_rate", "step_count", "record", "checkpoint"}
+)
 
 Outcome = Literal["agreed", "disagreed", "could_not"]
 Scope = Literal["local", "end_to_end", "over_steps"]
