@@ -141,7 +141,7 @@ draws were made anew. Other checks of before are counted on, since each of these
 than the one before. Lines of before a new check say nothing of that check: the step held to itself under other weights,
 evaluation of all sequences, the rates of later steps, and Muon's lengths.
 
-Of FP8's delayed scaling one compiled check was accused, of draw 5000: a gradient's amax in the program that trains was
+One compiled check of FP8's delayed scaling was accused, of draw 5000: a gradient's amax in the program that trains was
 1.6 % from the tapped tensor. Two compiled programs differ by FP8's own errors. The tapped one is held to its own
 tensors since, within a rounding to bf16, and the other to it within both errors. The draw was made anew.
 

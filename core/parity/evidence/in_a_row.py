@@ -18,7 +18,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.unchanged_state import differing
 
-# What is compared, as keys of what `in_a_row` returns.
+# Keys of the result of `in_a_row`: the three comparisons.
 LOADED, NOT_SHOWN, AT_ONCE = "loaded", "not shown", "at once"
 # The taps of what `in_a_row` finds of steps.
 TAPS = {NOT_SHOWN: "the step again, not shown", AT_ONCE: "the step after, at once"}

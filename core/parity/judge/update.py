@@ -357,8 +357,8 @@ def loss_scale(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 def in_a_row(evidence: Evidence) -> Iterator[Finding]:
     """Two steps with nothing between them are the same two with a check between them: equal bits.
 
-    What differs first in a step's arithmetic names the link. Asked where every other link holds, since what is wrong in
-    those may be wrong in one of the two alone.
+    The first difference in a step's arithmetic names the link. The judge asks only where every other link holds: a
+    fault in one of those may act in one of the two alone.
     """
     found = evidence.in_a_row
     if not found:

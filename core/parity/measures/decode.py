@@ -112,8 +112,7 @@ def decode(ratio: float, known: Mapping[str, float], tolerance: float) -> list[s
     """Sentences that name `ratio`, the likeliest first; none if it is 1, or nothing fits, within the tolerance.
 
     known: positive numbers by what they are (`known_scalars`, and in a moment or an update `scalars_of_rule`), simplest
-    first; each is tried as factor and as divisor,
-    and so are powers of two and a flipped sign.
+    first; each is tried as factor and as divisor, and so are powers of two and a flipped sign.
     tolerance: relative error of `ratio`.
 
     Numbers of one value are named together: nothing tells them apart. Among those that fit, order is by
