@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -73,6 +75,9 @@ def test_a_fault_of_the_program_repeats(tmp_path):
     assert (alarm.repeated, alarm.differed) == (True, ())
     assert alarm.cause[:2] == ("the same step, run again, gives the same bits", "disappears on Sundays")
     assert alarm.summary.startswith("step 1: act (forward, layer 0) at blocks.0.mlp.act; ")
+    assert alarm.capsule is not None
+    written = json.loads((alarm.capsule / "verdict.json").read_text())
+    assert written["cause"] == "; ".join(alarm.cause)
     assert same(session.state(), before)
     # Training goes on as if nothing had been.
     other = Gelu(CONFIG)
@@ -101,9 +106,27 @@ def test_a_fault_whose_sums_vary_repeats_if_it_is_judged_again(tmp_path):
     assert again.happened is True and "sums vary from run to run" in again.why
 
 
-def test_what_is_other_in_each_repeat_is_hardware_or_a_race():
+def test_what_is_other_in_each_repeat_is_called_random_numbers_or_a_race():
     session = _Restless(CONFIG)
     evidence, check = flagged(session)
+    found = repeated(session, evidence, check, CONFIG)
+    assert found.happened is False
+    assert found.why.startswith("does not repeat: random numbers that no state holds, as of dropout left on, or a race")
+
+
+def test_what_is_other_in_one_repeat_of_two_is_called_hardware_or_a_race(monkeypatch):
+    session = Gelu(CONFIG)
+    evidence, check = flagged(session)
+    accumulate, calls = session.accumulate, []
+
+    def first_repeat_flips(batch):
+        result = accumulate(batch)
+        if not calls:
+            session.parameters["embed.weight"].grad[0, 0] += 1e-3
+        calls.append(batch)
+        return result
+
+    monkeypatch.setattr(session, "accumulate", first_repeat_flips)
     found = repeated(session, evidence, check, CONFIG)
     assert found.happened is False and found.why.startswith("does not repeat: hardware or a race; ")
 

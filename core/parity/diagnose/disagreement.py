@@ -1,15 +1,15 @@
 """Follow up a check that disagreed: run the step again, find the cause, pack the step.
 
-A step that does not repeat, from the same state on the same batch, is run a second time. Two repeats that differ are
-called hardware or a race. Two that agree in their bits, and not with the run, are not: loading the state may have reset
-something that the state does not hold.
+A step that does not repeat, from the same state on the same batch, is run a second time. Three runs with three results
+are called random numbers or a race, two that agree in their bits hardware or a race. Two repeats that agree, and not
+with the run, are neither: loading the state may have reset something that the state does not hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from lockstep.core.parity.evidence.into_store import state_into
 from lockstep.core.parity.evidence.place import of_all_ranks, store_for
 from lockstep.core.parity.evidence.store import Store
 from lockstep.core.parity.measures.verdict import Check, Finding
-from lockstep.core.run.ranks import is_sharded
+from lockstep.core.run.ranks import Ranks, is_sharded
 
 NAMED = 5
 # Micro-batches, or pairs of sequences, that are shown to the reference after an alarm of training.
 MOST_SHOWN_AGAIN = 4
+RANDOM = "random numbers that no state holds, as of dropout left on, or a race"
 HOW_TO_TELL = "run the same steps again: what recurs at the same step with the same bits is no hardware"
 
 
@@ -99,7 +100,8 @@ def sound(
 
     def packed() -> tuple[Path | None, str]:
         try:
-            return write_capsule(folder, evidence, check, config, candidate, reference, versions, machine), ""
+            told = replace(check, cause="; ".join(cause))
+            return write_capsule(folder, evidence, told, config, candidate, reference, versions, machine), ""
         except UserError as error:
             return None, str(error)
 
@@ -139,7 +141,7 @@ def repeated(
 ) -> Repeat:
     """Run the identical step again and compare what it gives bit by bit; the session's state is put back.
 
-    Where it gives other bits, and is not wrong in the same place, it is run a third time: `OUTSIDE`.
+    Where it gives other bits, and is not wrong in the same place, it is run a third time: `OUTSIDE`, `RANDOM`.
     """
     ranks = ranks_of(session)
     with ExitStack() as stack:
@@ -163,16 +165,27 @@ def repeated(
         if second is not None and _same_origin(check, second):
             return Repeat(True, differed, f"repeats, though not bit for bit: sums vary from run to run ({named})")
         third = _run_again(session, evidence, config, now, stack)
-        try:
-            alike = not isinstance(third, Exception) and ranks.of_first(lambda: not any(different(again, third)))
-        except UserError:
-            alike = False
+        alike = _same_bits(again, third, ranks)
+        by_chance = not alike and _same_bits(evidence, third, ranks) is False
     if alike:
         gives = f"run again twice, it gives the same bits twice, and differs from the run in {named}"
         return Repeat(
             False, differed, f"does not repeat from its state: {gives}; as it ran, it {OUTSIDE}; {HOW_TO_TELL}"
         )
+    if by_chance:
+        gives = "three runs of the same step give three results, which differ in"
+        return Repeat(False, differed, f"does not repeat: {RANDOM}; {gives} {named}")
     return Repeat(False, differed, f"does not repeat: hardware or a race; the same step, run again, differs in {named}")
+
+
+def _same_bits(one: Evidence, other: Evidence | Exception, ranks: Ranks) -> bool | None:
+    """Return whether two runs of a step gave the same bits; None if one did not run, or its evidence is lost."""
+    if isinstance(other, Exception):
+        return None
+    try:
+        return ranks.of_first(lambda: not any(different(one, other)))
+    except UserError:
+        return None
 
 
 def _run_again(
