@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -54,6 +55,29 @@ def rows_of(arrays: Arrays, name: str, rows: slice) -> np.ndarray:
 def shape_of(arrays: Arrays, name: str) -> tuple[int, ...]:
     """The shape of an array by name."""
     return arrays.shape_of(name) if isinstance(arrays, HasShapes) else tuple(np.shape(arrays[name]))
+
+
+class Scaled(Mapping[str, np.ndarray]):
+    """Arrays by name, of which those whose names begin with `prefix` are multiplied by `factor` when they are read."""
+
+    def __init__(self, arrays: Arrays, factor: float | np.floating, prefix: str = "") -> None:
+        self._arrays, self._factor, self._prefix = arrays, factor, prefix
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._times(name, self._arrays[name])
+
+    def part(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Some elements, as in `ReadsParts`."""
+        return self._times(name, part_of(self._arrays, name, slice(start, stop)))
+
+    def _times(self, name: str, value: np.ndarray) -> np.ndarray:
+        return value * self._factor if name.startswith(self._prefix) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
 
 
 def bit_equal(one: np.ndarray, other: np.ndarray) -> bool:

@@ -25,6 +25,7 @@ from lockstep.core.run.ranks import ONE, Ranks
 from lockstep.core.sampling.generate import continue_tokens
 from lockstep.core.sinks.sink import Sink
 from lockstep.core.train.finite import NotFinite, is_finite, require_progress
+from lockstep.core.train.held_record import WrongRecord, require_prescribed
 from lockstep.core.train.metrics import MEMORY, SEQUENCE_LENGTH, attention_logits
 from lockstep.core.train.process_memory import process_memory
 from lockstep.core.train.spikes import Spikes
@@ -100,7 +101,7 @@ def step_records(
 
     stalls: the stopwatch of whoever takes the records. spikes: looks at each loss, and keeps the batch of one.
     Raises NotFinite at a step whose loss or gradients are not finite, also where the session lets it pass, and where
-    too many of them were left out in a row.
+    too many of them were left out in a row. Raises WrongRecord at a step whose record is not the run's.
     """
     config, stalls = data.config, stalls or Stalls()
     last = config.train.steps
@@ -124,6 +125,9 @@ def step_records(
             if not is_finite(record):
                 raise NotFinite(record, "the session does not say where, and its weights may have it")
             require_progress(record, config.train.skips_in_a_row)
+            # A checked step is judged, which names the origin; under "log" a run goes on whatever is found.
+            if not watched and config.parity.on_alarm != "log":
+                require_prescribed(record, batch, step, config)
             # A clock too coarse to see a step is no reason to divide by zero.
             rate = record.tokens / record.seconds if record.seconds > 0 else 0.0
             looked = f"validation, a metric or a sample after step {step}"
@@ -278,7 +282,7 @@ def train(
                     tell(sinks, checkpoints.collect())
                 if any(ranks.gather(interrupted.is_set(), f"`end step {done}`")):
                     break
-        except NotFinite:
+        except (NotFinite, WrongRecord):
             if watch is not None:  # the step may be among what is out, or one before it that says why
                 _wait_for(watch, checks, sinks, config.parity.timeout_seconds)
             raise

@@ -108,3 +108,21 @@ def scaled(metrics: Mapping[str, float], prefix: str, factor: float) -> dict[str
 
 def _squared(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value * value for name, value in metrics.items() if name.startswith("param_norm/")}
+
+
+class _LeavingSession(TorchSession):
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        config = self.config
+        if self.steps_done + 1 >= 4:
+            optim = config.optim.model_copy(update={"min_lr_ratio": 1.0})
+            self.config = config.model_copy(update={"optim": optim})
+        try:
+            return super().step(batch, norms=norms)
+        finally:
+            self.config = config
+
+
+class LeavesTheSchedule(TorchBackend):
+    """From step 4 on the learning rate falls no more."""
+
+    session_class = _LeavingSession

@@ -11,6 +11,7 @@ import pytest
 from lockstep.core.arrays import bit_equal
 from lockstep.core.parity.diagnose.repro import repro
 from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.judge.exercised import not_exercised
 from lockstep.core.parity.judge.judge import Reference
 from lockstep.core.parity.judge.update import flat, step_scalars
 from lockstep.core.train.schedule import learning_rate
@@ -138,3 +139,25 @@ def test_a_wrong_schedule_is_caught(name, fault, tmp_path):
             made = repro(evidence, _Accused(step, (), (), accused=finding), config, VERSIONS)
             caught[step] = run_here(tmp_path / str(step), made)
     assert caught and set(caught.values()) == {1}
+
+
+class _NeverBelowOne(TorchSession):
+    """Brings all gradients to the length of clip_norm, longer ones and shorter ones (a minimum is missing)."""
+
+    def clip_coefficient(self, norm):
+        return self.config.optim.clip_norm / (norm + 1e-6)
+
+
+def test_gradients_that_are_made_longer_by_clipping_are_caught_in_the_first_step(tmp_path):
+    config = with_schedule("cosine")
+    reference = JaxSession(config)
+    wrong, honest = (
+        gather(made.open_rank(config), config, text_batch(config)) for made in (backend(_NeverBelowOne), TorchBackend())
+    )
+    assert honest.record.grad_norm > config.optim.clip_norm > honest.later[-1].grad_norm
+    found = [f for f in step_scalars(wrong, Reference(config, reference, reference)) if not f.ok]
+    assert [finding.tap for finding in found] == ["clip_coefficient/20"]
+    script = repro(wrong, _Accused(1, (), (), accused=found[0]), config, VERSIONS)
+    assert run_here(tmp_path / "repro", script) == 1
+    assert "gradients below clip_norm" not in not_exercised(honest, config)
+    assert "gradients below clip_norm" in not_exercised(replace(honest, later=()), config)

@@ -284,12 +284,13 @@ def _scalar(origin: Finding, evidence: Evidence, config: RunConfig) -> _Parts:
         tensors = {f"input.{name}": grad for name, grad in evidence.stepped.grads.items()}
         dtype = np.result_type(*evidence.stepped.grads.values()).name
         facts["stored"] = record.grad_norm
-    elif origin.stage == "clip_coefficient":
-        facts |= {"stored": record.clip_coefficient, "norm": record.grad_norm, "clip_norm": optim.clip_norm}
     else:
-        keys = ("peak_lr", "min_lr_ratio", "warmup_steps", "schedule", "decay_share", "decay_shape")
         this = evidence.before.step + 1, record
-        number, found = as_later_steps(evidence.later, config).get(origin.tap, this)
+        number, found = as_later_steps(evidence.later, config).get(origin.tap.removeprefix(origin.stage), this)
+    if origin.stage == "clip_coefficient":
+        facts |= {"stored": found.clip_coefficient, "norm": found.grad_norm, "clip_norm": optim.clip_norm}
+    elif origin.stage == "learning_rate":
+        keys = ("peak_lr", "min_lr_ratio", "warmup_steps", "schedule", "decay_share", "decay_shape")
         facts |= {key: getattr(optim, key) for key in keys} | {"stored": found.lr, "steps": config.train.steps}
         facts["number"], dtype = number, "float32"
     return _Parts((origin.stage, "scalar"), tensors, facts | {"dtype": dtype}, "A scalar, recomputed from its inputs.")

@@ -1,18 +1,24 @@
 """A run's first step as a later one of the run: what depends on the step's number alone is seen before it comes.
 
 `lockstep parity` checks the first steps, in which a schedule mostly warms up; one that never decays is wrong hundreds
-of steps later.
+of steps later. The last of them is made with weights so small that its gradients are shorter than `optim.clip_norm`,
+as those of later steps are: in a first step they are mostly longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from lockstep.core.arrays import Scaled
 from lockstep.core.backend import Batch, NotSupported, Session, State, StepRecord
 from lockstep.core.capabilities import Loads, ask
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.schedule import decay_steps
+
+# A power of two. Logits of such weights are next to nothing, and gradients are smaller than they were by about as much.
+SMALL = 2.0**-10
 
 
 def numbers(config: RunConfig) -> list[int]:
@@ -22,10 +28,8 @@ def numbers(config: RunConfig) -> list[int]:
 
 
 def as_later_steps(records: Sequence[StepRecord], config: RunConfig) -> dict[str, tuple[int, StepRecord]]:
-    """Return the number and record of each later step, by the name of its learning rate."""
-    return {
-        f"learning_rate/{number}": (number, record) for number, record in zip(numbers(config), records, strict=False)
-    }
+    """Return the number and record of each later step, by what is added to the names of its scalars: `/200`."""
+    return {f"/{number}": (number, record) for number, record in zip(numbers(config), records, strict=False)}
 
 
 def later_steps(
@@ -38,14 +42,15 @@ def later_steps(
     if before.step:
         return ()
     if config.train.ranks > 1:
-        missing.append("the learning rate of later steps: a check of several ranks does not make them")
+        missing.append("learning rate and clipping of later steps: a check of several ranks does not make them")
         return ()
     load, records = ask(session, Loads).load, []
     try:
         for number in numbers(config):
-            load(State(number - 1, before.params, before.optimizer, before.scalars))
+            params = Scaled(before.params, SMALL) if number == config.train.steps else before.params
+            load(replace(before, step=number - 1, params=params))
             records.append(session.step(batch))
     except (NotSupported, NotFinite, ValueError) as reason:
-        missing.append(f"the learning rate of later steps: {reason}")
+        missing.append(f"learning rate and clipping of later steps: {reason}")
     load(after)
     return tuple(records)

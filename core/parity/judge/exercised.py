@@ -36,11 +36,12 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
         yield "accumulation", "the step is one micro-batch" if train.accumulation == 1 else ""
     if train.ranks > 1 and evidence.reduced is None and not evidence.own:
         yield "reduction over ranks", ""
-    if config.optim.clip_norm > 0 and record.clip_coefficient >= 1:
-        yield (
-            "clipping",
-            f"the gradients' norm {record.grad_norm:.3g} is not above clip_norm = {config.optim.clip_norm:g}",
-        )
+    limit = config.optim.clip_norm
+    if limit > 0 and record.clip_coefficient >= 1:
+        yield "clipping", f"the gradients' norm {record.grad_norm:.3g} is not above clip_norm = {limit:g}"
+    # Between the checks of a run, each record's clip coefficient is held to its norm (core/train/held_record.py).
+    if evidence.thorough and limit > 0 and not any(one.grad_norm <= limit for one in (record, *evidence.later)):
+        yield "gradients below clip_norm", f"the gradients' norm {record.grad_norm:.3g} is above clip_norm = {limit:g}"
     if train.on_not_finite == "skip" and not evidence.not_finite and evidence.after.updates > evidence.before.updates:
         yield "leaving a step out", "all of the step was finite"
     scale = evidence.before.scalars.get(SCALE)

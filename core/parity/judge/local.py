@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.core.arrays import part_of, shape_of
+from lockstep.core.arrays import Scaled, part_of, shape_of
 from lockstep.core.backend import Arrays, NotSupported, RankReport
 from lockstep.core.components.precision import narrowed
 from lockstep.core.model.graph import OUTPUT, Operation
@@ -347,29 +347,7 @@ def _inputs(stage: Operation, evidence: Evidence) -> dict[str, np.ndarray]:
 def _as_computed(evidence: Evidence) -> Evidence:
     """Under a loss scale, with gradients as the backward pass had them: where FP16 ends depends on it."""
     scale = evidence.before.scalars.get(SCALE, 1.0)
-    return evidence if scale == 1 else replace(evidence, taps=_Scaled(evidence.taps, np.float32(scale)))
-
-
-class _Scaled(Mapping[str, np.ndarray]):
-    """Taps, whose gradients are multiplied by the loss scale when they are read."""
-
-    def __init__(self, taps: Arrays, scale: np.float32) -> None:
-        self._taps, self._scale = taps, scale
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        value = self._taps[name]
-        return value * self._scale if name.startswith(GRADIENT) else value
-
-    def part(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Some elements, as in `ReadsParts`."""
-        value = part_of(self._taps, name, slice(start, stop))
-        return value * self._scale if name.startswith(GRADIENT) else value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._taps)
-
-    def __len__(self) -> int:
-        return len(self._taps)
+    return evidence if scale == 1 else replace(evidence, taps=Scaled(evidence.taps, np.float32(scale), GRADIENT))
 
 
 def _run(stage: Operation, variant: str, inputs: Arrays, reference: Reference) -> tuple[Arrays, Arrays]:

@@ -111,18 +111,17 @@ def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     if evidence.stepped:
         norm = scalar_bounds.gradient_norm(record.grad_norm, evidence.stepped.grads, record.norm_in_fp64)
         yield finding("grad_norm", "grad_norm", "local", (norm,), 1)
-    coefficient = scalar_bounds.clip_coefficient(record.clip_coefficient, record.grad_norm, config.optim, dtype)
-    yield finding("clip_coefficient", "clip_coefficient", "local", (coefficient,), 1)
-    due = learning_rate(config.optim, evidence.before.step + 1, config.train.steps)
-    yield finding("learning_rate", "learning_rate", "local", (scalar_bounds.learning_rate(record.lr, due),), 1)
-    for tap, (number, later) in as_later_steps(evidence.later, config).items():
-        note = f"made again as step {number:,} of the run"
-        if later.step != number:
-            basis = f"a step that follows a state of {number - 1:,} steps is step {number:,}, not {later.step:,}"
+    this = evidence.before.step + 1
+    for suffix, (number, made) in {"": (this, record), **as_later_steps(evidence.later, config)}.items():
+        note = f"made again as step {number:,} of the run" if suffix else ""
+        if made.step != number and suffix:
+            basis = f"a step that follows a state of {number - 1:,} steps is step {number:,}, not {made.step:,}"
             yield exact("checkpoint", "step", 1, 1, basis, note)
             continue
-        measure = scalar_bounds.learning_rate(later.lr, learning_rate(config.optim, number, config.train.steps))
-        yield finding("learning_rate", tap, "local", (measure,), 1, note=note)
+        coefficient = scalar_bounds.clip_coefficient(made.clip_coefficient, made.grad_norm, config.optim, dtype)
+        yield finding("clip_coefficient", f"clip_coefficient{suffix}", "local", (coefficient,), 1, note=note)
+        rate = scalar_bounds.learning_rate(made.lr, learning_rate(config.optim, number, config.train.steps))
+        yield finding("learning_rate", f"learning_rate{suffix}", "local", (rate,), 1, note=note)
 
 
 def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:

@@ -1,0 +1,55 @@
+"""Hold each record of a run to what its settings and its batch prescribe: that needs neither a check nor a reference.
+
+A learning rate that leaves its schedule between two checks, and a batch of which a session consumes a part, are seen in
+the step in which they begin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from lockstep.core.backend import Batch, StepRecord
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.parity.measures import scalar_bounds
+from lockstep.core.train.schedule import learning_rate
+
+
+class WrongRecord(UserError):
+    """A step's record is not what the run prescribes for that step."""
+
+
+def require_prescribed(record: StepRecord, batch: Batch, step: int, config: RunConfig) -> None:
+    """Raise WrongRecord unless the record of step `step` follows from the settings and from the batch it was given.
+
+    Held are the step's number, the batch's digest, its tokens and loss weight, the learning rate, and the clip
+    coefficient, which follows from the norm that the record tells. Bounds are those of a check (scalar_bounds.py).
+    """
+    if wrong := list(_wrong(record, batch, step, config)):
+        raise WrongRecord(f"step {step}: its record does not follow from the run: {'; '.join(wrong)}")
+
+
+def _wrong(record: StepRecord, batch: Batch, step: int, config: RunConfig) -> Iterator[str]:
+    if record.step != step:
+        yield f"it is the record of step {record.step}"
+    if record.digest != batch.digest():
+        yield "the digest of the batch is not that of the batch that was handed over"
+    if record.tokens != batch.targets.size:
+        yield f"tokens {record.tokens:,}, where the batch has {batch.targets.size:,} targets"
+    weight = math.fsum(batch.weights.ravel().tolist())
+    ulps = scalar_bounds.ulps(record.loss_weight, weight, np.dtype(np.float32))
+    if not ulps <= scalar_bounds.sum_bound(batch.weights.size)[0]:
+        yield f"loss_weight {record.loss_weight:.9g}, where the batch weighs {weight:.9g}"
+    lr = learning_rate(config.optim, step, config.train.steps)
+    if not scalar_bounds.learning_rate(record.lr, lr).ok:
+        yield f"lr {record.lr:.9g}, where the schedule says {lr:.9g}"
+    if math.isfinite(record.grad_norm):
+        dtype: np.dtype[np.floating] = np.dtype(np.float64 if config.precision.exact else np.float32)
+        if not scalar_bounds.clip_coefficient(record.clip_coefficient, record.grad_norm, config.optim, dtype).ok:
+            yield (
+                f"clip_coefficient {record.clip_coefficient:.9g} for a gradient norm of {record.grad_norm:.9g} and "
+                f"optim.clip_norm = {config.optim.clip_norm:g}"
+            )
