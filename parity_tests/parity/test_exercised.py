@@ -103,6 +103,17 @@ def test_levers(config, probe, named):
     assert list(levers(config, probe)) == named
 
 
+def test_a_history_of_amaxes_is_exercised_once_it_is_full():
+    config = tiny_config("fp8_delayed", train={"steps": 20})
+    config = changed(config, "precision", fp8_history=2)
+    session = TorchBackend().open(config)
+    named = [
+        "a full history of amaxes" in not_exercised(gather(session, config, text_batch(config, n)), config)
+        for n in range(3)
+    ]
+    assert named == [True, True, False]
+
+
 def test_a_step_that_is_left_out_exercises_leaving_out():
     class Overflows(TorchSession):
         def accumulate(self, batch):

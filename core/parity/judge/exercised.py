@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.gather import Evidence, sequences_of_several_documents
 from lockstep.core.parity.judge.own_step import part_repeated
+from lockstep.core.train.fp8_amax import key, layers
 from lockstep.core.train.loss_scale import SCALE
 
 
@@ -47,6 +48,10 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
     scale = evidence.before.scalars.get(SCALE)
     if scale is not None and evidence.after.scalars.get(SCALE) == scale:
         yield "a change of the loss scale", f"it stayed {scale:g}"
+    length = config.precision.fp8_history
+    oldest = [evidence.before.scalars.get(key(layer, "weight", length - 1), 0.0) for layer in layers(config)]
+    if oldest and not all(oldest):
+        yield "a full history of amaxes", f"fewer than {length} steps were made before this one"
     if config.eval.every and not evidence.thorough and evidence.held_out is None:
         yield "validation", "none is due after this step"
     if record.lr == 0:
