@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import Batch, StepRecord
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.evidence.sketch import sketch
 from lockstep.core.parity.judge.lengths import with_typical_lengths
 from lockstep.core.parity.measures.decode import (

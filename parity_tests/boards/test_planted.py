@@ -21,7 +21,7 @@ from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, ta
 from lockstep.core.parity.evidence.attention_logits import shown_attention_logits
 from lockstep.core.parity.evidence.cached_logits import sampled_logits
 from lockstep.core.parity.evidence.evaluation import POLICIES, Likeliest, evaluated
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.reference.stages import chain
 from lockstep.parity_tests.faults import CATALOG, FAULTS, REFERENCE, Fault

@@ -14,7 +14,8 @@ from lockstep.core.components.optimizers import BLOCK
 from lockstep.core.config.schema import OptimConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.groups import update_rules
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.jax_backend.backend import JaxBackend

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.jax_backend import loss as in_jax
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.scripts.studies.large_vocabulary import peak

@@ -13,7 +13,8 @@ from lockstep.core.backend import NotSupported
 from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, writer_of
 from lockstep.core.config.schema import PrecisionConfig, RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.reference.self_check import sound_reference
 from lockstep.core.train.finite import NotFinite

@@ -15,7 +15,8 @@ import lockstep.torch_backend.attention
 import lockstep.torch_backend.model
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import AttentionConfig
-from lockstep.core.parity.evidence.gather import probe_batch, uneven_weights, weighted_part
+from lockstep.core.parity.evidence.loss_weights import uneven_weights, weighted_part
+from lockstep.core.parity.evidence.probe import probe_batch
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.cross.variants import shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config

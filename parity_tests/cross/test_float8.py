@@ -11,7 +11,8 @@ from torch import nn
 
 from lockstep.core.config.schema import PrecisionConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.reference.self_check import sound_reference
 from lockstep.jax_backend.backend import JaxBackend

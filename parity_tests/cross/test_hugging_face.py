@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.cross.variants import ALL_BIASES, relative, shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config

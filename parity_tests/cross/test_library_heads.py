@@ -10,7 +10,8 @@ import torch
 
 from lockstep.core.config.schema import LossConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.reference.self_check import check_reference
 from lockstep.jax_backend.backend import JaxBackend

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep.core.checkpoint.format import load_checkpoint, save_checkpoint
 from lockstep.core.config.schema import PrecisionConfig
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.reference.self_check import sound_reference
 from lockstep.core.train.loss_scale import FINITE, SCALE, SKIPPED, first_scale, scale_after

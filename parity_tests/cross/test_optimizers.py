@@ -19,7 +19,8 @@ from lockstep.core.config.schema import CompileConfig, OptimConfig, RunConfig
 from lockstep.core.model.graph import GROUPS
 from lockstep.core.model.groups import group_settings, update_rules
 from lockstep.core.model.names import groups_of
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.reference.self_check import check_reference
 from lockstep.core.train.schedule import learning_rate

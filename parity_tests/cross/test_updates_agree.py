@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.cross.variants import VARIANTS, relative, shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.core.config.schema import CompileConfig
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession

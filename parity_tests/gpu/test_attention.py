@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.core.config.schema import AttentionConfig
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.attention import Kernel, Machine, document_mask, refusal
 from lockstep.torch_backend.backend import TorchBackend

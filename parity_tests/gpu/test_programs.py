@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from lockstep.core.config.schema import AttentionConfig, CompileConfig, LossConfig
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.attention import Machine, refusal
 from lockstep.torch_backend.backend import TorchBackend

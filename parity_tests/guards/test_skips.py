@@ -11,7 +11,8 @@ import torch
 
 from lockstep.core.backend import Session, State
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.reference.self_check import sound_reference

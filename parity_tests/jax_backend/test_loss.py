@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.loss import negative_log_likelihood
 from lockstep.parity_tests.cross.variants import fresh_state

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lockstep.core.backend import Backend
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.reference.self_check import sound_reference
 from lockstep.core.train.unchanged_state import StateChanged, UnchangedState, unchanged

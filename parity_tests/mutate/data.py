@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.parity_tests.tiny import text_batch
 
 

@@ -10,7 +10,8 @@ import pytest
 from lockstep.core.backend import State
 from lockstep.core.config.schema import OptimConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.aggregates import LEAST_CHECKS, Means, geometric_mean
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.judge.over_steps import OverSteps

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from lockstep.core.backend import Batch, NotSupported
-from lockstep.core.parity.evidence.gather import gather, probe_batch, uneven_weights, weighted_part, weighted_rows
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights, weighted_part, weighted_rows
+from lockstep.core.parity.evidence.probe import probe_batch
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config

@@ -9,7 +9,9 @@ import pytest
 
 from lockstep.core.config.schema import AttentionConfig, RunConfig, TrainConfig
 from lockstep.core.parity.evidence import recorded
-from lockstep.core.parity.evidence.gather import gather, micro_to_probe, probe_of, uneven_weights, weighted_rows
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights, weighted_rows
+from lockstep.core.parity.evidence.probe import micro_to_probe, probe_of
 from lockstep.core.parity.judge.exercised import not_exercised
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check, never_exercised

@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.reference.stages import chain, library_heads

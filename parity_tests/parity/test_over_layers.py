@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from lockstep.core.backend import State
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.judge.over_layers import OverLayers
 from lockstep.core.parity.measures.compare import finding

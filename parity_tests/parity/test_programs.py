@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.jax_backend.backend import JaxBackend

@@ -6,7 +6,8 @@ from lockstep.core.arrays import bit_equal
 from lockstep.core.parity.diagnose.cause import find_cause
 from lockstep.core.parity.diagnose.disagreement import repeated
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
-from lockstep.core.parity.evidence.gather import gather, weighted_rows
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import weighted_rows
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.modes.side_by_side import check_steps

@@ -12,7 +12,8 @@ import pytest
 from lockstep.core.backend import Backend, Batch, NotSupported, StepRecord
 from lockstep.core.config.schema import AttentionConfig, RunConfig
 from lockstep.core.parity.evidence import recorded
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.attention_logits import largest
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.judge.reports import STAGE, reports

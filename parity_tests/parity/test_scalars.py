@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import OptimConfig
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.measures import scalar_bounds
 
 rng = np.random.default_rng(0)

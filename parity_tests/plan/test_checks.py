@@ -9,9 +9,11 @@ import pytest
 
 from lockstep.core.config.schema import OptimConfig, RunConfig
 from lockstep.core.parity.evidence.behind import BehindStore
-from lockstep.core.parity.evidence.gather import gather, probe_of, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.index import DATA
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.evidence.place import is_large, store_for
+from lockstep.core.parity.evidence.probe import probe_of
 from lockstep.core.parity.evidence.saved import save_evidence
 from lockstep.core.parity.evidence.store import FolderStore, MemoryStore
 from lockstep.core.plan.checks import GB, SCORES, VALIDATION, checks_waiting, cost_of_check, over_budget

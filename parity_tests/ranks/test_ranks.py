@@ -11,7 +11,7 @@ import torch
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.load_backend import load_backend
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.update import flat
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.cross.variants import relative

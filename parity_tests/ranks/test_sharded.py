@@ -19,7 +19,7 @@ from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, r
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.names import tap_names
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.train.finite import NotFinite
 from lockstep.parity_tests.cross.variants import relative

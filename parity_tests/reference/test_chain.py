@@ -13,8 +13,9 @@ from lockstep.core.backend import Session
 from lockstep.core.components.precision import narrowed
 from lockstep.core.config.schema import AttentionConfig, LossConfig, ParallelConfig, RunConfig
 from lockstep.core.model.names import GRADIENT, parameter_shapes, tap_names
-from lockstep.core.parity.evidence.gather import probe_of, uneven_weights, weighted_part
+from lockstep.core.parity.evidence.loss_weights import uneven_weights, weighted_part
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL
+from lockstep.core.parity.evidence.probe import probe_of
 from lockstep.core.parity.measures.compare import Reference, relative_difference
 from lockstep.core.parity.modes.rerun import initial_state
 from lockstep.core.parity.reference import chain as chain_module

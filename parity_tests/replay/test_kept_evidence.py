@@ -18,8 +18,9 @@ from lockstep.core.parity.diagnose.disagreement import sound
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence import place
 from lockstep.core.parity.evidence.capsule import read_capsule, write_capsule
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.held_out import HeldOut
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
 from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.parity.judge.judge import judge

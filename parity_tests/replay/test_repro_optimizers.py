@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from lockstep.core.parity.diagnose.repro import repro
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.update import update
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.verdict import Finding, Measure

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 from lockstep.core.backend import Batch
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.sinks.phrases import metric_lines
 from lockstep.core.train.metrics import RECOMPILED
 from lockstep.parity_tests.tiny import text_batch, tiny_config

@@ -12,7 +12,7 @@ import torch
 from lockstep.core.config import auto
 from lockstep.core.config.auto import settled
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend import precision

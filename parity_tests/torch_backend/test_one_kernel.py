@@ -16,7 +16,7 @@ import torch
 
 from lockstep.core.config.schema import CompileConfig, LossConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.measures.calibrated_bounds import measures
 from lockstep.core.parity.measures.distances import distances
 from lockstep.core.parity.modes.side_by_side import check_steps

@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lockstep.torch_backend.model
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.parity_tests.torch_backend.programs import GENERATED, PROGRAMS, fresh_compiler, same_gradients, under
 from lockstep.torch_backend.backend import TorchBackend

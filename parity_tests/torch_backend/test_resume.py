@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.parity_tests.cross.variants import ALL_BIASES, same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend

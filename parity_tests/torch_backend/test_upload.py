@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import AttentionConfig, LossConfig
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend import session as session_module
 from lockstep.torch_backend.backend import TorchBackend

@@ -30,7 +30,8 @@ import numpy as np
 import torch
 
 from lockstep.core.config.file import load_config
-from lockstep.core.parity.evidence.gather import gather, uneven_weights
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge import local, update
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures import calibrated_bounds, compare

@@ -40,18 +40,19 @@ from lockstep.core.parity.evidence.held_out import HeldOut, held_out
 from lockstep.core.parity.evidence.in_a_row import in_a_row
 from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into
 from lockstep.core.parity.evidence.later_steps import later_steps
+from lockstep.core.parity.evidence.loss_weights import (
+    reweighted_batches,
+    uneven_weights,
+    weighted_part,
+    weighted_tensor,
+)
 from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.parity.evidence.parts import has_parts, observed_parts, parts_of_step, sketched
+from lockstep.core.parity.evidence.probe import micro_to_probe, probe_of
 from lockstep.core.parity.evidence.read_back import reading_back
 from lockstep.core.parity.evidence.round_trip import round_trip
 from lockstep.core.parity.evidence.store import FolderStore, MemoryStore, Store
-from lockstep.core.streams import (
-    GRADS,
-    TAPS,
-    step_stream,
-    stream_gradients,
-    stream_taps,
-)
+from lockstep.core.streams import GRADS, TAPS, step_stream, stream_gradients, stream_taps
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.fp8_amax import for_a_share, layers
 from lockstep.core.train.loss_scale import SCALE
@@ -409,20 +410,6 @@ def _gather(
     )
 
 
-def reweighted_batches(micro: Batch) -> Iterator[Batch]:
-    """Yield a micro-batch with other loss weights and its own gradients: all doubled, and one smaller by an ulp.
-
-    A program that has a branch for weights that are all 1, or all alike, does not take it. The one is the first token
-    with a weight, then the last: an ulp may bring a number to the other side of a tie, and what follows rounds anew.
-    Smaller, so that the largest weight is twice what it was: a library's head scales all gradients by it.
-    """
-    weighted = np.flatnonzero(micro.weights)
-    for token in (weighted[0], weighted[-1]):
-        weights = 2 * micro.weights
-        weights.flat[token] = np.nextafter(weights.flat[token], weights.dtype.type(0))
-        yield replace(micro, weights=weights)
-
-
 def _taps_keep_bits(session: Session) -> bool:
     try:
         return ask(session, TapsKeepBits).taps_keep_bits
@@ -496,68 +483,6 @@ def _as_in_step(session: Session, config: RunConfig, before: State, batch: Batch
     return _scaled(session, config, before, share)
 
 
-def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int = 0) -> Batch:
-    """`probe_batch` of the run's precision: where sequences share the scales of FP8, all of them are looked at.
-
-    Where attention asks for documents, one of the sequences holds several, if any does.
-    seed: of the loss weights, by default the run's.
-    """
-    rows: Sequence[int] = range(len(micro.tokens)) if config.precision.couples_sequences else ()
-    if config.attention.needs_documents and not rows:
-        rows = rows_in_turn(len(micro.tokens), turn)
-        several = sequences_of_several_documents(micro).tolist()
-        if several and not set(several) & set(rows):
-            rows = sorted({several[turn % len(several)], rows[-1]})
-    return probe_batch(micro, config.seed if seed is None else seed, rows, turn)
-
-
-def micro_to_probe(batch: Batch, config: RunConfig) -> Batch:
-    """Return the first micro-batch; where attention asks for documents, the first with several in a sequence."""
-    micros = batch.cut(config.train)
-    if config.attention.needs_documents:
-        return next((micro for micro in micros if sequences_of_several_documents(micro).size), micros[0])
-    return micros[0]
-
-
-def sequences_of_several_documents(batch: Batch) -> np.ndarray:
-    """Indices of the sequences in which a document ends and another begins."""
-    if batch.documents is None:
-        return np.zeros(0, int)
-    return np.flatnonzero((np.diff(batch.documents, axis=1) > 0).any(axis=1))
-
-
-def rows_in_turn(size: int, turn: int) -> list[int]:
-    """Return two of `size` sequences, `turn` from the first and from the last; of one sequence, it alone."""
-    turn %= (size + 1) // 2
-    # An odd one's middle comes with the one before it: the reference's programs are of two sequences.
-    low = turn if turn < size - 1 - turn else max(turn - 1, 0)
-    return sorted({low, size - 1 - turn})
-
-
-def probe_batch(micro: Batch, seed: int, rows: Sequence[int] = (), turn: int = 0) -> Batch:
-    """A micro-batch with uneven loss weights on `rows` alone, by default two: `turn` from its first and from its last.
-
-    The last one has the highest index in every tensor, where tiles end and indices overflow; the others have their turn
-    from check to check. What a sequence without
-    weight contributes to a gradient is exactly zero, so the reference computes only those with weight, while the
-    candidate runs the program and the shapes that it trains with.
-    """
-    chosen = np.asarray(rows or rows_in_turn(len(micro.tokens), turn))
-    weights = np.zeros_like(micro.weights)
-    weights[chosen] = uneven_weights(micro.rows(chosen), seed).weights
-    return replace(micro, weights=weights)
-
-
-def weighted_rows(batch: Batch) -> np.ndarray:
-    """Indices of the sequences that hold the batch's loss weight."""
-    return np.flatnonzero(batch.weights.any(axis=1))
-
-
-def weighted_part(batch: Batch) -> Batch:
-    """Those sequences alone."""
-    return batch.rows(weighted_rows(batch))
-
-
 def observed_names(config: RunConfig) -> list[str]:
     """Every name that a full check asks of a candidate's taps."""
     taps, parameters = tap_names(config.model), list(parameter_shapes(config.model))
@@ -599,18 +524,6 @@ def look(
             missing.append(f"{lost}: {why}")
         return into.arrays(TAPS)
     raise AssertionError("an empty request cannot be refused")
-
-
-def weighted_of(found: Mapping[str, np.ndarray], batch: Batch) -> Arrays:
-    """Taps of the sequences with weight; parameter gradients, and what is not shaped like a tap, whole."""
-    return {name: weighted_tensor(name, value, batch) for name, value in found.items()}
-
-
-def weighted_tensor(name: str, value: np.ndarray, batch: Batch) -> np.ndarray:
-    """The sequences with weight of one tap, or the whole of what has none."""
-    tap = name.removeprefix(GRADIENT)
-    whole = tap.endswith((".weight", ".bias")) or np.ndim(value) == 0 or len(value) != len(batch.tokens)
-    return value if whole else value[weighted_rows(batch)]
 
 
 def _accumulate(session: Session, config: RunConfig, before: State, micros: list[Batch], store: Store) -> Accumulation:
@@ -723,18 +636,3 @@ def _of_shares(micros: list[Batch], shares: Sequence[float]) -> tuple[list[Batch
         replace(m, weights=base * np.float32(share)) for m, share in zip(again[: len(shares)], shares, strict=True)
     ]
     return parts, Batch(**{key: np.concatenate([p.arrays[key] for p in parts]) for key in parts[0].arrays})
-
-
-def uneven_weights(batch: Batch, seed: int) -> Batch:
-    """The batch with loss weights that differ between sequences and between tokens.
-
-    Sequence i keeps a share of its tokens that falls linearly from 1 to 1/4 over the batch (so micro-batches weigh
-    differently and a mean of their means is not the mean), and kept tokens weigh 1 or 1/2 (so a weight that is taken
-    for a mask shows). A function of the seed and the batch's shape alone.
-    """
-    rows, length = batch.tokens.shape
-    draw = np.random.Generator(np.random.Philox(key=seed)).random((2, rows, length), dtype=np.float32)
-    share = np.linspace(1.0, 0.25, rows, dtype=np.float32)[:, None]
-    weights = np.where(draw[0] < share, np.where(draw[1] < 0.5, np.float32(1.0), np.float32(0.5)), np.float32(0.0))
-    weights[:, 0] = 1.0
-    return replace(batch, weights=weights)

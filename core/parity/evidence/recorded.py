@@ -12,9 +12,10 @@ from lockstep.core.capabilities import ShowsStepGradients, Sketches, SketchesSte
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.model.names import GRADIENT, tap_names
-from lockstep.core.parity.evidence import gather
-from lockstep.core.parity.evidence.gather import weighted_of, weighted_rows
+from lockstep.core.parity.evidence.loss_weights import weighted_of, weighted_rows
 from lockstep.core.parity.evidence.observations import Observation, save
+from lockstep.core.parity.evidence.probe import micro_to_probe
+from lockstep.core.parity.evidence.probe import probe_of as probe_of_micro
 from lockstep.core.parity.judge.end_to_end import observations
 
 
@@ -25,8 +26,7 @@ def observation_file(folder: Path, step: int) -> Path:
 
 def probe_of(batch: Batch, config: RunConfig) -> Batch:
     """The micro-batch on which a step is observed during training: a function of the step's batch and the run."""
-    micro = gather.micro_to_probe(batch, config)
-    return gather.probe_of(micro, config, turn=int(batch.digest()[:8], 16))
+    return probe_of_micro(micro_to_probe(batch, config), config, turn=int(batch.digest()[:8], 16))
 
 
 def save_observations(folder: Path, step: int, batch: Batch, probe: Batch, found: Mapping[str, Observation]) -> Path:

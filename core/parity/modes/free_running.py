@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.core.backend import Arrays, Backend, Batch, State, StepRecord
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.parity.evidence.gather import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.reference.self_check import sound_reference
 

@@ -1,0 +1,64 @@
+"""Choose the micro-batch that is looked at in detail, and the sequences of it that hold its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lockstep.core.backend import Batch
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
+
+
+def micro_to_probe(batch: Batch, config: RunConfig) -> Batch:
+    """Return the first micro-batch; where attention asks for documents, the first with several in a sequence."""
+    micros = batch.cut(config.train)
+    if config.attention.needs_documents:
+        return next((micro for micro in micros if sequences_of_several_documents(micro).size), micros[0])
+    return micros[0]
+
+
+def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int = 0) -> Batch:
+    """`probe_batch` of the run's precision: where sequences share the scales of FP8, all of them are looked at.
+
+    Where attention asks for documents, one of the sequences holds several, if any does.
+    seed: of the loss weights, by default the run's.
+    """
+    rows: Sequence[int] = range(len(micro.tokens)) if config.precision.couples_sequences else ()
+    if config.attention.needs_documents and not rows:
+        rows = rows_in_turn(len(micro.tokens), turn)
+        several = sequences_of_several_documents(micro).tolist()
+        if several and not set(several) & set(rows):
+            rows = sorted({several[turn % len(several)], rows[-1]})
+    return probe_batch(micro, config.seed if seed is None else seed, rows, turn)
+
+
+def probe_batch(micro: Batch, seed: int, rows: Sequence[int] = (), turn: int = 0) -> Batch:
+    """A micro-batch with uneven loss weights on `rows` alone, by default two: `turn` from its first and from its last.
+
+    The last one has the highest index in every tensor, where tiles end and indices overflow; the others have their turn
+    from check to check. What a sequence without
+    weight contributes to a gradient is exactly zero, so the reference computes only those with weight, while the
+    candidate runs the program and the shapes that it trains with.
+    """
+    chosen = np.asarray(rows or rows_in_turn(len(micro.tokens), turn))
+    weights = np.zeros_like(micro.weights)
+    weights[chosen] = uneven_weights(micro.rows(chosen), seed).weights
+    return replace(micro, weights=weights)
+
+
+def rows_in_turn(size: int, turn: int) -> list[int]:
+    """Return two of `size` sequences, `turn` from the first and from the last; of one sequence, it alone."""
+    turn %= (size + 1) // 2
+    # An odd one's middle comes with the one before it: the reference's programs are of two sequences.
+    low = turn if turn < size - 1 - turn else max(turn - 1, 0)
+    return sorted({low, size - 1 - turn})
+
+
+def sequences_of_several_documents(batch: Batch) -> np.ndarray:
+    """Indices of the sequences in which a document ends and another begins."""
+    if batch.documents is None:
+        return np.zeros(0, int)
+    return np.flatnonzero((np.diff(batch.documents, axis=1) > 0).any(axis=1))
