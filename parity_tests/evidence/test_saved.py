@@ -13,7 +13,8 @@ import pytest
 from lockstep.core.backend import NotSupported
 from lockstep.core.config.sections import RecomputeConfig
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence.gather import Evidence, gather, observed_names
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather, observed_names
 from lockstep.core.parity.evidence.index import INDEX
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.evidence.probe import probe_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.saved import save_evidence
 from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.parity.modes import shadow

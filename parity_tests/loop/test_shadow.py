@@ -21,7 +21,8 @@ from lockstep.core.config.schema import ParityConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.npz import read_npz
 from lockstep.core.parity.evidence import lasting
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.recorded import probe_of
 from lockstep.core.parity.evidence.saved import save_evidence, store_of
 from lockstep.core.parity.evidence.store import FolderStore

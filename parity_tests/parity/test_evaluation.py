@@ -12,7 +12,8 @@ from lockstep.core.backend import Arrays, Batch, NotSupported
 from lockstep.core.components.precision import POLICIES
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.evaluation import TARGETS
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.evaluation import FURTHEST, Due, Scores, furthest
 from lockstep.core.parity.judge.judge import Reference, judge

@@ -11,7 +11,8 @@ from lockstep.core.backend import NotSupported
 from lockstep.core.model.names import parameter_shapes
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
 from lockstep.core.parity.evidence import recorded
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.loss_weights import reweighted_batches, uneven_weights
 from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
 from lockstep.core.parity.evidence.store import FolderStore

@@ -13,7 +13,8 @@ from lockstep.core.components.optimizers import BLOCK
 from lockstep.core.config.schema import OptimConfig, RunConfig
 from lockstep.core.model.groups import update_rules
 from lockstep.core.model.names import parameter_shapes
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.judge.update import not_judged, part_judged, update

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.jax_backend.backend import JaxBackend

@@ -12,7 +12,8 @@ import pytest
 
 from lockstep.core.backend import NotSupported
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check

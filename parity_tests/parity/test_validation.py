@@ -11,7 +11,8 @@ import pytest
 
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence import saved
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.recorded import probe_of
 from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
 from lockstep.core.parity.evidence.store import FolderStore

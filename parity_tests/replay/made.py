@@ -10,7 +10,8 @@ from lockstep.core.backend import Batch
 from lockstep.core.checkpoint.format import save_checkpoint
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.files.jsonl import sealed_line
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.evidence.recorded import observe, probe_of, save_observations
 from lockstep.core.parity.judge.judge import Reference, judge

@@ -22,7 +22,7 @@ from lockstep.scripts.shared.peers import needs_start, on_every_rank, ranks_of_l
 if TYPE_CHECKING:
     from lockstep.core.backend import Backend, Session
     from lockstep.core.config.schema import RunConfig
-    from lockstep.core.parity.evidence.gather import Evidence
+    from lockstep.core.parity.evidence.evidence import Evidence
     from lockstep.core.parity.measures.verdict import Check
     from lockstep.core.parity.modes.side_by_side import Alarmed
     from lockstep.core.run.data import RunData

@@ -20,19 +20,14 @@ from lockstep.scripts.shared.backends import REFERENCE, Maker, on_its_device, op
 from lockstep.scripts.shared.interrupts import interrupts, terminated_as_interrupted
 from lockstep.scripts.shared.open_data import open_data
 from lockstep.scripts.shared.peers import needs_start, opens_ranks, ranks_of_launch, start_ranks
-from lockstep.scripts.shared.restart import (
-    is_of_this_launch,
-    note_launch,
-    run_of_this_launch,
-    with_ranks_that_are_left,
-)
+from lockstep.scripts.shared.restart import is_of_this_launch, note_launch, run_of_this_launch, with_ranks_that_are_left
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from lockstep.core.backend import Session
     from lockstep.core.config.schema import RunConfig
-    from lockstep.core.parity.evidence.gather import Evidence
+    from lockstep.core.parity.evidence.evidence import Evidence
     from lockstep.core.parity.measures.verdict import Check, Finding
     from lockstep.core.parity.modes.shadow import Shadow
     from lockstep.core.run.data import RunData

@@ -21,7 +21,7 @@ from lockstep.scripts.shared.scoreboard import HONEST, Row, said_of
 if TYPE_CHECKING:
     from lockstep.core.backend import Backend, Batch, Session
     from lockstep.core.config.schema import RunConfig
-    from lockstep.core.parity.evidence.gather import Evidence
+    from lockstep.core.parity.evidence.evidence import Evidence
     from lockstep.core.parity.measures.compare import Reference
     from lockstep.core.parity.measures.verdict import Check
     from lockstep.core.run.data import RunData

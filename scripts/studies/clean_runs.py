@@ -37,7 +37,8 @@ from lockstep.core.config.schema import (
 from lockstep.core.data.batches import documents_of
 from lockstep.core.model.groups import moment_names
 from lockstep.core.model.init import init_parameters
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.evidence.probe import probe_of
 from lockstep.core.parity.measures.compare import JudgeOfRanks, Reference

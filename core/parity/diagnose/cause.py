@@ -17,7 +17,8 @@ from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import PrecisionConfig, RecomputeConfig, RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.same_bits import different
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.in_a_row import TAPS
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check, Finding

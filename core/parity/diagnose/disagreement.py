@@ -22,7 +22,8 @@ from lockstep.core.parity.diagnose.cause import OUTSIDE, decoded
 from lockstep.core.parity.diagnose.recheck_rows import Judged, is_unnamed, rechecked
 from lockstep.core.parity.diagnose.same_bits import different
 from lockstep.core.parity.evidence.capsule import write_capsule
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.in_a_row import TAPS
 from lockstep.core.parity.evidence.into_store import state_into
 from lockstep.core.parity.evidence.place import of_all_ranks, store_for

@@ -20,7 +20,7 @@ from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig, flatten
 from lockstep.core.errors import UserError
 from lockstep.core.model.graph import Operation
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.judge import local
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.compare import Reference

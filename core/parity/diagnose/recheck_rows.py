@@ -18,7 +18,8 @@ import numpy as np
 from lockstep.core.backend import Batch, NotSupported, Session
 from lockstep.core.capabilities import Loads, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.parity.evidence.gather import Evidence, look
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import look
 from lockstep.core.parity.evidence.loss_weights import weighted_rows
 from lockstep.core.parity.evidence.probe import probe_batch, probe_of
 from lockstep.core.parity.judge import local

@@ -24,7 +24,7 @@ from lockstep.core.model.graph import Operation
 from lockstep.core.model.groups import group_settings, update_rules
 from lockstep.core.model.init import init_parameters
 from lockstep.core.model.names import GRADIENT, groups_of, in_fp8
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.later_steps import as_later_steps
 from lockstep.core.parity.judge.own_step import OWN
 from lockstep.core.parity.judge.update import flat

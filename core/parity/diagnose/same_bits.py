@@ -8,7 +8,7 @@ from dataclasses import asdict
 import numpy as np
 
 from lockstep.core.arrays import bit_equal
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.judge.update import flat
 
 # What a step's record holds besides its arithmetic.

@@ -41,7 +41,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import canonical_json, read_whole
 from lockstep.core.files.npz import arrays_of
 from lockstep.core.parity.diagnose.repro import repro
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.index import INDEX
 from lockstep.core.parity.evidence.saved import save_evidence, store_of
 from lockstep.core.parity.evidence.store import FolderStore

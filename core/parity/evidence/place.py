@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.behind import BehindStore
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
 from lockstep.core.parity.evidence.store import FolderStore, MemoryStore, Store
 from lockstep.core.plan.checks import GB, cost_of_check

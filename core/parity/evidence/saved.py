@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from lockstep.core.backend import Arrays, Batch, Gradients, RankReport, State, StepRecord
 from lockstep.core.checkpoint.format import PARAMS
 from lockstep.core.errors import UserError
-from lockstep.core.parity.evidence.gather import Accumulation, Evidence
+from lockstep.core.parity.evidence.evidence import Accumulation, Evidence
 from lockstep.core.parity.evidence.held_out import HeldOut
 from lockstep.core.parity.evidence.into_store import put_all
 from lockstep.core.parity.evidence.observations import from_arrays, to_arrays

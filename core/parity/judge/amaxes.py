@@ -13,7 +13,7 @@ import numpy as np
 
 from lockstep.core.components.precision import FORMATS, narrowed
 from lockstep.core.model.names import GRADIENT
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.judge.end_to_end import Repeated
 from lockstep.core.parity.measures.compare import Reference, exact, finding
 from lockstep.core.parity.measures.verdict import Finding, Measure

@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.core.components.precision import FORMATS
 from lockstep.core.parity.evidence.attention_logits import ATTENTION_LOGITS
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.observations import sketch_distances
 from lockstep.core.parity.judge.end_to_end import Repeated
 from lockstep.core.parity.judge.reports import STAGE

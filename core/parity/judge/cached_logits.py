@@ -18,7 +18,7 @@ import numpy as np
 from lockstep.core.components.precision import PrecisionPolicy
 from lockstep.core.parity.evidence.cached_logits import CACHED, FROM_DRAWN, FROM_START, LENGTHS, SECOND, UNCACHED
 from lockstep.core.parity.evidence.evaluation import LOGITS
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import Reference, finding
 from lockstep.core.parity.measures.distances import Distances, distances

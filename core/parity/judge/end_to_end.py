@@ -16,7 +16,7 @@ from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State
 from lockstep.core.config.schema import ModelConfig
 from lockstep.core.model.names import GRADIENT, parameter_shapes, tap_names
 from lockstep.core.parity.evidence.evaluation import LOGITS
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.loss_weights import weighted_part, weighted_rows
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed
 from lockstep.core.parity.evidence.sketch import K

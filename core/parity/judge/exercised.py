@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.probe import sequences_of_several_documents
 from lockstep.core.parity.judge.own_step import part_repeated
 from lockstep.core.train.fp8_amax import key, layers

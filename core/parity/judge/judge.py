@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.core.backend import Batch, NotSupported, State
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import tap_names
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.loss_weights import weighted_rows
 from lockstep.core.parity.evidence.observations import PARAMETER, Observation
 from lockstep.core.parity.judge import end_to_end, local, own_step, update

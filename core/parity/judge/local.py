@@ -21,7 +21,7 @@ from lockstep.core.backend import Arrays, NotSupported, RankReport
 from lockstep.core.components.precision import narrowed
 from lockstep.core.model.graph import OUTPUT, Operation
 from lockstep.core.model.names import GRADIENT, in_fp8, parameter_shapes
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
 from lockstep.core.parity.measures.accumulators import NO_SUMS, OfSums, of_sums

@@ -17,7 +17,7 @@ from lockstep.core.backend import Batch, NotSupported
 from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import parameter_shapes
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed, sketch_distances
 from lockstep.core.parity.evidence.sketch import K
 from lockstep.core.parity.judge import end_to_end

@@ -15,7 +15,7 @@ from lockstep.core.arrays import part_of, shape_of
 from lockstep.core.backend import Arrays
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import groups_of, parameter_shapes
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.judge.update import differing
 from lockstep.core.parity.measures import scalar_bounds
 from lockstep.core.parity.measures.compare import exact, finding

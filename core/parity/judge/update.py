@@ -17,7 +17,7 @@ from lockstep.core.model.graph import Shape
 from lockstep.core.model.groups import group_settings, moment_names, update_rules
 from lockstep.core.model.init import init_parameter
 from lockstep.core.model.names import groups_of, parameter_shapes
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.in_a_row import AT_ONCE, LOADED, NOT_SHOWN, TAPS
 from lockstep.core.parity.evidence.later_steps import as_later_steps
 from lockstep.core.parity.judge.rows import with_ranks

@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.core.backend import Arrays
 from lockstep.core.parity.evidence.evaluation import LOGITS, TARGETS
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.loss_weights import weighted_part, weighted_rows
 from lockstep.core.parity.judge.evaluation import STAGE, Scores
 from lockstep.core.parity.measures import scalar_bounds

@@ -16,7 +16,7 @@ from lockstep.core.backend import Backend, Batch
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.cause import Cause, find_cause
-from lockstep.core.parity.evidence.gather import Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.measures.verdict import Check, Finding, Outcome, overall
 from lockstep.core.parity.modes.replay import References, config_of_steps, in_words, other_batch
 from lockstep.core.parity.modes.rerun import Rerun

@@ -17,7 +17,8 @@ from lockstep.core.errors import UserError
 from lockstep.core.model.groups import moment_names
 from lockstep.core.model.init import init_parameters
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.scalar_bounds import same
 from lockstep.core.parity.measures.verdict import Check

@@ -41,7 +41,8 @@ from lockstep.core.files.atomic import write_atomically
 from lockstep.core.files.npz import read_npz
 from lockstep.core.load_backend import load_backend
 from lockstep.core.parity.diagnose.fitting import with_fitting
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.lasting import LastingStore
 from lockstep.core.parity.evidence.place import return_large_blocks
 from lockstep.core.parity.evidence.recorded import probe_of, save_observations

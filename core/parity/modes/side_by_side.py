@@ -13,7 +13,8 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.fitting import with_fitting
 from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
-from lockstep.core.parity.evidence.gather import Evidence, gather
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.place import (
     is_large,
     of_all_ranks,
