@@ -14,12 +14,13 @@ from lockstep.core.backend import NotSupported
 from lockstep.core.config.sections import RecomputeConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.evidence import Evidence
-from lockstep.core.parity.evidence.gather import gather, observed_names
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.index import INDEX
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.evidence.probe import probe_of
 from lockstep.core.parity.evidence.saved import DOCUMENT, open_evidence, save_evidence, store_of
 from lockstep.core.parity.evidence.store import FolderStore, NoStore, Stored
+from lockstep.core.parity.evidence.taps import observed_names
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.streams import Collected
 from lockstep.parity_tests.faults.optimizer import ParameterNotInOptimizer

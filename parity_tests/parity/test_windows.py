@@ -16,8 +16,8 @@ from lockstep.core.backend import Batch, NotSupported
 from lockstep.core.config.schema import CompileConfig, RunConfig
 from lockstep.core.model.names import GRADIENT, probe_shapes
 from lockstep.core.model.windows import device_bytes, summed_edges, windows_of
-from lockstep.core.parity.evidence.gather import observed_names
 from lockstep.core.parity.evidence.probe import probe_of
+from lockstep.core.parity.evidence.taps import observed_names
 from lockstep.core.plan.checks import GB, cost_of_check, over_budget
 from lockstep.core.streams import TAPS, Collected
 from lockstep.parity_tests.tiny import text_batch, tiny_config

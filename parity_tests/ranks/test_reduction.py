@@ -13,7 +13,7 @@ import pytest
 from lockstep.core.backend import Gradients, RankReport, StepRecord
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
 from lockstep.core.parity.evidence.evidence import Accumulation
-from lockstep.core.parity.evidence.gather import shares_of
+from lockstep.core.parity.evidence.sums import shares_of
 from lockstep.core.parity.judge import local
 from lockstep.core.parity.judge.rank_sums import same_sums
 from lockstep.core.parity.measures.verdict import Finding

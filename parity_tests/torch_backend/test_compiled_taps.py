@@ -10,7 +10,7 @@ import torch
 
 from lockstep.core.config.schema import RecomputeConfig
 from lockstep.core.model.names import GRADIENT, tap_names
-from lockstep.core.parity.evidence.gather import observed_names
+from lockstep.core.parity.evidence.taps import observed_names
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 

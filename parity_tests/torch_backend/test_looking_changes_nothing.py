@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lockstep.core.model.names import tap_names
-from lockstep.core.parity.evidence.gather import gather, observed_names
+from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.evidence.probe import probe_batch
+from lockstep.core.parity.evidence.taps import observed_names
 from lockstep.parity_tests.cross.variants import same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend

@@ -19,9 +19,9 @@ from lockstep.core.backend import Batch, NotSupported, Session
 from lockstep.core.capabilities import Loads, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.evidence import Evidence
-from lockstep.core.parity.evidence.gather import look
 from lockstep.core.parity.evidence.loss_weights import weighted_rows
 from lockstep.core.parity.evidence.probe import probe_batch, probe_of
+from lockstep.core.parity.evidence.taps import look
 from lockstep.core.parity.judge import local
 from lockstep.core.parity.judge.judge import in_order
 from lockstep.core.parity.judge.own_step import OWN

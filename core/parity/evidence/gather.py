@@ -6,10 +6,9 @@ side (`lockstep parity`) and one in a worker process (`lockstep train --parity.e
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -19,47 +18,39 @@ from lockstep.core.capabilities import (
     GivesEachItsOwn,
     Loads,
     ReportsRanks,
-    ShowsAmaxes,
     ShowsAmaxesOfParts,
     ShowsAmaxesOfTaps,
-    ShowsRankGradients,
-    StreamsRankGradients,
-    Take,
     TapsKeepBits,
     ask,
     ranks_of,
 )
 from lockstep.core.checkpoint.taken_over import miscounted
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
+from lockstep.core.parity.evidence.amaxes import amaxes_of_pass
 from lockstep.core.parity.evidence.attention_logits import shown_attention_logits
 from lockstep.core.parity.evidence.cached_logits import sampled_logits
 from lockstep.core.parity.evidence.changed import Changed
 from lockstep.core.parity.evidence.evaluation import Likeliest, evaluated, policies_of
-from lockstep.core.parity.evidence.evidence import Accumulation, Evidence
+from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.held_out import HeldOut, held_out
 from lockstep.core.parity.evidence.in_a_row import in_a_row
-from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, put_all, state_into
+from lockstep.core.parity.evidence.into_store import gradients_into, gradients_of, state_into
 from lockstep.core.parity.evidence.later_steps import later_steps
-from lockstep.core.parity.evidence.loss_weights import reweighted_batches, uneven_weights, weighted_tensor
+from lockstep.core.parity.evidence.loss_weights import reweighted_batches
 from lockstep.core.parity.evidence.observations import Observation
-from lockstep.core.parity.evidence.parts import has_parts, observed_parts, parts_of_step, sketched
+from lockstep.core.parity.evidence.parts import has_parts, parts_apart, parts_of_step, sketched
 from lockstep.core.parity.evidence.probe import micro_to_probe, probe_of
 from lockstep.core.parity.evidence.read_back import reading_back
 from lockstep.core.parity.evidence.round_trip import round_trip
+from lockstep.core.parity.evidence.scales import scaled_as_in_step
 from lockstep.core.parity.evidence.store import FolderStore, MemoryStore, Store
-from lockstep.core.streams import GRADS, TAPS, step_stream, stream_gradients, stream_taps
+from lockstep.core.parity.evidence.sums import accumulate, reduce
+from lockstep.core.parity.evidence.taps import look
+from lockstep.core.streams import step_stream
 from lockstep.core.train.finite import NotFinite
-from lockstep.core.train.fp8_amax import for_a_share, layers
-from lockstep.core.train.loss_scale import SCALE
+from lockstep.core.train.fp8_amax import layers
 from lockstep.core.train.metrics import has_norms
 from lockstep.core.train.validation import Validation
-
-# The accumulation check is made with the run's own number of micro-batches, and with three at least: with two shares
-# that are powers of two, a mean of means is the mean.
-LEAST_PARTS = 3
-# The kind of the sum of their gradients.
-SUM = "accumulated/sum"
 
 
 def gather(
@@ -133,16 +124,16 @@ def _gather(
     own: tuple[Mapping[str, Observation], ...] = ()
     own_amaxes: tuple[Arrays, ...] = ()
     if several and shows_parts is None:
-        own, own_amaxes = _own(session, config, before, batch, missing)
+        own, own_amaxes = parts_apart(session, config, before, batch, missing)
     elif thorough and config.train.ranks == 1 and layers(config):
-        own_amaxes = _own(session, config, before, batch, missing)[1]
+        own_amaxes = parts_apart(session, config, before, batch, missing)[1]
     reweighted: tuple[Mapping[str, Observation], ...] = ()
     first = batch.cut(config.train)[0]
     if thorough and config.train.ranks == 1 and (own or not several) and first.weights.any():
-        with suppress(NotSupported), _as_in_step(session, config, before, batch):
+        with suppress(NotSupported), scaled_as_in_step(session, config, before, batch):
             reweighted = tuple(sketched(session, one) for one in reweighted_batches(first))
     probed = attempt("gradients and per-token NLL", tapped, "probed")
-    probed_amaxes = _amaxes(session, config, missing) if probed is not None else {}
+    probed_amaxes = amaxes_of_pass(session, config, missing) if probed is not None else {}
     # The step itself tells its gradients, where the session can: to compute them twice costs a step.
     stepped = in_passing = None
     if probed is not None:
@@ -167,9 +158,9 @@ def _gather(
     micros = batch.cut(config.train)
     accumulated = reduced = None
     if thorough and probed is not None and config.train.accumulation > 1:
-        accumulated = _accumulate(session, config, before, micros, into)
+        accumulated = accumulate(session, config, before, micros, into)
     if thorough and probed is not None and config.train.ranks > 1:
-        reduced = _reduce(session, config, before, micros, missing, into)
+        reduced = reduce(session, config, before, micros, missing, into)
     changed.note("gradients of several micro-batches" if thorough else "gradients, taps and evaluation")
     gathering = time.perf_counter() - started
     keeping = 0.0
@@ -201,7 +192,7 @@ def _gather(
     # The time in which the step's gradients were kept is no part of the step.
     record = replace(record, seconds=time.perf_counter() - started - keeping)
     gathering += keeping
-    step_amaxes = {} if not_finite else _amaxes(session, config, [])
+    step_amaxes = {} if not_finite else amaxes_of_pass(session, config, [])
     validated = None
     if validation is not None and not not_finite:
         after_step = Changed(session, [])
@@ -316,196 +307,9 @@ def _computed_again(
         load(after)
 
 
-def _own(
-    session: Session, config: RunConfig, before: State, batch: Batch, missing: list[str]
-) -> tuple[tuple[Mapping[str, Observation], ...], tuple[Arrays, ...]]:
-    """Observe the gradients, and the amaxes where there are any, of each of the step's micro-batches apart from it."""
-    try:
-        with _as_in_step(session, config, before, batch):
-            if config.train.ranks > 1 or not layers(config):
-                return tuple(observed_parts(session, config, batch)), ()
-            parts = [(sketched(session, one), _amaxes(session, config, [])) for one in batch.cut(config.train)]
-            return tuple(seen for seen, _ in parts), tuple(amaxes for _, amaxes in parts if amaxes)
-    except NotSupported as reason:
-        missing.append(f"the step's gradients against those of its micro-batches: {reason}")
-        return (), ()
-
-
-def _amaxes(session: Session, config: RunConfig, missing: list[str]) -> Arrays:
-    """Return what the pass before saw under FP8's delayed scaling; nothing where the session does not tell."""
-    if not layers(config):
-        return {}
-    try:
-        return ask(session, ShowsAmaxes).amaxes_of_pass()
-    except NotSupported as reason:
-        missing.append(f"the amaxes of a micro-batch against its tensors: {reason}")
-        return {}
-
-
-def _as_in_step(session: Session, config: RunConfig, before: State, batch: Batch) -> AbstractContextManager[None]:
-    """Under a loss scale or FP8's delayed scaling, the scales that suit a micro-batch of the step alone.
-
-    Alone, its gradients are larger than in the step. A loss scale grows until gradients overflow, so that most steps
-    are within a factor of two of that: alone, the micro-batch of a healthy step overflows.
-    """
-    count = len(batch.cut(config.train))
-    if count == 1 or not (layers(config) or SCALE in before.scalars):
-        return nullcontext()
-    # A power of two: nothing is rounded otherwise.
-    share = 1 / count if layers(config) else 2.0 ** -math.ceil(math.log2(count))
-    return _scaled(session, config, before, share)
-
-
-def observed_names(config: RunConfig) -> list[str]:
-    """Every name that a full check asks of a candidate's taps."""
-    taps, parameters = tap_names(config.model), list(parameter_shapes(config.model))
-    probed = (*taps, *edge_names(config.model), *parameters)
-    return [*taps, *(GRADIENT + name for name in probed)]
-
-
-def look(
-    session: Session,
-    config: RunConfig,
-    tapped: Batch,
-    missing: list[str],
-    store: Store | None = None,
-    note: Callable[[str, np.ndarray], None] = lambda name, tensor: None,
-) -> Arrays:
-    """Taps and gradients of the sequences with weight, as far as the session shows them; `missing` gets what not.
-
-    store: takes them, by default one in memory. note: is given each by name before.
-    """
-    into = MemoryStore() if store is None else store
-
-    def take(kind: str, name: str, array: np.ndarray) -> None:
-        tensor = weighted_tensor(name, array, tapped)
-        note(name, tensor)
-        into.put(kind, name, tensor)
-
-    for asked, lost in (
-        (observed_names(config), ""),
-        (tap_names(config.model), "local checks of the backward stages"),
-        ([], "local checks of the forward stages"),
-    ):
-        try:
-            if asked:
-                stream_taps(session, tapped, asked, take)
-        except NotSupported as reason:
-            why = str(reason)
-            continue
-        if lost:
-            missing.append(f"{lost}: {why}")
-        return into.arrays(TAPS)
-    raise AssertionError("an empty request cannot be refused")
-
-
-def _accumulate(session: Session, config: RunConfig, before: State, micros: list[Batch], store: Store) -> Accumulation:
-    """As many micro-batches as a rank has, with loss weights that are each other's powers of two, apart and together.
-
-    The parts are summed as they come, each by its share: none of them is kept. Ranks do not share a number of
-    micro-batches that they do not divide: what is wrong in their reduction has no part in this sum.
-    """
-    ranks, count = config.train.ranks, max(LEAST_PARTS, config.train.accumulation)
-    shares = shares_of(count + 1 if ranks > 1 and count % ranks == 0 else count)
-    parts, whole = _of_shares(micros, shares)
-    total: Store | None = None
-    for number, (part, share) in enumerate(zip(parts, shares, strict=True), 1):
-        so_far, total = total, store if number == len(parts) else store.scratch()
-        with _scaled(session, config, before, share):
-            stream_gradients(session, part, _adding(share, so_far, total))
-        if so_far is not None:
-            so_far.remove()
-    together = gradients_into(store, "accumulated", session, whole)
-    return Accumulation((store.arrays(SUM),), (1.0,), together, whole)
-
-
-def _adding(share: float, so_far: Store | None, total: Store) -> Take:
-    """Put share · gradient into `total`, added to what `so_far` holds, if it is given.
-
-    A gradient that is not there, or is of another shape, has no sum, and the check misses it.
-    """
-    earlier = None if so_far is None else so_far.arrays(SUM)
-
-    @np.errstate(invalid="ignore", over="ignore")
-    def take(kind: str, name: str, gradient: np.ndarray) -> None:
-        if kind != GRADS:
-            return
-        part = gradient.dtype.type(share) * gradient
-        if earlier is not None:
-            if name not in earlier or earlier[name].shape != part.shape:
-                return
-            part = earlier[name] + part
-        total.put(SUM, name, part)
-
-    return take
-
-
-@contextmanager
-def _scaled(session: Session, config: RunConfig, before: State, share: float) -> Iterator[None]:
-    """Under a loss scale, one that gives a micro-batch alone the gradients that it has as this share of a whole.
-
-    FP16 ends at both sides: a gradient of twice the size is not rounded alike. Nor is it under FP8's delayed scaling,
-    whose scales are made for the gradients of a whole step.
-    """
-    scalars = for_a_share(config, before.scalars, share)
-    if SCALE in scalars:
-        scalars[SCALE] *= share
-    if scalars == before.scalars:
-        yield
-        return
-    session.load(replace(before, scalars=scalars))
-    try:
-        yield
-    finally:
-        session.load(before)
-
-
-def _reduce(
-    session: Session, config: RunConfig, before: State, micros: list[Batch], missing: list[str], store: Store
-) -> Accumulation | None:
-    """The same over ranks, two micro-batches for each: by themselves, made where they are at home, and reduced."""
-    count = 2 * config.train.ranks
-    # One loss scale, or history of amaxes, serves all ranks: where there is one, so must one share.
-    one_scale = SCALE in before.scalars or layers(config)
-    shares = (1.0 / count,) * count if one_scale else shares_of(count)
-    _, whole = _of_shares(micros, shares)
-    try:
-        with _scaled(session, config, before, shares[0]):
-            if store.ranks > 1:
-                by_rank = ask(session, StreamsRankGradients).stream_rank_gradients
-                by_rank(whole, lambda number, name, gradient: store.put(f"reduced/{number}", name, gradient))
-                parts = tuple(store.arrays(f"reduced/{number}") for number in range(count))
-            else:
-                shown = ask(session, ShowsRankGradients).rank_gradients(whole)
-                parts = tuple(put_all(store, f"reduced/{number}", part) for number, part in enumerate(shown))
-        return Accumulation(parts, shares, gradients_into(store, "reduced", session, whole), whole)
-    except NotSupported as reason:
-        missing.append(f"reduced gradients against each rank's own: {reason}")
-        return None
-
-
 def _reports(session: Session, missing: list[str]) -> tuple[RankReport, ...]:
     try:
         return tuple(ask(session, ReportsRanks).rank_reports())
     except NotSupported as reason:
         missing.append(f"whether ranks keep the same weights: {reason}")
         return ()
-
-
-def shares_of(count: int) -> tuple[float, ...]:
-    """Return powers of two whose sum is 1, the first a half: of three and more, it weighs more than every other."""
-    shares = [0.5, 0.5]
-    while len(shares) < count:
-        largest = max(range(1, len(shares)), key=shares.__getitem__)
-        shares[largest : largest + 1] = [shares[largest] / 2] * 2
-    return tuple(shares)
-
-
-def _of_shares(micros: list[Batch], shares: Sequence[float]) -> tuple[list[Batch], Batch]:
-    """As many micro-batches as shares, the first ones again where there are too few, apart and together."""
-    base = uneven_weights(micros[0], 0).weights
-    again = micros * (1 + len(shares) // len(micros))
-    parts = [
-        replace(m, weights=base * np.float32(share)) for m, share in zip(again[: len(shares)], shares, strict=True)
-    ]
-    return parts, Batch(**{key: np.concatenate([p.arrays[key] for p in parts]) for key in parts[0].arrays})

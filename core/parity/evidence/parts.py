@@ -11,11 +11,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from lockstep.core.backend import Batch, NotSupported, Session
+from lockstep.core.backend import Arrays, Batch, NotSupported, Session, State
 from lockstep.core.capabilities import ShowsParts, SketchesGradients, StreamsRankGradients, ask, ask_stream, ranks_of
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.amaxes import amaxes_of_pass
 from lockstep.core.parity.evidence.observations import PARAMETER, Observation, observed
+from lockstep.core.parity.evidence.scales import scaled_as_in_step
 from lockstep.core.streams import GRADS, stream_gradients
+from lockstep.core.train.fp8_amax import layers
 
 Observations = Mapping[str, Observation]
 
@@ -50,6 +53,21 @@ def observed_parts(session: Session, config: RunConfig, batch: Batch) -> list[Ob
     of_all = ranks_of(session).gather(mine, "`observe the gradients of each micro-batch`")
     together = {number: found for of_rank in of_all for number, found in of_rank.items()}
     return [together[number] for number in sorted(together)]
+
+
+def parts_apart(
+    session: Session, config: RunConfig, before: State, batch: Batch, missing: list[str]
+) -> tuple[tuple[Mapping[str, Observation], ...], tuple[Arrays, ...]]:
+    """Observe the gradients, and the amaxes where there are any, of each of the step's micro-batches apart from it."""
+    try:
+        with scaled_as_in_step(session, config, before, batch):
+            if config.train.ranks > 1 or not layers(config):
+                return tuple(observed_parts(session, config, batch)), ()
+            parts = [(sketched(session, one), amaxes_of_pass(session, config, [])) for one in batch.cut(config.train)]
+            return tuple(seen for seen, _ in parts), tuple(amaxes for _, amaxes in parts if amaxes)
+    except NotSupported as reason:
+        missing.append(f"the step's gradients against those of its micro-batches: {reason}")
+        return (), ()
 
 
 def sketched(session: Session, micro: Batch) -> Observations:

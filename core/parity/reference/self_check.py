@@ -26,9 +26,9 @@ from lockstep.core.config.schema import CompileConfig, PrecisionConfig, RunConfi
 from lockstep.core.errors import UserError
 from lockstep.core.model.graph import KINDS
 from lockstep.core.model.names import GRADIENT, parameter_shapes
-from lockstep.core.parity.evidence.gather import observed_names
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.evidence.place import return_large_blocks
+from lockstep.core.parity.evidence.taps import observed_names
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.compare import Reference, relative_difference
 from lockstep.core.parity.measures.verdict import Finding, Measure

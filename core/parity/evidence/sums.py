@@ -1,0 +1,110 @@
+"""Gather gradients of several micro-batches apart and together: summed on one rank, or over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lockstep.core.backend import Batch, NotSupported, Session, State
+from lockstep.core.capabilities import ShowsRankGradients, StreamsRankGradients, Take, ask
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.evidence import Accumulation
+from lockstep.core.parity.evidence.into_store import gradients_into, put_all
+from lockstep.core.parity.evidence.loss_weights import uneven_weights
+from lockstep.core.parity.evidence.scales import scaled_for_share
+from lockstep.core.parity.evidence.store import Store
+from lockstep.core.streams import GRADS, stream_gradients
+from lockstep.core.train.fp8_amax import layers
+from lockstep.core.train.loss_scale import SCALE
+
+# The accumulation check is made with the run's own number of micro-batches, and with three at least: with two shares
+# that are powers of two, a mean of means is the mean.
+LEAST_PARTS = 3
+# The kind of the sum of their gradients.
+SUM = "accumulated/sum"
+
+
+def accumulate(session: Session, config: RunConfig, before: State, micros: list[Batch], store: Store) -> Accumulation:
+    """As many micro-batches as a rank has, with loss weights that are each other's powers of two, apart and together.
+
+    The parts are summed as they come, each by its share: none of them is kept. Ranks do not share a number of
+    micro-batches that they do not divide: what is wrong in their reduction has no part in this sum.
+    """
+    ranks, count = config.train.ranks, max(LEAST_PARTS, config.train.accumulation)
+    shares = shares_of(count + 1 if ranks > 1 and count % ranks == 0 else count)
+    parts, whole = _of_shares(micros, shares)
+    total: Store | None = None
+    for number, (part, share) in enumerate(zip(parts, shares, strict=True), 1):
+        so_far, total = total, store if number == len(parts) else store.scratch()
+        with scaled_for_share(session, config, before, share):
+            stream_gradients(session, part, _adding(share, so_far, total))
+        if so_far is not None:
+            so_far.remove()
+    together = gradients_into(store, "accumulated", session, whole)
+    return Accumulation((store.arrays(SUM),), (1.0,), together, whole)
+
+
+def _adding(share: float, so_far: Store | None, total: Store) -> Take:
+    """Put share · gradient into `total`, added to what `so_far` holds, if it is given.
+
+    A gradient that is not there, or is of another shape, has no sum, and the check misses it.
+    """
+    earlier = None if so_far is None else so_far.arrays(SUM)
+
+    @np.errstate(invalid="ignore", over="ignore")
+    def take(kind: str, name: str, gradient: np.ndarray) -> None:
+        if kind != GRADS:
+            return
+        part = gradient.dtype.type(share) * gradient
+        if earlier is not None:
+            if name not in earlier or earlier[name].shape != part.shape:
+                return
+            part = earlier[name] + part
+        total.put(SUM, name, part)
+
+    return take
+
+
+def reduce(
+    session: Session, config: RunConfig, before: State, micros: list[Batch], missing: list[str], store: Store
+) -> Accumulation | None:
+    """The same over ranks, two micro-batches for each: by themselves, made where they are at home, and reduced."""
+    count = 2 * config.train.ranks
+    # One loss scale, or history of amaxes, serves all ranks: where there is one, so must one share.
+    one_scale = SCALE in before.scalars or layers(config)
+    shares = (1.0 / count,) * count if one_scale else shares_of(count)
+    _, whole = _of_shares(micros, shares)
+    try:
+        with scaled_for_share(session, config, before, shares[0]):
+            if store.ranks > 1:
+                by_rank = ask(session, StreamsRankGradients).stream_rank_gradients
+                by_rank(whole, lambda number, name, gradient: store.put(f"reduced/{number}", name, gradient))
+                parts = tuple(store.arrays(f"reduced/{number}") for number in range(count))
+            else:
+                shown = ask(session, ShowsRankGradients).rank_gradients(whole)
+                parts = tuple(put_all(store, f"reduced/{number}", part) for number, part in enumerate(shown))
+        return Accumulation(parts, shares, gradients_into(store, "reduced", session, whole), whole)
+    except NotSupported as reason:
+        missing.append(f"reduced gradients against each rank's own: {reason}")
+        return None
+
+
+def shares_of(count: int) -> tuple[float, ...]:
+    """Return powers of two whose sum is 1, the first a half: of three and more, it weighs more than every other."""
+    shares = [0.5, 0.5]
+    while len(shares) < count:
+        largest = max(range(1, len(shares)), key=shares.__getitem__)
+        shares[largest : largest + 1] = [shares[largest] / 2] * 2
+    return tuple(shares)
+
+
+def _of_shares(micros: list[Batch], shares: Sequence[float]) -> tuple[list[Batch], Batch]:
+    """As many micro-batches as shares, the first ones again where there are too few, apart and together."""
+    base = uneven_weights(micros[0], 0).weights
+    again = micros * (1 + len(shares) // len(micros))
+    parts = [
+        replace(m, weights=base * np.float32(share)) for m, share in zip(again[: len(shares)], shares, strict=True)
+    ]
+    return parts, Batch(**{key: np.concatenate([p.arrays[key] for p in parts]) for key in parts[0].arrays})
