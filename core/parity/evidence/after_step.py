@@ -1,0 +1,115 @@
+"""Run the passes of a check that come after its step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lockstep.core.backend import NotSupported, RankReport, Session
+from lockstep.core.capabilities import Loads, ReportsRanks, ask
+from lockstep.core.checkpoint.taken_over import miscounted
+from lockstep.core.parity.evidence.amaxes import amaxes_of_parts
+from lockstep.core.parity.evidence.changed import Changed
+from lockstep.core.parity.evidence.gathering import Gathering
+from lockstep.core.parity.evidence.held_out import held_out
+from lockstep.core.parity.evidence.in_a_row import in_a_row
+from lockstep.core.parity.evidence.into_store import gradients_into, state_into
+from lockstep.core.parity.evidence.later_steps import later_steps
+from lockstep.core.parity.evidence.parts import sketched
+from lockstep.core.parity.evidence.probe import probe_of
+from lockstep.core.parity.evidence.round_trip import round_trip
+from lockstep.core.train.fp8_amax import layers
+from lockstep.core.train.validation import Validation
+
+
+def validate(found: Gathering, validation: Validation) -> None:
+    """Make the validation that is due; the step's record has its metrics then.
+
+    The micro-batch that is judged token by token, and its sequences, are drawn by the step's batch.
+    """
+    unchanged = Changed(found.session, [])
+    drawn = found.batch.digest()
+    chosen = int(drawn[16:24], 16) % len(validation.batches)
+    probe = probe_of(validation.batches[chosen], found.config, turn=int(drawn[24:32], 16))
+    found.held_out, metrics = held_out(found.session, validation, chosen, probe)
+    unchanged.note("validation")
+    found.changed.found |= unchanged.found
+    found.record = replace(found.record, metrics={**found.record.metrics, **metrics})
+
+
+def after_step(found: Gathering) -> None:
+    """Run all of them but validation, in this order. The session has the state after the step again at the end."""
+    session, config = found.session, found.config
+    _take_parts(found)
+    found.after = state_into(found.store, "after", session)
+    found.miscounted = tuple(miscounted(session, found.after.updates))
+    # A session may forget to set the scales of FP8 after a step. Whatever loads a state below would set them.
+    tries_load = found.thorough and config.train.ranks == 1 and bool(layers(config))
+    if tries_load:
+        found.around_load = (sketched(session, found.micros[0]),)
+    if found.thorough and found.stepped is None and found.probed is not None:
+        _compute_again(found)
+    if config.train.ranks > 1:
+        found.ranks = _reports(session, found.missing)
+    if found.thorough:
+        _try_checkpoint(found)
+    else:
+        _name_left_out(found)
+    if tries_load and found.reloaded is not None:
+        found.around_load = (*found.around_load, sketched(session, found.micros[0]))
+
+
+def _take_parts(found: Gathering) -> None:
+    """Take what the step showed of its micro-batches, where it was asked to."""
+    if found.shows_parts is None:
+        return
+    found.own_amaxes = amaxes_of_parts(found.session, found.config)
+    found.own = tuple(found.shows_parts.parts_kept())
+    if not found.own:
+        found.missing.append("the step's gradients against those of its micro-batches: the step showed none of them")
+
+
+def _compute_again(found: Gathering) -> None:
+    """Compute the gradients of a step that did not show them, apart from it at the state before."""
+    try:
+        load = ask(found.session, Loads).load
+    except NotSupported as reason:
+        found.missing.append(f"the step's own gradients, moments and update: its step does not show them, and {reason}")
+        return
+    load(found.before)
+    try:
+        found.stepped = gradients_into(found.store, "stepped", found.session, found.batch)
+    finally:
+        load(found.after)
+
+
+def _reports(session: Session, missing: list[str]) -> tuple[RankReport, ...]:
+    try:
+        return tuple(ask(session, ReportsRanks).rank_reports())
+    except NotSupported as reason:
+        missing.append(f"whether ranks keep the same weights: {reason}")
+        return ()
+
+
+def _try_checkpoint(found: Gathering) -> None:
+    """Write a checkpoint and load it; if the session can, make steps that need a load: later ones, and two in a row."""
+    session, config, batch = found.session, found.config, found.batch
+    before, after, missing = found.before, found.after, found.missing
+    written = Changed(session, [])
+    made = found.record, written.sums
+    begun = "a checkpoint was begun"
+    found.reloaded = round_trip(session, before, after, missing, found.store, lambda: written.note(begun))
+    found.changed.found |= written.found
+    if found.reloaded is not None:
+        found.later = later_steps(session, config, batch, before, after, missing)
+        found.in_a_row = in_a_row(session, config, batch, before, after, made, found.sums_before, missing)
+
+
+def _name_left_out(found: Gathering) -> None:
+    """Name what a check during training does not do."""
+    found.missing.append("the checkpoint's round trip: a check during training leaves the state alone")
+    found.missing.append("sampling: a check during training leaves it to `lockstep parity`")
+    found.missing.append("the largest attention logits: a check during training leaves them to `lockstep parity`")
+    if found.config.train.accumulation > 1:
+        found.missing.append("accumulation of micro-batches that weigh differently: in `lockstep parity`")
+    if found.config.train.ranks > 1:
+        found.missing.append("reduced gradients against each rank's own: a check during training does not compute them")

@@ -1,0 +1,110 @@
+"""Run the passes of a check that come before its step, on the state that the step starts from."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from lockstep.core.backend import NotSupported
+from lockstep.core.parity.evidence.amaxes import amaxes_of_pass, amaxes_of_taps
+from lockstep.core.parity.evidence.attention_logits import shown_attention_logits
+from lockstep.core.parity.evidence.cached_logits import sampled_logits
+from lockstep.core.parity.evidence.evaluation import Likeliest, evaluated, policies_of
+from lockstep.core.parity.evidence.gathering import Gathering
+from lockstep.core.parity.evidence.into_store import gradients_into
+from lockstep.core.parity.evidence.loss_weights import reweighted_batches
+from lockstep.core.parity.evidence.parts import has_parts, parts_apart, parts_of_step, sketched
+from lockstep.core.parity.evidence.scales import scaled_as_in_step
+from lockstep.core.parity.evidence.sums import accumulate, reduce
+from lockstep.core.parity.evidence.taps import look
+from lockstep.core.streams import step_stream
+from lockstep.core.train.fp8_amax import layers
+
+
+def before_step(found: Gathering) -> None:
+    """Run all of them, in this order.
+
+    The step's micro-batches come first: gradients that are not cleared then show in those of the one that follows.
+    """
+    _observe_parts(found)
+    _observe_reweighted(found)
+    _probe(found)
+    _have_step_show_gradients(found)
+    likeliest = _show_taps(found)
+    if found.thorough:
+        found.changed.note("gradients and taps")
+    _evaluate(found, likeliest)
+    _sum_up(found)
+    found.changed.note("gradients of several micro-batches" if found.thorough else "gradients, taps and evaluation")
+
+
+def _observe_parts(found: Gathering) -> None:
+    """Observe the gradients of the step's micro-batches apart from the step, unless the step itself shows its parts."""
+    session, config, batch = found.session, found.config, found.batch
+    several = has_parts(config, batch)
+    # A thorough check has time for passes apart from the step, which find what only a micro-batch's place in it does.
+    if several and not found.thorough:
+        found.shows_parts = parts_of_step(session, config)
+    if several and found.shows_parts is None:
+        found.own, found.own_amaxes = parts_apart(session, config, found.before, batch, found.missing)
+    elif found.thorough and config.train.ranks == 1 and layers(config):
+        _, found.own_amaxes = parts_apart(session, config, found.before, batch, found.missing)
+
+
+def _observe_reweighted(found: Gathering) -> None:
+    """Observe, for a thorough check, the gradients of the first micro-batch with other loss weights."""
+    config, first = found.config, found.micros[0]
+    observed = found.own or not has_parts(config, found.batch)
+    if found.thorough and config.train.ranks == 1 and observed and first.weights.any():
+        with suppress(NotSupported), scaled_as_in_step(found.session, config, found.before, found.batch):
+            found.reweighted = tuple(sketched(found.session, one) for one in reweighted_batches(first))
+
+
+def _probe(found: Gathering) -> None:
+    """Compute the gradients of the micro-batch that is looked at."""
+    try:
+        found.probed = gradients_into(found.store, "probed", found.session, found.tapped)
+    except NotSupported as reason:
+        found.missing.append(f"gradients and per-token NLL: {reason}")
+        return
+    found.probed_amaxes = amaxes_of_pass(found.session, found.config, found.missing)
+
+
+def _have_step_show_gradients(found: Gathering) -> None:
+    """Have the step itself show its gradients, where the session can: to compute them twice costs a step."""
+    if found.probed is None:
+        return
+    with suppress(NotSupported):
+        found.in_passing = step_stream(found.session)
+    if found.in_passing is None:
+        found.stepped = gradients_into(found.store, "stepped", found.session, found.batch)
+
+
+def _show_taps(found: Gathering) -> Likeliest:
+    """Show the taps of the micro-batch that is looked at; return what evaluation takes from its logits."""
+    likeliest = Likeliest()
+    found.taps = look(found.session, found.config, found.tapped, found.missing, found.store, likeliest.note)
+    found.tapped_amaxes = amaxes_of_taps(found.session, found.config)
+    return likeliest
+
+
+def _evaluate(found: Gathering, likeliest: Likeliest) -> None:
+    """Score the sequences that are looked at; for a thorough check, as sampling does too."""
+    session, config, tapped, missing = found.session, found.config, found.tapped, found.missing
+    scores = dict(evaluated(session, tapped, likeliest, policies_of(config, found.thorough), missing))
+    if found.thorough:
+        scores |= shown_attention_logits(session, config, tapped, missing)
+        found.changed.note("evaluation")
+        scores |= sampled_logits(session, config, tapped, found.taps, missing)
+        found.changed.note("sampling")
+    found.evaluated = scores
+
+
+def _sum_up(found: Gathering) -> None:
+    """Add up, for a thorough check, gradients of several micro-batches: on one rank, and over ranks."""
+    session, config, before, micros = found.session, found.config, found.before, found.micros
+    if not found.thorough or found.probed is None:
+        return
+    if config.train.accumulation > 1:
+        found.accumulated = accumulate(session, config, before, micros, found.store)
+    if config.train.ranks > 1:
+        found.reduced = reduce(session, config, before, micros, found.missing, found.store)
