@@ -37,7 +37,7 @@ def validate(found: Gathering, validation: Validation) -> None:
 
 
 def after_step(found: Gathering) -> None:
-    """Run all of them but validation, in this order. The session has the state after the step again at the end."""
+    """Run all passes after the step but validation, in this order; the session ends with the state after the step."""
     session, config = found.session, found.config
     _take_parts(found)
     found.after = state_into(found.store, "after", session)

@@ -21,7 +21,7 @@ from lockstep.core.train.fp8_amax import layers
 
 
 def before_step(found: Gathering) -> None:
-    """Run all of them, in this order.
+    """Run all passes before the step, in this order.
 
     The step's micro-batches come first: gradients that are not cleared then show in those of the one that follows.
     """

@@ -1,4 +1,4 @@
-"""Evidence of one step of a candidate: what a check judges, with nothing of how it was gathered."""
+"""Hold the evidence of one step of a candidate: what a check judges, with nothing of how it was gathered."""
 
 from __future__ import annotations
 
@@ -102,17 +102,17 @@ class Evidence:
 
     @property
     def given_probe(self) -> Batch | None:
-        """The probe with which `gather` gives the like of this: None for a thorough check."""
+        """Return the `probe` with which `gather` makes a check like this one: None for a thorough check."""
         return None if self.thorough else self.tapped
 
     @property
     def given_norms(self) -> bool:
-        """The `norms` of the same."""
+        """Return the `norms` of the same call."""
         return has_norms(self.record.metrics)
 
     @property
     def given_tapped(self) -> Batch | None:
-        """The `tapped` of the same: None where it is the one of every thorough check."""
+        """Return the `tapped` of the same call: None where it is the one of every thorough check."""
         return self.tapped if self.rechecked and self.thorough else None
 
     @property
@@ -131,5 +131,5 @@ class Evidence:
 
     @property
     def weighted(self) -> Batch:
-        """The sequences of `tapped` that hold its loss: those of `taps`."""
+        """Return the sequences of `tapped` that hold its loss: those of `taps`."""
         return weighted_part(self.tapped)

@@ -1,4 +1,4 @@
-"""Loss weights of a batch: uneven ones, other ones, and the sequences that have any."""
+"""Give a batch uneven loss weights, or other ones; find the sequences that have any."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lockstep.core.model.names import GRADIENT
 
 
 def uneven_weights(batch: Batch, seed: int) -> Batch:
-    """The batch with loss weights that differ between sequences and between tokens.
+    """Return the batch with loss weights that differ between sequences and between tokens.
 
     Sequence i keeps a share of its tokens that falls linearly from 1 to 1/4 over the batch (so micro-batches weigh
     differently and a mean of their means is not the mean), and kept tokens weigh 1 or 1/2 (so a weight that is taken
-    for a mask shows). A function of the seed and the batch's shape alone.
+    for a mask shows). They depend on the seed and the batch's shape alone.
     """
     rows, length = batch.tokens.shape
     draw = np.random.Generator(np.random.Philox(key=seed)).random((2, rows, length), dtype=np.float32)
@@ -41,22 +41,22 @@ def reweighted_batches(micro: Batch) -> Iterator[Batch]:
 
 
 def weighted_rows(batch: Batch) -> np.ndarray:
-    """Indices of the sequences that hold the batch's loss weight."""
+    """Return the indices of the sequences that hold the batch's loss weight."""
     return np.flatnonzero(batch.weights.any(axis=1))
 
 
 def weighted_part(batch: Batch) -> Batch:
-    """Those sequences alone."""
+    """Return those sequences alone."""
     return batch.rows(weighted_rows(batch))
 
 
 def weighted_of(found: Mapping[str, np.ndarray], batch: Batch) -> Arrays:
-    """Taps of the sequences with weight; parameter gradients, and what is not shaped like a tap, whole."""
+    """Return taps of the sequences with weight; parameter gradients, and what is not shaped like a tap, whole."""
     return {name: weighted_tensor(name, value, batch) for name, value in found.items()}
 
 
 def weighted_tensor(name: str, value: np.ndarray, batch: Batch) -> np.ndarray:
-    """The sequences with weight of one tap, or the whole of what has none."""
+    """Return the sequences with weight of one tap; return whole what has no sequences."""
     tap = name.removeprefix(GRADIENT)
     whole = tap.endswith((".weight", ".bias")) or np.ndim(value) == 0 or len(value) != len(batch.tokens)
     return value if whole else value[weighted_rows(batch)]

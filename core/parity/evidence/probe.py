@@ -21,7 +21,7 @@ def micro_to_probe(batch: Batch, config: RunConfig) -> Batch:
 
 
 def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int = 0) -> Batch:
-    """`probe_batch` of the run's precision: where sequences share the scales of FP8, all of them are looked at.
+    """Return `probe_batch` for a run: where sequences share the scales of FP8, all of them have weight.
 
     Where attention asks for documents, one of the sequences holds several, if any does.
     seed: of the loss weights, by default the run's.
@@ -36,12 +36,12 @@ def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int
 
 
 def probe_batch(micro: Batch, seed: int, rows: Sequence[int] = (), turn: int = 0) -> Batch:
-    """A micro-batch with uneven loss weights on `rows` alone, by default two: `turn` from its first and from its last.
+    """Return a micro-batch with uneven loss weights on `rows` alone, by default two.
 
-    The last one has the highest index in every tensor, where tiles end and indices overflow; the others have their turn
-    from check to check. What a sequence without
-    weight contributes to a gradient is exactly zero, so the reference computes only those with weight, while the
-    candidate runs the program and the shapes that it trains with.
+    The two are `turn` from its first and `turn` from its last. The last one has the highest index in every tensor,
+    where tiles end and indices overflow; the others have their turn from check to check. A sequence without weight
+    adds exactly zero to a gradient. So the reference computes only those with weight, while the candidate runs the
+    program and the shapes that it trains with.
     """
     chosen = np.asarray(rows or rows_in_turn(len(micro.tokens), turn))
     weights = np.zeros_like(micro.weights)
@@ -58,7 +58,7 @@ def rows_in_turn(size: int, turn: int) -> list[int]:
 
 
 def sequences_of_several_documents(batch: Batch) -> np.ndarray:
-    """Indices of the sequences in which a document ends and another begins."""
+    """Return the indices of the sequences in which a document ends and another begins."""
     if batch.documents is None:
         return np.zeros(0, int)
     return np.flatnonzero((np.diff(batch.documents, axis=1) > 0).any(axis=1))

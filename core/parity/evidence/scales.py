@@ -14,7 +14,7 @@ from lockstep.core.train.loss_scale import SCALE
 
 
 def scaled_as_in_step(session: Session, config: RunConfig, before: State, batch: Batch) -> AbstractContextManager[None]:
-    """Under a loss scale or FP8's delayed scaling, the scales that suit a micro-batch of the step alone.
+    """Load the scales that suit a micro-batch of the step alone, under a loss scale or FP8's delayed scaling.
 
     Alone, its gradients are larger than in the step. A loss scale grows until gradients overflow, so that most steps
     are within a factor of two of that: alone, the micro-batch of a healthy step overflows.
@@ -29,10 +29,10 @@ def scaled_as_in_step(session: Session, config: RunConfig, before: State, batch:
 
 @contextmanager
 def scaled_for_share(session: Session, config: RunConfig, before: State, share: float) -> Iterator[None]:
-    """Under a loss scale, one that gives a micro-batch alone the gradients that it has as this share of a whole.
+    """Load scales that give a micro-batch alone the gradients that it has as this share of a whole.
 
-    FP16 ends at both sides: a gradient of twice the size is not rounded alike. Nor is it under FP8's delayed scaling,
-    whose scales are made for the gradients of a whole step.
+    The range of FP16 ends at both sides: under a loss scale, a gradient of twice the size is not rounded alike. Nor is
+    it under FP8's delayed scaling, whose scales are made for the gradients of a whole step.
     """
     scalars = for_a_share(config, before.scalars, share)
     if SCALE in scalars:

@@ -27,10 +27,11 @@ SUM = "accumulated/sum"
 
 
 def accumulate(session: Session, config: RunConfig, before: State, micros: list[Batch], store: Store) -> Accumulation:
-    """As many micro-batches as a rank has, with loss weights that are each other's powers of two, apart and together.
+    """Compute gradients of as many micro-batches as a rank has, apart and together.
 
-    The parts are summed as they come, each by its share: none of them is kept. Ranks do not share a number of
-    micro-batches that they do not divide: what is wrong in their reduction has no part in this sum.
+    Each has the same loss weights times its share, a power of two. The parts are summed as they come, each by its
+    share: none of them is kept. With several ranks, their number does not divide that of the micro-batches, so that
+    these are not spread over ranks: a fault of the reduction has no part in this sum.
     """
     ranks, count = config.train.ranks, max(LEAST_PARTS, config.train.accumulation)
     shares = shares_of(count + 1 if ranks > 1 and count % ranks == 0 else count)
@@ -70,7 +71,10 @@ def _adding(share: float, so_far: Store | None, total: Store) -> Take:
 def reduce(
     session: Session, config: RunConfig, before: State, micros: list[Batch], missing: list[str], store: Store
 ) -> Accumulation | None:
-    """The same over ranks, two micro-batches for each: by themselves, made where they are at home, and reduced."""
+    """Compute the same over ranks, two micro-batches for each: each by itself on its own rank, and reduced.
+
+    `missing` gets why where the session cannot.
+    """
     count = 2 * config.train.ranks
     # One loss scale, or history of amaxes, serves all ranks: where there is one, so must one share.
     one_scale = SCALE in before.scalars or layers(config)
@@ -101,7 +105,7 @@ def shares_of(count: int) -> tuple[float, ...]:
 
 
 def _of_shares(micros: list[Batch], shares: Sequence[float]) -> tuple[list[Batch], Batch]:
-    """As many micro-batches as shares, the first ones again where there are too few, apart and together."""
+    """Return as many micro-batches as shares, the first ones again where there are too few, apart and together."""
     base = uneven_weights(micros[0], 0).weights
     again = micros * (1 + len(shares) // len(micros))
     parts = [

@@ -15,7 +15,7 @@ from lockstep.core.streams import TAPS, stream_taps
 
 
 def observed_names(config: RunConfig) -> list[str]:
-    """Every name that a full check asks of a candidate's taps."""
+    """Return every name that a full check asks of a candidate's taps."""
     taps, parameters = tap_names(config.model), list(parameter_shapes(config.model))
     probed = (*taps, *edge_names(config.model), *parameters)
     return [*taps, *(GRADIENT + name for name in probed)]
@@ -29,9 +29,10 @@ def look(
     store: Store | None = None,
     note: Callable[[str, np.ndarray], None] = lambda name, tensor: None,
 ) -> Arrays:
-    """Taps and gradients of the sequences with weight, as far as the session shows them; `missing` gets what not.
+    """Return taps and gradients of the sequences with weight, as far as the session shows them.
 
-    store: takes them, by default one in memory. note: is given each by name before.
+    missing: gets what it does not show. store: takes them, by default one in memory. note: is given each by name
+    before.
     """
     into = MemoryStore() if store is None else store
 
