@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.core.backend import Batch, StepRecord
 from lockstep.parity_tests.faults.attention import RopeInBf16
+from lockstep.parity_tests.faults.outside import OldGradientsMixedIn
 from lockstep.parity_tests.ranks.sharded import with_ranks
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.ranks.fsdp import ShardedRanks
@@ -26,6 +27,14 @@ def on_rank_one() -> bool:
 
 class RopeInBf16OnRankOne(RopeInBf16):
     """Rank 1 rotates in bf16, as with another version of a library on one node."""
+
+    def open_rank(self, config: Any) -> TorchSession:
+        """Open the fault's session on rank 1, and an honest one elsewhere."""
+        return super().open_rank(config) if on_rank_one() else TorchBackend().open_rank(config)
+
+
+class OldGradientsMixedInOnRankOne(OldGradientsMixedIn):
+    """Rank 1 adds a tenth of the last step's gradients to its own, from a buffer that a load empties."""
 
     def open_rank(self, config: Any) -> TorchSession:
         """Open the fault's session on rank 1, and an honest one elsewhere."""

@@ -7,11 +7,12 @@ from functools import cache
 import pytest
 
 from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.in_a_row import AT_ONCE, TAPS
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.jax_backend.backend import JaxBackend
-from lockstep.parity_tests.faults import gradients, ranks
+from lockstep.parity_tests.faults import gradients, outside, ranks
 from lockstep.parity_tests.ranks import reductions
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
@@ -61,3 +62,11 @@ def test_honest_ranks_agree() -> None:
     check = check_of(TorchBackend())
     assert check.verdict == "agreed", check.origin
     assert {"accumulation", "reduction"} <= {f.stage for f in check.findings}
+    later = {f"clip_coefficient/{CONFIG.train.steps}", f"learning_rate/{CONFIG.train.steps}"}
+    assert {*TAPS.values(), *later} <= {f.tap for f in check.findings}
+
+
+def test_gradients_that_no_step_clears_are_found_over_ranks_too() -> None:
+    check = check_of(outside.StepsClearNoGradients())
+    assert check.origin is not None
+    assert (check.origin.stage, check.origin.tap) == ("gradients", TAPS[AT_ONCE])

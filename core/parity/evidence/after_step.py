@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lockstep.core.backend import NotSupported, RankReport, Session
-from lockstep.core.capabilities import Loads, ReportsRanks, ask
+from lockstep.core.capabilities import Loads, ReportsRanks, ask, ranks_of
 from lockstep.core.checkpoint.taken_over import miscounted
 from lockstep.core.parity.evidence.amaxes import amaxes_of_parts
 from lockstep.core.parity.evidence.changed import Changed
@@ -17,6 +17,7 @@ from lockstep.core.parity.evidence.later_steps import later_steps
 from lockstep.core.parity.evidence.parts import sketched
 from lockstep.core.parity.evidence.probe import probe_of
 from lockstep.core.parity.evidence.round_trip import round_trip
+from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.train.fp8_amax import layers
 from lockstep.core.train.validation import Validation
 
@@ -99,6 +100,8 @@ def _try_checkpoint(found: Gathering) -> None:
     begun = "a checkpoint was begun"
     found.reloaded = round_trip(session, before, after, missing, found.store, lambda: written.note(begun))
     found.changed.found |= written.found
+    if isinstance(found.store, FolderStore) and found.store.ranks > 1:
+        found.store.lend(ranks_of(session), "after/")
     if found.reloaded is not None:
         found.later = later_steps(session, config, batch, before, after, missing)
         found.in_a_row = in_a_row(session, config, batch, before, after, made, found.sums_before, missing)

@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lockstep.core.backend import Batch, NotSupported, Session, State, StepRecord
-from lockstep.core.capabilities import Loads, ShowsChecksums, ask
+from lockstep.core.capabilities import Loads, ShowsChecksums, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.run.ranks import Ranks
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.unchanged_state import differing
 
@@ -24,6 +25,7 @@ LOADED, NOT_SHOWN, AT_ONCE = "loaded", "not shown", "at once"
 TAPS = {NOT_SHOWN: "the step again, not shown", AT_ONCE: "the step after, at once"}
 # Fields of a record that are the step's arithmetic, in its order.
 ARITHMETIC = ("loss", "grad_norm", "clip_coefficient", "lr")
+ON_RANK = " on rank "
 WHAT = "two steps in a row"
 
 Sums = Mapping[str, float]
@@ -61,14 +63,12 @@ def in_a_row(
     Return the names of what differs: LOADED from `before` when that was loaded; NOT_SHOWN of the step, made without
     showing anything, from the one that was shown; AT_ONCE of the second step from the same one after a pass for
     gradients and a load. Nothing, and a word in `missing`, where steps do not repeat their bits, or cannot be made.
+    Every rank of a session calls it with its own states and checksums; the names are the same on each.
     """
     try:
         load = ask(session, Loads).load
     except NotSupported as reason:
         missing.append(f"{WHAT}: {reason}")
-        return {}
-    if config.train.ranks > 1:
-        missing.append(f"{WHAT}: a check of several ranks does not make them")
         return {}
     if before.step + 2 > config.train.steps:
         missing.append(f"{WHAT}: the run ends with this one")
@@ -92,7 +92,7 @@ def in_a_row(
         return loaded, first, _Made(_step(session, batch), sums())
 
     try:
-        return _compared(started, _Made(*shown), at_once, with_a_check_between, missing)
+        return _compared(started, _Made(*shown), at_once, with_a_check_between, missing, ranks_of(session))
     except (NotSupported, ValueError, KeyError) as reason:
         missing.append(f"{WHAT}: {reason}")
         return {}
@@ -106,22 +106,34 @@ def _compared(
     at_once: Callable[[], _Made],
     with_a_check_between: Callable[[], tuple[Sums, _Made, _Made]],
     missing: list[str],
+    ranks: Ranks,
 ) -> dict[str, tuple[str, ...]]:
     second = at_once()
     loaded, first, apart = with_a_check_between()
     found = {
-        LOADED: differing(started, loaded),
-        NOT_SHOWN: first.differs_from(shown),
-        AT_ONCE: second.differs_from(apart),
+        LOADED: _on_any(ranks, differing(started, loaded)),
+        NOT_SHOWN: _on_any(ranks, first.differs_from(shown)),
+        AT_ONCE: _on_any(ranks, second.differs_from(apart)),
     }
     if not found[LOADED] and any(found.values()):
         # Some programs do not repeat their bits. What is accused is there again, alike in every bit.
         _, first_again, apart_again = with_a_check_between()
         again = second, at_once(), first, first_again, apart, apart_again
-        if any(one.differs_from(other) for one, other in zip(again[::2], again[1::2], strict=True)):
+        pairs = zip(again[::2], again[1::2], strict=True)
+        if _on_any(ranks, tuple(name for one, other in pairs for name in one.differs_from(other))):
             missing.append(f"{WHAT}: the session's steps do not repeat their bits")
             return {}
     return found
+
+
+def _on_any(ranks: Ranks, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what differs on rank 0, then what differs on another rank alone; the same on every rank."""
+    first, *others = ranks.gather(names, "`compare two steps in a row`")
+    alone: dict[str, int] = {}
+    for rank, of_rank in enumerate(others, 1):
+        for name in of_rank:
+            alone.setdefault(name, rank)
+    return (*first, *(f"{name}{ON_RANK}{rank}" for name, rank in alone.items() if name not in first))
 
 
 def _step(session: Session, batch: Batch) -> StepRecord:

@@ -18,7 +18,7 @@ from lockstep.core.model.groups import group_settings, moment_names, update_rule
 from lockstep.core.model.init import init_parameter
 from lockstep.core.model.names import groups_of, parameter_shapes
 from lockstep.core.parity.evidence.evidence import Evidence
-from lockstep.core.parity.evidence.in_a_row import AT_ONCE, LOADED, NOT_SHOWN, TAPS
+from lockstep.core.parity.evidence.in_a_row import AT_ONCE, LOADED, NOT_SHOWN, ON_RANK, TAPS
 from lockstep.core.parity.evidence.later_steps import as_later_steps
 from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, peak_bounds, scalar_bounds
@@ -379,9 +379,10 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
 
 def _first_link(wrong: Sequence[str], state: State) -> str:
     """Return the first link of a step that is wrong, by fields of its record and arrays of the state after it."""
-    if of_record := [stage for name, stage in OF_RECORD.items() if name in wrong]:
+    names = {name.partition(ON_RANK)[0] for name in wrong}
+    if of_record := [stage for name, stage in OF_RECORD.items() if name in names]:
         return of_record[0]
-    kinds = {name.partition("/")[0] for name in wrong}
+    kinds = {name.partition("/")[0] for name in names}
     return "moments" if kinds & set(state.optimizer) else "update" if "params" in kinds else "step_count"
 
 
