@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from lockstep.core.config.schema import AttentionConfig, RunConfig, TrainConfig
+from lockstep.core.errors import UserError
 from lockstep.core.train.loss_scale import SKIPPED
 
 Arrays = Mapping[str, np.ndarray]
@@ -26,6 +27,12 @@ Arrays = Mapping[str, np.ndarray]
 
 class NotSupported(Exception):
     """A session cannot do what was asked. The engine lists the reason under `not_covered` and goes on."""
+
+
+def in_words(error: Exception) -> str:
+    """Return the first line of an error, with its kind before it where it is no refusal."""
+    said = next(iter(str(error).splitlines()), "")
+    return said if isinstance(error, (NotSupported, UserError)) else f"{type(error).__name__}: {said}"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.backend import NotSupported, Session, State
+from lockstep.core.backend import NotSupported, Session, State, in_words
 from lockstep.core.capabilities import GivesEachItsOwn, Loads, ask, ranks_of
 from lockstep.core.checkpoint.taken_over import require_taken_over
 from lockstep.core.config.schema import RunConfig
@@ -217,10 +217,7 @@ def _run_again(
 
 
 def _not_run_again(why: Exception) -> Repeat:
-    said = next(iter(str(why).splitlines()), "")
-    if not isinstance(why, (NotSupported, UserError)):
-        said = f"{type(why).__name__}: {said}"
-    return Repeat(None, (), f"the step could not be run again: {said}")
+    return Repeat(None, (), f"the step could not be run again: {in_words(why)}")
 
 
 def _own(session: Session, config: RunConfig) -> AbstractContextManager[None]:

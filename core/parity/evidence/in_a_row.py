@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lockstep.core.backend import Batch, NotSupported, Session, State, StepRecord
+from lockstep.core.backend import Batch, NotSupported, Session, State, StepRecord, in_words
 from lockstep.core.capabilities import Loads, ShowsChecksums, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.run.ranks import Ranks
@@ -93,8 +93,12 @@ def in_a_row(
 
     try:
         return _compared(started, _Made(*shown), at_once, with_a_check_between, missing, ranks_of(session))
-    except (NotSupported, ValueError, KeyError) as reason:
-        missing.append(f"{WHAT}: {reason}")
+    except Exception as reason:
+        # What goes wrong in a step that the run has not come to takes no verdict from the one that was made. A rank by
+        # itself cannot go on: the others wait for it.
+        if config.train.ranks > 1 and not isinstance(reason, NotSupported):
+            raise
+        missing.append(f"{WHAT}: {in_words(reason)}")
         return {}
     finally:
         load(after)

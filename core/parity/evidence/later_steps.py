@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lockstep.core.arrays import Scaled
-from lockstep.core.backend import Batch, NotSupported, Session, State, StepRecord
+from lockstep.core.backend import Batch, NotSupported, Session, State, StepRecord, in_words
 from lockstep.core.capabilities import Loads, ask
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.train.finite import NotFinite
@@ -47,7 +47,10 @@ def later_steps(
             params = Scaled(before.params, SMALL) if number == config.train.steps else before.params
             load(replace(before, step=number - 1, params=params))
             records.append(session.step(batch))
-    except (NotSupported, NotFinite, ValueError) as reason:
-        missing.append(f"learning rate and clipping of later steps: {reason}")
+    except Exception as reason:
+        # As in two steps in a row (core/parity/evidence/in_a_row.py).
+        if config.train.ranks > 1 and not isinstance(reason, (NotSupported, NotFinite)):
+            raise
+        missing.append(f"learning rate and clipping of later steps: {in_words(reason)}")
     load(after)
     return tuple(records)

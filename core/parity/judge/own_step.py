@@ -159,7 +159,8 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
     of_step = nll_of_tapped(evidence, config)
     if of_step is not None and evidence.probed is not None and of_step[0].shape == evidence.probed.nll.shape:
         own, _ = of_step
-        unequal = float(np.mean(own != evidence.probed.nll))
+        nll = evidence.probed.nll
+        unequal = float(np.mean((own != nll) & ~(np.isnan(own) & np.isnan(nll))))
         measure = Measure("unequal", unequal, None, 0.0, "a token's NLL does not depend on loss weights")
         yield finding("nll", "nll", "end_to_end", (measure,), own.size, unequal, phase="forward")
     first = evidence.own[0] if evidence.own else None
