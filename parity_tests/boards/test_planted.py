@@ -15,6 +15,7 @@ import torch
 
 from lockstep.core.arrays import bit_equal
 from lockstep.core.backend import Batch
+from lockstep.core.capabilities import ShowsStepGradients, ask
 from lockstep.core.checkpoint.format import PoisonedState, begin_checkpoint, load_checkpoint, writer_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
@@ -75,7 +76,7 @@ def steps(
         scores |= sampled_logits(session, config, micro, taps, [])
         attention = shown_attention_logits(session, config, micro, [])
         # As `lockstep parity` asks for them.
-        record = session.step(batch, norms=step % 2 == 0)
+        record, _ = ask(session, ShowsStepGradients).step_and_gradients(batch, norms=step % 2 == 0)
         values = {"nll": of_batch.nll, "loss": np.asarray(of_batch.loss), "micro nll": of_micro.nll}
         values |= {name: taps[name] for name in forward if name in taps}
         values |= {f"scores/{name}": array for name, array in scores.items()}

@@ -73,7 +73,10 @@ def test_the_example_under_autocast_agrees_with_its_own_casts(
         assert {("act", "forward"), ("q_rope", "backward"), ("attn", "backward"), ("logits", "forward")} <= seen
         assert found["fitting"] is None
     else:
-        assert found["fitting"]["agrees"] and found["fitting"]["settings"] == AUTOCAST
+        # Where the processor's kernels of both kinds of grouping give the same bits, the shorter plan is offered.
+        settings = found["fitting"]["settings"]
+        assert found["fitting"]["agrees"] and settings.items() <= AUTOCAST.items()
+        assert settings.keys() >= AUTOCAST.keys() - {"attention.grouped"}
 
 
 def test_the_example_with_another_epsilon_disagrees(

@@ -208,7 +208,7 @@ def test_what_a_recheck_found_is_kept(tmp_path):
 
             def activate(gate, up):
                 found = right(gate, up).clone()
-                found[3] = wrong(gate, up)[3]
+                found[3:4] = wrong(gate, up)[3:4]
                 return found
 
             model.blocks[0].mlp.activate = activate
