@@ -63,7 +63,8 @@ def read_moment(entry: Mapping[str, Any], kind: str) -> Tensor:
         return codes
     scale = entry[f"absmax{number}"].repeat_interleave(BLOCK)[: codes.numel()]
     values: Tensor = entry[f"qmap{number}"][codes.int()] * scale.view(codes.shape)
-    return values
+    # The library gives a block of zeros the code 0, of −0.993, and the scale 0: together −0, where there was 0.
+    return values + 0.0
 
 
 def written_moment(optimizer: Any, value: Tensor, kind: str, quantised: bool) -> dict[str, Tensor]:
@@ -87,8 +88,6 @@ def in_codes(value: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     blocks = F.pad(value.flatten(), (0, -value.numel() % BLOCK)).view(-1, BLOCK)
     by_block = F.pad(codes.flatten(), (0, -value.numel() % BLOCK)).view(-1, BLOCK)
     largest = blocks.abs().amax(1)
-    # The quantiser gives a block of zeros the code 0 of −0.993, which a scale of zero makes −0.
-    by_block = torch.where(largest[:, None] == 0, (levels == 0).byte().argmax(), by_block)
     stretched = largest / levels[0].abs()
     up, down = (stretched.nextafter(torch.full_like(stretched, end)) for end in (math.inf, 0.0))
     done = largest == 0
