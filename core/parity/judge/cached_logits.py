@@ -6,9 +6,11 @@ other follows from clean runs as the bound of a mean over many tensors does: the
 LEAST_OF_MANY at least, both to the power of the scatter of their numbers.
 
 Clean runs (`python -m lockstep.scripts.studies.clean_logits`): 144 checks of 48 shapes of each policy, at initial
-weights and after 8 and 40 steps. The extremes of many numbers are REACHED; by themselves excesses lay in 0.85 … 1.09
-under bf16, 0.79 … 1.28 under fp16, 0.69 … 1.64 under fp32. In 48 checks of 16 other shapes of each they reached 1.12,
-1.21 and 1.52: none is accused.
+weights and after 8 and 40 steps, of a sequence's last four tokens. By themselves excesses lay in 0.85 … 1.09 under
+bf16, 0.79 … 1.28 under fp16, 0.69 … 1.64 under fp32; in 48 checks of 16 other shapes of each they reached 1.12, 1.21
+and 1.52. Seventeen tokens of one clean check of FP16 reached 1.47: tokens of one sequence read the same keys and
+values, and share their errors, so that more than SHARING of them scatter as so many do. The extremes of many numbers
+are REACHED, that of 1.47 among them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from lockstep.core.parity.measures.verdict import Finding, Measure
 
 STAGE = "sampling"
 # The largest ×/÷ of the excess of clean runs, of many numbers; by whether operands are rounded to a narrower format.
-REACHED = {True: 1.118, False: 1.248}
+REACHED = {True: 1.188, False: 1.248}
+# Tokens of one sequence whose errors count as errors of their own.
+SHARING = 4
 # Names in the evidence, tap, and note with the length of the prompt in it.
 MADE = (
     ((CACHED, LENGTHS), LOGITS, ""),
@@ -62,6 +66,7 @@ class CachedLogits:
         d, numbers = distances(c, w, t, self._reference.stream), calibrated_bounds.carriers(t)
         # One of a few tokens may carry most of the twin's error.
         numbers = min(numbers, calibrated_bounds.carriers(w.astype(np.float64) - t))
+        numbers = min(numbers, SHARING * calibrated_bounds.OF_A_ROW)
         measure = held(d, numbers, self._reference.config.precision.chosen)
         self._found.append(finding(STAGE, tap, "end_to_end", (measure,), t.size, note=note))
 
@@ -78,7 +83,7 @@ def held(d: Distances, numbers: int, policy: PrecisionPolicy) -> Measure:
     reached, width = REACHED[policy.rounds], scatter(numbers)
     least = calibrated_bounds.LEAST_OF_MANY if policy.rounds else calibrated_bounds.LEAST_OF_SUMS
     high = max(reached**calibrated_bounds.MARGIN, least) ** width
-    basis = f"144 clean checks reached {reached:g}, least {least:g}, few numbers ^{width:.2g}"
+    basis = f"clean checks reached {reached:g}, least {least:g}, few numbers ^{width:.2g}"
     if policy.in_fp32:
         high = max(high, calibrated_bounds.FP32_LIMIT / d.twin_relative_error)
         basis += f"; never below a relative error of {calibrated_bounds.FP32_LIMIT:.0e}"
