@@ -31,9 +31,9 @@ import tyro
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.files.jsonl import JsonLines, scan_lines
-from lockstep.core.parity.evidence.cached_logits import ALONE
+from lockstep.core.parity.evidence.cached_logits import sampled_logits
 from lockstep.core.parity.evidence.evaluation import LOGITS
-from lockstep.core.parity.measures import calibrated_bounds
+from lockstep.core.parity.judge.cached_logits import MADE, carried
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.distances import FLOOR_ULPS, distances
 from lockstep.core.parity.measures.scatter import scatter
@@ -51,15 +51,16 @@ TRAINED = (0, 8, 40)
 class Clean:
     """One check of a clean session.
 
-    cached, numbers: excess of the cache's logits, and about how many independent errors they carry. furthest: largest
-    error of a forward pass's logits / that of the twin's, floored as a norm's, over so many `tokens`.
+    sampled, numbers: by place, excess of the logits that sampling makes there, and about how many independent errors
+    they carry. furthest: largest error of a forward pass's logits / that of the twin's, floored as a norm's, over so
+    many `tokens`.
     """
 
     policy: str
     draw: int
     trained: int
-    cached: float
-    numbers: int
+    sampled: dict[str, float]
+    numbers: dict[str, int]
     furthest: float
     tokens: int
 
@@ -81,17 +82,20 @@ def checks(policy: str, draw: int) -> Iterator[Clean]:
 def check(
     session: TorchSession, config: RunConfig, reference: Reference, micro: Batch, policy: str, draw: int
 ) -> Clean:
-    """Compare one micro-batch's logits, and those that follow the last tokens of its first sequence."""
+    """Compare one micro-batch's logits, and those that sampling makes in its first sequence."""
     (made,) = passes(reference, session.state(), micro, [LOGITS])
     twin, truth = made.twin.astype(np.float64), made.truth
     shown = session.observe(micro, [LOGITS])[LOGITS]
-    last = np.arange(config.train.sequence_length - ALONE, config.train.sequence_length + 1, dtype=np.int32)
-    cached = session.cached_logits(micro.tokens[0], last)
-    w, t = made.twin[0, last - 1], truth[0, last - 1]
+    found = sampled_logits(session, config, micro, {LOGITS: shown}, [])
+    sampled, numbers = {}, {}
+    for (logits, lengths), _, _ in MADE:
+        at = found[lengths] - 1
+        w, t = made.twin[0, at], truth[0, at]
+        sampled[logits] = distances(found[logits], w, t, reference.stream).excess
+        numbers[logits] = carried(w, t)
     least = FLOOR_ULPS * float(np.finfo(reference.stream).eps) * np.abs(truth).max()
     furthest = float(np.abs(shown - truth).max() / max(np.abs(twin - truth).max(), least))
-    excess = distances(cached, w, t, reference.stream).excess
-    return Clean(policy, draw, session.steps_done, excess, calibrated_bounds.carriers(t), furthest, micro.tokens.size)
+    return Clean(policy, draw, session.steps_done, sampled, numbers, furthest, micro.tokens.size)
 
 
 def told(rows: list[Clean]) -> str:
@@ -105,11 +109,14 @@ def told(rows: list[Clean]) -> str:
 
 def extremes(what: str, rows: list[Clean]) -> str:
     """Return the extremes of some rows in words."""
-    cached = math.exp(max(abs(math.log(row.cached)) / scatter(row.numbers) for row in rows))
+    places = {}
+    for place in rows[0].sampled:
+        of_many = math.exp(max(abs(math.log(row.sampled[place])) / scatter(row.numbers[place]) for row in rows))
+        places[place] = f"{place} {max(row.sampled[place] for row in rows):.3f}, of many numbers ×/÷ {of_many:.3f}"
     furthest = max(row.furthest for row in rows)
     return (
-        f"{what}: {len(rows)} checks of {len({row.draw for row in rows})} shapes; the cache's excess "
-        f"{max(row.cached for row in rows):.3f}, of many numbers ×/÷ {cached:.3f}; largest single error {furthest:.3f}"
+        f"{what}: {len(rows)} checks of {len({row.draw for row in rows})} shapes; largest excess: "
+        f"{'; '.join(places.values())}; largest single error {furthest:.3f}"
     )
 
 

@@ -63,16 +63,20 @@ class CachedLogits:
             measure = Measure("mismatches", 1.0, None, 0.0, "shapes must be equal")
             self._found.append(finding(STAGE, tap, "end_to_end", (measure,), t.size, note=shapes))
             return
-        d, numbers = distances(c, w, t, self._reference.stream), calibrated_bounds.carriers(t)
-        # One of a few tokens may carry most of the twin's error.
-        numbers = min(numbers, calibrated_bounds.carriers(w.astype(np.float64) - t))
-        numbers = min(numbers, SHARING * calibrated_bounds.OF_A_ROW)
-        measure = held(d, numbers, self._reference.config.precision.chosen)
+        d = distances(c, w, t, self._reference.stream)
+        measure = held(d, carried(w, t), self._reference.config.precision.chosen)
         self._found.append(finding(STAGE, tap, "end_to_end", (measure,), t.size, note=note))
 
     def findings(self) -> list[Finding]:
         """Return what was judged."""
         return self._found
+
+
+def carried(w: np.ndarray, t: np.ndarray) -> int:
+    """Return about how many independent errors the twin's logits w of a few tokens have, (n, V); t: the truth's."""
+    # One of a few tokens may carry most of the twin's error.
+    both = calibrated_bounds.carriers(t), calibrated_bounds.carriers(w.astype(np.float64) - t)
+    return min(*both, SHARING * calibrated_bounds.OF_A_ROW)
 
 
 def held(d: Distances, numbers: int, policy: PrecisionPolicy) -> Measure:
