@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from lockstep.core.bench.rows import BY_NAME
 from lockstep.core.config.file import load_config
 from lockstep.core.files.jsonl import read_lines
 from lockstep.core.model.budget import optimizer_bytes, parameter_count
 from lockstep.core.plan import GPUS, memory
 from lockstep.core.plan.seconds import seconds
 from lockstep.core.plan.sizes import sizes_of
+from lockstep.scripts.studies.cuda_rehearsal import ahead
 from lockstep.scripts.studies.cuda_rehearsal.__main__ import LINES, trimmed
 from lockstep.scripts.studies.cuda_rehearsal.build import stub_source
 from lockstep.scripts.studies.cuda_rehearsal.cases import LEVERS, RUNS, Case, cases
@@ -199,6 +201,40 @@ def test_errors_name_no_folder_of_a_machine():
 
 def test_stubs_note_their_names():
     assert 'int cuB(void) { note("stub cuB"); return 0; }' in stub_source({"cuB", "cuA"}).splitlines()[-1]
+
+
+def test_rows_are_compiled_ahead_in_the_order_in_which_they_are_named(monkeypatch, tmp_path, capsys):
+    """What Inductor chose by a clock that stands still is not left for the real GPU."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    choice, program = tmp_path / "ab" / "cd.best_config", tmp_path / "ab" / "cd.py"
+    choice.parent.mkdir()
+    asked: list[tuple[str, str]] = []
+
+    def compiled(row, library, name, arguments):
+        asked.append((row.name, name))
+        choice.touch()
+        program.touch()
+        return row.name
+
+    monkeypatch.setattr(ahead, "site_packages", lambda python: tmp_path)
+    monkeypatch.setattr(ahead, "build", lambda site, folder: tmp_path / "libcuda.so.1")
+    monkeypatch.setattr(ahead, "_compile", compiled)
+    monkeypatch.setattr(ahead, "_real_device", lambda: None)
+    ahead.main(ahead.Arguments(rows=("kept-64", "bf16"), jobs=1))
+    assert asked == [("kept-64", "NVIDIA H100 80GB HBM3"), ("bf16", "NVIDIA H100 80GB HBM3")]
+    assert capsys.readouterr().out.split() == ["kept-64", "bf16"]
+    assert program.exists() and not choice.exists()
+
+
+def test_an_eager_row_has_nothing_to_compile(tmp_path):
+    assert ahead._compile(BY_NAME["fp32-eager"], tmp_path, "", ahead.Arguments()) == "fp32-eager: nothing to compile"
+
+
+def test_a_process_that_fails_is_told_by_its_last_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(ahead, "WORKER", "lockstep.no_such_module")
+    assert "No module named lockstep.no_such_module" in ahead._compile(
+        BY_NAME["bf16"], tmp_path / "none", "", ahead.Arguments()
+    )
 
 
 def test_every_case_loads_or_is_refused():

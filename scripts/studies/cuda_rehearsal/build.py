@@ -67,21 +67,32 @@ def stub_source(names: set[str]) -> str:
 
 
 def environment(library: Path, caches: Path, memory: int | None = None) -> Mapping[str, str]:
-    """Variables of a process that meets the stand-in instead of CUDA. memory: bytes of the device; None: an H100's.
+    """Variables of a case of the rehearsal. memory: bytes of the device; None: an H100's.
 
-    Its compiled kernels go to `caches`, and must never be used on a real GPU.
+    Its compiled kernels go to `caches`.
+    """
+    return preloaded(library, memory) | {
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        # Each generated kernel then carries the bytes that it reads and writes.
+        "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",
+    }
+
+
+def preloaded(library: Path, memory: int | None = None, name: str | None = None) -> dict[str, str]:
+    """Variables with which a process meets the stand-in instead of CUDA. memory, name: the device's, if not an H100's.
+
+    Inductor chooses between variants of a kernel by timing them, which is chance there. It keeps its choice in files
+    `*.best_config` beside the kernels; a real GPU must never see those.
     """
     found = {
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(library.parent), os.environ.get("LD_LIBRARY_PATH")))),
         "TRITON_LIBCUDA_PATH": str(library.parent),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-        # Each generated kernel then carries the bytes that it reads and writes.
-        "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",
     }
-    return found | ({} if memory is None else {"STANDIN_MEMORY": str(memory)})
+    found |= {} if memory is None else {"STANDIN_MEMORY": str(memory)}
+    return found | ({} if name is None else {"STANDIN_NAME": name})
 
 
 def _gcc(*arguments: str) -> None:

@@ -1,9 +1,14 @@
 // What the device is: one H100 SXM, by the runtime's and the driver's questions. Its clocks and links are not answered.
 #include "standin.h"
+#include <stdlib.h>
 #include <string.h>
 
 #define VERSION 13000
-const char device_name[] = "NVIDIA H100 80GB HBM3 (stand-in)";
+// A program that is compiled for a device is found again by the device's name.
+static const char *device_name(void) {
+  const char *asked = getenv("STANDIN_NAME");
+  return asked ? asked : "NVIDIA H100 80GB HBM3 (stand-in)";
+}
 
 int device_attribute(int attribute) {
   switch (attribute) {
@@ -34,7 +39,7 @@ int device_attribute(int attribute) {
 ANSWER cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
   size_t free;
   memset(p, 0, sizeof *p);
-  strcpy(p->name, device_name);
+  strncpy(p->name, device_name(), sizeof p->name - 1);
   device_memory_left(&free, &p->totalGlobalMem);
   p->major = 9;
   p->multiProcessorCount = 132;
@@ -79,7 +84,7 @@ ANSWER CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
 ANSWER CUresult cuDriverGetVersion(int *v) { *v = VERSION; return CUDA_SUCCESS; }
 ANSWER CUresult cuDeviceGet(CUdevice *device, int number) { *device = 0; return CUDA_SUCCESS; }
 ANSWER CUresult cuDeviceGetCount(int *n) { *n = 1; return CUDA_SUCCESS; }
-ANSWER CUresult cuDeviceGetName(char *name, int length, CUdevice device) { strncpy(name, device_name, length); return CUDA_SUCCESS; }
+ANSWER CUresult cuDeviceGetName(char *name, int length, CUdevice device) { strncpy(name, device_name(), length); return CUDA_SUCCESS; }
 ANSWER CUresult cuDeviceGetAttribute(int *v, CUdevice_attribute a, CUdevice device) { *v = device_attribute((int)a); return CUDA_SUCCESS; }
 
 // One context, which is always there.
