@@ -70,6 +70,10 @@ class Scaled(Mapping[str, np.ndarray]):
         """Some elements, as in `ReadsParts`."""
         return self._times(name, part_of(self._arrays, name, slice(start, stop)))
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """As in `HasShapes`."""
+        return shape_of(self._arrays, name)
+
     def _times(self, name: str, value: np.ndarray) -> np.ndarray:
         return value * self._factor if name.startswith(self._prefix) else value
 

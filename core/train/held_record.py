@@ -1,7 +1,7 @@
-"""Hold each record of a run to what its settings and its batch prescribe: that needs neither a check nor a reference.
+"""Compare each record of a run with what the settings and the batch prescribe; this needs no check and no reference.
 
-A learning rate that leaves its schedule between two checks, and a batch of which a session consumes a part, are seen in
-the step in which they begin.
+A learning rate that leaves its schedule between two checks is found in its first wrong step, and so is a session that
+consumes only a part of its batch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from lockstep.core.backend import Batch, StepRecord
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures import scalar_bounds
+from lockstep.core.run.ranks import ONE, Ranks
 from lockstep.core.train.schedule import learning_rate
 
 
@@ -22,14 +23,18 @@ class WrongRecord(UserError):
     """A step's record is not what the run prescribes for that step."""
 
 
-def require_prescribed(record: StepRecord, batch: Batch, step: int, config: RunConfig) -> None:
+def require_prescribed(record: StepRecord, batch: Batch, step: int, config: RunConfig, ranks: Ranks = ONE) -> None:
     """Raise WrongRecord unless the record of step `step` follows from the settings and from the batch it was given.
 
-    Held are the step's number, the batch's digest, its tokens and loss weight, the learning rate, and the clip
-    coefficient, which follows from the norm that the record tells. Bounds are those of a check (scalar_bounds.py).
+    Compared are the step's number, the batch's digest, its tokens and loss weight, the learning rate, and the clip
+    coefficient, which follows from the norm in the record. Bounds are those of a check (scalar_bounds.py). Every rank
+    calls it with its own record, and raises if the record of any rank is wrong.
     """
-    if wrong := list(_wrong(record, batch, step, config)):
-        raise WrongRecord(f"step {step}: its record does not follow from the run: {'; '.join(wrong)}")
+    found = ranks.gather("; ".join(_wrong(record, batch, step, config)), f"`compare the records of step {step}`")
+    for rank, wrong in enumerate(found):
+        if wrong:
+            where = f" on rank {rank}" if ranks.count > 1 else ""
+            raise WrongRecord(f"step {step}: its record{where} does not follow from the run: {wrong}")
 
 
 def _wrong(record: StepRecord, batch: Batch, step: int, config: RunConfig) -> Iterator[str]:

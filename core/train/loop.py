@@ -125,9 +125,9 @@ def step_records(
             if not is_finite(record):
                 raise NotFinite(record, "the session does not say where, and its weights may have it")
             require_progress(record, config.train.skips_in_a_row)
-            # A checked step is judged, which names the origin; under "log" a run goes on whatever is found.
-            if not watched and config.parity.on_alarm != "log":
-                require_prescribed(record, batch, step, config)
+            # A checked step is judged, which names the origin.
+            if not watched:
+                require_prescribed(record, batch, step, config, ranks)
             # A clock too coarse to see a step is no reason to divide by zero.
             rate = record.tokens / record.seconds if record.seconds > 0 else 0.0
             looked = f"validation, a metric or a sample after step {step}"

@@ -63,16 +63,29 @@ def test_a_record_that_does_not_is_refused(told: dict[str, Any], said: str) -> N
     assert said in str(refused.value)
 
 
+def test_all_ranks_end_if_one_has_a_wrong_record() -> None:
+    class Two:
+        """Rank 0, whose record is right, beside a rank 1 whose rate is wrong."""
+
+        rank, count = 0, 2
+
+        def of_first(self, compute: Any, asked: str = "") -> Any:
+            return compute()
+
+        def gather(self, value: Any, asked: str = "") -> list[Any]:
+            return [value, "lr 1, where the schedule says 2"]
+
+    with pytest.raises(WrongRecord, match=r"^step 3: its record on rank 1 does not follow from the run: lr 1, where"):
+        require_prescribed(HONEST, BATCH, 3, CONFIG, Two())
+
+
 @pytest.mark.usefixtures("in_one_process")
-@pytest.mark.parametrize(("on_alarm", "code", "steps"), [("stop", 2, 3), ("log", 0, 8)])
 def test_a_rate_that_leaves_its_schedule_between_checks_ends_the_run(
-    on_alarm: str, code: int, steps: int, folder: Folder, capsys: pytest.CaptureFixture[str]
+    folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Under the settings of a run that names none for alarms."""
     backend = "lockstep.parity_tests.faults.reports:LeavesTheSchedule"
-    settings = {"parity.on_alarm": on_alarm, "train.steps": 8}
-    assert folder.train("run", settings, "--backend", backend) == code
-    error = capsys.readouterr().err
-    assert len(folder.records("run")) == steps
-    if code:
-        line = one_line(error)
-        assert line.startswith("lockstep: step 4: its record does not follow from the run: lr ")
+    assert folder.train("run", {"train.steps": 8}, "--backend", backend) == 2
+    line = one_line(capsys.readouterr().err)
+    assert line.startswith("lockstep: step 4: its record does not follow from the run: lr ")
+    assert len(folder.records("run")) == 3

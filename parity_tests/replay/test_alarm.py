@@ -111,7 +111,7 @@ def test_what_is_other_in_each_repeat_is_called_random_numbers_or_a_race():
     evidence, check = flagged(session)
     found = repeated(session, evidence, check, CONFIG)
     assert found.happened is False
-    assert found.why.startswith("does not repeat: random numbers that no state holds, as of dropout left on, or a race")
+    assert found.why.startswith("does not repeat: random numbers that no state holds, such as those of dropout")
 
 
 def test_what_is_other_in_one_repeat_of_two_is_called_hardware_or_a_race(monkeypatch):

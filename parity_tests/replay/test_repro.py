@@ -52,7 +52,7 @@ def test_what_is_honest_is_within_rounding_at_every_link(policy, tmp_path, capsy
     wrong = {key: out for key, (code, out) in codes.items() if code == 1}
     assert not wrong, wrong
     untold = {stage for (stage, phase, scope), (code, _) in codes.items() if code == 2 and scope == "local"}
-    # What has no tensors of its own: a count of steps, a list of names, a number that is only reported.
+    # These have no tensors of their own: a count of steps, a list of names, a number that is only reported.
     assert untold <= {"step_count", "weights", "record"}
     assert {stage for stage, _, _ in codes} >= {"embed", "attn", "nll", "logits", "act", "update", "moments", "loss"}
 

@@ -1,8 +1,8 @@
 """Follow up a check that disagreed: run the step again, find the cause, pack the step.
 
-A step that does not repeat, from the same state on the same batch, is run a second time. Three runs with three results
-are called random numbers or a race, two that agree in their bits hardware or a race. Two repeats that agree, and not
-with the run, are neither: loading the state may have reset something that the state does not hold.
+A step that does not repeat, from the same state on the same batch, is run a second time. If all three runs differ,
+random numbers or a race are named. If the second repeat has the bits of the run, hardware or a race is named. If both
+repeats have the same bits, and the run has others, loading the state may have reset what the state does not hold.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lockstep.core.run.ranks import Ranks, is_sharded
 NAMED = 5
 # Micro-batches, or pairs of sequences, that are shown to the reference after an alarm of training.
 MOST_SHOWN_AGAIN = 4
-RANDOM = "random numbers that no state holds, as of dropout left on, or a race"
+RANDOM = "random numbers that no state holds, such as those of dropout that was left on, or a race"
 HOW_TO_TELL = "run the same steps again: what recurs at the same step with the same bits is no hardware"
 
 

@@ -94,8 +94,8 @@ def in_a_row(
     try:
         return _compared(started, _Made(*shown), at_once, with_a_check_between, missing, ranks_of(session))
     except Exception as reason:
-        # What goes wrong in a step that the run has not come to takes no verdict from the one that was made. A rank by
-        # itself cannot go on: the others wait for it.
+        # The step that was made keeps its verdict, also if one that the run has not come to fails. Among several ranks
+        # the others wait for the one that failed, so none can go on.
         if config.train.ranks > 1 and not isinstance(reason, NotSupported):
             raise
         missing.append(f"{WHAT}: {in_words(reason)}")
