@@ -1,7 +1,8 @@
 """Make one step of a configuration above the stand-in: what it compiles stays in Inductor's cache. Started by ahead.py.
 
 The configuration is read as JSON from the input. The last line says how many graphs were compiled, and how many of them
-the cache keeps: torch refuses graphs that compute an attention again, since its kernels could draw random numbers.
+the cache keeps: torch 2.11 refuses graphs for CUDA that compute an attention again, since they hold the state of a
+generator (`graphsafe_run_with_rng_state`); torch 2.13 keeps them.
 """
 
 from __future__ import annotations
