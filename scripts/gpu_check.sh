@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command: its tests, a parity check against JAX, and the bench of whole steps.
+# Everything that needs a GPU, in one command: its tests, parity checks of every policy, eager and compiled, against JAX,
+# and the bench of whole steps.
 #
 #   scripts/gpu_check.sh [--minutes N] [--only PART] [--from BENCH.json] [--tiny] [OUT] [-- BENCH ARGUMENTS]
 #
@@ -18,7 +19,7 @@ set -uo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 minutes=10 only= from= tiny= out=${OUT:-gpu_check}
 usage() {
-    sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit "$1"
 }
 value() { [ $# -ge 2 ] || { printf 'gpu_check: %s needs a value\n' "$1" >&2; exit 2; }; }
@@ -65,6 +66,16 @@ part() { # name, command…: what it says goes to the screen and to OUT/name.log
     local code=${PIPESTATUS[0]}
     [ "$code" -eq 0 ] || bad+=("$name: exit code $code")
 }
+parity_check() { # name, policy, program, arguments…: a check beside others; why it failed goes to OUT/NAME.failed
+    local name=$1 policy=$2 compiled=true
+    [ "$3" = compiled ] || compiled=false
+    shift 3
+    bad=()
+    part "$name" "$python" -m lockstep parity "$config" "${data[@]}" --device "$device" --precision.policy "$policy" \
+        --compile.enabled "$compiled" --train.batch-size 8 --train.micro-batch-size 4 --steps 2 \
+        --json "$out/$name.json" --capsules "$out/capsules_$name" "$@" >/dev/null
+    printf '%s' "${bad[*]-}" >"$out/$name.failed"
+}
 wanted() { [ -z "$only" ] || [ "$only" = "$1" ]; }
 in_minutes() { # so many seconds less than what is left
     local seconds=$(($(left) - $1))
@@ -96,22 +107,32 @@ if wanted tests; then
 fi
 
 if wanted parity; then
-    # The reference on the same GPU if JAX sees it, its products under "highest", beside torch (jax_backend/__init__.py).
-    platform=cpu on_gpu=()
-    if [ -z "$tiny" ] && JAX_PLATFORMS=cuda,cpu "$python" -c 'import jax, lockstep.jax_backend; jax.devices("cuda")' 2>/dev/null; then
-        platform=cuda on_gpu=(--parity.reference-device cuda --parity.device-gb 8)
-    fi
-    printf 'the reference runs on %s\n' "$platform" | tee "$out/parity_reference.txt"
     data=(--data.source "$repo/core" --data.path "$out/data")
     part data "$python" -m lockstep data prepare "$config" --workers 1 "${data[@]}"
-    programs="eager compiled"
-    [ -z "$tiny" ] || programs=eager
-    for program in $programs; do
-        compiled=false
-        [ "$program" = eager ] || compiled=true
-        part "parity_$program" "$python" -m lockstep parity "$config" "${data[@]}" ${on_gpu[@]+"${on_gpu[@]}"} \
-            --device "$device" --steps 2 --precision.policy bf16 --compile.enabled "$compiled" --train.batch-size 8 \
-            --train.micro-batch-size 4 --json "$out/parity_$program.json" --capsules "$out/capsules"
+    policies="bf16 fp32 fp16 fp8_tensorwise fp8_rowwise fp8_delayed" programs="eager compiled"
+    [ -z "$tiny" ] || { policies=bf16 programs=eager; }
+    checks=()
+    # One with the reference on the same GPU, if JAX sees it: its products under "highest" (jax_backend/__init__.py).
+    if [ -z "$tiny" ] && JAX_PLATFORMS=cuda,cpu "$python" -c 'import jax, lockstep.jax_backend; jax.devices("cuda")' 2>/dev/null; then
+        checks+=("parity_reference_on_gpu bf16 eager --steps 1 --parity.reference-device cuda --parity.device-gb 8")
+    fi
+    for policy in $policies; do
+        for program in $programs; do checks+=("parity_${policy}_$program $policy $program"); done
+    done
+    # A check keeps about four cores busy, with compilers and the reference, and the GPU hardly at all.
+    at_a_time=$(($(getconf _NPROCESSORS_ONLN) / 4))
+    for check in "${checks[@]}"; do
+        while [ "$(jobs -rp | wc -l)" -ge $((at_a_time > 1 ? at_a_time : 1)) ]; do sleep 1; done
+        # shellcheck disable=SC2086  # names and arguments are words of their own
+        parity_check $check &
+    done
+    wait
+    for check in "${checks[@]}"; do
+        name=${check%% *}
+        sed -n "s/^step [0-9]*: parity/$name: &/p" "$out/$name.log" 2>/dev/null
+        said=$(cat "$out/$name.failed")
+        rm -f "$out/$name.failed"
+        [ -z "$said" ] || bad+=("$said")
     done
 fi
 

@@ -69,12 +69,12 @@ def test_gpu_check_at_tiny_size(tmp_path: Path) -> None:
     assert there >= {
         "gpu_tests.xml",
         "gpu_tests.log",
-        "parity_eager.json",
+        "parity_bf16_eager.json",
         "unit_sums.md",
         "bench_step.json",
         "bench_step.md",
     }
-    assert json.loads((tmp_path / "out/parity_eager.json").read_text())["verdict"] == "agreed"
+    assert json.loads((tmp_path / "out/parity_bf16_eager.json").read_text())["verdict"] == "agreed"
     rows = json.loads((tmp_path / "out/bench_step.json").read_text())["series"][0]["rows"]
     assert [row["status"] for row in rows] == ["measured", "measured", "refused"]
 
@@ -91,7 +91,7 @@ def test_gpu_check_says_what_failed_and_does_not_end_well(tmp_path: Path) -> Non
         text=True,
     )
     assert done.returncode == 1
-    for part in ("gpu_tests", "parity_eager", "bench_step"):
+    for part in ("gpu_tests", "parity_bf16_eager", "bench_step"):
         assert f"gpu_check: {part}: exit code 7" in done.stderr
 
 
