@@ -53,6 +53,7 @@ class Row:
 # (what torch chose when the figures were published), nothing computed again, AdamW.
 LEVERS = {
     "precision.policy": "bf16",
+    "precision.casts": "lockstep",
     "precision.fp8_layers": "blocks.*",
     "compile.enabled": "true",
     "compile.backend": "inductor",
@@ -74,6 +75,8 @@ GRAPHS = {"compile.mode": "reduce-overhead"}
 EVERY_LAYER = {"recompute.parts": "block"}
 TENSORWISE, ROWWISE = {"precision.policy": "fp8_tensorwise"}, {"precision.policy": "fp8_rowwise"}
 DELAYED = {"precision.policy": "fp8_delayed"}
+# The published runs were made under autocast: products' outputs and logits stay in bf16.
+AUTOCAST, RESIDUAL = {"precision.casts": "autocast"}, {"precision.casts": "residual=bf16"}
 # FP32 attention fell back to the written-out kernel in the published runs.
 FP32 = {"precision.policy": "fp32", "attention.kernel": "math"}
 
@@ -127,6 +130,7 @@ ROWS: tuple[Row, ...] = (
         EVERY_LAYER,
         Published(2.36, 73.8, "published as [64, 2048] at once"),
     ),
+    Row("autocast-1-64", "the same under torch.autocast's casts, as published", 16, 4, EVERY_LAYER | AUTOCAST),
     Row(
         "recompute-embedding",
         "computed again: embedding",
@@ -297,7 +301,9 @@ ROWS: tuple[Row, ...] = (
         TENSORWISE | _kernel("cudnn") | _chunked(4096),
     ),
     Row("kept-one-kernel-64", "nothing computed again, cuDNN, head of one kernel", 16, 4, ONE_KERNEL),
-    Row("kept-fp8-one-kernel-64", "the same in FP8 tensorwise", 16, 4, TENSORWISE | ONE_KERNEL),
+    Row("kept-autocast-64", "the same under torch.autocast's casts", 16, 4, AUTOCAST | ONE_KERNEL),
+    Row("kept-residual-64", "the same with the residual stream in bf16", 16, 4, RESIDUAL | ONE_KERNEL),
+    Row("kept-fp8-one-kernel-64", "head of one kernel in FP8 tensorwise", 16, 4, TENSORWISE | ONE_KERNEL),
     Row("kept-fp8-delayed-one-kernel-64", "the same in FP8, delayed scaling", 16, 4, DELAYED | ONE_KERNEL),
 )
 BY_NAME = {row.name: row for row in ROWS}
