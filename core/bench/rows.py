@@ -113,7 +113,8 @@ ROWS: tuple[Row, ...] = (
     # AdamW a list operation at a time, as torch's default is.
     Row("bf16", "bf16, compile", 16, settings={"optim.fused": "false"}, published=Published(0.525, 78.6, "autocast")),
     Row("fused", "+ fused AdamW", 16, published=Published(0.504, 73.6)),
-    Row("fp16", "the same in fp16 with loss scaling", 16, settings={"precision.policy": "fp16"}),
+    Row("fused-autocast", "the same under torch.autocast's casts, as published", 16, settings=AUTOCAST),
+    Row("fp16", "+ fused AdamW, in fp16 with loss scaling", 16, settings={"precision.policy": "fp16"}),
     Row(
         "checkpoint-2",
         "+ checkpoint every second layer",
