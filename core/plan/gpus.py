@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep.core.components.attention_kernels import ATTENTION_KERNELS
 from lockstep.core.errors import UserError
@@ -24,7 +24,9 @@ class Gpu:
     title: as the vendor calls it. memory: bytes that torch reports as the device's total; 0: not known. bandwidth: of
     its memory, bytes/s, read and written. link: to the other GPUs of its node, bytes/s in one direction. peaks: dense
     FLOP/s by operand. shares: what large products reach of the peak, by operand. attention: the same by kernel, over
-    forward and backward pass. price: dollars an hour, an assumption. sources: of the numbers.
+    forward and backward pass. price: dollars an hour, an assumption. sources: of the numbers. in_a_step: how many times
+    as long products and attention take in a whole step as they would at those shares, by operand and `attention`; what
+    was not measured is not there.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Gpu:
     attention: Mapping[str, float]
     price: float
     sources: tuple[str, ...]
+    in_a_step: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def cuda(self) -> bool:
@@ -46,7 +49,14 @@ class Gpu:
     def rate(self, operand: str) -> float | None:
         """FLOP/s that large products of this operand are taken to reach; None where the device has no such format."""
         peak = self.peaks.get(operand)
-        return None if peak is None else peak * self.shares.get(operand, self.shares["bf16"])
+        if peak is None:
+            return None
+        return peak * self.shares.get(operand, self.shares["bf16"]) / self.in_a_step.get(operand, 1.0)
+
+    def attention_rate(self, operand: str, kernel: str) -> float:
+        """FLOP/s that attention is taken to reach with this kernel, over forward and backward pass."""
+        share = self.attention.get(kernel, min(self.attention.values()))
+        return self.peaks[operand] * share / self.in_a_step.get("attention", 1.0)
 
 
 # What products reach of the dense peak: Maximum Achievable Matmul FLOPS, measured with torch 2.6 and 2.7 (S. Bekman,
@@ -56,6 +66,10 @@ _MAMF = "achievable products: S. Bekman, Machine Learning Engineering, MAMF tabl
 _HOPPER = {"bf16": 0.803, "fp16": 0.803, "fp8": 0.709}
 _AMPERE = {"bf16": 0.869, "fp16": 0.869}
 _A100 = {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12, "fp64": 19.5e12}
+# In a whole step the GPU is at its limit of 700 W, and its clock falls by a tenth to a fifth. Measured on one H200 and
+# one H100 (docs/results/h200.md, h100.md): the H200's products of bf16 and cuDNN's attention, kernel by kernel; FP8's
+# products and their casts as what the H100's step leaves for them.
+_AT_700_W = {"bf16": 1.17, "fp16": 1.17, "fp8": 1.69, "attention": 1.8}
 _H100, _PCIE = PEAK_FLOPS["NVIDIA H100 80GB HBM3"], PEAK_FLOPS["NVIDIA H100 PCIe"]
 
 
@@ -82,6 +96,7 @@ _KNOWN = (
         _attention("hopper"),
         3.0,
         ("NVIDIA H100 datasheet: 80 GB, 3.35 TB/s, NVLink 900 GB/s both ways, 989 TFLOPS bf16 dense", _MAMF),
+        _AT_700_W,
     ),
     Gpu(
         "h100-pcie",
@@ -106,6 +121,7 @@ _KNOWN = (
         _attention("hopper"),
         4.0,
         ("NVIDIA H200 datasheet: 141 GB, 4.8 TB/s, NVLink 900 GB/s both ways, products as the H100 SXM", _MAMF),
+        _AT_700_W,
     ),
     Gpu(
         "a100-80",

@@ -2,6 +2,7 @@
 
     products    FLOPs / (peak · share), shares in core/plan/gpus.py; the head's in the operand, blocks' in FP8 if so
     attention   3.5 forward passes (2 + 5 products, Dao 2023) at its kernel's share of the peak
+                both as much slower as they were measured to be in a step at the GPU's limit of power, where they were
     recompute   the forward FLOPs of what is computed again, at the same rates
     memory      every tensor that a pass makes is written once and read once (core/plan/parts.py says which are made)
     optimizer   weights and moments read and written, gradients read (core/model/budget.py); Muon's products likewise
@@ -9,7 +10,7 @@
     exchange    ring all-reduce: 2 (n − 1) / n · bytes / link (Patarin & Yuan 2009); what the last micro-batch's
                 backward pass does not cover, and the last bucket, are exposed
 
-Nothing for launches, gaps between kernels, data or checkpoints: a floor with honest rates, not a promise.
+Nothing for launches, gaps between kernels, data or checkpoints. Where a GPU's step was not measured it is a floor.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def seconds(config: RunConfig, gpu: Gpu, *, autocast: bool = False) -> Seconds |
     rate = gpu.rate(operand)
     if rate is None:
         return None
-    attention_rate = gpu.peaks[operand] * gpu.attention.get(z.kernel.name, min(gpu.attention.values()))
+    attention_rate = gpu.attention_rate(operand, z.kernel.name)
     narrow = gpu.rate("fp8") or rate
     train, layers = config.train, config.model.layers
     # One block stands for all: models of thousands are planned as quickly.

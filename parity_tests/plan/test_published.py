@@ -1,7 +1,11 @@
 """The published run, planned: parameters, steady memory, the checkpointing table. Nothing is fitted to it."""
 
+from dataclasses import replace
+
 import pytest
 
+from lockstep.core.bench.results import load_results
+from lockstep.core.bench.rows import BY_NAME
 from lockstep.core.config.file import load_config
 from lockstep.core.plan import GPUS, fits
 from lockstep.core.plan.published import PARAMETERS, STEADY, beside, savings
@@ -47,11 +51,32 @@ def test_the_run_without_checkpointing_and_with(config):
         assert rows[name].ours == pytest.approx(rows[name].theirs, rel=0.08), name
 
 
-def test_steps_are_a_floor_of_the_published(config):
-    """Compiled bf16, one micro-batch: no published step beats the roofline, none takes twice as long."""
-    for row in beside(config):
-        if row.name in ("bf16", "fused", "checkpoint-1", "checkpoint-2", "recompute-mlp", "checkpoint-1-64"):
-            assert 0.5 < row.our_seconds / row.their_seconds < 1.0, row.name
+def test_steps_are_near_the_published(config):
+    """None of these figures is in the plan, which has its rates from Lockstep's own rows of an H200 and an H100."""
+    rows = {row.name: row for row in beside(config)}
+    for name in ("bf16", "fused", "checkpoint-1", "checkpoint-2", "recompute-mlp", "checkpoint-1-64", "fp8-tensorwise"):
+        assert rows[name].our_seconds == pytest.approx(rows[name].their_seconds, rel=0.15), name
+
+
+def measured_steps():
+    """Row, GPU and median seconds of every step of the 1.24B model in docs/results/bench_step.json."""
+    names = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
+    for series in load_results(REPO / "docs/results/bench_step.json")["series"]:
+        for row in series["rows"]:
+            if row["status"] == "measured":
+                yield row["row"], names[series["device"]["name"]], row["median"]
+
+
+@pytest.mark.parametrize(("row", "gpu", "median"), list(measured_steps()))
+def test_steps_are_near_those_that_were_measured(row, gpu, median):
+    run = load_config(REPO / "configs/llama-1b.toml", BY_NAME[row].overrides("cuda"))
+    assert fits(run, gpu).step_seconds == pytest.approx(median, rel=0.05)
+
+
+def test_rates_of_products_alone_would_promise_a_step_that_is_too_short():
+    run = load_config(REPO / "configs/llama-1b.toml", BY_NAME["kept-fp8-one-kernel-64"].overrides("cuda"))
+    alone = fits(run, replace(GPUS["h100"], in_a_step={})).step_seconds
+    assert alone == pytest.approx(0.7 * fits(run, "h100").step_seconds, rel=0.05)
 
 
 def test_the_peak_is_the_dense_one(config):

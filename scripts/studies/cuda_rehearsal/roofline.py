@@ -16,6 +16,7 @@ cross-entropy's exponentials are in FP64.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lockstep.core.config.schema import RunConfig
@@ -54,7 +55,7 @@ def roofline(line: Mapping[str, Any], config: RunConfig) -> dict[str, float]:
     for name, readings in READINGS.items():
         moved = logits_once * (readings * read + BYTES[config.precision.operand])
         found["cross-entropy"] += line["triton"].get(name, 0) * moved / BANDWIDTH
-    timed = seconds(config, GPUS["h100"])
+    timed = seconds(config, replace(GPUS["h100"], in_a_step={}))
     assert timed is not None
     found["attention"] = timed.attention
     rest = line["copies"]["memset"][1] + 2 * line["copies"]["d2d"][1] + outside_the_program(config)
