@@ -18,7 +18,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "inductor"])
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed"])
+@pytest.mark.parametrize("policy", ["fp32", "tf32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed"])
 def test_two_steps_agree(policy, compiled):
     program = CompileConfig(enabled=compiled, backend="inductor")
     config = tiny_config(policy).model_copy(update={"device": "cuda", "compile": program})
