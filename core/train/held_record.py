@@ -44,7 +44,7 @@ def _wrong(record: StepRecord, batch: Batch, step: int, config: RunConfig) -> It
         yield "the digest of the batch is not that of the batch that was handed over"
     if record.tokens != batch.targets.size:
         yield f"tokens {record.tokens:,}, where the batch has {batch.targets.size:,} targets"
-    weight = math.fsum(batch.weights.ravel().tolist())
+    weight = float(batch.weights.sum(dtype=np.float64))
     ulps = scalar_bounds.ulps(record.loss_weight, weight, np.dtype(np.float32))
     if not ulps <= scalar_bounds.sum_bound(batch.weights.size)[0]:
         yield f"loss_weight {record.loss_weight:.9g}, where the batch weighs {weight:.9g}"
