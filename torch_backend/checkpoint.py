@@ -8,8 +8,6 @@ without torch.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -156,16 +154,6 @@ class WritingTorch:
             failed = sorted((rank, why[0]) for rank, why in error.failures.items())
             words = (f"rank {rank}: {getattr(why, 'strerror', None) or why}" for rank, why in failed)
             raise OSError("; ".join(words)) from error
-
-    def write_beside(self) -> None:
-        """`wait` in a thread. What is raised in it is raised on every rank, and rank 0 tells."""
-
-        def run() -> None:
-            with contextlib.suppress(OSError):
-                if not self.not_finite():
-                    self.wait()
-
-        threading.Thread(target=run, name="lockstep-checkpoint", daemon=True).start()
 
 
 def writing(state: State, folder: Path) -> WritingTorch:

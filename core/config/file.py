@@ -97,12 +97,6 @@ def dump_config(config: RunConfig) -> str:
     return tomli_w.dumps(config.model_dump())
 
 
-def config_differences(ours: RunConfig, theirs: RunConfig, ignore: tuple[str, ...] = ()) -> list[str]:
-    """`key: theirs → ours` for every setting that differs, except keys that start with one of `ignore`."""
-    left, right = flatten(theirs.model_dump()), flatten(ours.model_dump())
-    return [f"{k}: {left[k]!r} → {right[k]!r}" for k in right if left[k] != right[k] and not k.startswith(ignore)]
-
-
 def unknown_key(key: str, value: Any, known: Mapping[str, Any]) -> str:
     """Describe a key that is not a setting, with the nearest right name, by the whole key or by its last part.
 

@@ -53,11 +53,6 @@ class BlockSampler:
         """Blocks in an epoch."""
         return (self.num_tokens - 1) // self.block_length
 
-    @property
-    def epoch_tokens(self) -> int:
-        """Input tokens in an epoch."""
-        return self.num_blocks * self.block_length
-
     def window_starts(self, first_token: int, count: int, sequence_length: int) -> NDArray[np.int64]:
         """Return the starts of the run's next `count` sequences in the split.
 

@@ -23,11 +23,6 @@ def groups_of(model: ModelConfig) -> dict[str, Group]:
     return {name: parameter.group for name, parameter in graph_of(model).parameters.items()}
 
 
-def head_name(model: ModelConfig) -> str:
-    """The parameter that turns hidden states into logits."""
-    return graph_of(model).head.name
-
-
 def layer_of(name: str) -> int | None:
     """The block that a parameter or tap belongs to, under whatever prefix (`exp_avg/…`), or None outside the blocks."""
     parts = name.rpartition("/")[2].split(".")

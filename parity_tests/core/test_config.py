@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lockstep.core.config.file import config_differences, dump_config, load_config
+from lockstep.core.config.file import dump_config, load_config
 from lockstep.core.config.file import settings as known_settings
 from lockstep.core.config.rules import RULES
 from lockstep.core.config.schema import ModelConfig, RunConfig, TrainConfig
@@ -352,13 +352,6 @@ def test_a_dumped_config_reloads_to_an_equal_one(config, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "dumped.toml"
     path.write_text(dump_config(config), encoding="utf-8", newline="")
     assert load_config(path) == config
-
-
-def test_differences_are_named():
-    ours = RunConfig(seed=1, optim={"peak_lr": 1e-3})
-    assert config_differences(ours, RunConfig()) == ["seed: 0 → 1", "optim.peak_lr: 0.003 → 0.001"]
-    assert config_differences(ours, RunConfig(), ignore=("optim.",)) == ["seed: 0 → 1"]
-    assert config_differences(ours, ours) == []
 
 
 def test_every_setting_is_described_or_plain():

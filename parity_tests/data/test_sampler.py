@@ -29,7 +29,7 @@ def visited(starts, length):
 @settings(max_examples=150)
 def test_one_epoch_visits_every_token_once_though_the_length_changes(blocks, spare, seed, epoch, cuts):
     sampler = BlockSampler(seed, blocks * BLOCK + 1 + spare, BLOCK)
-    assert (sampler.num_blocks, sampler.epoch_tokens) == (blocks, blocks * BLOCK)
+    assert sampler.num_blocks == blocks
     changes = sorted((min(at, blocks), length) for at, length in cuts)
     borders = [0, *(at for at, _ in changes), blocks]
     lengths = [BLOCK, *(length for _, length in changes)]
