@@ -130,7 +130,7 @@ if wanted parity; then
     for check in "${checks[@]}"; do
         name=${check%% *}
         sed -n "s/^step [0-9]*: parity/$name: &/p" "$out/$name.log" 2>/dev/null
-        said=$(cat "$out/$name.failed")
+        said=$(cat "$out/$name.failed" 2>/dev/null) || said="$name: it ended without a word"
         rm -f "$out/$name.failed"
         [ -z "$said" ] || bad+=("$said")
     done

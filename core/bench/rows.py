@@ -303,8 +303,20 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("kept-one-kernel-64", "nothing computed again, cuDNN, head of one kernel", 16, 4, ONE_KERNEL),
     Row("kept-autocast-64", "the same under torch.autocast's casts", 16, 4, AUTOCAST | ONE_KERNEL),
-    Row("kept-residual-64", "the same with the residual stream in bf16", 16, 4, RESIDUAL | ONE_KERNEL),
-    Row("kept-fp8-one-kernel-64", "head of one kernel in FP8 tensorwise", 16, 4, TENSORWISE | ONE_KERNEL),
+    Row(
+        "kept-residual-64",
+        "nothing computed again, cuDNN, head of one kernel, bf16 residual stream",
+        16,
+        4,
+        RESIDUAL | ONE_KERNEL,
+    ),
+    Row(
+        "kept-fp8-one-kernel-64",
+        "nothing computed again, cuDNN, head of one kernel, FP8 tensorwise",
+        16,
+        4,
+        TENSORWISE | ONE_KERNEL,
+    ),
     Row("kept-fp8-delayed-one-kernel-64", "the same in FP8, delayed scaling", 16, 4, DELAYED | ONE_KERNEL),
 )
 BY_NAME = {row.name: row for row in ROWS}

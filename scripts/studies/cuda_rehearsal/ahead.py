@@ -4,7 +4,7 @@
 
 Run it with the GPU's Python: on the GPU's own machine while the GPU has other work, or on one with the same versions
 and no GPU. Each row makes one step in a process of its own; `jobs` run at a time. Programs go to Inductor's cache
-(TORCHINDUCTOR_CACHE_DIR), where the bench finds them. gcc and nm build the stand-in.
+(TORCHINDUCTOR_CACHE_DIR, if it is set), where the bench finds them. gcc and nm build the stand-in.
 
 Inductor keys its cache by the device's name: that of the GPU, if one is there, else --name.
 """
@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,11 +56,6 @@ def main(arguments: Arguments) -> None:
         rows = sorted(chosen(arguments.rows), key=lambda row: (*arguments.rows, row.name).index(row.name))
         for said in pool.map(lambda row: _compile(row, library, name, arguments), rows):
             print(said, flush=True)
-    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        for file in Path(folder).rglob("*.best_config"):
-            # One that another process wrote and took away again meanwhile is no matter.
-            with suppress(FileNotFoundError):
-                file.unlink()
 
 
 def _real_device() -> str | None:

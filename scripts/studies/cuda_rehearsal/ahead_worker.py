@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import torch
+import torch._inductor.config
 
 from lockstep.core.config.schema import RunConfig
 from lockstep.torch_backend.backend import TorchBackend
@@ -54,6 +55,8 @@ def main() -> None:
     config = RunConfig.model_validate(json.load(sys.stdin))
     # Values decide nothing here, and a billion of them take half a minute to draw.
     TorchSession._initialise = lambda self: None  # type: ignore[method-assign]
+    # Inductor times variants of a kernel to choose one, which is chance here: a GPU must not find that choice.
+    torch._inductor.config.autotune_local_cache = False
     kept = without_cudnn()
     TorchBackend().open_rank(config).step(random_batches(config, 1)[0])
     del kept

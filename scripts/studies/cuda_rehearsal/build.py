@@ -69,7 +69,7 @@ def stub_source(names: set[str]) -> str:
 def environment(library: Path, caches: Path, memory: int | None = None) -> Mapping[str, str]:
     """Variables of a case of the rehearsal. memory: bytes of the device; None: an H100's.
 
-    Its compiled kernels go to `caches`.
+    Its compiled kernels go to `caches`, and must never be used on a real GPU: their variants were chosen by chance.
     """
     return preloaded(library, memory) | {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
@@ -80,11 +80,7 @@ def environment(library: Path, caches: Path, memory: int | None = None) -> Mappi
 
 
 def preloaded(library: Path, memory: int | None = None, name: str | None = None) -> dict[str, str]:
-    """Variables with which a process meets the stand-in instead of CUDA. memory, name: the device's, if not an H100's.
-
-    Inductor chooses between variants of a kernel by timing them, which is chance there. It keeps its choice in files
-    `*.best_config` beside the kernels; a real GPU must never see those.
-    """
+    """Variables of a process that meets the stand-in instead of CUDA. memory, name: of the device; None: an H100's."""
     found = {
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(library.parent), os.environ.get("LD_LIBRARY_PATH")))),

@@ -29,4 +29,3 @@ void device_memory_left(size_t *free, size_t *total);
 
 // properties.c: the value of a device attribute; the runtime and the driver number them alike.
 int device_attribute(int attribute);
-
