@@ -416,33 +416,58 @@ def eight_bits(value: Tensor, signed: bool) -> Tensor:
         from torchao.optim.subclass_8bit import OptimState8bit
 
     state = OptimState8bit.zeros(value.shape, signed, BLOCK, value.device, value.dtype)
+    nearest = _Nearest(state.qmap)
     blocks, codes = value.view(-1, BLOCK), state.codes.view(-1, BLOCK)
     for start in range(0, len(blocks), BLOCKS_AT_ONCE):
         which = slice(start, start + BLOCKS_AT_ONCE)
-        codes[which], state.scale[which] = _in_eight_bits(blocks[which], state.qmap, signed)
+        codes[which], state.scale[which] = _in_eight_bits(blocks[which], nearest, signed)
     result: Tensor = state
     return result
 
 
-def _in_eight_bits(blocks: Tensor, qmap: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+class _Nearest:
+    """The code nearest to a number, by the number's leading bits: a search of the map takes thirty times as long.
+
+    Numbers that share those bits lie within 0.1 %, and codes at least 0.35 % apart: what stands near a code has that
+    code. Between two codes it may have either.
+    """
+
+    # Of float32: 18 bits stay, 9 of the fraction among them.
+    SHIFT = 14
+
+    def __init__(self, qmap: Tensor) -> None:
+        self.qmap = qmap
+        first = torch.arange(1 << (32 - self.SHIFT), dtype=torch.int32, device=qmap.device) << self.SHIFT
+        middle = (first + (1 << (self.SHIFT - 1))).view(torch.float32).nan_to_num(0.0)
+        self._codes = torch.bucketize(middle, (qmap[:-1] + qmap[1:]) / 2, out_int32=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Codes of float32 numbers, int32, flat."""
+        leading = x.contiguous().view(torch.int32).view(-1) >> self.SHIFT
+        return self._codes.index_select(0, leading.bitwise_and_((1 << (32 - self.SHIFT)) - 1))
+
+
+def _in_eight_bits(blocks: Tensor, nearest: _Nearest, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes (uint8) and scales of some blocks (N, BLOCK).
 
-    What the nearest code stands for is compared, so a search serves as well as torchao's rule for ties. It is faster.
+    Each scale is tried of the blocks that none before it gives back. Their numbers lie at codes, where it is right.
     """
-    from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
 
-    between = (qmap[:-1] + qmap[1:]) / 2
-    scaled, largest = scale_tensor(blocks, BLOCK)
-    stretched = largest / -qmap[0] if signed else largest
-    scale, done = largest, torch.zeros_like(largest, dtype=torch.bool)
-    codes = torch.zeros(blocks.shape, dtype=torch.uint8, device=blocks.device)
+    qmap = nearest.qmap
+    scaled, scale = scale_tensor(blocks, BLOCK)
+    stretched = scale / -qmap[0] if signed else scale
     up, down = (stretched.nextafter(torch.full_like(stretched, end)) for end in (math.inf, 0.0))
-    for tried in (largest, stretched, up, down):
-        nearest = torch.bucketize(blocks / tried[:, None], between, out_int32=True)
-        exact = (dequant_with_qmap(nearest, qmap, tried) == blocks).all(1) & ~done
-        codes[exact] = nearest[exact].to(torch.uint8)
-        scale, done = torch.where(exact, tried, scale), done | exact
-        if done.all():
+    codes = torch.zeros(blocks.shape, dtype=torch.uint8, device=blocks.device)
+    left = torch.arange(len(blocks), device=blocks.device)
+    for tried in (scale.clone(), stretched, up, down) if signed else (scale.clone(),):
+        wanted, by = blocks[left], tried[left, None]
+        found = nearest((wanted / by).float())
+        exact = ((qmap.index_select(0, found).view_as(wanted) * by) == wanted).all(1)
+        done = left[exact]
+        codes[done], scale[done] = found.view_as(wanted)[exact].to(torch.uint8), tried[done]
+        left = left[~exact]
+        if not len(left):
             return codes, scale
-    codes[~done] = quantize_8bit_with_qmap(scaled[~done], qmap)
+    codes[left] = quantize_8bit_with_qmap(scaled[left], qmap)
     return codes, scale

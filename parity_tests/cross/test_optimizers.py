@@ -153,6 +153,21 @@ def test_eight_bit_moments_come_back_bit_for_bit(signed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
+def test_every_code_is_found_at_any_scale(signed):
+    """A code's number at a scale, over that scale, is some roundings away from where the map has it."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    scales = np.exp(np.random.default_rng(0).uniform(-25, 60, 512)).astype(np.float32)
+    state = OptimState8bit.zeros((512, BLOCK), signed, BLOCK)
+    state.codes.copy_(torch.arange(256, dtype=torch.uint8))
+    if signed:  # the largest magnitude of these is negative, and less than their scale
+        state.codes[::2, -1] = 0
+    state.scale.copy_(torch.from_numpy(scales))
+    back = eight_bits(state.dequantize(), signed)
+    assert torch.equal(back.codes, state.codes) and torch.equal(back.scale, state.scale)
+
+
+@pytest.mark.parametrize("signed", [True, False])
 def test_a_block_has_the_same_codes_whatever_stands_beside_it(signed, monkeypatch):
     """Numbers that no codes stand for are rounded as torchao does."""
     from torchao.optim.subclass_8bit import OptimState8bit
