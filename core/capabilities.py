@@ -125,6 +125,18 @@ class RunsStages(Protocol):
 
 
 @runtime_checkable
+class PreparesStages(Protocol):
+    """A session that compiles programs of single stages before they are asked for."""
+
+    def prepare_stage(self, stage: str, inputs: Arrays) -> None:
+        """Compile what `run_stage` runs for inputs of these shapes, whose values are not read.
+
+        It is called from another thread than the session's other methods, but never beside them.
+        """
+        ...
+
+
+@runtime_checkable
 class ReadsBack(Protocol):
     """A session that shows what the program of a step was given, as it lay on the device."""
 

@@ -251,6 +251,14 @@ class JaxSession:
         # On the CPU the arrays are JAX's own memory, which cannot be written to.
         return {name: np.asarray(value) for name, value in found.items()}
 
+    def prepare_stage(self, stage: str, inputs: Arrays) -> None:
+        """Trace and compile one stage for inputs of these shapes, which `run_stage` then finds; nothing is run."""
+        self._stages[stage].lower({name: self._shape(x) for name, x in inputs.items()}).compile()
+
+    def _shape(self, x: np.ndarray) -> jax.ShapeDtypeStruct:
+        """The shape and dtype that an input has in the stream."""
+        return jax.ShapeDtypeStruct(x.shape, self.policy.stream if x.dtype.kind == "f" else x.dtype)
+
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """Per-token `nll` and `top1` of `batch`, under the run's policy or a named one."""
         tokens, targets, _ = self._inputs(batch)

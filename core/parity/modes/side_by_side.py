@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 
@@ -25,6 +26,7 @@ from lockstep.core.parity.evidence.place import (
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.parity.reference.prepare import prepare
 from lockstep.core.parity.reference.self_check import self_checked
 from lockstep.core.plan.checks import require_budget
 
@@ -59,11 +61,13 @@ def check_steps(
             ) from lacking
         stack.callback(session.close)
         ranks = ranks_of(session)
-        opened = stack.enter_context(_opening(reference, config))
+        coming = iter(batches)
+        first = list(itertools.islice(coming, 1))
+        opened = stack.enter_context(_opening(reference, config, first))
         # Plans of casts are tried on the first check that disagrees.
         fitted = False
         takes_norms = config.log.norms_every > 0 and "norms" in inspect.signature(session.step).parameters
-        for number, batch in enumerate(batches, 1):
+        for number, batch in enumerate(itertools.chain(first, coming), 1):
             with store_for(config, ranks) as store:
                 # In every second step, as in some of training: a step that records norms may be another program.
                 norms = takes_norms and number % 2 == 0
@@ -82,15 +86,23 @@ def check_steps(
 
 
 @contextmanager
-def _opening(backend: Backend, config: RunConfig) -> Iterator[Callable[[], Reference]]:
+def _opening(backend: Backend, config: RunConfig, first: Sequence[Batch]) -> Iterator[Callable[[], Reference]]:
     """Open the reference, and have it judge itself, beside the candidate's work where threads may ask it.
 
-    Gives what waits for that, and raises UserError if it is not sound. What cannot be opened is raised at once.
+    Then it compiles its programs for batches like `first`. Gives what waits for all that, and raises UserError if it is
+    not sound. What cannot be opened is raised at once.
     """
     with closing(Reference.open(backend, config)) as opened:
         if not opened.threads:
             references = self_checked(opened, backend).over_a_run()
             yield lambda: references
             return
+
+        def ready() -> Reference:
+            checked = self_checked(opened, backend).over_a_run()
+            for batch in first:
+                prepare(checked, batch)
+            return checked
+
         with ThreadPoolExecutor(1, thread_name_prefix="lockstep-reference") as thread:
-            yield thread.submit(lambda: self_checked(opened, backend).over_a_run()).result
+            yield thread.submit(ready).result
