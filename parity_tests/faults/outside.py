@@ -140,6 +140,53 @@ class MomentsRoundedOnceWritten(TorchBackend):
     session_class = _RoundingSession
 
 
+class _WrittenSession(TorchSession):
+    """Knows that it has begun to write a checkpoint, until a load."""
+
+    written = False
+
+    def write(self, folder: Path) -> Any:
+        found = super().write(folder)
+        self.written = True
+        return found
+
+    def load(self, state: State) -> None:
+        super().load(state)
+        self.written = False
+
+
+class _PeakRateSession(_WrittenSession):
+    def _update(self, grads: list[Tensor], coefficient: Any, lr: float, finite: Any) -> None:
+        super()._update(grads, coefficient, self.config.optim.peak_lr if self.written else lr, finite)
+
+
+class PeakRateOnceWritten(TorchBackend):
+    """Once a checkpoint was begun, steps are made at the peak rate; their records say the schedule's."""
+
+    session_class = _PeakRateSession
+
+
+class _CastSession(_WrittenSession):
+    def accumulate(self, batch: Batch) -> Any:
+        if not self.written:
+            return super().accumulate(batch)
+        kept = [p.detach().clone() for p in self.parameters.values()]
+        with torch.no_grad():
+            for p in self.parameters.values():
+                p.copy_(p.bfloat16())
+        found = super().accumulate(batch)
+        with torch.no_grad():
+            for p, own in zip(self.parameters.values(), kept, strict=True):
+                p.copy_(own)
+        return found
+
+
+class WeightsCastOnceWritten(TorchBackend):
+    """Once a checkpoint was begun, passes read weights in bf16, the gains and the residual stream's among them."""
+
+    session_class = _CastSession
+
+
 class _CountingSession(TorchSession):
     def _update(self, grads: list[Tensor], coefficient: Any, lr: float, finite: Any) -> None:
         super()._update(grads, coefficient, lr, finite)

@@ -20,13 +20,16 @@ from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
 AT_ONCE, AGAIN = "the step after, at once", "the step again, not shown"
+WRITTEN = "the step after, while a checkpoint is written"
 FOUND = {
     outside.CopiesMadeByLoadAlone: ("loss", AT_ONCE),
     outside.OldGradientsMixedIn: ("moments", AT_ONCE),
     outside.StepsClearNoGradients: ("gradients", AT_ONCE),
     outside.FartherWhenNotShown: ("update", AGAIN),
-    outside.LoadSkipsWeights: ("checkpoint", "loaded"),
+    outside.LoadSkipsWeights: ("checkpoint", "state"),
     outside.MomentsRoundedOnceWritten: ("weights", "after a checkpoint was begun"),
+    outside.PeakRateOnceWritten: ("update", WRITTEN),
+    outside.WeightsCastOnceWritten: ("loss", WRITTEN),
 }
 
 

@@ -11,7 +11,7 @@ from lockstep.core.parity.evidence.amaxes import amaxes_of_parts
 from lockstep.core.parity.evidence.changed import Changed
 from lockstep.core.parity.evidence.gathering import Gathering
 from lockstep.core.parity.evidence.held_out import held_out
-from lockstep.core.parity.evidence.in_a_row import in_a_row
+from lockstep.core.parity.evidence.in_a_row import Made, in_a_row, while_written
 from lockstep.core.parity.evidence.into_store import gradients_into, state_into
 from lockstep.core.parity.evidence.later_steps import later_steps
 from lockstep.core.parity.evidence.parts import sketched
@@ -97,14 +97,22 @@ def _try_checkpoint(found: Gathering) -> None:
     before, after, missing = found.before, found.after, found.missing
     written = Changed(session, [])
     made = found.record, written.sums
-    begun = "a checkpoint was begun"
-    found.reloaded = round_trip(session, before, after, missing, found.store, lambda: written.note(begun))
+    next_step: list[Made | None] = []
+
+    def begun() -> None:
+        written.note("a checkpoint was begun")
+        next_step.append(while_written(session, config, batch, before, found.sums_before, missing))
+
+    if config.train.ranks > 1:
+        missing.append("a step while a checkpoint is written: with one rank alone")
+    found.reloaded = round_trip(session, before, after, missing, found.store, begun)
     found.changed.found |= written.found
     if isinstance(found.store, FolderStore) and found.store.ranks > 1:
         found.store.lend(ranks_of(session), "after/")
     if found.reloaded is not None:
         found.later = later_steps(session, config, batch, before, after, missing)
-        found.in_a_row = in_a_row(session, config, batch, before, after, made, found.sums_before, missing)
+        follows = next_step[0] if next_step else None
+        found.in_a_row = in_a_row(session, config, batch, before, after, made, found.sums_before, follows, missing)
 
 
 def _name_left_out(found: Gathering) -> None:

@@ -12,36 +12,73 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from lockstep.core.backend import Batch, NotSupported, Session, State, StepRecord, in_words
 from lockstep.core.capabilities import Loads, ShowsChecksums, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.data.memory import available_memory_bytes
+from lockstep.core.model.budget import parameter_count
 from lockstep.core.run.ranks import Ranks
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.unchanged_state import differing
 
-# Keys of the result of `in_a_row`: the three comparisons.
-LOADED, NOT_SHOWN, AT_ONCE = "loaded", "not shown", "at once"
+# Keys of the result of `in_a_row`: the four comparisons.
+LOADED, NOT_SHOWN, AT_ONCE, WHILE_WRITTEN = "loaded", "not shown", "at once", "while written"
 # The taps of what `in_a_row` finds of steps.
-TAPS = {NOT_SHOWN: "the step again, not shown", AT_ONCE: "the step after, at once"}
+TAPS = {
+    NOT_SHOWN: "the step again, not shown",
+    AT_ONCE: "the step after, at once",
+    WHILE_WRITTEN: "the step after, while a checkpoint is written",
+}
 # Fields of a record that are the step's arithmetic, in its order.
 ARITHMETIC = ("loss", "grad_norm", "clip_coefficient", "lr")
 ON_RANK = " on rank "
 WHAT = "two steps in a row"
+# A step takes the gradients' memory beside a checkpoint's copy of the state; as much again is left free.
+MEMORY_OF_STEP = 2
 
 Sums = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class _Made:
+class Made:
     """A step that was made, with the checksums of the state after it where they were asked for."""
 
     record: StepRecord
     sums: Sums
 
-    def differs_from(self, other: _Made) -> tuple[str, ...]:
+    def differs_from(self, other: Made) -> tuple[str, ...]:
         """Name what differs: fields of the record, then arrays of the state."""
         ours, theirs = ({name: repr(getattr(one.record, name)) for name in ARITHMETIC} for one in (self, other))
         return (*(name for name in ARITHMETIC if ours[name] != theirs[name]), *differing(self.sums, other.sums))
+
+
+def while_written(
+    session: Session, config: RunConfig, batch: Batch, before: State, started: Sums, missing: list[str]
+) -> Made | None:
+    """Make the step after the one that is checked, as training does while a checkpoint is being written.
+
+    The session has begun to write the state after the step, and has it. started: as `in_a_row` takes it. Return None,
+    and a word in `missing`, where the run ends with the step, or memory does not hold a step beside the checkpoint's
+    copy of the state. The session has the state after that next step at the end.
+    """
+    what = "a step while a checkpoint is written"
+    if before.step + 2 > config.train.steps:
+        return None
+    if available_memory_bytes() < MEMORY_OF_STEP * np.dtype(np.float32).itemsize * parameter_count(config.model):
+        missing.append(f"{what}: the gradients' memory is not free beside the checkpoint's copy of the state")
+        return None
+    try:
+        return Made(_step(session, batch), _sums(session, started))
+    except Exception as reason:  # as in `in_a_row`
+        missing.append(f"{what}: {in_words(reason)}")
+        return None
+
+
+def _sums(session: Session, started: Sums) -> Sums:
+    """Return checksums of the session's state, where it told some before."""
+    return ask(session, ShowsChecksums).state_checksums() if started else {}
 
 
 def in_a_row(
@@ -52,18 +89,20 @@ def in_a_row(
     after: State,
     shown: tuple[StepRecord, Sums],
     started: Sums,
+    written: Made | None,
     missing: list[str],
 ) -> Mapping[str, tuple[str, ...]]:
     """Make the step and the next one, of the same batch, at once; and again with what a check does between them.
 
     shown: record of the step as the check made it, and checksums of the state after it. started: of that before it.
-    Checksums are empty where the session tells none; records are compared then. The session has `after` again at the
-    end.
+    Checksums are empty where the session tells none; records are compared then. written: what `while_written` made.
+    The session has `after` again at the end.
 
     Return the names of what differs: LOADED from `before` when that was loaded; NOT_SHOWN of the step, made without
     showing anything, from the one that was shown; AT_ONCE of the second step from the same one after a pass for
-    gradients and a load. Nothing, and a word in `missing`, where steps do not repeat their bits, or cannot be made.
-    Every rank of a session calls it with its own states and checksums; the names are the same on each.
+    gradients and a load; WHILE_WRITTEN of that one from `written`. Nothing, and a word in `missing`, where steps do not
+    repeat their bits, or cannot be made. Every rank of a session calls it with its own states and checksums; the names
+    are the same on each.
     """
     try:
         load = ask(session, Loads).load
@@ -75,24 +114,25 @@ def in_a_row(
         return {}
 
     def sums() -> Sums:
-        return ask(session, ShowsChecksums).state_checksums() if started else {}
+        return _sums(session, started)
 
-    def at_once() -> _Made:
+    def at_once() -> Made:
         load(before)
         _step(session, batch)
-        return _Made(_step(session, batch), sums())
+        return Made(_step(session, batch), sums())
 
-    def with_a_check_between() -> tuple[Sums, _Made, _Made]:
+    def with_a_check_between() -> tuple[Sums, Made, Made]:
         load(before)
         loaded = sums()
-        first = _Made(_step(session, batch), sums())
+        first = Made(_step(session, batch), sums())
         with suppress(NotSupported):
             session.gradients(batch.cut(config.train)[0])
         load(after)
-        return loaded, first, _Made(_step(session, batch), sums())
+        return loaded, first, Made(_step(session, batch), sums())
 
     try:
-        return _compared(started, _Made(*shown), at_once, with_a_check_between, missing, ranks_of(session))
+        ranks = ranks_of(session)
+        return _compared(started, Made(*shown), written, at_once, with_a_check_between, missing, ranks)
     except Exception as reason:
         # The step that was made keeps its verdict, also if one that the run has not come to fails. Among several ranks
         # the others wait for the one that failed, so none can go on.
@@ -106,9 +146,10 @@ def in_a_row(
 
 def _compared(
     started: Sums,
-    shown: _Made,
-    at_once: Callable[[], _Made],
-    with_a_check_between: Callable[[], tuple[Sums, _Made, _Made]],
+    shown: Made,
+    written: Made | None,
+    at_once: Callable[[], Made],
+    with_a_check_between: Callable[[], tuple[Sums, Made, Made]],
     missing: list[str],
     ranks: Ranks,
 ) -> dict[str, tuple[str, ...]]:
@@ -119,6 +160,8 @@ def _compared(
         NOT_SHOWN: _on_any(ranks, first.differs_from(shown)),
         AT_ONCE: _on_any(ranks, second.differs_from(apart)),
     }
+    if written is not None:
+        found[WHILE_WRITTEN] = written.differs_from(apart)
     if not found[LOADED] and any(found.values()):
         # Some programs do not repeat their bits. What is accused is there again, alike in every bit.
         _, first_again, apart_again = with_a_check_between()

@@ -18,7 +18,7 @@ from lockstep.core.model.groups import group_settings, moment_names, update_rule
 from lockstep.core.model.init import init_parameter
 from lockstep.core.model.names import groups_of, parameter_shapes
 from lockstep.core.parity.evidence.evidence import Evidence
-from lockstep.core.parity.evidence.in_a_row import AT_ONCE, LOADED, NOT_SHOWN, ON_RANK, TAPS
+from lockstep.core.parity.evidence.in_a_row import AT_ONCE, LOADED, NOT_SHOWN, ON_RANK, TAPS, WHILE_WRITTEN
 from lockstep.core.parity.evidence.later_steps import as_later_steps
 from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, peak_bounds, scalar_bounds
@@ -369,7 +369,10 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
     for what, basis in (
         (NOT_SHOWN, "a step does the same, shown or not: equal bits"),
         (AT_ONCE, "nothing that a pass or a load resets matters to a step: equal bits"),
+        (WHILE_WRITTEN, "a step does the same while a checkpoint is being written: equal bits"),
     ):
+        if what not in found:
+            continue
         wrong = found.get(what, ())
         note = f"{', '.join(wrong[:5])}: the step depends on what lies outside the state" if wrong else ""
         yield exact(_first_link(wrong, evidence.after), TAPS[what], len(wrong), max(len(wrong), 1), basis, note)
