@@ -350,6 +350,13 @@ def kept_moment(optimizer: torch.optim.Optimizer, p: nn.Parameter, kind: str) ->
     return value.detach()
 
 
+def begun_moment(config: RunConfig, optimizer: torch.optim.Optimizer, name: str, p: nn.Parameter, kind: str) -> Tensor:
+    """`kept_moment`; before the first step, the zeros that a load puts there, in codes where the optimizer has some."""
+    if kind not in optimizer.state[p] and update_rules(config)[name] is TORCHAO_8BIT:
+        return as_part(eight_bits(torch.zeros_like(local(p.detach())), signed=kind == "exp_avg"), like=p)
+    return kept_moment(optimizer, p, kind)
+
+
 def in_codes(tensor: Tensor) -> bool:
     """Return whether a tensor is torchao's, of 8-bit codes and scales."""
     return hasattr(tensor, "codes")

@@ -42,10 +42,10 @@ from lockstep.torch_backend.kernels.recompute import apply_recompute
 from lockstep.torch_backend.model import Llama
 from lockstep.torch_backend.observe import Observes
 from lockstep.torch_backend.optim import (
+    begun_moment,
     build_optimizer,
     clip_coefficient,
     global_norm,
-    kept_moment,
     moment_of,
     put_moments,
     set_learning_rate,
@@ -185,7 +185,7 @@ class TorchSession(Observes):
         """By `params/NAME` and `KIND/NAME`, of what this rank holds; the step and the scalars as they are."""
         weights = ((f"{PARAMS}/{name}", p) for name, p in self.parameters.items())
         moments = (
-            (f"{kind}/{name}", kept_moment(self.optimizer, self.parameters[name], kind))
+            (f"{kind}/{name}", begun_moment(self.config, self.optimizer, name, self.parameters[name], kind))
             for kind, names in moment_names(self.config).items()
             for name in names
         )

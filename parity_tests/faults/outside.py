@@ -6,6 +6,7 @@ They are wrong in training, from its second step on. Two steps in a row, which a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,118 @@ class WeightsCastOnceWritten(TorchBackend):
     """Once a checkpoint was begun, passes read weights in bf16, the gains and the residual stream's among them."""
 
     session_class = _CastSession
+
+
+class _LateSession(TorchSession):
+    held: Batch | None = None
+    stepping = False
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        given, self.held, self.stepping = self.held or batch, batch, True
+        try:
+            return replace(super().step(given, norms=norms), digest=batch.digest())
+        finally:
+            self.stepping = False
+
+    def accumulate(self, batch: Batch) -> Any:
+        if not self.stepping:
+            self.held = None
+        return super().accumulate(batch)
+
+    def load(self, state: State) -> None:
+        super().load(state)
+        self.held = None
+
+
+class OneBatchLate(TorchBackend):
+    """A step after a step trains on the batch of the one before: a pipeline that other passes and loads empty."""
+
+    session_class = _LateSession
+
+
+class _FirstWeightsSession(TorchSession):
+    copies: list[Tensor] | None = None
+
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Any:
+        now = [p.detach().clone() for p in self.parameters.values()]
+        self.copies = self.copies or now
+        self._put(self.copies)
+        found = super().evaluate(batch, policy)
+        self._put(now)
+        return found
+
+    def load(self, state: State) -> None:
+        super().load(state)
+        self.copies = None
+
+    @torch.no_grad()
+    def _put(self, values: list[Tensor]) -> None:
+        for p, value in zip(self.parameters.values(), values, strict=True):
+            p.copy_(value)
+
+
+class EvaluatesFirstWeights(TorchBackend):
+    """Evaluation reads a copy of the weights that only a load makes anew."""
+
+    session_class = _FirstWeightsSession
+
+
+class _CachingSession(TorchSession):
+    def build_model(self) -> Llama:
+        self.scores: dict[str, Any] = {}
+        return super().build_model()
+
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Any:
+        key = f"{policy} {batch.digest()}"
+        if key not in self.scores:
+            self.scores[key] = super().evaluate(batch, policy)
+        return self.scores[key]
+
+
+class ScoresKeptByBatch(TorchBackend):
+    """Scores of a held-out batch are kept by its digest: validation never changes."""
+
+    session_class = _CachingSession
+
+
+class _InferenceSession(TorchSession):
+    inference = False
+
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Any:
+        found = super().evaluate(batch, policy)
+        self.inference = True
+        return found
+
+    def next_token_logits(self, tokens: Any) -> Any:
+        self.inference = False
+        return super().next_token_logits(tokens)
+
+    def accumulate(self, batch: Batch) -> Any:
+        found = super().accumulate(batch)
+        if self.inference:
+            for name, p in self.parameters.items():
+                if "blocks.1.attn" in name and p.grad is not None:
+                    p.grad.zero_()
+        return found
+
+
+class InferenceStays(TorchBackend):
+    """After an evaluation a block's attention gets no gradient, until something is sampled."""
+
+    session_class = _InferenceSession
+
+
+class _BetasSession(TorchSession):
+    def restore(self, folder: Path, step: int, scalars: Any) -> None:
+        super().restore(folder, step, scalars)
+        for group in self.optimizer.param_groups:
+            group["betas"] = (0.9, 0.999)
+
+
+class RestoreResetsBetas(TorchBackend):
+    """A resume puts the optimizer's default betas in force; the state is as it was written."""
+
+    session_class = _BetasSession
 
 
 class _CountingSession(TorchSession):

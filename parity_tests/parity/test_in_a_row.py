@@ -20,6 +20,7 @@ from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
 AT_ONCE, AGAIN = "the step after, at once", "the step again, not shown"
+FRESH = "after a step, not loaded"
 WRITTEN = "the step after, while a checkpoint is written"
 FOUND = {
     outside.CopiesMadeByLoadAlone: ("loss", AT_ONCE),
@@ -30,7 +31,17 @@ FOUND = {
     outside.MomentsRoundedOnceWritten: ("weights", "after a checkpoint was begun"),
     outside.PeakRateOnceWritten: ("update", WRITTEN),
     outside.WeightsCastOnceWritten: ("loss", WRITTEN),
+    outside.OneBatchLate: ("loss", AT_ONCE),
+    outside.EvaluatesFirstWeights: ("evaluation", FRESH),
+    outside.ScoresKeptByBatch: ("evaluation", FRESH),
+    outside.InferenceStays: ("gradients", AGAIN),
+    outside.RestoreResetsBetas: ("moments", AGAIN),
 }
+
+
+def with_optimizer(name: str, eight_bit: str = "torchao") -> RunConfig:
+    config = tiny_config()
+    return config.model_copy(update={"optim": config.optim.model_copy(update={"name": name, "eight_bit": eight_bit})})
 
 
 def check(backend: Backend, config: RunConfig, batch: Batch | None = None) -> Check:
@@ -61,8 +72,12 @@ def test_steps_that_were_left_out_and_counted_are_named() -> None:
         (TorchBackend(), tiny_config(compiled=True)),
         (JaxBackend(), tiny_config("fp32")),
         (TorchBackend(), tiny_config("fp8_delayed")),
+        # Before its first step an optimizer of 8-bit moments has none, and after a load it has codes.
+        (TorchBackend(), with_optimizer("adamw8bit")),
+        (TorchBackend(), with_optimizer("adamw8bit", "bitsandbytes")),
+        (TorchBackend(), with_optimizer("muon")),
     ],
-    ids=["compiled", "jax", "fp8_delayed"],
+    ids=["compiled", "jax", "fp8_delayed", "torchao", "bitsandbytes", "muon"],
 )
 def test_an_honest_session_is_covered_and_agrees(backend: Backend, config: RunConfig) -> None:
     found = check(backend, config)

@@ -11,7 +11,7 @@ from lockstep.core.parity.evidence.amaxes import amaxes_of_parts
 from lockstep.core.parity.evidence.changed import Changed
 from lockstep.core.parity.evidence.gathering import Gathering
 from lockstep.core.parity.evidence.held_out import held_out
-from lockstep.core.parity.evidence.in_a_row import Made, in_a_row, while_written
+from lockstep.core.parity.evidence.in_a_row import Follows, in_a_row
 from lockstep.core.parity.evidence.into_store import gradients_into, state_into
 from lockstep.core.parity.evidence.later_steps import later_steps
 from lockstep.core.parity.evidence.parts import sketched
@@ -97,22 +97,31 @@ def _try_checkpoint(found: Gathering) -> None:
     before, after, missing = found.before, found.after, found.missing
     written = Changed(session, [])
     made = found.record, written.sums
-    next_step: list[Made | None] = []
+    follows = Follows(session, config, batch, found.sums_before, missing) if _goes_on(found) else None
 
     def begun() -> None:
         written.note("a checkpoint was begun")
-        next_step.append(while_written(session, config, batch, before, found.sums_before, missing))
+        if follows:
+            follows.once_begun()
 
-    if config.train.ranks > 1:
-        missing.append("a step while a checkpoint is written: with one rank alone")
-    found.reloaded = round_trip(session, before, after, missing, found.store, begun)
+    restored = follows.once_restored if follows and follows.may_restore() else None
+    found.reloaded = round_trip(session, before, after, missing, found.store, begun, restored)
     found.changed.found |= written.found
     if isinstance(found.store, FolderStore) and found.store.ranks > 1:
         found.store.lend(ranks_of(session), "after/")
     if found.reloaded is not None:
         found.later = later_steps(session, config, batch, before, after, missing)
-        follows = next_step[0] if next_step else None
         found.in_a_row = in_a_row(session, config, batch, before, after, made, found.sums_before, follows, missing)
+
+
+def _goes_on(found: Gathering) -> bool:
+    """Return whether the session makes the step after this one while its checkpoint is written, and once restored."""
+    if found.config.train.ranks > 1:
+        found.missing.append(
+            "a step while a checkpoint is written, and from one that was restored: with one rank alone"
+        )
+        return False
+    return found.before.step + 2 <= found.config.train.steps
 
 
 def _name_left_out(found: Gathering) -> None:

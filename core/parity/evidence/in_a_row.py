@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.core.backend import Batch, NotSupported, Session, State, StepRecord, in_words
-from lockstep.core.capabilities import Loads, ShowsChecksums, ask, ranks_of
+from lockstep.core.backend import Arrays, Batch, NotSupported, Session, State, StepRecord, in_words
+from lockstep.core.capabilities import Evaluates, Loads, Samples, ShowsChecksums, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.data.memory import available_memory_bytes
 from lockstep.core.model.budget import parameter_count
@@ -23,13 +23,18 @@ from lockstep.core.run.ranks import Ranks
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.unchanged_state import differing
 
-# Keys of the result of `in_a_row`: the four comparisons.
-LOADED, NOT_SHOWN, AT_ONCE, WHILE_WRITTEN = "loaded", "not shown", "at once", "while written"
-# The taps of what `in_a_row` finds of steps.
+# Keys of the result of `in_a_row`.
+LOADED, NOT_SHOWN, AT_ONCE, WHILE_WRITTEN, RESTORED = "loaded", "not shown", "at once", "while written", "restored"
+# And of the scores and the samples that a session makes of a state that it came to by a step.
+EVALUATION, SAMPLING = "evaluation", "sampling"
+# The taps of what `in_a_row` finds.
 TAPS = {
     NOT_SHOWN: "the step again, not shown",
     AT_ONCE: "the step after, at once",
     WHILE_WRITTEN: "the step after, while a checkpoint is written",
+    RESTORED: "the step after, from a checkpoint that was restored",
+    EVALUATION: "after a step, not loaded",
+    SAMPLING: "after a step, not loaded",
 }
 # Fields of a record that are the step's arithmetic, in its order.
 ARITHMETIC = ("loss", "grad_norm", "clip_coefficient", "lr")
@@ -37,6 +42,10 @@ ON_RANK = " on rank "
 WHAT = "two steps in a row"
 # A step takes the gradients' memory beside a checkpoint's copy of the state; as much again is left free.
 MEMORY_OF_STEP = 2
+# A session that reads its checkpoint itself may hold all of it beside its own state: weights and two moments.
+MEMORY_OF_STATE = 4
+# An element moves by about the rate, which changes one in a hundred bf16 weights of 0.02 at this one.
+LEAST_RATE = 1e-6
 
 Sums = Mapping[str, float]
 
@@ -54,26 +63,70 @@ class Made:
         return (*(name for name in ARITHMETIC if ours[name] != theirs[name]), *differing(self.sums, other.sums))
 
 
-def while_written(
-    session: Session, config: RunConfig, batch: Batch, before: State, started: Sums, missing: list[str]
-) -> Made | None:
-    """Make the step after the one that is checked, as training does while a checkpoint is being written.
+def other_batch(batch: Batch) -> Batch:
+    """Return another batch of the same shape: inputs and targets exchanged, the last sequence first.
 
-    The session has begun to write the state after the step, and has it. started: as `in_a_row` takes it. Return None,
-    and a word in `missing`, where the run ends with the step, or memory does not hold a step beside the checkpoint's
-    copy of the state. The session has the state after that next step at the end.
+    A session that goes on with the batch of the step before would not be seen with the same one.
     """
-    what = "a step while a checkpoint is written"
-    if before.step + 2 > config.train.steps:
-        return None
-    if available_memory_bytes() < MEMORY_OF_STEP * np.dtype(np.float32).itemsize * parameter_count(config.model):
-        missing.append(f"{what}: the gradients' memory is not free beside the checkpoint's copy of the state")
-        return None
-    try:
-        return Made(_step(session, batch), _sums(session, started))
-    except Exception as reason:  # as in `in_a_row`
-        missing.append(f"{what}: {in_words(reason)}")
-        return None
+    arrays = {**batch.arrays, "tokens": batch.targets, "targets": batch.tokens}
+    return Batch(**{name: np.ascontiguousarray(array[::-1]) for name, array in arrays.items()})
+
+
+class Follows:
+    """What a session makes of the state after the step that is checked, with no load between; each is made once.
+
+    seen: scores of the step's first micro-batch, and logits that follow its first sequence.
+    """
+
+    def __init__(self, session: Session, config: RunConfig, batch: Batch, started: Sums, missing: list[str]) -> None:
+        """started: checksums of the state before the step; where there are none, states are not compared."""
+        self.written: Made | None = None
+        self.restored: Made | None = None
+        self.seen: Arrays = {}
+        self._session, self._config, self._batch = session, config, batch
+        self._started, self._missing = started, missing
+
+    def once_begun(self) -> None:
+        """Score, sample, and make the next step, as training does while a checkpoint is being written."""
+        self.seen = looked(self._session, self._config, self._batch)
+        self.written = self._next("a step while a checkpoint is written")
+
+    def once_restored(self) -> None:
+        """Make the next step after the session has read the state after the first from its checkpoint itself."""
+        self.restored = self._next("a step from a checkpoint that was restored")
+
+    def may_restore(self) -> bool:
+        """Return whether memory holds the state once more, in FP32."""
+        return self._fits(MEMORY_OF_STATE, "a step from a checkpoint that was restored")
+
+    def _fits(self, times: int, what: str) -> bool:
+        needed = times * np.dtype(np.float32).itemsize * parameter_count(self._config.model)
+        if available_memory_bytes() >= needed:
+            return True
+        self._missing.append(f"{what}: it takes {needed / 1e9:.1f} GB of free memory")
+        return False
+
+    def _next(self, what: str) -> Made | None:
+        if not self._fits(MEMORY_OF_STEP, what):
+            return None
+        try:
+            return Made(_step(self._session, other_batch(self._batch)), _sums(self._session, self._started))
+        except Exception as reason:  # as in `in_a_row`
+            self._missing.append(f"{what}: {in_words(reason)}")
+            return None
+
+
+def looked(session: Session, config: RunConfig, batch: Batch) -> Arrays:
+    """Return scores and samples that show what weights they are made of, where the session makes any."""
+    micro = batch.cut(config.train)[0]
+    found: dict[str, np.ndarray] = {}
+    # The other order than before the step: either may undo what the other leaves behind.
+    if not config.precision.couples_sequences:
+        with suppress(NotSupported):
+            found[SAMPLING] = np.array(ask(session, Samples).next_token_logits(micro.tokens[0]))
+    with suppress(NotSupported):
+        found[EVALUATION] = np.array(ask(session, Evaluates).evaluate(micro)["nll"])
+    return found
 
 
 def _sums(session: Session, started: Sums) -> Sums:
@@ -89,20 +142,21 @@ def in_a_row(
     after: State,
     shown: tuple[StepRecord, Sums],
     started: Sums,
-    written: Made | None,
+    follows: Follows | None,
     missing: list[str],
 ) -> Mapping[str, tuple[str, ...]]:
-    """Make the step and the next one, of the same batch, at once; and again with what a check does between them.
+    """Make the step and the next one, of another batch, at once; and again with what a check does between them.
 
     shown: record of the step as the check made it, and checksums of the state after it. started: of that before it.
-    Checksums are empty where the session tells none; records are compared then. written: what `while_written` made.
-    The session has `after` again at the end.
+    Checksums are empty where the session tells none; records are compared then. follows: what the session made of the
+    state after the step before it was loaded. The session has `after` again at the end.
 
     Return the names of what differs: LOADED from `before` when that was loaded; NOT_SHOWN of the step, made without
     showing anything, from the one that was shown; AT_ONCE of the second step from the same one after a pass for
-    gradients and a load; WHILE_WRITTEN of that one from `written`. Nothing, and a word in `missing`, where steps do not
-    repeat their bits, or cannot be made. Every rank of a session calls it with its own states and checksums; the names
-    are the same on each.
+    gradients and a load; WHILE_WRITTEN and RESTORED of that one from those of `follows`; EVALUATION and SAMPLING of
+    scores and samples from those after a load, or that they are those of the state before. Nothing, and a word in
+    `missing`, where steps do not repeat their bits, or cannot be made. Every rank of a session calls it with its own
+    states and checksums; the names are the same on each.
     """
     try:
         load = ask(session, Loads).load
@@ -116,23 +170,28 @@ def in_a_row(
     def sums() -> Sums:
         return _sums(session, started)
 
+    second_batch = other_batch(batch)
+
     def at_once() -> Made:
         load(before)
         _step(session, batch)
-        return Made(_step(session, batch), sums())
+        return Made(_step(session, second_batch), sums())
 
-    def with_a_check_between() -> tuple[Sums, Made, Made]:
+    def with_a_check_between() -> _Apart:
         load(before)
-        loaded = sums()
+        loaded, seen_before = sums(), _looked()
         first = Made(_step(session, batch), sums())
         with suppress(NotSupported):
             session.gradients(batch.cut(config.train)[0])
         load(after)
-        return loaded, first, Made(_step(session, batch), sums())
+        seen = _looked()
+        return _Apart(loaded, seen_before, first, seen, Made(_step(session, second_batch), sums()))
+
+    def _looked() -> Arrays:
+        return looked(session, config, batch) if follows else {}
 
     try:
-        ranks = ranks_of(session)
-        return _compared(started, Made(*shown), written, at_once, with_a_check_between, missing, ranks)
+        return _compared(started, Made(*shown), follows, at_once, with_a_check_between, missing, ranks_of(session))
     except Exception as reason:
         # The step that was made keeps its verdict, also if one that the run has not come to fails. Among several ranks
         # the others wait for the one that failed, so none can go on.
@@ -144,33 +203,66 @@ def in_a_row(
         load(after)
 
 
+@dataclass(frozen=True)
+class _Apart:
+    """Two steps with a check between them.
+
+    loaded: checksums after the first load. seen_before, seen: scores and samples of the states that were loaded.
+    """
+
+    loaded: Sums
+    seen_before: Arrays
+    first: Made
+    seen: Arrays
+    second: Made
+
+
 def _compared(
     started: Sums,
     shown: Made,
-    written: Made | None,
+    follows: Follows | None,
     at_once: Callable[[], Made],
-    with_a_check_between: Callable[[], tuple[Sums, Made, Made]],
+    with_a_check_between: Callable[[], _Apart],
     missing: list[str],
     ranks: Ranks,
 ) -> dict[str, tuple[str, ...]]:
     second = at_once()
-    loaded, first, apart = with_a_check_between()
+    apart = with_a_check_between()
     found = {
-        LOADED: _on_any(ranks, differing(started, loaded)),
-        NOT_SHOWN: _on_any(ranks, first.differs_from(shown)),
-        AT_ONCE: _on_any(ranks, second.differs_from(apart)),
+        LOADED: _on_any(ranks, differing(started, apart.loaded)),
+        NOT_SHOWN: _on_any(ranks, apart.first.differs_from(shown)),
+        AT_ONCE: _on_any(ranks, second.differs_from(apart.second)),
     }
-    if written is not None:
-        found[WHILE_WRITTEN] = written.differs_from(apart)
+    if follows is not None:
+        changed = any(name.startswith("params/") for name in differing(started, shown.sums))
+        moved = changed and shown.record.lr >= LEAST_RATE
+        found |= {what: _stale(what, follows.seen, apart, moved) for what in follows.seen if what in apart.seen}
+        for key, made in ((WHILE_WRITTEN, follows.written), (RESTORED, follows.restored)):
+            if made is not None:
+                found[key] = made.differs_from(apart.second)
     if not found[LOADED] and any(found.values()):
         # Some programs do not repeat their bits. What is accused is there again, alike in every bit.
-        _, first_again, apart_again = with_a_check_between()
-        again = second, at_once(), first, first_again, apart, apart_again
-        pairs = zip(again[::2], again[1::2], strict=True)
-        if _on_any(ranks, tuple(name for one, other in pairs for name in one.differs_from(other))):
+        at_once_again, again = at_once(), with_a_check_between()
+        pairs = (second, at_once_again), (apart.first, again.first), (apart.second, again.second)
+        differ = [name for one, other in pairs for name in one.differs_from(other)]
+        differ += [what for what, seen in apart.seen.items() if not _same(seen, again.seen.get(what))]
+        if _on_any(ranks, tuple(differ)):
             missing.append(f"{WHAT}: the session's steps do not repeat their bits")
             return {}
     return found
+
+
+def _same(one: np.ndarray, other: np.ndarray | None) -> bool:
+    return other is not None and np.array_equal(one, other, equal_nan=True)
+
+
+def _stale(what: str, seen: Arrays, apart: _Apart, moved: bool) -> tuple[str, ...]:
+    """Say of which other weights scores or samples after a step are made. moved: the step changed the weights."""
+    if not _same(seen[what], apart.seen[what]):
+        return ("not those of the same state, loaded",)
+    if moved and _same(apart.seen[what], apart.seen_before.get(what)):
+        return ("those of the state before the step",)
+    return ()
 
 
 def _on_any(ranks: Ranks, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from lockstep.core.backend import NotSupported, Session, State
-from lockstep.core.capabilities import Loads, ask, ranks_of
-from lockstep.core.checkpoint.format import begin_checkpoint, reader_of
+from lockstep.core.capabilities import Loads, Restores, ask, ranks_of
+from lockstep.core.checkpoint.format import begin_checkpoint, reader_of, restore_checkpoint
 from lockstep.core.checkpoint.of_ranks import begin_on_all, part_of, write_part
 from lockstep.core.checkpoint.reader import opened_checkpoint
 from lockstep.core.checkpoint.taken_over import miscounted
@@ -19,13 +19,20 @@ from lockstep.core.parity.evidence.store import Store
 
 
 def round_trip(
-    session: Session, before: State, after: State, missing: list[str], store: Store, begun: Callable[[], None]
+    session: Session,
+    before: State,
+    after: State,
+    missing: list[str],
+    store: Store,
+    begun: Callable[[], None],
+    restored: Callable[[], None] | None = None,
 ) -> State | None:
     """The state after the step through a checkpoint on disk and back into the session.
 
     Updates that the optimizer then counts otherwise stand in words among its scalars, which those of the step are not.
     The session takes another state over while its checkpoint is being written: it must be written of a copy.
-    begun: called before that, of one rank, when what is written has been taken from the session.
+    begun: called before that, of one rank, when what is written has been taken from the session. restored: called of
+    one rank when a session that reads checkpoints itself (`Restores`) has read it; then it is loaded as well.
     """
     try:
         load = ask(session, Loads).load
@@ -35,8 +42,12 @@ def round_trip(
     try:
         with (
             tempfile.TemporaryDirectory(prefix="lockstep-") as folder,
-            _read_back(session, load, before, after.step, Path(folder) / "state", begun) as loaded,
+            _read_back(session, load, before, after.step, Path(folder) / "state", begun) as (written, loaded),
         ):
+            if restored is not None:
+                with suppress(NotSupported):
+                    restore_checkpoint(written, ask(session, Restores).restore)
+                    restored()
             load(loaded)
     except (NotSupported, ValueError, KeyError) as reason:  # what is wrong with its names, the check says itself
         missing.append(f"the checkpoint's round trip: the session does not take its state back: {reason}")
@@ -54,8 +65,8 @@ def _read_back(
     step: int,
     final: Path,
     begun: Callable[[], None],
-) -> Iterator[State]:
-    """The session's state as a checkpoint gives it back, read a tensor at a time, when it is asked for.
+) -> Iterator[tuple[Path, State]]:
+    """A checkpoint, and the session's state as it gives it back, read a tensor at a time, when it is asked for.
 
     Of several ranks, which write it together, each reads it by itself.
     """
@@ -73,4 +84,4 @@ def _read_back(
             write_part(writing)
         written = ranks.of_first(str)
     with opened_checkpoint(Path(written), reader_of(session)) as state:
-        yield state
+        yield Path(written), state

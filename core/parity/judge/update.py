@@ -18,7 +18,17 @@ from lockstep.core.model.groups import group_settings, moment_names, update_rule
 from lockstep.core.model.init import init_parameter
 from lockstep.core.model.names import groups_of, parameter_shapes
 from lockstep.core.parity.evidence.evidence import Evidence
-from lockstep.core.parity.evidence.in_a_row import AT_ONCE, LOADED, NOT_SHOWN, ON_RANK, TAPS, WHILE_WRITTEN
+from lockstep.core.parity.evidence.in_a_row import (
+    AT_ONCE,
+    EVALUATION,
+    LOADED,
+    NOT_SHOWN,
+    ON_RANK,
+    RESTORED,
+    SAMPLING,
+    TAPS,
+    WHILE_WRITTEN,
+)
 from lockstep.core.parity.evidence.later_steps import as_later_steps
 from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, peak_bounds, scalar_bounds
@@ -370,6 +380,7 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
         (NOT_SHOWN, "a step does the same, shown or not: equal bits"),
         (AT_ONCE, "nothing that a pass or a load resets matters to a step: equal bits"),
         (WHILE_WRITTEN, "a step does the same while a checkpoint is being written: equal bits"),
+        (RESTORED, "a step does the same from a checkpoint that the session read itself: equal bits"),
     ):
         if what not in found:
             continue
@@ -378,6 +389,10 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
         yield exact(_first_link(wrong, evidence.after), TAPS[what], len(wrong), max(len(wrong), 1), basis, note)
         if wrong:
             return
+    basis = "scores and samples are of the weights that the session came to, by a step or by a load: equal bits"
+    for what in (EVALUATION, SAMPLING):
+        if what in found:
+            yield exact(what, TAPS[what], len(found[what]), 1, basis, ", ".join(found[what]))
 
 
 def _first_link(wrong: Sequence[str], state: State) -> str:
