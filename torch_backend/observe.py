@@ -263,7 +263,8 @@ class Observes(Programs):
             loss = self._run(partial(self._through, tap), *inputs)
         if not asked:
             return
-        own = {name: p for name, p in self.parameters.items() if name in asked}
+        # A parameter that is left frozen has no gradient, and the check says so.
+        own = {name: p for name, p in self.parameters.items() if name in asked and p.requires_grad}
         # Where weights are cut, what autograd knows are the gathered ones: all of them get a gradient.
         touched = own if self.root is None else self.parameters
         before = {name: p.grad for name, p in touched.items()}

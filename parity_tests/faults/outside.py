@@ -215,6 +215,53 @@ class OneBatchLate(TorchBackend):
     session_class = _LateSession
 
 
+class _ReplayingSession(TorchSession):
+    in_a_row = 0
+    stepping = False
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        self.in_a_row, self.stepping = self.in_a_row + 1, True
+        try:
+            return super().step(batch, norms=norms)
+        finally:
+            self.stepping = False
+
+    def load(self, state: State) -> None:
+        super().load(state)
+        self.in_a_row = 0
+
+    def accumulate(self, batch: Batch) -> Any:
+        found = super().accumulate(batch)
+        if not self.stepping:
+            self.in_a_row = 0
+        elif self.in_a_row > 2:
+            for p in self.parameters.values():
+                assert p.grad is not None
+                p.grad.mul_(0.5)
+        return found
+
+
+class ReplaysHalfGradients(TorchBackend):
+    """From the third step in a row on, a replayed graph halves gradients; other passes and loads capture it anew."""
+
+    session_class = _ReplayingSession
+
+
+class _FrozenSession(TorchSession):
+    def build_model(self) -> Llama:
+        model = super().build_model()
+        for name, p in model.named_parameters():
+            if "blocks.0.mlp" in name:
+                p.requires_grad_(False)
+        return model
+
+
+class FrozenMlp(TorchBackend):
+    """A block's MLP is left frozen, as after fine-tuning."""
+
+    session_class = _FrozenSession
+
+
 class _FirstWeightsSession(TorchSession):
     copies: list[Tensor] | None = None
 

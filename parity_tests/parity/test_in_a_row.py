@@ -31,6 +31,7 @@ FOUND = {
     outside.MomentsRoundedOnceWritten: ("weights", "after a checkpoint was begun"),
     outside.PeakRateOnceWritten: ("update", WRITTEN),
     outside.WeightsCastOnceWritten: ("loss", WRITTEN),
+    outside.ReplaysHalfGradients: ("gradients", "the third step, at once"),
     outside.OneBatchLate: ("loss", AT_ONCE),
     outside.EvaluatesFirstWeights: ("evaluation", FRESH),
     outside.ScoresKeptByBatch: ("evaluation", FRESH),
@@ -54,6 +55,12 @@ def test_what_lies_outside_the_state_is_found_in_the_first_step(fault: type[Torc
     origin = check(fault(), tiny_config()).origin
     assert origin is not None
     assert (origin.stage, origin.tap) == FOUND[fault]
+
+
+def test_parameters_that_are_left_frozen_are_named() -> None:
+    origin = check(outside.FrozenMlp(), tiny_config()).origin
+    assert origin is not None and (origin.stage, origin.phase, origin.layer) == ("down_proj", "backward", 0)
+    assert "no gradient came back" in origin.note
 
 
 def test_steps_that_were_left_out_and_counted_are_named() -> None:

@@ -24,13 +24,15 @@ from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.unchanged_state import differing
 
 # Keys of the result of `in_a_row`.
-LOADED, NOT_SHOWN, AT_ONCE, WHILE_WRITTEN, RESTORED = "loaded", "not shown", "at once", "while written", "restored"
+LOADED, NOT_SHOWN, AT_ONCE, THIRD = "loaded", "not shown", "at once", "third"
+WHILE_WRITTEN, RESTORED = "while written", "restored"
 # And of the scores and the samples that a session makes of a state that it came to by a step.
 EVALUATION, SAMPLING = "evaluation", "sampling"
 # The taps of what `in_a_row` finds.
 TAPS = {
     NOT_SHOWN: "the step again, not shown",
     AT_ONCE: "the step after, at once",
+    THIRD: "the third step, at once",
     WHILE_WRITTEN: "the step after, while a checkpoint is written",
     RESTORED: "the step after, from a checkpoint that was restored",
     EVALUATION: "after a step, not loaded",
@@ -46,6 +48,8 @@ MEMORY_OF_STEP = 2
 MEMORY_OF_STATE = 4
 # An element moves by about the rate, which changes one in a hundred bf16 weights of 0.02 at this one.
 LEAST_RATE = 1e-6
+# No sum in another order moves a loss, or a norm of all gradients, by so much of it.
+NO_ROUNDING = 0.05
 
 Sums = Mapping[str, float]
 
@@ -61,6 +65,11 @@ class Made:
         """Name what differs: fields of the record, then arrays of the state."""
         ours, theirs = ({name: repr(getattr(one.record, name)) for name in ARITHMETIC} for one in (self, other))
         return (*(name for name in ARITHMETIC if ours[name] != theirs[name]), *differing(self.sums, other.sums))
+
+    def is_far_from(self, other: Made) -> bool:
+        """Return whether loss or gradient norm are farther apart than roundings that fall otherwise can be."""
+        numbers = [(getattr(self.record, name), getattr(other.record, name)) for name in ("loss", "grad_norm")]
+        return any(abs(one - two) > NO_ROUNDING * max(abs(one), abs(two)) for one, two in numbers)
 
 
 def other_batch(batch: Batch) -> Batch:
@@ -145,7 +154,7 @@ def in_a_row(
     follows: Follows | None,
     missing: list[str],
 ) -> Mapping[str, tuple[str, ...]]:
-    """Make the step and the next one, of another batch, at once; and again with what a check does between them.
+    """Make the step and the next two, of other batches, at once; and again with what a check does between them.
 
     shown: record of the step as the check made it, and checksums of the state after it. started: of that before it.
     Checksums are empty where the session tells none; records are compared then. follows: what the session made of the
@@ -153,10 +162,10 @@ def in_a_row(
 
     Return the names of what differs: LOADED from `before` when that was loaded; NOT_SHOWN of the step, made without
     showing anything, from the one that was shown; AT_ONCE of the second step from the same one after a pass for
-    gradients and a load; WHILE_WRITTEN and RESTORED of that one from those of `follows`; EVALUATION and SAMPLING of
-    scores and samples from those after a load, or that they are those of the state before. Nothing, and a word in
-    `missing`, where steps do not repeat their bits, or cannot be made. Every rank of a session calls it with its own
-    states and checksums; the names are the same on each.
+    gradients and a load; THIRD of the one after it, the same way; WHILE_WRITTEN and RESTORED of the second from those
+    of `follows`; EVALUATION and SAMPLING of scores and samples from those after a load, or that they are those of the
+    state before. Nothing, and a word in `missing`, where steps do not repeat their bits, or cannot be made. Every rank
+    of a session calls it with its own states and checksums; the names are the same on each.
     """
     try:
         load = ask(session, Loads).load
@@ -172,20 +181,32 @@ def in_a_row(
 
     second_batch = other_batch(batch)
 
-    def at_once() -> Made:
+    def made(batch: Batch) -> Made:
+        return Made(_step(session, batch), sums())
+
+    def third(gradients_first: bool) -> Made | None:
+        # A program that is captured runs once, is captured, and is another one from the third time on.
+        if before.step + 3 > config.train.steps:
+            return None
+        if gradients_first:
+            with suppress(NotSupported):
+                session.gradients(batch.cut(config.train)[0])
+        return made(batch)
+
+    def at_once() -> tuple[Made, Made | None]:
         load(before)
         _step(session, batch)
-        return Made(_step(session, second_batch), sums())
+        return made(second_batch), third(gradients_first=False)
 
     def with_a_check_between() -> _Apart:
         load(before)
         loaded, seen_before = sums(), _looked()
-        first = Made(_step(session, batch), sums())
+        first = made(batch)
         with suppress(NotSupported):
             session.gradients(batch.cut(config.train)[0])
         load(after)
         seen = _looked()
-        return _Apart(loaded, seen_before, first, seen, Made(_step(session, second_batch), sums()))
+        return _Apart(loaded, seen_before, first, seen, made(second_batch), third(gradients_first=True))
 
     def _looked() -> Arrays:
         return looked(session, config, batch) if follows else {}
@@ -215,24 +236,27 @@ class _Apart:
     first: Made
     seen: Arrays
     second: Made
+    third: Made | None
 
 
 def _compared(
     started: Sums,
     shown: Made,
     follows: Follows | None,
-    at_once: Callable[[], Made],
+    at_once: Callable[[], tuple[Made, Made | None]],
     with_a_check_between: Callable[[], _Apart],
     missing: list[str],
     ranks: Ranks,
 ) -> dict[str, tuple[str, ...]]:
-    second = at_once()
+    second, third = at_once()
     apart = with_a_check_between()
     found = {
         LOADED: _on_any(ranks, differing(started, apart.loaded)),
         NOT_SHOWN: _on_any(ranks, apart.first.differs_from(shown)),
         AT_ONCE: _on_any(ranks, second.differs_from(apart.second)),
     }
+    if third is not None and apart.third is not None:
+        found[THIRD] = _on_any(ranks, third.differs_from(apart.third))
     if follows is not None:
         changed = any(name.startswith("params/") for name in differing(started, shown.sums))
         moved = changed and shown.record.lr >= LEAST_RATE
@@ -242,11 +266,15 @@ def _compared(
                 found[key] = made.differs_from(apart.second)
     if not found[LOADED] and any(found.values()):
         # Some programs do not repeat their bits. What is accused is there again, alike in every bit.
-        at_once_again, again = at_once(), with_a_check_between()
-        pairs = (second, at_once_again), (apart.first, again.first), (apart.second, again.second)
+        (second_again, third_again), again = at_once(), with_a_check_between()
+        ours = second, third, apart.first, apart.second, apart.third
+        theirs = second_again, third_again, again.first, again.second, again.third
+        both = zip(ours, theirs, strict=True)
+        pairs = [(one, other) for one, other in both if one and other]
         differ = [name for one, other in pairs for name in one.differs_from(other)]
         differ += [what for what, seen in apart.seen.items() if not _same(seen, again.seen.get(what))]
-        if _on_any(ranks, tuple(differ)):
+        apart_by_far = any(one.is_far_from(other) for one, other in pairs)
+        if _on_any(ranks, tuple(differ)) and not _on_any(ranks, ("record",) * apart_by_far):
             missing.append(f"{WHAT}: the session's steps do not repeat their bits")
             return {}
     return found

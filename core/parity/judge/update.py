@@ -27,6 +27,7 @@ from lockstep.core.parity.evidence.in_a_row import (
     RESTORED,
     SAMPLING,
     TAPS,
+    THIRD,
     WHILE_WRITTEN,
 )
 from lockstep.core.parity.evidence.later_steps import as_later_steps
@@ -379,6 +380,7 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
     for what, basis in (
         (NOT_SHOWN, "a step does the same, shown or not: equal bits"),
         (AT_ONCE, "nothing that a pass or a load resets matters to a step: equal bits"),
+        (THIRD, "nothing that a pass or a load resets matters to a step: equal bits"),
         (WHILE_WRITTEN, "a step does the same while a checkpoint is being written: equal bits"),
         (RESTORED, "a step does the same from a checkpoint that the session read itself: equal bits"),
     ):
