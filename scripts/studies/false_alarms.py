@@ -155,6 +155,12 @@ The first checks with two steps in a row accused 30 of 48 of bitsandbytes' 8-bit
 block of zeros as the code of −0.993 and the scale 0, which read as −0, and a loaded state had 0 there or the other way
 round. Zeros have one sign since, and the draw was made anew.
 
+The same link accused every first step of torchao's 8-bit AdamW, in commits of 2026-11-26 up to 67badbc: before that
+step the moments have no codes, and after a load they have those of zeros. No line here began so: theirs were of before
+that link. A check of the 1.24B model found it. Checksums are of codes in both since, and tests check a first step of
+every optimizer. Lines of before say nothing of what follows a step either: another batch, scores and samples, a step
+while a checkpoint is written, a step from one that was restored, and a third step.
+
 Sampling at a drawn place accused one of 16 checks of FP16's draw 5004, by 0.5 %: seventeen tokens of one sequence share
 errors of the keys and values that they read, and count as four since. That check is among what the bound rests on; the
 draw was made anew.
