@@ -21,12 +21,11 @@ from lockstep.core.parity.evidence.cached_logits import (
     sampled_logits,
 )
 from lockstep.core.parity.evidence.gather import gather
-from lockstep.core.parity.evidence.in_a_row import TAPS
 from lockstep.core.parity.judge.cached_logits import CachedLogits, held
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.distances import Distances
-from lockstep.core.parity.measures.verdict import Check, Finding, Measure
+from lockstep.core.parity.measures.verdict import Measure
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults import sampling
 from lockstep.parity_tests.faults.sampling import RopeNotAdvanced
@@ -39,17 +38,12 @@ from lockstep.torch_backend.tools.generate import Decoder
 SAMPLING = "sampling"
 
 
-def sampled(check: Check) -> list[Finding]:
-    """The findings of what a cache gives, without that of what follows a step."""
-    return [one for one in check.findings if one.stage == SAMPLING and one.tap != TAPS[SAMPLING]]
-
-
 @pytest.mark.parametrize("policy", ["bf16", "fp32", "fp64", "fp16"])
 def test_an_honest_cache_agrees_and_one_that_does_not_rotate_is_named(policy: str) -> None:
     config = tiny_config(policy)
     evidence, check = checked(TorchBackend(), config)
     assert check.verdict == "agreed", check.origin
-    found = sampled(check)
+    found = [finding for finding in check.findings if finding.stage == SAMPLING]
     assert [finding.size // 300 for finding in found] == [4, 9, 17, 4, 2]
     assert [finding.tap for finding in found] == ["logits"] * 4 + ["next_token_logits"]
     first, second, length = (evidence.evaluated[lengths][0] for _, lengths in (FROM_DRAWN, SECOND, UNCACHED))
@@ -148,7 +142,7 @@ def test_each_way_to_sample_that_a_session_lacks_is_not_covered_by_itself() -> N
         session_class = _NeitherDecodesNorSamples
 
     _, check = checked(Candidate(), tiny_config())
-    assert check.verdict == "agreed" and len(sampled(check)) == 3
+    assert check.verdict == "agreed" and len([f for f in check.findings if f.stage == SAMPLING]) == 3
     lacking = {line for line in check.not_covered if line.startswith("sampling")}
     assert lacking == {
         "sampling of a second prompt: the session has no decoder",

@@ -14,7 +14,6 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.evaluation import TARGETS
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.gather import gather
-from lockstep.core.parity.evidence.in_a_row import EVALUATION, TAPS
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.evaluation import FURTHEST, Due, Scores, furthest
 from lockstep.core.parity.judge.judge import Reference, judge
@@ -40,14 +39,7 @@ def test_an_honest_evaluation_agrees_under_both_policies(policy: str, compiled: 
     _, check = checked(TorchBackend(), tiny_config(policy, compiled, train=FOUR))
     assert check.verdict == "agreed", check.origin
     found = {finding.tap: finding for finding in check.findings if finding.stage == "evaluation"}
-    assert found.keys() - {TAPS[EVALUATION]} == {
-        "nll",
-        "top1",
-        "nll_fp32",
-        "top1_fp32",
-        "nll_others",
-        "nll_fp32_others",
-    }
+    assert set(found) == {"nll", "top1", "nll_fp32", "top1_fp32", "nll_others", "nll_fp32_others"}
     assert found["nll_others"].worst.strain < 0.5 > found["nll_fp32_others"].worst.strain
     assert found["top1"].size > 32  # most tokens are no tie
 
@@ -125,7 +117,7 @@ def test_what_a_session_does_not_score_is_not_covered(session: type[TorchSession
 
     _, check = checked(Backend(), tiny_config())
     assert check.verdict == "agreed" and said in check.not_covered
-    assert {one.tap for one in check.findings if one.stage == "evaluation"} - {TAPS[EVALUATION]} == left
+    assert {finding.tap for finding in check.findings if finding.stage == "evaluation"} == left
 
 
 def test_a_tie_is_either_s_and_a_clear_lead_is_not() -> None:

@@ -20,7 +20,7 @@ from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
 AT_ONCE, AGAIN = "the step after, at once", "the step again, not shown"
-FRESH = "after a step, not loaded"
+FRESH = "scores after a step, not loaded"
 WRITTEN = "the step after, while a checkpoint is written"
 FOUND = {
     outside.CopiesMadeByLoadAlone: ("loss", AT_ONCE),

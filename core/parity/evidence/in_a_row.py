@@ -35,8 +35,8 @@ TAPS = {
     THIRD: "the third step, at once",
     WHILE_WRITTEN: "the step after, while a checkpoint is written",
     RESTORED: "the step after, from a checkpoint that was restored",
-    EVALUATION: "after a step, not loaded",
-    SAMPLING: "after a step, not loaded",
+    EVALUATION: "scores after a step, not loaded",
+    SAMPLING: "samples after a step, not loaded",
 }
 # Fields of a record that are the step's arithmetic, in its order.
 ARITHMETIC = ("loss", "grad_norm", "clip_coefficient", "lr")

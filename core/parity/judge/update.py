@@ -394,7 +394,9 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
     basis = "scores and samples are of the weights that the session came to, by a step or by a load: equal bits"
     for what in (EVALUATION, SAMPLING):
         if what in found:
-            yield exact(what, TAPS[what], len(found[what]), 1, basis, ", ".join(found[what]))
+            # Held to themselves they say nothing of the arithmetic, like steps that do not differ.
+            stage = what if found[what] else _first_link((), evidence.after)
+            yield exact(stage, TAPS[what], len(found[what]), 1, basis, ", ".join(found[what]))
 
 
 def _first_link(wrong: Sequence[str], state: State) -> str:
