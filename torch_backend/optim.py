@@ -439,7 +439,7 @@ class _Nearest:
     code. Between two codes it may have either.
     """
 
-    # Of float32: 18 bits stay, 9 of the fraction among them.
+    # This many bits of a float32 are left out; 18 stay, 9 of the fraction among them.
     SHIFT = 14
 
     def __init__(self, qmap: Tensor) -> None:

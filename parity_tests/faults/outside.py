@@ -334,7 +334,31 @@ class InferenceStays(TorchBackend):
     session_class = _InferenceSession
 
 
+class _FirstSamplesSession(_FirstWeightsSession):
+    def evaluate(self, batch: Batch, policy: str | None = None) -> Any:
+        return TorchSession.evaluate(self, batch, policy)
+
+    def next_token_logits(self, tokens: Any) -> Any:
+        now = [p.detach().clone() for p in self.parameters.values()]
+        self.copies = self.copies or now
+        self._put(self.copies)
+        found = super().next_token_logits(tokens)
+        self._put(now)
+        return found
+
+
+class SamplesFirstWeights(TorchBackend):
+    """A run's samples are made of a copy of the weights that only a load makes anew."""
+
+    session_class = _FirstSamplesSession
+
+
 class _BetasSession(TorchSession):
+    def load(self, state: State) -> None:
+        super().load(state)
+        for group in self.optimizer.param_groups:
+            group["betas"] = (self.config.optim.beta1, self.config.optim.beta2)
+
     def restore(self, folder: Path, step: int, scalars: Any) -> None:
         super().restore(folder, step, scalars)
         for group in self.optimizer.param_groups:
@@ -342,7 +366,7 @@ class _BetasSession(TorchSession):
 
 
 class RestoreResetsBetas(TorchBackend):
-    """A resume puts the optimizer's default betas in force; the state is as it was written."""
+    """A resume puts other betas in force, until a load; the state is as it was written."""
 
     session_class = _BetasSession
 

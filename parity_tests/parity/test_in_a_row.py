@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from lockstep.core.backend import Backend, Batch, StepRecord
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence import in_a_row
 from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.verdict import Check
@@ -36,7 +38,8 @@ FOUND = {
     outside.EvaluatesFirstWeights: ("evaluation", FRESH),
     outside.ScoresKeptByBatch: ("evaluation", FRESH),
     outside.InferenceStays: ("gradients", AGAIN),
-    outside.RestoreResetsBetas: ("moments", AGAIN),
+    outside.SamplesFirstWeights: ("sampling", "samples after a step, not loaded"),
+    outside.RestoreResetsBetas: ("moments", "the step after, from a checkpoint that was restored"),
 }
 
 
@@ -112,6 +115,46 @@ def test_a_session_that_does_not_repeat_its_bits_is_not_accused_of_that() -> Non
     found = check(_UnevenBackend(), tiny_config())
     assert AT_ONCE not in {one.tap for one in found.findings}
     assert "two steps in a row: the session's steps do not repeat their bits" in found.not_covered
+
+
+class _Growing(TorchSession):
+    """From the sixth step that is made on, gradients grow from step to step."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.made, self.stepping = 0, False
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        self.made, self.stepping = self.made + 1, True
+        try:
+            return super().step(batch, norms=norms)
+        finally:
+            self.stepping = False
+
+    def accumulate(self, batch: Batch) -> Any:
+        found = super().accumulate(batch)
+        if self.stepping and self.made > 5:
+            for p in self.parameters.values():
+                assert p.grad is not None
+                p.grad.mul_(self.made)
+        return found
+
+
+class _GrowingBackend(TorchBackend):
+    session_class = _Growing
+
+
+def test_steps_that_do_not_repeat_by_more_than_rounding_are_accused() -> None:
+    origin = check(_GrowingBackend(), tiny_config()).origin
+    assert origin is not None and (origin.stage, origin.tap) == ("gradients", AGAIN)
+
+
+def test_what_memory_does_not_hold_is_not_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_a_row, "available_memory_bytes", lambda: 0)
+    found = check(TorchBackend(), tiny_config())
+    assert found.verdict == "agreed" and WRITTEN not in {one.tap for one in found.findings}
+    for what in ("a step while a checkpoint is written", "a step from a checkpoint that was restored"):
+        assert any(words.startswith(f"{what}: it takes") for words in found.not_covered)
 
 
 class _ShowsNoChecksums(outside.CopyingSession):

@@ -4,6 +4,8 @@ Whatever a check does is itself something that happens between two steps: it com
 step leaves behind, it shows a step, and at its end it loads a state, which may make anew what was outdated. A session
 that depends on what lies outside its state (a copy of weights that only a load makes anew, gradients that only other
 passes clear, a buffer of old gradients) is wrong in every run and right in every check.
+
+A checkpoint, an evaluation and a resume come between steps too (`Follows`).
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def other_batch(batch: Batch) -> Batch:
 
 
 class Follows:
-    """What a session makes of the state after the step that is checked, with no load between; each is made once.
+    """Hold what a session makes of the state after the step that is checked, before and without a load.
 
     seen: scores of the step's first micro-batch, and logits that follow its first sequence.
     """

@@ -1,7 +1,7 @@
 """Have a reference compile the programs of a check's stages while the candidate is at work, which has cores to spare.
 
 A stage runs forward, and with gradients: on a micro-batch of the step, and on the sequences of one that have weight.
-What is not prepared is compiled when it is asked for.
+A stage that is not prepared is compiled when it is asked for.
 """
 
 from __future__ import annotations
