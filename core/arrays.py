@@ -84,6 +84,28 @@ class Scaled(Mapping[str, np.ndarray]):
         return len(self._arrays)
 
 
+class Cut(Mapping[str, np.ndarray]):
+    """Arrays by name of which a part alone is there, read by where its elements stand in the whole."""
+
+    def __init__(self, arrays: Arrays, starts: Mapping[str, int]) -> None:
+        """arrays: the parts. starts: of each, the number of its first element in the whole, row-major."""
+        self._arrays, self._starts = arrays, starts
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def part(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Some elements of the whole, as in `ReadsParts`; all lie in the part that is there."""
+        first = self._starts[name]
+        return part_of(self._arrays, name, slice(start - first, stop - first))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
 def bit_equal(one: np.ndarray, other: np.ndarray) -> bool:
     """Return whether two arrays hold the same bits: NaN equals NaN, and −0 is not 0."""
     if one.dtype != other.dtype or one.shape != other.shape:

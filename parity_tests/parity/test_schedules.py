@@ -80,11 +80,11 @@ def test_a_rate_that_never_decays_is_caught_in_the_first_step(tmp_path):
     made, config = wrongly(min_lr_ratio=1.0), with_schedule("cosine")
     session = made.open_rank(config)
     evidence = gather(session, config, text_batch(config))
-    assert [record.step for record in evidence.later] == [13, 20]
+    assert [record.step for record in evidence.later] == [14, 20]
     reference = JaxSession(config)
     found = list(step_scalars(evidence, Reference(config, reference, reference)))
     wrong = [finding for finding in found if not finding.ok]
-    assert [finding.tap for finding in wrong] == ["learning_rate/13", "learning_rate/20"]
+    assert [finding.tap for finding in wrong] == ["learning_rate/14", "learning_rate/20"]
     script = repro(evidence, _Accused(1, (), (), accused=wrong[0]), config, VERSIONS)
     assert run_here(tmp_path / "repro", script) == 1
     honest = gather(TorchBackend().open(config), config, text_batch(config))

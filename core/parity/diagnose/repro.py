@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.core.arrays import part_of
+from lockstep.core.backend import Arrays
 from lockstep.core.components.optimizers import ADAMW
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig
@@ -26,6 +28,7 @@ from lockstep.core.model.init import init_parameters
 from lockstep.core.model.names import GRADIENT, groups_of, in_fp8
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.later_steps import as_later_steps
+from lockstep.core.parity.judge.later_steps import as_step_of
 from lockstep.core.parity.judge.own_step import OWN
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.measures.compare import FEW_ULPS
@@ -299,23 +302,34 @@ def _scalar(origin: Finding, evidence: Evidence, config: RunConfig) -> _Parts:
 def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig) -> _Parts:
     if origin.is_mean:
         return _nothing(check, "a length that is wrong in all matrices by less than each of them is rounded")
-    name = origin.tap.rpartition("/")[2]
+    if later := as_step_of(origin.tap, evidence, config):
+        tap, evidence, where, shape = later
+        suffix = origin.tap.removeprefix(tap)
+    else:
+        tap, suffix, where, shape = origin.tap, "", None, ()
+    name = tap.rpartition("/")[2]
     before, after, optim = evidence.before, evidence.after, config.optim
     if evidence.stepped is None:
         return _nothing(check, "the candidate does not show its gradients")
-    tensors = {"input.parameter": before.params[name], "input.grad": evidence.stepped.grads[name]}
-    tensors["candidate.parameter"] = after.params[name]
+
+    def shown(arrays: Arrays) -> np.ndarray:
+        return arrays[name] if where is None else part_of(arrays, name, where).reshape(shape)
+
+    tensors = {"input.parameter": shown(before.params), "input.grad": shown(evidence.stepped.grads)}
+    tensors["candidate.parameter"] = shown(after.params)
     rule = update_rules(config)[name]
     for kind in rule.moments:
-        tensors |= {f"input.{kind}": before.optimizer[kind][name], f"candidate.{kind}": after.optimizer[kind][name]}
+        made = shown(before.optimizer[kind]), shown(after.optimizer[kind])
+        tensors |= {f"input.{kind}": made[0], f"candidate.{kind}": made[1]}
     judged = {(f.stage, f.tap): f for f in check.findings if f.stage in ("moments", "update")}
-    keys = {"update": ("update", name), **{kind: ("moments", f"{kind}/{name}") for kind in rule.moments}}
+    keys = {kind: ("moments", f"{kind}/{name}{suffix}") for kind in rule.moments}
+    keys["update"] = "update", f"{name}{suffix}"
     settings = group_settings(config, groups_of(config.model)[name])
     facts: dict[str, Any] = {key: getattr(optim, key) for key in rule.reads}
     if not rule.bounds:  # the script of AdamW, for what a library of 8-bit moments keeps in FP32 as well
         facts["fused"] = rule is ADAMW and optim.fused is True
     facts |= {
-        "number": before.step + 1,
+        "number": before.updates + 1,
         "lr": learning_rate(optim, before.step + 1, config.train.steps) * settings.lr_factor,
         "coefficient": evidence.record.clip_coefficient,
         "weight_decay": settings.weight_decay,

@@ -58,6 +58,9 @@ def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
         for name, value in asdict(later).items():
             if name not in CLOCK:
                 yield f"record.{name} as step {later.step}", np.asarray(repr(value))
+    for moved in evidence.moved:
+        for name, array in {**flat(moved.after), **moved.grads}.items():
+            yield f"after step {moved.number}: {name}", array
     for name, array in flat(evidence.after).items():
         yield f"after the step: {name}", array
     if evidence.reloaded is not None:

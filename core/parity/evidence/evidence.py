@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lockstep.core.backend import Arrays, Batch, Gradients, RankReport, State, StepRecord
 from lockstep.core.parity.evidence.held_out import HeldOut
+from lockstep.core.parity.evidence.later_steps import Moved
 from lockstep.core.parity.evidence.loss_weights import weighted_part
 from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.train.metrics import has_norms
@@ -55,8 +56,9 @@ class Evidence:
     held_out: the validation that was due after the step; None if none was.
     reweighted: of a thorough check, the observations of the candidate's gradients on the step's first micro-batch with
     the weights of each of `reweighted_batches`. later: of a run's first step, the records of the same step as a later
-    one (core/parity/evidence/later_steps.py). around_load: under FP8's delayed scaling, of a thorough check, the
-    observations of the gradients of the step's first micro-batch after the step, and when that state has been loaded.
+    one; moved: what these did to weights and moments (core/parity/evidence/later_steps.py). around_load: under FP8's
+    delayed scaling, of a thorough check, the observations of the gradients of the step's first micro-batch after the
+    step, and when that state has been loaded.
     changed: what passes that only look at the state changed in it, by what they did; empty where that is not told.
     in_a_row: what differs in two steps that are made with nothing between them (core/parity/evidence/in_a_row.py).
     miscounted: parameters of which the optimizer counts another number of updates after the step, in words.
@@ -91,6 +93,7 @@ class Evidence:
     held_out: HeldOut | None = None
     reweighted: tuple[Mapping[str, Observation], ...] = ()
     later: tuple[StepRecord, ...] = ()
+    moved: tuple[Moved, ...] = ()
     around_load: tuple[Mapping[str, Observation], ...] = ()
     probed_amaxes: Arrays = field(default_factory=dict)
     own_amaxes: tuple[Arrays, ...] = ()

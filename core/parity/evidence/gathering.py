@@ -12,6 +12,7 @@ from lockstep.core.parity.evidence.changed import Changed
 from lockstep.core.parity.evidence.evidence import Accumulation, Evidence
 from lockstep.core.parity.evidence.held_out import HeldOut
 from lockstep.core.parity.evidence.into_store import state_into
+from lockstep.core.parity.evidence.later_steps import Moved
 from lockstep.core.parity.evidence.parts import Observations
 from lockstep.core.parity.evidence.probe import micro_to_probe, probe_of
 from lockstep.core.parity.evidence.store import FolderStore, Store
@@ -67,6 +68,7 @@ class Gathering:
     ranks: tuple[RankReport, ...] = ()
     reloaded: State | None = None
     later: tuple[StepRecord, ...] = ()
+    moved: tuple[Moved, ...] = ()
     in_a_row: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     around_load: tuple[Observations, ...] = ()
 
@@ -98,6 +100,7 @@ class Gathering:
             held_out=self.held_out,
             reweighted=self.reweighted,
             later=self.later,
+            moved=self.moved,
             around_load=self.around_load,
             probed_amaxes=self.probed_amaxes,
             own_amaxes=self.own_amaxes,

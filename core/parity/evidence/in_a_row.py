@@ -30,6 +30,8 @@ LOADED, NOT_SHOWN, AT_ONCE, THIRD = "loaded", "not shown", "at once", "third"
 WHILE_WRITTEN, RESTORED = "while written", "restored"
 # And of the scores and the samples that a session makes of a state that it came to by a step.
 EVALUATION, SAMPLING = "evaluation", "sampling"
+# And of the checkpoint of a run's last step (core/parity/evidence/later_steps.py).
+LAST_WRITTEN = "last written"
 # The taps of what `in_a_row` finds.
 TAPS = {
     NOT_SHOWN: "the step again, not shown",
@@ -39,6 +41,7 @@ TAPS = {
     RESTORED: "the step after, from a checkpoint that was restored",
     EVALUATION: "scores after a step, not loaded",
     SAMPLING: "samples after a step, not loaded",
+    LAST_WRITTEN: "the checkpoint of the last step",
 }
 # Fields of a record that are the step's arithmetic, in its order.
 ARITHMETIC = ("loss", "grad_norm", "clip_coefficient", "lr")

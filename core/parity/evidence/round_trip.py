@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.core.backend import NotSupported, Session, State
-from lockstep.core.capabilities import Loads, Restores, ask, ranks_of
+from lockstep.core.capabilities import Loads, Restores, ShowsChecksums, ask, ranks_of
 from lockstep.core.checkpoint.format import begin_checkpoint, reader_of, restore_checkpoint
 from lockstep.core.checkpoint.of_ranks import begin_on_all, part_of, write_part
 from lockstep.core.checkpoint.reader import opened_checkpoint
 from lockstep.core.checkpoint.taken_over import miscounted
 from lockstep.core.parity.evidence.into_store import state_into
 from lockstep.core.parity.evidence.store import Store
+from lockstep.core.train.unchanged_state import differing
 
 
 def round_trip(
@@ -55,6 +56,22 @@ def round_trip(
     reloaded = state_into(store, "reloaded", session)
     wrong = miscounted(session, reloaded.updates)
     return replace(reloaded, scalars={**reloaded.scalars, **dict.fromkeys(wrong, 1.0)})
+
+
+def differs_once_read(session: Session, step: int, other: State) -> tuple[str, ...]:
+    """Write the session's state, of one rank, and load what was written; name what then differs, by checksums.
+
+    step: of that state. other: one that the session takes over while its checkpoint is being written. Raises
+    NotSupported if the session tells no checksums.
+    """
+    load, checksums = ask(session, Loads).load, ask(session, ShowsChecksums).state_checksums
+    sums = checksums()
+    with (
+        tempfile.TemporaryDirectory(prefix="lockstep-") as folder,
+        _read_back(session, load, other, step, Path(folder) / "state", lambda: None) as (_, loaded),
+    ):
+        load(loaded)
+    return differing(sums, checksums())
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.evidence import Accumulation, Evidence
 from lockstep.core.parity.evidence.held_out import HeldOut
 from lockstep.core.parity.evidence.into_store import put_all
+from lockstep.core.parity.evidence.later_steps import Moved
 from lockstep.core.parity.evidence.observations import from_arrays, to_arrays
 from lockstep.core.parity.evidence.store import FolderStore, Stored
 
@@ -69,6 +70,15 @@ class _HeldOut:
 
 
 @dataclass(frozen=True)
+class _Moved:
+    """Part of what a later step moved. grads: its kind in the store."""
+
+    number: int
+    grads: str
+    after: _State
+
+
+@dataclass(frozen=True)
 class _Document:
     """The contents of `evidence.json`. Fields as in `Evidence`; a tensor stands for its kind in the store."""
 
@@ -108,6 +118,7 @@ class _Document:
     changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     in_a_row: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     miscounted: tuple[str, ...] = ()
+    moved: tuple[_Moved, ...] = ()
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -203,6 +214,7 @@ class _Writer:
             evidence.changed,
             evidence.in_a_row,
             evidence.miscounted,
+            tuple(map(self._moved, evidence.moved)),
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -216,6 +228,10 @@ class _Writer:
     def _state(self, name: str, state: State) -> _State:
         kinds = {PARAMS: state.params, **state.optimizer}
         return _State(state.step, state.scalars, {k: self._kind(f"{name}/{k}", a) for k, a in kinds.items()})
+
+    def _moved(self, found: Moved) -> _Moved:
+        name = f"later/{found.number}"
+        return _Moved(found.number, self._kind(f"{name}/grads", found.grads), self._state(name, found.after))
 
     def _gradients(self, name: str, found: Gradients | None) -> _Gradients | None:
         if found is None:
@@ -305,4 +321,5 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         changed=document.changed,
         in_a_row=document.in_a_row,
         miscounted=document.miscounted,
+        moved=tuple(Moved(one.number, store.arrays(one.grads), state(one.after)) for one in document.moved),
     )

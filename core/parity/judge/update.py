@@ -21,6 +21,7 @@ from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.in_a_row import (
     AT_ONCE,
     EVALUATION,
+    LAST_WRITTEN,
     LOADED,
     NOT_SHOWN,
     ON_RANK,
@@ -35,6 +36,7 @@ from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, peak_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import Comparison, Reference, exact, finding, perturbed
 from lockstep.core.parity.measures.decode import scalars_of_rule
+from lockstep.core.parity.measures.drawn_part import drawn_part
 from lockstep.core.parity.measures.peaks import Norms
 from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import OVER_MATRICES, Finding, Measure
@@ -155,7 +157,7 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         return
     lengths: list[float] = []
     for name in before.params:
-        updated = _Updated(evidence, reference, name)
+        updated = Updated(evidence, reference, name)
         found = list(updated.findings())
         if updated.is_whole:
             lengths += [m.value for m in found[-1].measures if m.name == "row_gain"]
@@ -176,7 +178,7 @@ def _typical_length(lengths: Sequence[float]) -> Finding:
     return finding("update", OVER_MATRICES, "local", (measure,), len(lengths))
 
 
-class _Updated:
+class Updated:
     """One parameter's moments and update, a stretch at a time."""
 
     def __init__(
@@ -229,7 +231,7 @@ class _Updated:
         """What `findings` gives of one kind, of some rows alone."""
         row = math.prod(shape[1:])
         part = slice(rows.start * row, rows.stop * row), shape
-        *moments, update = _Updated(self._evidence, self._reference, self._name, part).findings()
+        *moments, update = Updated(self._evidence, self._reference, self._name, part).findings()
         return update if kind == "params" else moments[self._rule.moments.index(kind)]
 
     def _comparison(self, kind: str) -> Comparison:
@@ -287,23 +289,8 @@ class _Updated:
 
 
 def part_judged(config: RunConfig, name: str, step: int) -> tuple[slice, Shape]:
-    """The elements of a parameter whose moments and update are judged after `step` steps, row-major, and their shape.
-
-    `parity.update` elements, filled up to whole rows and to whole blocks of 8-bit codes. Which rows is drawn by the
-    run's seed and the step: whichever checks a run comes to make, no row is left out for good. A parameter that moves
-    as a whole (Muon's matrices), or is no larger, is judged whole.
-    """
-    shape, together = parameter_shapes(config.model)[name], update_rules(config)[name].together
-    size, asked = math.prod(shape), config.parity.update
-    if asked == "all" or together is None or size <= asked:
-        return slice(0, size), shape
-    row = size // shape[0]
-    at_once = together // math.gcd(row, together)
-    rows = min(shape[0], -(-asked // (row * at_once)) * at_once)
-    parts = -(-shape[0] // rows)
-    drawn = int(np.random.Generator(np.random.Philox(key=(config.seed, step))).integers(1 << 32)) * parts >> 32
-    first = min(drawn * rows, shape[0] - rows)
-    return slice(first * row, (first + rows) * row), (rows, *shape[1:])
+    """The elements of a parameter whose moments and update are judged after `step` steps, and their shape."""
+    return drawn_part(config, name, step, config.parity.update)
 
 
 def not_judged(config: RunConfig, step: int) -> list[str]:
@@ -373,6 +360,11 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
     found = evidence.in_a_row
     if not found:
         return
+    if LAST_WRITTEN in found:
+        wrong = found[LAST_WRITTEN]
+        basis = "the state after the run's last step, written and read back: equal checksums"
+        note = ", ".join(wrong[:5])
+        yield exact("checkpoint", TAPS[LAST_WRITTEN], len(wrong), max(len(wrong), 1), basis, note)
     if wrong := found.get(LOADED, ()):
         basis = "a session that takes a state over has it: equal checksums"
         yield exact("checkpoint", "loaded", len(wrong), max(len(wrong), 1), basis, ", ".join(wrong[:5]))

@@ -1,0 +1,80 @@
+"""Judge what later steps of the run made of weights and moments (core/parity/evidence/later_steps.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from lockstep.core.arrays import Cut, shape_of
+from lockstep.core.backend import Arrays, Gradients, StepRecord
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.graph import Shape
+from lockstep.core.model.groups import moment_names
+from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.later_steps import Moved, as_later_steps, parts, state_before
+from lockstep.core.parity.judge.update import Updated
+from lockstep.core.parity.measures.compare import Reference
+from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.train.skipped_steps import is_made
+
+
+def later_updates(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+    """Moments and update of each later step, from its own gradients, state and coefficient.
+
+    A step whose number or names are wrong is named elsewhere: by its record, or by the first step's own gradients.
+    """
+    config, moved = reference.config, {one.number: one for one in evidence.moved}
+    # Sums over the checks of a run are of the steps that it makes.
+    of_one = replace(reference, over_steps=None)
+    for suffix, (number, record) in as_later_steps(evidence.later, config).items():
+        of_step, kept = moved.get(number), parts(config, number)
+        if of_step is None or record.step != number or not is_made(config, record.loss, record.grad_norm):
+            continue
+        if not _is_whole(of_step, kept, moment_names(config)):
+            continue
+        as_step = _as_step(evidence, of_step, record, config)
+        note = f"made again as step {number:,} of the run"
+        for name, part in kept.items():
+            for found in Updated(as_step, of_one, name, part).findings():
+                words = "; ".join(one for one in (note, found.note) if one)
+                yield replace(found, tap=f"{found.tap}{suffix}", note=words)
+
+
+def _is_whole(moved: Moved, kept: Mapping[str, tuple[slice, Shape]], kinds: Mapping[str, list[str]]) -> bool:
+    """Return whether every part is there, in its shape."""
+
+    def has(arrays: Arrays, names: list[str]) -> bool:
+        return all(name in arrays and shape_of(arrays, name) == kept[name][1] for name in names if name in kept)
+
+    weights = [moved.grads, moved.after.params]
+    moments = {kind: moved.after.optimizer.get(kind, {}) for kind in kinds}
+    return all(has(one, list(kept)) for one in weights) and all(has(moments[kind], kinds[kind]) for kind in kinds)
+
+
+def as_step_of(tap: str, evidence: Evidence, config: RunConfig) -> tuple[str, Evidence, slice, Shape] | None:
+    """Return what a finding about a later step's moments or update is about; None if it is of the step itself.
+
+    The tap without its step, evidence of which the later step is the step, and the part of the parameter that it holds.
+    """
+    moved = {one.number: one for one in evidence.moved}
+    for suffix, (number, record) in as_later_steps(evidence.later, config).items():
+        if number in moved and tap.endswith(suffix):
+            found = tap.removesuffix(suffix)
+            part = parts(config, number)[found.rpartition("/")[2]]
+            return found, _as_step(evidence, moved[number], record, config), *part
+    return None
+
+
+def _as_step(evidence: Evidence, moved: Moved, record: StepRecord, config: RunConfig) -> Evidence:
+    """Return evidence of which a later step is the step: for `Updated`, which looks at nothing but its update."""
+    starts = {name: where.start for name, (where, _) in parts(config, moved.number).items()}
+    optimizer = {kind: Cut(arrays, starts) for kind, arrays in moved.after.optimizer.items()}
+    return replace(
+        evidence,
+        before=state_before(evidence.after, moved.number, config),
+        after=replace(moved.after, params=Cut(moved.after.params, starts), optimizer=optimizer),
+        stepped=Gradients(np.empty(0), 0.0, Cut(moved.grads, starts)),
+        record=record,
+    )

@@ -1,0 +1,32 @@
+"""Draw the part of a parameter whose moments and update are looked at."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.graph import Shape
+from lockstep.core.model.groups import update_rules
+from lockstep.core.model.names import parameter_shapes
+
+
+def drawn_part(config: RunConfig, name: str, step: int, asked: int | str) -> tuple[slice, Shape]:
+    """Return the elements of a parameter that are looked at after `step` steps, row-major, and their shape.
+
+    asked: so many elements, filled up to whole rows and to whole blocks of 8-bit codes; or "all". Which rows is drawn
+    by the run's seed and the step: whichever checks a run comes to make, no row is left out for good. A parameter that
+    moves as a whole (Muon's matrices), or is no larger, is looked at whole.
+    """
+    shape, together = parameter_shapes(config.model)[name], update_rules(config)[name].together
+    size = math.prod(shape)
+    if isinstance(asked, str) or together is None or size <= asked:
+        return slice(0, size), shape
+    row = size // shape[0]
+    at_once = together // math.gcd(row, together)
+    rows = min(shape[0], -(-asked // (row * at_once)) * at_once)
+    parts = -(-shape[0] // rows)
+    drawn = int(np.random.Generator(np.random.Philox(key=(config.seed, step))).integers(1 << 32)) * parts >> 32
+    first = min(drawn * rows, shape[0] - rows)
+    return slice(first * row, (first + rows) * row), (rows, *shape[1:])
