@@ -387,3 +387,19 @@ class StepsLeftOutCount(TorchBackend):
     """FP16: a step that was left out counts in the optimizer's bias corrections, until a load counts anew."""
 
     session_class = _CountingSession
+
+
+class _SeventhSession(TorchSession):
+    """Counts the steps that it is asked for, whatever it loads."""
+
+    called = 0
+
+    def _update(self, grads: list[Tensor], coefficient: Any, lr: float, finite: Any) -> None:
+        self.called += 1
+        super()._update(grads, coefficient, 1.5 * lr if self.called % 7 == 3 else lr, finite)
+
+
+class FartherAtEverySeventhCall(TorchBackend):
+    """Every seventh step goes half as far again, from the third on: no two steps in a row look alike."""
+
+    session_class = _SeventhSession

@@ -12,6 +12,7 @@ from lockstep.core.backend import Backend, Batch, StepRecord
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence import in_a_row
 from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.judge import judge as judging
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.reference.self_check import sound_reference
@@ -39,6 +40,7 @@ FOUND = {
     outside.ScoresKeptByBatch: ("evaluation", FRESH),
     outside.InferenceStays: ("gradients", AGAIN),
     outside.SamplesFirstWeights: ("sampling", "samples after a step, not loaded"),
+    outside.FartherAtEverySeventhCall: ("update", AT_ONCE),
     outside.RestoreResetsBetas: ("moments", "the step after, from a checkpoint that was restored"),
 }
 
@@ -114,6 +116,28 @@ class _UnevenBackend(TorchBackend):
 def test_a_session_that_does_not_repeat_its_bits_is_not_accused_of_that() -> None:
     found = check(_UnevenBackend(), tiny_config())
     assert AT_ONCE not in {one.tap for one in found.findings}
+    assert "two steps in a row: the session's steps do not repeat their bits" in found.not_covered
+
+
+class _Noisy(TorchSession):
+    """From the second step that is made on, each number of a gradient is off by some percent, at random."""
+
+    made = 0
+
+    def _update(self, grads: list[torch.Tensor], *others: Any) -> None:
+        self.made += 1
+        if self.made > 1:
+            for grad in grads:
+                grad.mul_(1 + 0.03 * torch.randn_like(grad))
+        super()._update(grads, *others)
+
+
+def test_random_roundings_are_no_pattern_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later steps, which are held to their gradients, are left out: these roundings are larger than any."""
+    monkeypatch.setattr(judging, "later_updates", lambda *_: iter(()))
+    monkeypatch.setattr(TorchBackend, "session_class", _Noisy)
+    found = check(TorchBackend(), tiny_config())
+    assert found.verdict == "agreed", found.origin
     assert "two steps in a row: the session's steps do not repeat their bits" in found.not_covered
 
 

@@ -13,15 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, NotSupported, Session, State, StepRecord, in_words
 from lockstep.core.capabilities import Evaluates, Loads, Samples, ShowsChecksums, ask, ranks_of
+from lockstep.core.checkpoint.format import PARAMS
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.data.memory import available_memory_bytes
 from lockstep.core.model.budget import parameter_count
+from lockstep.core.parity.evidence.later_steps import parts
 from lockstep.core.run.ranks import Ranks
+from lockstep.core.streams import Collected, stream_state
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.unchanged_state import differing
 
@@ -53,8 +58,10 @@ MEMORY_OF_STEP = 2
 MEMORY_OF_STATE = 4
 # An element moves by about the rate, which changes one in a hundred bf16 weights of 0.02 at this one.
 LEAST_RATE = 1e-6
-# No sum in another order moves a loss, or a norm of all gradients, by so much of it.
+# No sum in another order moves a loss, or a norm of all gradients, or the length of a step, by so much of it.
 NO_ROUNDING = 0.05
+# Three times three steps: a fault that acts at every eighth call, or more often, acts in some and not in others.
+REPEATED = 3
 
 Sums = Mapping[str, float]
 
@@ -216,8 +223,18 @@ def in_a_row(
     def _looked() -> Arrays:
         return looked(session, config, batch) if follows else {}
 
+    def lengths() -> tuple[float, ...]:
+        load(before)
+        made = [_weights(session, config)]
+        for given in (batch, second_batch, batch)[: config.train.steps - before.step]:
+            _step(session, given)
+            made.append(_weights(session, config))
+        return tuple(float(np.linalg.norm(new - old)) for old, new in pairwise(made))
+
     try:
-        return _compared(started, Made(*shown), follows, at_once, with_a_check_between, missing, ranks_of(session))
+        again = partial(_is_a_pattern, lengths, ranks_of(session))
+        runs = _Runs(at_once, with_a_check_between, again)
+        return _compared(started, Made(*shown), follows, runs, missing, ranks_of(session))
     except Exception as reason:
         # The step that was made keeps its verdict, also if one that the run has not come to fails. Among several ranks
         # the others wait for the one that failed, so none can go on.
@@ -244,17 +261,25 @@ class _Apart:
     third: Made | None
 
 
+@dataclass(frozen=True)
+class _Runs:
+    """Make the steps once more. is_a_pattern: return whether they go farther at some calls than at others."""
+
+    at_once: Callable[[], tuple[Made, Made | None]]
+    with_a_check_between: Callable[[], _Apart]
+    is_a_pattern: Callable[[], bool]
+
+
 def _compared(
     started: Sums,
     shown: Made,
     follows: Follows | None,
-    at_once: Callable[[], tuple[Made, Made | None]],
-    with_a_check_between: Callable[[], _Apart],
+    runs: _Runs,
     missing: list[str],
     ranks: Ranks,
 ) -> dict[str, tuple[str, ...]]:
-    second, third = at_once()
-    apart = with_a_check_between()
+    second, third = runs.at_once()
+    apart = runs.with_a_check_between()
     found = {
         LOADED: _on_any(ranks, differing(started, apart.loaded)),
         NOT_SHOWN: _on_any(ranks, apart.first.differs_from(shown)),
@@ -271,7 +296,7 @@ def _compared(
                 found[key] = made.differs_from(apart.second)
     if not found[LOADED] and any(found.values()):
         # Some programs do not repeat their bits. What is accused is there again, alike in every bit.
-        (second_again, third_again), again = at_once(), with_a_check_between()
+        (second_again, third_again), again = runs.at_once(), runs.with_a_check_between()
         ours = second, third, apart.first, apart.second, apart.third
         theirs = second_again, third_again, again.first, again.second, again.third
         both = zip(ours, theirs, strict=True)
@@ -279,10 +304,35 @@ def _compared(
         differ = [name for one, other in pairs for name in one.differs_from(other)]
         differ += [what for what, seen in apart.seen.items() if not _same(seen, again.seen.get(what))]
         apart_by_far = any(one.is_far_from(other) for one, other in pairs)
-        if _on_any(ranks, tuple(differ)) and not _on_any(ranks, ("record",) * apart_by_far):
+        repeats = not _on_any(ranks, tuple(differ))
+        if not repeats and not _on_any(ranks, ("record",) * apart_by_far) and not runs.is_a_pattern():
             missing.append(f"{WHAT}: the session's steps do not repeat their bits")
             return {}
     return found
+
+
+def _weights(session: Session, config: RunConfig) -> np.ndarray:
+    """Return a part of each parameter, in one array."""
+    kept, found = parts(config, config.train.steps), Collected()
+
+    def take(kind: str, name: str, array: np.ndarray) -> None:
+        if kind == PARAMS and name in kept:
+            found(kind, name, array.reshape(-1)[kept[name][0]].astype(np.float64))
+
+    stream_state(session, take)
+    return np.concatenate([found.arrays(PARAMS)[name] for name in kept])
+
+
+def _is_a_pattern(lengths: Callable[[], tuple[float, ...]], ranks: Ranks) -> bool:
+    """Return whether the same steps, made several times, go farther at some calls than at others.
+
+    lengths: makes them, and returns how far each moved the weights. Roundings that fall otherwise turn a step; they do
+    not make it longer. A state that is cut over ranks is not looked at.
+    """
+    if ranks.count > 1:
+        return False
+    made = np.array([lengths() for _ in range(REPEATED)])
+    return bool((np.ptp(made, axis=0) > NO_ROUNDING * made.max(axis=0)).any())
 
 
 def _same(one: np.ndarray, other: np.ndarray | None) -> bool:
