@@ -6,13 +6,14 @@ holds what these do to weights and moments to the reference.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.core.backend import State
+from lockstep.core.backend import Batch, State
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
@@ -102,3 +103,16 @@ class LastCheckpointInBf16(TorchBackend):
     """The checkpoint of the run's last step has weights in bf16, as one to publish would."""
 
     session_class = _NarrowSession
+
+
+class _UnmaskedSession(_LaterSession):
+    def accumulate(self, batch: Batch) -> Any:
+        if self.is_later:
+            batch = replace(batch, weights=batch.weights * (torch.arange(batch.weights.shape[1]).numpy() > 0))
+        return super().accumulate(batch)
+
+
+class FirstTokenLeftOutAfterWarmUp(TorchBackend):
+    """After the warm-up the first token of each sequence has no part in the loss."""
+
+    session_class = _UnmaskedSession

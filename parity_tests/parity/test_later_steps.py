@@ -31,6 +31,7 @@ FOUND = {
     later.NoDecayAfterWarmUp: ("update", "blocks.0.attn.q_proj.weight/13"),
     later.LengthensShortGradients: ("moments", "exp_avg/embed.weight/20"),
     later.MomentumEndsWithWarmUp: ("moments", "exp_avg/embed.weight/13"),
+    later.FirstTokenLeftOutAfterWarmUp: ("loss", "the same step, as a later one"),
     later.LastCheckpointInBf16: ("checkpoint", "the checkpoint of the last step"),
 }
 

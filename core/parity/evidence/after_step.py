@@ -11,7 +11,7 @@ from lockstep.core.parity.evidence.amaxes import amaxes_of_parts
 from lockstep.core.parity.evidence.changed import Changed
 from lockstep.core.parity.evidence.gathering import Gathering
 from lockstep.core.parity.evidence.held_out import held_out
-from lockstep.core.parity.evidence.in_a_row import LAST_WRITTEN, Follows, in_a_row
+from lockstep.core.parity.evidence.in_a_row import Follows, in_a_row
 from lockstep.core.parity.evidence.into_store import gradients_into, state_into
 from lockstep.core.parity.evidence.later_steps import later_steps
 from lockstep.core.parity.evidence.parts import sketched
@@ -112,9 +112,8 @@ def _try_checkpoint(found: Gathering) -> None:
     if found.reloaded is not None:
         shown = later_steps(session, config, batch, after, found.store, found.in_passing, missing)
         found.later, found.moved = shown.records, shown.moved
-        of_last = {} if shown.rewritten is None else {LAST_WRITTEN: shown.rewritten}
         in_turn = in_a_row(session, config, batch, before, after, made, found.sums_before, follows, missing)
-        found.in_a_row = {**in_turn, **of_last}
+        found.in_a_row = {**in_turn, **shown.compared}
 
 
 def _goes_on(found: Gathering) -> bool:

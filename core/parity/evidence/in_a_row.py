@@ -10,7 +10,7 @@ A checkpoint, an evaluation and a resume come between steps too (`Follows`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from lockstep.core.checkpoint.format import PARAMS
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.data.memory import available_memory_bytes
 from lockstep.core.model.budget import parameter_count
-from lockstep.core.parity.evidence.later_steps import parts
+from lockstep.core.parity.measures.drawn_part import parts_of_all
 from lockstep.core.run.ranks import Ranks
 from lockstep.core.streams import Collected, stream_state
 from lockstep.core.train.finite import NotFinite
@@ -35,8 +35,8 @@ LOADED, NOT_SHOWN, AT_ONCE, THIRD = "loaded", "not shown", "at once", "third"
 WHILE_WRITTEN, RESTORED = "while written", "restored"
 # And of the scores and the samples that a session makes of a state that it came to by a step.
 EVALUATION, SAMPLING = "evaluation", "sampling"
-# And of the checkpoint of a run's last step (core/parity/evidence/later_steps.py).
-LAST_WRITTEN = "last written"
+# And of a run's first step as later ones, and the last one's checkpoint (core/parity/evidence/later_steps.py).
+AS_LATER, LAST_WRITTEN = "as later", "last written"
 # The taps of what `in_a_row` finds.
 TAPS = {
     NOT_SHOWN: "the step again, not shown",
@@ -46,11 +46,14 @@ TAPS = {
     RESTORED: "the step after, from a checkpoint that was restored",
     EVALUATION: "scores after a step, not loaded",
     SAMPLING: "samples after a step, not loaded",
+    AS_LATER: "the same step, as a later one",
     LAST_WRITTEN: "the checkpoint of the last step",
 }
 # Fields of a record that are the step's arithmetic, in its order.
 ARITHMETIC = ("loss", "grad_norm", "clip_coefficient", "lr")
-ON_RANK = " on rank "
+# And those of them that are the model's.
+OF_MODEL = ARITHMETIC[:2]
+ON_RANK, AS_STEP = " on rank ", " as step "
 WHAT = "two steps in a row"
 # A step takes the gradients' memory beside a checkpoint's copy of the state; as much again is left free.
 MEMORY_OF_STEP = 2
@@ -60,10 +63,22 @@ MEMORY_OF_STATE = 4
 LEAST_RATE = 1e-6
 # No sum in another order moves a loss, or a norm of all gradients, or the length of a step, by so much of it.
 NO_ROUNDING = 0.05
-# Three times three steps: a fault that acts at every eighth call, or more often, acts in some and not in others.
+# Three times three steps: a fault that acts at every eighth call, or more often, acts in some and not in others. One at
+# every third acts in a step that the reference repeats.
 REPEATED = 3
 
 Sums = Mapping[str, float]
+
+
+def differing_numbers(one: StepRecord, other: StepRecord, names: Sequence[str] = OF_MODEL) -> tuple[str, ...]:
+    """Name the fields of two records that are not equal."""
+    return tuple(name for name in names if repr(getattr(one, name)) != repr(getattr(other, name)))
+
+
+def are_far_apart(one: StepRecord, other: StepRecord) -> bool:
+    """Return whether loss or gradient norm are farther apart than roundings that fall otherwise can be."""
+    numbers = [(getattr(one, name), getattr(other, name)) for name in OF_MODEL]
+    return any(abs(a - b) > NO_ROUNDING * max(abs(a), abs(b)) for a, b in numbers)
 
 
 @dataclass(frozen=True)
@@ -75,13 +90,7 @@ class Made:
 
     def differs_from(self, other: Made) -> tuple[str, ...]:
         """Name what differs: fields of the record, then arrays of the state."""
-        ours, theirs = ({name: repr(getattr(one.record, name)) for name in ARITHMETIC} for one in (self, other))
-        return (*(name for name in ARITHMETIC if ours[name] != theirs[name]), *differing(self.sums, other.sums))
-
-    def is_far_from(self, other: Made) -> bool:
-        """Return whether loss or gradient norm are farther apart than roundings that fall otherwise can be."""
-        numbers = [(getattr(self.record, name), getattr(other.record, name)) for name in ("loss", "grad_norm")]
-        return any(abs(one - two) > NO_ROUNDING * max(abs(one), abs(two)) for one, two in numbers)
+        return (*differing_numbers(self.record, other.record, ARITHMETIC), *differing(self.sums, other.sums))
 
 
 def other_batch(batch: Batch) -> Batch:
@@ -303,7 +312,7 @@ def _compared(
         pairs = [(one, other) for one, other in both if one and other]
         differ = [name for one, other in pairs for name in one.differs_from(other)]
         differ += [what for what, seen in apart.seen.items() if not _same(seen, again.seen.get(what))]
-        apart_by_far = any(one.is_far_from(other) for one, other in pairs)
+        apart_by_far = any(are_far_apart(one.record, other.record) for one, other in pairs)
         repeats = not _on_any(ranks, tuple(differ))
         if not repeats and not _on_any(ranks, ("record",) * apart_by_far) and not runs.is_a_pattern():
             missing.append(f"{WHAT}: the session's steps do not repeat their bits")
@@ -313,7 +322,7 @@ def _compared(
 
 def _weights(session: Session, config: RunConfig) -> np.ndarray:
     """Return a part of each parameter, in one array."""
-    kept, found = parts(config, config.train.steps), Collected()
+    kept, found = parts_of_all(config, config.train.steps), Collected()
 
     def take(kind: str, name: str, array: np.ndarray) -> None:
         if kind == PARAMS and name in kept:

@@ -5,13 +5,14 @@ of steps later. The last of them is made with weights so small that its gradient
 as those of later steps are: in a first step they are mostly longer.
 
 Records say what a session means to do. So that what it does is held to the reference as well, a part of each
-parameter's gradient, and of its moments and weights after the step, is kept.
+parameter's gradient, and of its moments and weights after the step, is kept. And each of them is made once more as the
+second step of the run: loss and gradients of a model do not depend on the step's number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,26 +21,29 @@ from lockstep.core.backend import Arrays, Batch, NotSupported, Session, State, S
 from lockstep.core.capabilities import Loads, Take, ask
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.graph import Shape
-from lockstep.core.model.groups import update_rules
-from lockstep.core.model.names import parameter_shapes
+from lockstep.core.parity.evidence.in_a_row import (
+    AS_LATER,
+    AS_STEP,
+    LAST_WRITTEN,
+    are_far_apart,
+    differing_numbers,
+)
 from lockstep.core.parity.evidence.round_trip import differs_once_read
 from lockstep.core.parity.evidence.store import Store
-from lockstep.core.parity.measures.drawn_part import drawn_part
+from lockstep.core.parity.measures.drawn_part import parts_of_all
 from lockstep.core.streams import GRADS, PROGRAM, StreamStep, stream_gradients, stream_state, with_tensors
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.schedule import decay_steps
 
 # A power of two. Logits of such weights are next to nothing, and gradients are smaller than they were by about as much.
 SMALL = 2.0**-10
-# Elements that are kept of each parameter, filled up to whole rows.
-KEPT = 1 << 14
 # Of the decay. In its middle a cosine has the rate of a straight line.
 SHARE = 0.4
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Hold what a later step made of each parameter, of the part that `parts` says.
+    """Hold what a later step made of each parameter, of the part that `parts_of_all` says.
 
     number: of the step. grads: its gradients. after: weights and moments after it.
     """
@@ -66,29 +70,18 @@ def state_before(after: State, number: int, config: RunConfig) -> State:
     return replace(after, step=number - 1, params=params)
 
 
-def parts(config: RunConfig, number: int) -> Mapping[str, tuple[slice, Shape]]:
-    """Return the parameters that are kept of a later step: their elements, row-major, and the shape of those.
-
-    Matrices that move as a whole (Muon's) are kept whole, so of those the smallest alone is.
-    """
-    shapes, rules = parameter_shapes(config.model), update_rules(config)
-    whole = [name for name in shapes if rules[name].together is None]
-    smallest = min(whole, key=lambda name: (np.prod(shapes[name]), name), default=None)
-    chosen = [name for name in shapes if rules[name].together is not None or name == smallest]
-    return {name: drawn_part(config, name, number - 1, KEPT) for name in chosen}
-
-
 @dataclass(frozen=True)
 class Later:
     """Hold what came of a run's first step as later ones.
 
-    records: of each of `numbers`. moved: what they moved. rewritten: what differs in the state after the last of them
-    once it was written and read back, in words; None where that was not tried.
+    records: of each of `numbers`. moved: what they moved. compared: names of what differs, as in
+    core/parity/evidence/in_a_row.py: AS_LATER, of their records from those of the same steps as the second of the run;
+    LAST_WRITTEN, of the state after the last, once that was written and read back.
     """
 
     records: tuple[StepRecord, ...] = ()
     moved: tuple[Moved, ...] = ()
-    rewritten: tuple[str, ...] | None = None
+    compared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def later_steps(
@@ -111,7 +104,7 @@ def later_steps(
     load = ask(session, Loads).load
     records: list[StepRecord] = []
     moved: list[Moved] = []
-    rewritten = None
+    compared: dict[str, tuple[str, ...]] = {}
     if config.train.ranks > 1:
         missing.append("moments, update and checkpoint of later steps: with one rank alone")
     try:
@@ -120,24 +113,50 @@ def later_steps(
             if config.train.ranks > 1:
                 records.append(session.step(batch))
                 continue
-            record, found = _made(session, batch, number, store, parts(config, number), in_passing)
+            record, found = _made(session, batch, number, store, parts_of_all(config, number - 1), in_passing)
             records.append(record)
-            moved += [found] if found else []
+            if found is not None:
+                moved.append(found)
+            else:
+                missing.append(f"moments and update of step {number:,}: the session's step did not show its gradients")
             if number == config.train.steps:
-                rewritten = differs_once_read(session, number, after)
+                compared |= _rewritten(session, number, after, missing)
+
+            def as_second(number: int = number) -> StepRecord:
+                load(replace(state_before(after, number, config), step=after.step))
+                return session.step(batch)
+
+            wrong = _differ(record, as_second, missing)
+            compared[AS_LATER] = (*compared.get(AS_LATER, ()), *(f"{name}{AS_STEP}{number}" for name in wrong))
     except Exception as reason:
         # As in two steps in a row (core/parity/evidence/in_a_row.py).
         if config.train.ranks > 1 and not isinstance(reason, (NotSupported, NotFinite)):
             raise
-        missing.append(f"{_left(len(records), config)}: {in_words(reason)}")
+        missing.append(f"loss, gradients, scalars and update of later steps: {in_words(reason)}")
     load(after)
-    return Later(tuple(records), tuple(moved), rewritten)
+    return Later(tuple(records), tuple(moved), compared)
 
 
-def _left(made: int, config: RunConfig) -> str:
-    if made < len(numbers(config)):
-        return "learning rate, clipping and update of later steps"
-    return "the checkpoint of the last step"
+def _differ(record: StepRecord, as_second: Callable[[], StepRecord], missing: list[str]) -> tuple[str, ...]:
+    """Name the fields in which a record is not that of the same step, made as the second of the run."""
+    second = as_second()
+    found = differing_numbers(record, second)
+    if not found:
+        return ()
+    again = as_second()
+    far = any(are_far_apart(record, one) for one in (second, again))
+    if differing_numbers(second, again) and not far:
+        missing.append("loss and gradients of later steps: the session's steps do not repeat their bits")
+        return ()
+    return found
+
+
+def _rewritten(session: Session, number: int, after: State, missing: list[str]) -> dict[str, tuple[str, ...]]:
+    try:
+        return {LAST_WRITTEN: differs_once_read(session, number, after)}
+    except (NotSupported, ValueError, KeyError) as reason:  # as in the round trip of the first step's state
+        missing.append(f"the checkpoint of the last step: {in_words(reason)}")
+        return {}
 
 
 def _made(

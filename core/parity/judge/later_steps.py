@@ -13,9 +13,10 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.graph import Shape
 from lockstep.core.model.groups import moment_names
 from lockstep.core.parity.evidence.evidence import Evidence
-from lockstep.core.parity.evidence.later_steps import Moved, as_later_steps, parts, state_before
+from lockstep.core.parity.evidence.later_steps import Moved, as_later_steps, state_before
 from lockstep.core.parity.judge.update import Updated
 from lockstep.core.parity.measures.compare import Reference
+from lockstep.core.parity.measures.drawn_part import parts_of_all
 from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.train.skipped_steps import is_made
 
@@ -29,7 +30,7 @@ def later_updates(evidence: Evidence, reference: Reference) -> Iterator[Finding]
     # Sums over the checks of a run are of the steps that it makes.
     of_one = replace(reference, over_steps=None)
     for suffix, (number, record) in as_later_steps(evidence.later, config).items():
-        of_step, kept = moved.get(number), parts(config, number)
+        of_step, kept = moved.get(number), parts_of_all(config, number - 1)
         if of_step is None or record.step != number or not is_made(config, record.loss, record.grad_norm):
             continue
         if not _is_whole(of_step, kept, moment_names(config)):
@@ -62,14 +63,14 @@ def as_step_of(tap: str, evidence: Evidence, config: RunConfig) -> tuple[str, Ev
     for suffix, (number, record) in as_later_steps(evidence.later, config).items():
         if number in moved and tap.endswith(suffix):
             found = tap.removesuffix(suffix)
-            part = parts(config, number)[found.rpartition("/")[2]]
+            part = parts_of_all(config, number - 1)[found.rpartition("/")[2]]
             return found, _as_step(evidence, moved[number], record, config), *part
     return None
 
 
 def _as_step(evidence: Evidence, moved: Moved, record: StepRecord, config: RunConfig) -> Evidence:
     """Return evidence of which a later step is the step: for `Updated`, which looks at nothing but its update."""
-    starts = {name: where.start for name, (where, _) in parts(config, moved.number).items()}
+    starts = {name: where.start for name, (where, _) in parts_of_all(config, moved.number - 1).items()}
     optimizer = {kind: Cut(arrays, starts) for kind, arrays in moved.after.optimizer.items()}
     return replace(
         evidence,

@@ -19,6 +19,8 @@ from lockstep.core.model.init import init_parameter
 from lockstep.core.model.names import groups_of, parameter_shapes
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.in_a_row import (
+    AS_LATER,
+    AS_STEP,
     AT_ONCE,
     EVALUATION,
     LAST_WRITTEN,
@@ -360,11 +362,6 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
     found = evidence.in_a_row
     if not found:
         return
-    if LAST_WRITTEN in found:
-        wrong = found[LAST_WRITTEN]
-        basis = "the state after the run's last step, written and read back: equal checksums"
-        note = ", ".join(wrong[:5])
-        yield exact("checkpoint", TAPS[LAST_WRITTEN], len(wrong), max(len(wrong), 1), basis, note)
     if wrong := found.get(LOADED, ()):
         basis = "a session that takes a state over has it: equal checksums"
         yield exact("checkpoint", "loaded", len(wrong), max(len(wrong), 1), basis, ", ".join(wrong[:5]))
@@ -389,11 +386,21 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
             # Held to themselves they say nothing of the arithmetic, like steps that do not differ.
             stage = what if found[what] else _first_link((), evidence.after)
             yield exact(stage, TAPS[what], len(found[what]), 1, basis, ", ".join(found[what]))
+    if AS_LATER in found:
+        wrong = found[AS_LATER]
+        basis = "loss and gradients do not depend on the step's number: equal bits"
+        note = ", ".join(wrong[:5])
+        yield exact(_first_link(wrong, evidence.after), TAPS[AS_LATER], len(wrong), max(len(wrong), 1), basis, note)
+    if LAST_WRITTEN in found:
+        wrong = found[LAST_WRITTEN]
+        basis = "the state after the run's last step, written and read back: equal checksums"
+        note = ", ".join(wrong[:5])
+        yield exact("checkpoint", TAPS[LAST_WRITTEN], len(wrong), max(len(wrong), 1), basis, note)
 
 
 def _first_link(wrong: Sequence[str], state: State) -> str:
     """Return the first link of a step that is wrong, by fields of its record and arrays of the state after it."""
-    names = {name.partition(ON_RANK)[0] for name in wrong}
+    names = {name.partition(ON_RANK)[0].partition(AS_STEP)[0] for name in wrong}
     if of_record := [stage for name, stage in OF_RECORD.items() if name in names]:
         return of_record[0]
     kinds = {name.partition("/")[0] for name in names}

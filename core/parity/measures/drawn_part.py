@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -10,6 +11,21 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.graph import Shape
 from lockstep.core.model.groups import update_rules
 from lockstep.core.model.names import parameter_shapes
+
+# Elements of each parameter, where a few of all are looked at.
+FEW = 1 << 14
+
+
+def parts_of_all(config: RunConfig, step: int) -> Mapping[str, tuple[slice, Shape]]:
+    """Return a few elements of all parameters, as `drawn_part` draws them, by name.
+
+    Matrices that move as a whole (Muon's) are looked at whole, so of those the smallest alone is.
+    """
+    shapes, rules = parameter_shapes(config.model), update_rules(config)
+    whole = [name for name in shapes if rules[name].together is None]
+    smallest = min(whole, key=lambda name: (math.prod(shapes[name]), name), default=None)
+    chosen = [name for name in shapes if rules[name].together is not None or name == smallest]
+    return {name: drawn_part(config, name, step, FEW) for name in chosen}
 
 
 def drawn_part(config: RunConfig, name: str, step: int, asked: int | str) -> tuple[slice, Shape]:
