@@ -62,6 +62,22 @@ def test_small_tensors_and_those_that_move_as_a_whole_are_judged_whole(name: str
     assert part_judged(of_part(optimized(name), "all"), EMBEDDING, 3) == (slice(0, 300 * 64), (300, 64))
 
 
+def test_every_part_of_8_bit_moments_begins_with_a_block() -> None:
+    """Also the last one, where rows are no multiple of those that fill blocks. torchao keeps such moments in FP32."""
+    model = tiny_config(hidden=72, heads=2, kv_heads=2, ffn_hidden=414).model
+    optim = OptimConfig(name="adamw8bit", eight_bit="bitsandbytes", warmup_steps=3)
+    config = of_part(tiny_config().model_copy(update={"model": model, "optim": optim}), 16384)
+    name, size = "blocks.0.mlp.gate_proj.weight", 414 * 72
+    assert update_rules(config)[name].together == BLOCK
+    seen = np.zeros(size, int)
+    for step in range(60):
+        where, shape = part_judged(config, name, step)
+        assert where.start % BLOCK == 0 and (where.stop % BLOCK == 0 or where.stop == size)
+        assert where.stop - where.start == math.prod(shape)
+        seen[where] += 1
+    assert seen.min() > 0
+
+
 def test_a_check_says_how_much_it_leaves_to_others() -> None:
     assert not_judged(tiny_config(), 0) == not_judged(of_part(tiny_config(), 10**9), 0) == []
     (said,) = not_judged(of_part(tiny_config()), 0)

@@ -44,5 +44,7 @@ def drawn_part(config: RunConfig, name: str, step: int, asked: int | str) -> tup
     rows = min(shape[0], -(-asked // (row * at_once)) * at_once)
     parts = -(-shape[0] // rows)
     drawn = int(np.random.Generator(np.random.Philox(key=(config.seed, step))).integers(1 << 32)) * parts >> 32
-    first = min(drawn * rows, shape[0] - rows)
+    # The last part begins with a block too, and ends with the parameter.
+    first = min(drawn * rows, -(-(shape[0] - rows) // at_once) * at_once)
+    rows = min(rows, shape[0] - first)
     return slice(first * row, (first + rows) * row), (rows, *shape[1:])
