@@ -14,9 +14,14 @@ import torch.nn.functional as F
 
 from lockstep.core.config.schema import AttentionConfig
 from lockstep.core.parity.diagnose.repro import repro
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.parity.reference.self_check import sound_reference
+from lockstep.core.train.loss_scale import SKIPPED
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, SumsInBf16, backend, checked
-from lockstep.parity_tests.tiny import tiny_config
+from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
@@ -55,6 +60,20 @@ def test_what_is_honest_is_within_rounding_at_every_link(policy, tmp_path, capsy
     # These have no tensors of their own: a count of steps, a list of names, a number that is only reported.
     assert untold <= {"step_count", "weights", "record"}
     assert {stage for stage, _, _ in codes} >= {"embed", "attn", "nll", "logits", "act", "update", "moments", "loss"}
+
+
+def test_the_update_of_a_run_that_left_steps_out_is_one_of_fewer_updates(tmp_path):
+    config = tiny_config("fp16")
+    session = TorchSession(config)
+    session.step(text_batch(config))
+    state = session.state()
+    session.load(replace(state, step=4, scalars={**state.scalars, SKIPPED: 3.0}))
+    evidence = gather(session, config, text_batch(config, 1))
+    check = judge(evidence, sound_reference(JaxBackend(), config))
+    assert check.verdict == "agreed" and evidence.before.updates == 1
+    updated = next(one for one in check.findings if one.stage == "update")
+    made = repro(evidence, _Accused(5, check.findings, (), accused=updated), config, VERSIONS)
+    assert run_here(tmp_path / "repro", made) == 0
 
 
 class _Accused:
