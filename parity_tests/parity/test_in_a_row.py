@@ -40,7 +40,7 @@ FOUND = {
     outside.ScoresKeptByBatch: ("evaluation", FRESH),
     outside.InferenceStays: ("gradients", AGAIN),
     outside.SamplesFirstWeights: ("sampling", "samples after a step, not loaded"),
-    outside.FartherAtEverySeventhCall: ("update", AT_ONCE),
+    outside.FartherAtEverySeventhCall: ("update", "the third step, at once"),
     outside.RestoreResetsBetas: ("moments", "the step after, from a checkpoint that was restored"),
 }
 

@@ -140,7 +140,7 @@ class Bench:
         handed = loader(self.data.batch)
         for step in range(1, last + 1):
             due = self.data.batch(step).digest()
-            evidence = gather(session, self.config, handed(step), due=due)
+            evidence = gather(session, self.config, handed(step), due=due, ahead=False)
             evidence, check = recheck_rows(session, self.config, evidence, judge(evidence, reference), reference)
             row = replace(row, checks=step)
             if step == row.first_step and row.expected is not None:

@@ -13,7 +13,7 @@ from lockstep.core.parity.evidence.gathering import Gathering
 from lockstep.core.parity.evidence.held_out import held_out
 from lockstep.core.parity.evidence.in_a_row import Follows, in_a_row
 from lockstep.core.parity.evidence.into_store import gradients_into, state_into
-from lockstep.core.parity.evidence.later_steps import later_steps
+from lockstep.core.parity.evidence.later_steps import Later, later_steps
 from lockstep.core.parity.evidence.parts import sketched
 from lockstep.core.parity.evidence.probe import probe_of
 from lockstep.core.parity.evidence.round_trip import round_trip
@@ -110,7 +110,9 @@ def _try_checkpoint(found: Gathering) -> None:
     if isinstance(found.store, FolderStore) and found.store.ranks > 1:
         found.store.lend(ranks_of(session), "after/")
     if found.reloaded is not None:
-        shown = later_steps(session, config, batch, after, found.store, found.in_passing, missing)
+        shown = Later()
+        if found.ahead:
+            shown = later_steps(session, config, batch, after, found.store, found.in_passing, missing)
         found.later, found.moved = shown.records, shown.moved
         in_turn = in_a_row(session, config, batch, before, after, made, found.sums_before, follows, missing)
         found.in_a_row = {**in_turn, **shown.compared}

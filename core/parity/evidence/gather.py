@@ -32,6 +32,7 @@ def gather(
     tapped: Batch | None = None,
     store: Store | None = None,
     validation: Validation | None = None,
+    ahead: bool = True,
 ) -> Evidence:
     """Run one step of `session` on `batch` and keep what a check needs.
 
@@ -43,6 +44,8 @@ def gather(
     one, with other sequences every step.
     store: takes the tensors, each as it comes, by default one in memory. It is not finished here (`save_evidence`).
     validation: what is due after the step; the record then has its metrics.
+    ahead: whether a thorough check of a run's first step also makes it as later ones. It then finds what begins later,
+    which is not wanted of one that asks when a fault began.
 
     Into a store of several ranks each rank puts what it holds, and its evidence is as much: `place.of_all_ranks`.
 
@@ -53,7 +56,7 @@ def gather(
     shown = ask(session, GivesEachItsOwn).each_its_own() if into.ranks > 1 else nullcontext()
     with shown:
         started = time.perf_counter()
-        found = begin(session, config, batch, probe, tapped, into)
+        found = begin(session, config, batch, probe, tapped, into, ahead)
         before_step(found)
         found.seconds = time.perf_counter() - started
         # The step and its validation are no part of what gathering costs.

@@ -23,7 +23,7 @@ from lockstep.core.streams import StreamStep
 class Gathering:
     """One step's evidence in the making.
 
-    session, config, batch, store: as `gather` has them. micros: the micro-batches of `batch`.
+    session, config, batch, store, ahead: as `gather` has them. micros: the micro-batches of `batch`.
     missing: what the candidate could not do, in words, in the order in which it was asked.
     changed: notes what passes change in the state. sums_before: checksums of `before`.
     shows_parts, in_passing: the session, if its step shows what its micro-batches add; and its step, if that shows its
@@ -37,6 +37,7 @@ class Gathering:
     batch: Batch
     store: Store
     thorough: bool
+    ahead: bool
     missing: list[str]
     micros: list[Batch]
     before: State
@@ -113,7 +114,13 @@ class Gathering:
 
 
 def begin(
-    session: Session, config: RunConfig, batch: Batch, probe: Batch | None, tapped: Batch | None, store: Store
+    session: Session,
+    config: RunConfig,
+    batch: Batch,
+    probe: Batch | None,
+    tapped: Batch | None,
+    store: Store,
+    ahead: bool,
 ) -> Gathering:
     """Take the state before the step, and choose the micro-batch that is looked at; arguments as `gather` has them."""
     missing: list[str] = []
@@ -131,6 +138,7 @@ def begin(
         batch,
         store,
         thorough=probe is None,
+        ahead=ahead,
         missing=missing,
         micros=batch.cut(config.train),
         before=before,

@@ -110,7 +110,7 @@ class Rerun:
         """A thorough check of step `step`, state-synchronised."""
         self.to(step - 1)
         batch = self._batch(step)
-        evidence = gather(self._session, self._config, batch, due=batch.digest())
+        evidence = gather(self._session, self._config, batch, due=batch.digest(), ahead=False)
         self._compare(evidence.record)
         self._done = step if evidence.after.step == step else None
         evidence, check = recheck_rows(self._session, self._config, evidence, judged(evidence, reference), reference)
