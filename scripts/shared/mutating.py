@@ -208,7 +208,9 @@ class MutantBench:
 
         due = self.data.batch(step).digest()
         with store_for(self.config, self.ranks) as store:
-            evidence = of_all_ranks(gather(session, self.config, handed, due=due, store=store), store, self.ranks)
+            evidence = of_all_ranks(
+                gather(session, self.config, handed, due=due, store=store, ahead=False), store, self.ranks
+            )
             _, check = recheck_rows(session, self.config, evidence, judge(evidence, self.reference), self.reference)
         return check
 
