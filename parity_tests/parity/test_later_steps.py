@@ -1,4 +1,4 @@
-"""What later steps of a run make of weights and moments, and the last one's checkpoint, is seen in its first step."""
+"""Faults that begin in later steps of a run, or in its last checkpoint, are found in the first step."""
 
 from __future__ import annotations
 
@@ -61,13 +61,8 @@ class _Plain:
 
     def __init__(self, session: TorchSession) -> None:
         self._session = session
-        self.state, self.load, self.gradients, self.close = (
-            session.state,
-            session.load,
-            session.gradients,
-            session.close,
-        )
-        self.observe = session.observe
+        self.state, self.load, self.close = session.state, session.load, session.close
+        self.gradients, self.observe = session.gradients, session.observe
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         return self._session.step(batch, norms=norms)

@@ -155,7 +155,7 @@ def test_run_again_runs_the_candidate(capsule, capsys):
 def test_damage_names_the_file(capsule, file, how):
     path = capsule / "evidence" / file
     raw = bytearray(path.read_bytes())
-    # Of safetensors a byte of the first tensor: the last ones are of later steps, and not read after an alarm.
+    # A byte of the first tensor in safetensors: the last tensors are those of later steps, which no alarm here reads.
     raw[8 + int.from_bytes(raw[:8], "little") if file.endswith(".safetensors") else -9] ^= 1
     if how == "gone":
         path.unlink()

@@ -5,8 +5,8 @@ of steps later. The last of them is made with weights so small that its gradient
 as those of later steps are: in a first step they are mostly longer.
 
 Records say what a session means to do. So that what it does is held to the reference as well, a part of each
-parameter's gradient, and of its moments and weights after the step, is kept. And each of them is made once more as the
-second step of the run: loss and gradients of a model do not depend on the step's number.
+parameter's gradient, and of its moments and weights after the step, is kept. Each later step is also made once more as
+the second step of the run: loss and gradients of a model do not depend on the step's number.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from lockstep.core.train.schedule import decay_steps
 
 # A power of two. Logits of such weights are next to nothing, and gradients are smaller than they were by about as much.
 SMALL = 2.0**-10
-# Of the decay. In its middle a cosine has the rate of a straight line.
+# The share of the decay that is left after the step that is tried. In the middle a cosine has a straight line's rate.
 SHARE = 0.4
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Hold what a later step made of each parameter, of the part that `parts_of_all` says.
+    """Hold gradients, weights and moments of a later step: of each parameter, the part that `parts_of_all` draws.
 
     number: of the step. grads: its gradients. after: weights and moments after it.
     """
@@ -54,7 +54,7 @@ class Moved:
 
 
 def numbers(config: RunConfig) -> list[int]:
-    """Return the steps that are tried: one in the middle of the learning rate's decay, and the last."""
+    """Return the steps that are tried: one within the decay of the learning rate, and the last."""
     last = config.train.steps
     return sorted({n for n in (last - round(SHARE * decay_steps(config.optim, last)), last) if n > 1})
 
@@ -95,9 +95,10 @@ def later_steps(
 ) -> Later:
     """Make the first step again as each of `numbers`, and write the checkpoint of the last.
 
-    The session then has `after` again: the state after the first step, which each of them begins with. Nothing is done
-    after another step. in_passing: the session's step, if that shows its gradients; else they are computed before it.
-    `missing` gets what is not done in the first one. Every rank calls it; of several, each makes the steps alone.
+    after: the state after the first step. Each later step begins with it, and the session has it again at the end. If
+    it is the state after another step, nothing is done. in_passing: the session's step, if that shows its gradients;
+    otherwise they are computed before it. `missing` gets, in words, what could not be done. Every rank calls it;
+    several ranks make the later steps, and nothing else.
     """
     if after.step != 1:
         return Later()
