@@ -14,6 +14,8 @@ from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 
 CONFIG = tiny_config("bf16", compiled=True, layers=1, train={"sequence_length": 32})
+# With each, the programs of a step: of blocks, one for all of them and one for the head.
+SCOPES = [("model", 1), ("blocks", 2)]
 
 
 @pytest.fixture
@@ -25,23 +27,28 @@ def graphs():
     torch._dynamo.reset()
 
 
-def test_one_graph_and_no_second_compilation(graphs):
-    session = TorchBackend().open(CONFIG)
+@pytest.mark.parametrize("scope, programs", SCOPES)
+def test_each_program_is_compiled_once(graphs, scope, programs):
+    config = CONFIG.model_copy(update={"compile": CONFIG.compile.model_copy(update={"scope": scope})})
+    session = TorchBackend().open(config)
     assert graphs() == 0
     session.gradients(text_batch(CONFIG))
-    assert graphs() == 1
+    assert graphs() == programs
     with torch._dynamo.config.patch(error_on_recompile=True):
         session.gradients(uneven_weights(text_batch(CONFIG, 1), 1))
         for step in range(3):
             session.step(text_batch(CONFIG, step), norms=step == 1)
         session.load(session.state())
-        session.evaluate(text_batch(CONFIG))
+        for policy in (None, "fp32"):
+            session.evaluate(text_batch(CONFIG), policy)
+        for length in (3, 4):
+            session.next_token_logits(text_batch(CONFIG).tokens[0, :length])
         session.gradients(text_batch(CONFIG))
-    assert graphs() == 1
+    assert graphs() == programs
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("scope, programs", [("model", 1), ("blocks", 2)])
+@pytest.mark.parametrize("scope, programs", SCOPES)
 def test_a_recompilation_of_the_step_is_counted_and_said(graphs, scope, programs):
     config = CONFIG.model_copy(update={"compile": CONFIG.compile.model_copy(update={"scope": scope})})
     session = TorchBackend().open(config)
