@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.torch_backend import program_cache
-from lockstep.torch_backend.model import Llama, Tap, no_tap
+from lockstep.torch_backend.model import Llama, Rope, Tap, no_tap
 from lockstep.torch_backend.precision import Policy
 from lockstep.torch_backend.ranks.sharded_tensors import (
     Root,
@@ -44,6 +44,24 @@ def _of_array(
     return program(tokens, targets, weights, total.reshape(()), *others)
 
 
+class Tapping(NamedTuple):
+    """Hold a tap, what it has seen by name, and products whose sum the backward pass begins with."""
+
+    tap: Tap
+    seen: dict[str, Any]
+    ends: list[Tensor]
+
+
+def _is_of(name: str, block: str) -> bool:
+    """Return whether a tensor stands in a block, `blocks.3`; each does in `""`."""
+    return not block or name.startswith(f"{block}.")
+
+
+def _part(tensors: Tensors, block: str) -> dict[str, Tensor]:
+    """Return a block's tensors, by what follows its name: `.attn.q`."""
+    return {name.removeprefix(block): tensor for name, tensor in tensors.items() if _is_of(name, block)}
+
+
 class Programs:
     """The model, optimizer and settings of one run, with the programs of a micro-batch.
 
@@ -65,6 +83,8 @@ class Programs:
     steps_done: int
     clock: StepClock
     mark: Mark
+    # By the tap of all and a block's name, where each block has a tap of its own.
+    _taps_of_blocks: Mapping[tuple[Tap, str], Tap]
 
     def build_program(self) -> Any:
         """The compiled forward pass: of the whole model, or one program for all blocks and one for the chunked head.
@@ -74,7 +94,7 @@ class Programs:
         if self.config.compile.scope == "model":
             return self.compiled_loss(self.micro_loss)
         for block in self.model.blocks:
-            block.forward = self.compiled(block.forward)
+            block.forward = self._with_own_tap(self.compiled(block.forward))
         if self.model.fused_loss is not None and not self.config.loss.of_library:
             self.model.fused_loss = self.compiled(self.model.fused_loss)
         return self.micro_loss
@@ -152,24 +172,31 @@ class Programs:
         probed too: gradients that meet are summed in the same order, whichever of them are shown. given: gradients of
         taps, where the backward pass begins in the place of the loss.
         """
-        seen: dict[str, Tensor] = {}
-        ends: list[Tensor] = []
 
-        def tap(name: str, value: Tensor) -> Tensor:
-            if name not in probes:
-                value = value if rows is None else value + total.new_zeros((), dtype=value.dtype)
-            else:
-                probe = probes[name].to(value.dtype)
-                all_rows = rows is None or probe.shape == value.shape
-                value = value + probe if all_rows else value.index_add(0, cast(Tensor, rows), probe)
-            # A recomputed tensor passes here twice. The first time is the forward pass.
-            if name in wanted and name not in seen:
-                seen[name] = value.detach() if rows is None else value.detach()[rows]
-            if name in given:
-                ends.append(((value if rows is None else value[rows]).to(given[name].dtype) * given[name]).sum())
-            return value
+        def tapping(of: str) -> Tapping:
+            shown = {name.removeprefix(of) for name in wanted if _is_of(name, of)}
+            zeros, begins = _part(probes, of), _part(given, of)
+            seen: dict[str, Tensor] = {}
+            ends: list[Tensor] = []
 
-        loss = self._through(tap, tokens, targets, weights, total, *documents)
+            def tap(name: str, value: Tensor) -> Tensor:
+                if name not in zeros:
+                    value = value if rows is None else value + total.new_zeros((), dtype=value.dtype)
+                else:
+                    zero = zeros[name].to(value.dtype)
+                    all_rows = rows is None or zero.shape == value.shape
+                    value = value + zero if all_rows else value.index_add(0, cast(Tensor, rows), zero)
+                # A recomputed tensor passes here twice. The first time is the forward pass.
+                if name in shown and name not in seen:
+                    seen[name] = value.detach() if rows is None else value.detach()[rows]
+                if name in begins:
+                    part = value if rows is None else value[rows]
+                    ends.append((part.to(begins[name].dtype) * begins[name]).sum())
+                return value
+
+            return Tapping(tap, seen, ends)
+
+        loss, seen, ends = self._observed_loss(tapping, tokens, targets, weights, total, *documents)
         return torch.stack(ends).sum() if ends else loss, seen
 
     def sketched_micro_loss(
@@ -187,16 +214,53 @@ class Programs:
 
         Sᵀ·0 is added to them, so that the gradient of the probe, 0, is the sketch of the tap's gradient.
         """
-        seen: dict[str, Kept] = {}
 
-        def tap(name: str, value: Tensor) -> Tensor:
-            if name in probes:
-                part = value.detach()[rows]
-                value = value.index_add(0, rows, lift(probes[name], tuple(part.shape), table).to(value.dtype))
-                seen[name] = sketch(part, table=table), statistics(part)
-            return value
+        def tapping(of: str) -> Tapping:
+            zeros = _part(probes, of)
+            seen: dict[str, Kept] = {}
 
-        return self._through(tap, tokens, targets, weights, total, *documents), seen
+            def tap(name: str, value: Tensor) -> Tensor:
+                if name in zeros:
+                    part = value.detach()[rows]
+                    value = value.index_add(0, rows, lift(zeros[name], tuple(part.shape), table).to(value.dtype))
+                    seen[name] = sketch(part, table=table), statistics(part)
+                return value
+
+            return Tapping(tap, seen, [])
+
+        loss, seen, _ = self._observed_loss(tapping, tokens, targets, weights, total, *documents)
+        return loss, seen
+
+    def _observed_loss(
+        self, tapping: Callable[[str], Tapping], *inputs: Tensor
+    ) -> tuple[Tensor, dict[str, Any], list[Tensor]]:
+        """The loss of `micro_loss`, and what was seen and where the backward pass begins on the way.
+
+        Blocks that are compiled by themselves each have a tap of their own, whose names lack the block's: they are one
+        program, as those that nothing taps are. Not where somebody else's tap stands before the model's.
+        """
+        whole = tapping("")
+        if not self.config.compile.enabled or self._compiles_whole:
+            return self._through(whole.tap, *inputs), whole.seen, whole.ends
+        blocks = {name: tapping(name) for name in (f"blocks.{i}" for i in range(len(self.model.blocks)))}
+        self._taps_of_blocks = {(whole.tap, name): own.tap for name, own in blocks.items()}
+        try:
+            loss = self._through(whole.tap, *inputs)
+        finally:
+            self._taps_of_blocks = {}
+        for block, own in blocks.items():
+            whole.seen.update({f"{block}{name}": value for name, value in own.seen.items()})
+            whole.ends.extend(own.ends)
+        return loss, whole.seen, whole.ends
+
+    def _with_own_tap(self, forward: Any) -> Any:
+        """A compiled block's `forward`, which is given the tap that the block has of its own, if it has one."""
+
+        def block(x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Any:
+            own = self._taps_of_blocks.get((tap, name))
+            return forward(x_BSD, rope, policy, *((tap, name) if own is None else (own, "")))
+
+        return block
 
     def _through(
         self, tap: Tap, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor

@@ -109,6 +109,7 @@ class TorchSession(Observes):
             self.model.fused_loss = None
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = self.build_optimizer()
+        self._taps_of_blocks = {}
         self._micro_loss = self.build_program() if config.compile.enabled else self.micro_loss
         # A compiled block that was tapped would be another program the second time. Kept, it has the same bits.
         apply_recompute(self.model, config.recompute, tapped=not config.compile.enabled or self._compiles_whole)

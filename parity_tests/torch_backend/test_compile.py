@@ -8,6 +8,7 @@ from torch._dynamo.utils import clear_compilation_metrics, counters, get_compila
 
 from lockstep.core.backend import Batch
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
+from lockstep.core.parity.evidence.taps import observed_names
 from lockstep.core.sinks.phrases import metric_lines
 from lockstep.core.train.metrics import RECOMPILED
 from lockstep.parity_tests.tiny import text_batch, tiny_config
@@ -93,16 +94,20 @@ def test_compile_off_compiles_nothing(graphs):
     assert graphs() == 0
 
 
-def test_the_tapped_program_is_a_graph_of_its_own_and_the_trained_one_stays(graphs):
-    session = TorchBackend().open(CONFIG)
-    micro = text_batch(CONFIG).micro_batches(2)[0]
+@pytest.mark.parametrize("scope, programs", SCOPES)
+def test_the_tapped_program_is_a_graph_of_its_own_and_the_trained_one_stays(graphs, scope, programs):
+    """Of blocks that are compiled by themselves, one for all of them."""
+    config = tiny_config("bf16", compiled=True, layers=3, train={"sequence_length": 32})
+    compiling = config.compile.model_copy(update={"scope": scope, "backend": "aot_eager"})
+    session = TorchBackend().open(config.model_copy(update={"compile": compiling}))
+    micro = text_batch(config).micro_batches(2)[0]
     before = session.gradients(micro)
     for _ in range(2):
-        session.observe(micro, ["embed", "grad/blocks.0.attn.q", "grad/embed.weight"])
-    assert graphs() == 2
+        session.observe(micro, observed_names(config))
+    assert graphs() == 2 * programs
     with torch._dynamo.config.patch(error_on_recompile=True):
         after = session.gradients(micro)
-    assert graphs() == 2 and not counters["graph_break"]
+    assert graphs() == 2 * programs and not counters["graph_break"]
     assert all((after.grads[name] == grad).all() for name, grad in before.grads.items())
 
 
