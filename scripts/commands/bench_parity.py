@@ -126,7 +126,7 @@ def recorded(
 
 def measure(options: BenchParity) -> dict[str, Any]:
     """Every row, in seconds and in steps."""
-    whole = load_config(options.config, {"device": "cpu", "compile.enabled": "true"})
+    whole = load_config(options.config, {"device": "cpu", "compile.enabled": "true", "compile.scope": "model"})
     config = whole
     one = config.train.model_copy(update={"batch_size": config.train.micro_batch_size})
     config = config.model_copy(update={"train": one})

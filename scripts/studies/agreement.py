@@ -42,7 +42,7 @@ def row(policy: str, compiled: bool, micro_batches: int) -> str:
     started = time.perf_counter()
     config = load_config(ROOT / "configs/quickstart.toml", {"precision.policy": policy, "device": "cpu"})
     train = config.train.model_copy(update={"micro_batch_size": config.train.batch_size // micro_batches})
-    program = config.compile.model_copy(update={"enabled": compiled})
+    program = config.compile.model_copy(update={"enabled": compiled, "scope": "model"})
     config = config.model_copy(update={"train": train, "compile": program})
     data = RunData.open(config)
     checks = list(check_steps(TorchBackend(), JaxBackend(), config, (data.batch(s) for s in range(1, STEPS + 1))))

@@ -43,6 +43,7 @@ def settings(length: int, compiled: bool, policy: str) -> dict[str, str]:
         "device": "cpu",
         "precision.policy": policy,
         "compile.enabled": str(compiled).lower(),
+        "compile.scope": "model",
         "train.sequence_length": str(length),
         "train.batch_size": count,
         "train.micro_batch_size": count,

@@ -97,7 +97,7 @@ def settings(cell: Cell) -> dict[str, str]:
     size = int(SMALL["train.batch_size"]) // int(of["micro-batches"]) // int(ranks)
     of_ranks = {"train.ranks": ranks} | ({"parallel.strategy": strategy.lower()} if strategy else {})
     # Weights that are gathered block by block are compiled so.
-    scope = {"compile.scope": "blocks"} if strategy == "FSDP" else {}
+    scope = {"compile.scope": "blocks" if strategy == "FSDP" else "model"}
     return (
         SMALL
         | of_ranks

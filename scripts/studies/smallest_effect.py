@@ -88,7 +88,7 @@ def comparisons(recipe: str) -> list[Comparison]:
     """Every local comparison of a checked step of the quickstart model, after some training."""
     policy, compiled = RECIPES[recipe]
     torch._dynamo.reset()
-    settings = {"precision.policy": policy, "compile.enabled": compiled, "device": "cpu"}
+    settings = {"precision.policy": policy, "compile.enabled": compiled, "compile.scope": "model", "device": "cpu"}
     config = load_config(ROOT / "configs/quickstart.toml", settings)
     data = RunData.open(config)
     session = TorchBackend().open(config)
