@@ -444,7 +444,7 @@ class Observes(Programs):
 
 
 def _eagerly() -> AbstractContextManager[None]:
-    """Run blocks that are compiled by themselves eagerly: each length, policy and tap would be compiled anew."""
+    """Run compiled blocks eagerly: they would be compiled anew for each length and policy."""
     return torch.compiler.set_stance("force_eager")
 
 

@@ -234,10 +234,13 @@ class Programs:
     def _observed_loss(
         self, tapping: Callable[[str], Tapping], *inputs: Tensor
     ) -> tuple[Tensor, dict[str, Any], list[Tensor]]:
-        """The loss of `micro_loss`, and what was seen and where the backward pass begins on the way.
+        """Return the loss of `micro_loss`, what the taps saw by name, and their `ends`.
 
-        Blocks that are compiled by themselves each have a tap of their own, whose names lack the block's: they are one
-        program, as those that nothing taps are. Not where somebody else's tap stands before the model's.
+        tapping: makes the tap of a block, `blocks.3`, or of the whole model, `""`.
+
+        Blocks that are compiled by themselves each get a tap of their own, which knows names without the block's:
+        `.attn.q`. So one program serves all blocks, as it does without a tap. A tap that somebody puts in the place of
+        the model's, as a mutant does, gets whole names.
         """
         whole = tapping("")
         if not self.config.compile.enabled or self._compiles_whole:
@@ -254,7 +257,7 @@ class Programs:
         return loss, whole.seen, whole.ends
 
     def _with_own_tap(self, forward: Any) -> Any:
-        """A compiled block's `forward`, which is given the tap that the block has of its own, if it has one."""
+        """Return a compiled block's `forward` that is called with the block's own tap, where there is one."""
 
         def block(x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Any:
             own = self._taps_of_blocks.get((tap, name))

@@ -15,7 +15,7 @@ from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 
 CONFIG = tiny_config("bf16", compiled=True, layers=1, train={"sequence_length": 32})
-# With each, the programs of a step: of blocks, one for all of them and one for the head.
+# Each with the number of programs of a step. Blocks share one, and the head has another.
 SCOPES = [("model", 1), ("blocks", 2)]
 
 
@@ -96,7 +96,7 @@ def test_compile_off_compiles_nothing(graphs):
 
 @pytest.mark.parametrize("scope, programs", SCOPES)
 def test_the_tapped_program_is_a_graph_of_its_own_and_the_trained_one_stays(graphs, scope, programs):
-    """Of blocks that are compiled by themselves, one for all of them."""
+    """Blocks that are compiled by themselves share one."""
     config = tiny_config("bf16", compiled=True, layers=3, train={"sequence_length": 32})
     compiling = config.compile.model_copy(update={"scope": scope, "backend": "aot_eager"})
     session = TorchBackend().open(config.model_copy(update={"compile": compiling}))

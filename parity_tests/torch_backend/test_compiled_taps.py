@@ -81,3 +81,24 @@ def test_windows_of_compiled_blocks_show_what_one_pass_does(plan):
     one, other = streamed(of, batch, names), streamed(within, batch, names)
     assert within._sound_windows
     assert set(one) == set(other) and all(np.array_equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_tap_in_the_place_of_the_models_gets_whole_names(monkeypatch):
+    of = session("blocks", "aot_eager", {})
+    batch, names = text_batch(of.config), observed_names(of.config)
+    alone, passed, micro_loss = of.observe(batch, names), [], of.micro_loss
+
+    def in_front(*inputs):
+        shown = of.model.tap
+
+        def tap(name, value):
+            passed.append(name)
+            return shown(name, value)
+
+        of.model.tap = tap
+        return micro_loss(*inputs)
+
+    monkeypatch.setattr(of, "micro_loss", in_front)
+    found = of.observe(batch, names)
+    assert set(tap_names(of.config.model)) <= set(passed)
+    assert set(found) == set(alone) and all(np.array_equal(value, found[name]) for name, value in alone.items())
