@@ -44,7 +44,7 @@ class UnchangedState:
         return tuple(f"{name} on rank {rank}" for rank, names in enumerate(found) for name in names)
 
 
-def differing(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[str, ...]:
+def differing(before: Mapping[str, object], after: Mapping[str, object]) -> tuple[str, ...]:
     """Name the checksums that differ, and those that only one side has."""
     names = dict.fromkeys((*before, *after))
     return tuple(name for name in names if before.get(name) != after.get(name))

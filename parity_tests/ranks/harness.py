@@ -174,7 +174,7 @@ TOGETHER = (
     "rank_gradients",
     "rank_reports",
 )
-OF_RANK_0 = ("run_stage", "seconds_of_step", "memory")
+OF_RANK_0 = ("run_stage", "seconds_of_step", "memory", "state_checksums", "update_counts")
 
 
 def _method(what: str, told: bool) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.core.backend import Batch, StepRecord
 from lockstep.parity_tests.faults.attention import RopeInBf16
+from lockstep.parity_tests.faults.later import LastCheckpointInBf16, PeakRateAfterWarmUp
 from lockstep.parity_tests.faults.outside import OldGradientsMixedIn
 from lockstep.parity_tests.ranks.sharded import with_ranks
 from lockstep.torch_backend.backend import TorchBackend
@@ -87,3 +88,35 @@ class NoGradientOnRankOne(TorchBackend):
     """Rank 1 gives one weight no gradient: a frozen layer on one node."""
 
     session_class = _ZeroGradient
+
+
+class PeakRateAfterWarmUpOnRankOne(PeakRateAfterWarmUp):
+    """Rank 1 makes the steps after the warm-up at the peak rate."""
+
+    def open_rank(self, config: Any) -> TorchSession:
+        """Open the fault's session on rank 1, and an honest one elsewhere."""
+        return super().open_rank(config) if on_rank_one() else TorchBackend().open_rank(config)
+
+
+class LastCheckpointInBf16OnRankOne(LastCheckpointInBf16):
+    """Rank 1 writes its weights of the run's last checkpoint in bf16."""
+
+    def open_rank(self, config: Any) -> TorchSession:
+        """Open the fault's session on rank 1, and an honest one elsewhere."""
+        return super().open_rank(config) if on_rank_one() else TorchBackend().open_rank(config)
+
+
+class _DoublingLater(TorchSession):
+    def accumulate(self, batch: Batch) -> Any:
+        found = super().accumulate(batch)
+        if on_rank_one() and self.steps_done >= self.config.optim.warmup_steps:
+            gradient = self.parameters[WEIGHT].grad
+            assert gradient is not None
+            gradient.mul_(2)
+        return found
+
+
+class DoubledAfterWarmUpOnRankOne(TorchBackend):
+    """Rank 1 takes twice the sum over ranks of one weight's gradient in steps after the warm-up."""
+
+    session_class = _DoublingLater

@@ -7,17 +7,22 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import sealed_json
+from lockstep.core.model.names import parameter_shapes
 from lockstep.core.parity.evidence import store as stores
 from lockstep.core.parity.evidence.index import digest_of
 from lockstep.core.parity.evidence.lasting import LastingStore
+from lockstep.core.parity.evidence.later_steps import TakesParts
 from lockstep.core.parity.evidence.store import FolderStore
+from lockstep.core.parity.measures.drawn_part import parts_of_all
 from lockstep.core.run.ranks import rows_of_rank
+from lockstep.parity_tests.tiny import tiny_config
 
 WHOLE = np.arange(21, dtype=np.float32).reshape(7, 3) / 3
 RANKS = 3
@@ -57,6 +62,29 @@ def test_rows_of_all_ranks_are_one_tensor(tmp_path: Path) -> None:
         for stop in range(start, WHOLE.size + 1):
             part = found.part("before/params", "a.weight", start, stop)
             np.testing.assert_array_equal(part, WHOLE.reshape(-1)[start:stop])
+
+
+@pytest.mark.parametrize("number", range(2, 8))
+def test_of_a_later_step_each_rank_keeps_its_rows_of_the_part_that_is_drawn(number: int, tmp_path: Path) -> None:
+    config = tiny_config(vocab_size=2500, train={"steps": 20})
+    shapes, kept = parameter_shapes(config.model), parts_of_all(config, number - 1)
+    where, shape = kept["embed.weight"]
+    assert shape != shapes["embed.weight"], "all of it would be kept by chance"
+    whole = {name: np.arange(np.prod(of), dtype=np.float32).reshape(of) for name, of in shapes.items()}
+    made = [FolderStore.create(tmp_path / "evidence", RANKS, 5.0)]
+    made += [FolderStore.join(tmp_path / "evidence", rank, RANKS) for rank in range(1, RANKS)]
+    for rank, one in enumerate(made):
+        ranks = SimpleNamespace(rank=rank, count=RANKS)
+        take = TakesParts(one, config, number, ranks)
+        for name, array in whole.items():
+            take("params", name, array[rows_of_rank(len(array), rank, RANKS)])
+    found = finish_all(made)
+    np.testing.assert_array_equal(
+        found.get(f"later/{number}/params", "embed.weight"), whole["embed.weight"].reshape(-1)[where].reshape(shape)
+    )
+    for name, array in whole.items():
+        if shapes[name] == kept[name][1]:
+            np.testing.assert_array_equal(found.get(f"later/{number}/params", name), array)
 
 
 def test_more_ranks_than_rows(tmp_path: Path) -> None:

@@ -137,8 +137,23 @@ def test_a_fault_between_ranks_gives_the_exit_code_1(run_file: Path, tmp_path: P
         ("fsdp", "NotUpdated", r"update \(update, layer 1, at blocks\.1\.mlp\.up.*\) rows \d+ to \d+ of rank 1 alone"),
         ("fsdp", "GradientsDoubled", r"down_proj \(backward, layer 1, .*\) rows \d+ to \d+ of rank 1 alone"),
         ("fsdp", "OldGradientsMixedIn", r"moments \(update, at the step after, at once, .*\) .* on rank 1"),
+        ("fsdp", "PeakRateAfterWarmUp", r"update \(update, at embed\.weight/\d+, .*\)"),
+        ("ddp", "PeakRateAfterWarmUp", r"update \(update, at later steps, on every rank, .*\) .* on rank 1"),
+        ("ddp", "DoubledAfterWarmUp", r"reduction \(.* at later steps, on every rank, .*\) .* on rank 1"),
+        ("fsdp", "LastCheckpointInBf16", r"checkpoint \(.* at the checkpoint of the last step, .*\) .* on rank 1"),
     ],
-    ids=["no-gradient-ddp", "rope-ddp", "rope-fsdp", "not-updated-fsdp", "doubled-fsdp", "old-gradients-fsdp"],
+    ids=[
+        "no-gradient-ddp",
+        "rope-ddp",
+        "rope-fsdp",
+        "not-updated-fsdp",
+        "doubled-fsdp",
+        "old-gradients-fsdp",
+        "peak-rate-fsdp",
+        "peak-rate-ddp",
+        "doubled-later-ddp",
+        "last-checkpoint-fsdp",
+    ],
 )
 def test_a_fault_of_one_rank_is_named_with_its_rank(
     strategy: str, fault: str, named: str, run_file: Path, tmp_path: Path

@@ -97,7 +97,8 @@ def _try_checkpoint(found: Gathering) -> None:
     before, after, missing = found.before, found.after, found.missing
     written = Changed(session, [])
     made = found.record, written.sums
-    follows = Follows(session, config, batch, found.sums_before, missing) if _goes_on(found) else None
+    goes_on = before.step + 2 <= config.train.steps
+    follows = Follows(session, config, batch, found.sums_before, missing) if goes_on else None
 
     def begun() -> None:
         written.note("a checkpoint was begun")
@@ -116,16 +117,6 @@ def _try_checkpoint(found: Gathering) -> None:
         found.later, found.moved = shown.records, shown.moved
         in_turn = in_a_row(session, config, batch, before, after, made, found.sums_before, follows, missing)
         found.in_a_row = {**in_turn, **shown.compared}
-
-
-def _goes_on(found: Gathering) -> bool:
-    """Return whether the session makes the step after this one while its checkpoint is written, and once restored."""
-    if found.config.train.ranks > 1:
-        found.missing.append(
-            "a step while a checkpoint is written, and from one that was restored: with one rank alone"
-        )
-        return False
-    return found.before.step + 2 <= found.config.train.steps
 
 
 def _name_left_out(found: Gathering) -> None:

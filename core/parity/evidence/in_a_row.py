@@ -25,7 +25,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.data.memory import available_memory_bytes
 from lockstep.core.model.budget import parameter_count
 from lockstep.core.parity.measures.drawn_part import parts_of_all
-from lockstep.core.run.ranks import Ranks
+from lockstep.core.run.ranks import Ranks, is_sharded
 from lockstep.core.streams import Collected, stream_state
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.unchanged_state import differing
@@ -35,8 +35,9 @@ LOADED, NOT_SHOWN, AT_ONCE, THIRD = "loaded", "not shown", "at once", "third"
 WHILE_WRITTEN, RESTORED = "while written", "restored"
 # And of the scores and the samples that a session makes of a state that it came to by a step.
 EVALUATION, SAMPLING = "evaluation", "sampling"
-# And of a run's first step as later ones, and the last one's checkpoint (core/parity/evidence/later_steps.py).
-AS_LATER, LAST_WRITTEN = "as later", "last written"
+# And of a run's first step as later ones, which several ranks have alike, and the last one's checkpoint
+# (core/parity/evidence/later_steps.py).
+AS_LATER, ALIKE, LAST_WRITTEN = "as later", "alike", "last written"
 # The taps of what `in_a_row` finds.
 TAPS = {
     NOT_SHOWN: "the step again, not shown",
@@ -47,6 +48,7 @@ TAPS = {
     EVALUATION: "scores after a step, not loaded",
     SAMPLING: "samples after a step, not loaded",
     AS_LATER: "the same step, as a later one",
+    ALIKE: "later steps, on every rank",
     LAST_WRITTEN: "the checkpoint of the last step",
 }
 # Fields of a record that are the step's arithmetic, in its order.
@@ -114,7 +116,7 @@ class Follows:
         self.restored: Made | None = None
         self.seen: Arrays = {}
         self._session, self._config, self._batch = session, config, batch
-        self._started, self._missing = started, missing
+        self._started, self._missing, self._ranks = started, missing, ranks_of(session)
 
     def once_begun(self) -> None:
         """Score, sample, and make the next step, as training does while a checkpoint is being written."""
@@ -126,12 +128,14 @@ class Follows:
         self.restored = self._next("a step from a checkpoint that was restored")
 
     def may_restore(self) -> bool:
-        """Return whether memory holds the state once more, in FP32."""
+        """Return whether memory holds the state of every rank once more, in FP32."""
         return self._fits(MEMORY_OF_STATE, "a step from a checkpoint that was restored")
 
     def _fits(self, times: int, what: str) -> bool:
-        needed = times * np.dtype(np.float32).itemsize * parameter_count(self._config.model)
-        if available_memory_bytes() >= needed:
+        # As if all ranks were on one machine. Parts of a model that is cut over them are the model, together.
+        models = 1 if is_sharded(self._config) else self._config.train.ranks
+        needed = times * models * np.dtype(np.float32).itemsize * parameter_count(self._config.model)
+        if all(self._ranks.gather(available_memory_bytes() >= needed, "`look for memory`")):
             return True
         self._missing.append(f"{what}: it takes {needed / 1e9:.1f} GB of free memory")
         return False
@@ -142,6 +146,8 @@ class Follows:
         try:
             return Made(_step(self._session, other_batch(self._batch)), _sums(self._session, self._started))
         except Exception as reason:  # as in `in_a_row`
+            if self._config.train.ranks > 1 and not isinstance(reason, NotSupported):
+                raise
             self._missing.append(f"{what}: {in_words(reason)}")
             return None
 
@@ -290,19 +296,20 @@ def _compared(
     second, third = runs.at_once()
     apart = runs.with_a_check_between()
     found = {
-        LOADED: _on_any(ranks, differing(started, apart.loaded)),
-        NOT_SHOWN: _on_any(ranks, apart.first.differs_from(shown)),
-        AT_ONCE: _on_any(ranks, second.differs_from(apart.second)),
+        LOADED: on_any(ranks, differing(started, apart.loaded)),
+        NOT_SHOWN: on_any(ranks, apart.first.differs_from(shown)),
+        AT_ONCE: on_any(ranks, second.differs_from(apart.second)),
     }
     if third is not None and apart.third is not None:
-        found[THIRD] = _on_any(ranks, third.differs_from(apart.third))
+        found[THIRD] = on_any(ranks, third.differs_from(apart.third))
     if follows is not None:
         changed = any(name.startswith("params/") for name in differing(started, shown.sums))
         moved = changed and shown.record.lr >= LEAST_RATE
-        found |= {what: _stale(what, follows.seen, apart, moved) for what in follows.seen if what in apart.seen}
+        stale = {what: _stale(what, follows.seen, apart, moved) for what in follows.seen if what in apart.seen}
+        found |= {what: on_any(ranks, words) for what, words in stale.items()}
         for key, made in ((WHILE_WRITTEN, follows.written), (RESTORED, follows.restored)):
             if made is not None:
-                found[key] = made.differs_from(apart.second)
+                found[key] = on_any(ranks, made.differs_from(apart.second))
     if not found[LOADED] and any(found.values()):
         # Some programs do not repeat their bits. What is accused is there again, alike in every bit.
         (second_again, third_again), again = runs.at_once(), runs.with_a_check_between()
@@ -313,8 +320,8 @@ def _compared(
         differ = [name for one, other in pairs for name in one.differs_from(other)]
         differ += [what for what, seen in apart.seen.items() if not _same(seen, again.seen.get(what))]
         apart_by_far = any(are_far_apart(one.record, other.record) for one, other in pairs)
-        repeats = not _on_any(ranks, tuple(differ))
-        if not repeats and not _on_any(ranks, ("record",) * apart_by_far) and not runs.is_a_pattern():
+        repeats = not on_any(ranks, tuple(differ))
+        if not repeats and not on_any(ranks, ("record",) * apart_by_far) and not runs.is_a_pattern():
             missing.append(f"{WHAT}: the session's steps do not repeat their bits")
             return {}
     return found
@@ -357,7 +364,7 @@ def _stale(what: str, seen: Arrays, apart: _Apart, moved: bool) -> tuple[str, ..
     return ()
 
 
-def _on_any(ranks: Ranks, names: tuple[str, ...]) -> tuple[str, ...]:
+def on_any(ranks: Ranks, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return what differs on rank 0, then what differs on another rank alone; the same on every rank."""
     first, *others = ranks.gather(names, "`compare two steps in a row`")
     alone: dict[str, int] = {}

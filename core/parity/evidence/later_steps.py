@@ -11,32 +11,41 @@ the second step of the run: loss and gradients of a model do not depend on the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from lockstep.core.arrays import Scaled
-from lockstep.core.backend import Arrays, Batch, NotSupported, Session, State, StepRecord, in_words
-from lockstep.core.capabilities import Loads, Take, ask
+from lockstep.core.backend import Arrays, Batch, NotSupported, RankReport, Session, State, StepRecord, in_words
+from lockstep.core.capabilities import Loads, ReportsRanks, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.model.graph import Shape
+from lockstep.core.model.names import parameter_shapes
 from lockstep.core.parity.evidence.in_a_row import (
+    ALIKE,
+    ARITHMETIC,
     AS_LATER,
     AS_STEP,
     LAST_WRITTEN,
+    ON_RANK,
     are_far_apart,
     differing_numbers,
+    on_any,
 )
 from lockstep.core.parity.evidence.round_trip import differs_once_read
 from lockstep.core.parity.evidence.store import Store
 from lockstep.core.parity.measures.drawn_part import parts_of_all
+from lockstep.core.run.ranks import Ranks, rows_of_rank
 from lockstep.core.streams import GRADS, PROGRAM, StreamStep, stream_gradients, stream_state, with_tensors
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.schedule import decay_steps
+from lockstep.core.train.unchanged_state import differing
 
 # A power of two. Logits of such weights are next to nothing, and gradients are smaller than they were by about as much.
 SMALL = 2.0**-10
+# Fields of a record that are the same on every rank.
+OF_EVERY_RANK = (*ARITHMETIC[1:], "step")
 # The share of the decay that is left after the step that is tried. In the middle a cosine has a straight line's rate.
 SHARE = 0.4
 
@@ -76,7 +85,7 @@ class Later:
 
     records: of each of `numbers`. moved: what they moved. compared: names of what differs, as in
     core/parity/evidence/in_a_row.py: AS_LATER, of their records from those of the same steps as the second of the run;
-    LAST_WRITTEN, of the state after the last, once that was written and read back.
+    LAST_WRITTEN, of the state after the last, once that was written and read back; ALIKE, among several ranks.
     """
 
     records: tuple[StepRecord, ...] = ()
@@ -97,25 +106,20 @@ def later_steps(
 
     after: the state after the first step. Each later step begins with it, and the session has it again at the end. If
     it is the state after another step, nothing is done. in_passing: the session's step, if that shows its gradients;
-    otherwise they are computed before it. `missing` gets, in words, what could not be done. Every rank calls it;
-    several ranks make the later steps, and nothing else.
+    otherwise they are computed before it. `missing` gets, in words, what could not be done. Every rank calls it.
     """
     if after.step != 1:
         return Later()
-    load = ask(session, Loads).load
+    load, ranks = ask(session, Loads).load, ranks_of(session)
     records: list[StepRecord] = []
     moved: list[Moved] = []
     compared: dict[str, tuple[str, ...]] = {}
-    if config.train.ranks > 1:
-        missing.append("moments, update and checkpoint of later steps: with one rank alone")
     try:
         for number in numbers(config):
             load(state_before(after, number, config))
-            if config.train.ranks > 1:
-                records.append(session.step(batch))
-                continue
-            record, found = _made(session, batch, number, store, parts_of_all(config, number - 1), in_passing)
+            record, found = _made(session, batch, number, TakesParts(store, config, number, ranks), in_passing)
             records.append(record)
+            unlike = _unlike(session) if config.train.ranks > 1 else None
             if found is not None:
                 moved.append(found)
             else:
@@ -127,8 +131,10 @@ def later_steps(
                 load(replace(state_before(after, number, config), step=after.step))
                 return session.step(batch)
 
-            wrong = _differ(record, as_second, missing)
-            compared[AS_LATER] = (*compared.get(AS_LATER, ()), *(f"{name}{AS_STEP}{number}" for name in wrong))
+            differ = _differ(record, as_second, ranks, missing)
+            for key, wrong in ((ALIKE, unlike), (AS_LATER, differ)):
+                if wrong is not None:
+                    compared[key] = (*compared.get(key, ()), *(f"{name}{AS_STEP}{number}" for name in wrong))
     except Exception as reason:
         # As in two steps in a row (core/parity/evidence/in_a_row.py).
         if config.train.ranks > 1 and not isinstance(reason, (NotSupported, NotFinite)):
@@ -138,15 +144,32 @@ def later_steps(
     return Later(tuple(records), tuple(moved), compared)
 
 
-def _differ(record: StepRecord, as_second: Callable[[], StepRecord], missing: list[str]) -> tuple[str, ...]:
+def _unlike(session: Session) -> tuple[str, ...] | None:
+    """Name what other ranks do not have as rank 0 has it after a step; None where they do not tell."""
+    try:
+        first, *others = ask(session, ReportsRanks).rank_reports()
+    except NotSupported:  # the step itself lacks them too, and says so
+        return None
+    return tuple(f"{name}{ON_RANK}{rank}" for rank, one in enumerate(others, 1) for name in _apart(first, one))
+
+
+def _apart(first: RankReport, other: RankReport) -> Iterator[str]:
+    yield from differing_numbers(first.record, other.record, OF_EVERY_RANK)
+    yield from (f"{GRADS}/{name}" for name in differing(first.gradients, other.gradients))
+    yield from differing(first.state, other.state)
+
+
+def _differ(
+    record: StepRecord, as_second: Callable[[], StepRecord], ranks: Ranks, missing: list[str]
+) -> tuple[str, ...]:
     """Name the fields in which a record is not that of the same step, made as the second of the run."""
     second = as_second()
-    found = differing_numbers(record, second)
+    found = on_any(ranks, differing_numbers(record, second))
     if not found:
         return ()
     again = as_second()
-    far = any(are_far_apart(record, one) for one in (second, again))
-    if differing_numbers(second, again) and not far:
+    far = on_any(ranks, ("record",) * any(are_far_apart(record, one) for one in (second, again)))
+    if on_any(ranks, differing_numbers(second, again)) and not far:
         missing.append("loss and gradients of later steps: the session's steps do not repeat their bits")
         return ()
     return found
@@ -154,40 +177,45 @@ def _differ(record: StepRecord, as_second: Callable[[], StepRecord], missing: li
 
 def _rewritten(session: Session, number: int, after: State, missing: list[str]) -> dict[str, tuple[str, ...]]:
     try:
-        return {LAST_WRITTEN: differs_once_read(session, number, after)}
+        return {LAST_WRITTEN: on_any(ranks_of(session), differs_once_read(session, number, after))}
     except (NotSupported, ValueError, KeyError) as reason:  # as in the round trip of the first step's state
         missing.append(f"the checkpoint of the last step: {in_words(reason)}")
         return {}
 
 
+class TakesParts:
+    """Put the part of each tensor that is kept into the store, of several ranks as much of it as this one holds."""
+
+    def __init__(self, store: Store, config: RunConfig, number: int, ranks: Ranks) -> None:
+        self._store, self._name, self._ranks = store, f"later/{number}", ranks
+        self._kept, self._shapes = parts_of_all(config, number - 1), parameter_shapes(config.model)
+
+    def __call__(self, kind: str, tensor: str, array: np.ndarray) -> None:
+        """Take a whole tensor, or this rank's rows of it."""
+        if tensor not in self._kept or kind == PROGRAM:
+            return
+        where, shape, whole = *self._kept[tensor], self._shapes[tensor]
+        held = slice(0, whole[0])
+        if array.shape[0] != whole[0]:
+            held = rows_of_rank(whole[0], self._ranks.rank, self._ranks.count)
+        row = math.prod(whole[1:])
+        first, last = (min(max(at - held.start * row, 0), array.size) for at in (where.start, where.stop))
+        # A view would hold the whole array.
+        self._store.put(f"{self._name}/{kind}", tensor, array.reshape(-1)[first:last].reshape(-1, *shape[1:]).copy())
+
+    def arrays(self, kind: str) -> Arrays:
+        """Return what was put of a kind."""
+        return self._store.arrays(f"{self._name}/{kind}")
+
+
 def _made(
-    session: Session,
-    batch: Batch,
-    number: int,
-    store: Store,
-    kept: Mapping[str, tuple[slice, Shape]],
-    in_passing: StreamStep | None,
+    session: Session, batch: Batch, number: int, take: TakesParts, in_passing: StreamStep | None
 ) -> tuple[StepRecord, Moved | None]:
-    take, shown = _taking(store, f"later/{number}", kept), True
     if in_passing is not None:
         record, found = in_passing(batch, take, False)
-        shown = found is not None
+        if found is None:
+            return record, None
     else:
         stream_gradients(session, batch, take)
         record = session.step(batch)
-    if not shown:
-        return record, None
-    after = with_tensors(stream_state(session, take), lambda kind: store.arrays(f"later/{number}/{kind}"))
-    return record, Moved(number, store.arrays(f"later/{number}/{GRADS}"), after)
-
-
-def _taking(store: Store, name: str, kept: Mapping[str, tuple[slice, Shape]]) -> Take:
-    """Return what puts the part of a tensor that is kept into the store."""
-
-    def take(kind: str, tensor: str, array: np.ndarray) -> None:
-        if tensor in kept and kind != PROGRAM:
-            where, shape = kept[tensor]
-            # A view would hold the whole array.
-            store.put(f"{name}/{kind}", tensor, array.reshape(-1)[where].reshape(shape).copy())
-
-    return take
+    return record, Moved(number, take.arrays(GRADS), with_tensors(stream_state(session, take), take.arrays))

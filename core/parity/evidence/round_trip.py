@@ -32,8 +32,8 @@ def round_trip(
 
     Updates that the optimizer then counts otherwise stand in words among its scalars, which those of the step are not.
     The session takes another state over while its checkpoint is being written: it must be written of a copy.
-    begun: called before that, of one rank, when what is written has been taken from the session. restored: called of
-    one rank when a session that reads checkpoints itself (`Restores`) has read it; then it is loaded as well.
+    begun: called before that, when what is written has been taken from the session. restored: called when a session
+    that reads checkpoints itself (`Restores`) has read it; then it is loaded as well. Every rank calls all of this.
     """
     try:
         load = ask(session, Loads).load
@@ -59,7 +59,7 @@ def round_trip(
 
 
 def differs_once_read(session: Session, step: int, other: State) -> tuple[str, ...]:
-    """Write the session's state, of one rank, and load what was written; name what then differs, by checksums.
+    """Write the session's state and load what was written; name what this rank then has otherwise, by checksums.
 
     step: of that state. other: one that the session takes over while its checkpoint is being written. Raises
     NotSupported if the session tells no checksums.
@@ -90,13 +90,13 @@ def _read_back(
     ranks = ranks_of(session)
     if ranks.rank == 0:
         pending = begin_on_all(session, ranks, lambda write: begin_checkpoint(final, step, write, {}))
-        if ranks.count == 1:
-            begun()
+        begun()
         load(before)
         written = ranks.of_first(lambda: str(pending.commit()))
     else:
         writing = part_of(session, ranks)
         if writing is not None:
+            begun()
             load(before)
             write_part(writing)
         written = ranks.of_first(str)

@@ -19,6 +19,7 @@ from lockstep.core.model.init import init_parameter
 from lockstep.core.model.names import groups_of, parameter_shapes
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.in_a_row import (
+    ALIKE,
     AS_LATER,
     AS_STEP,
     AT_ONCE,
@@ -42,6 +43,7 @@ from lockstep.core.parity.measures.drawn_part import drawn_part
 from lockstep.core.parity.measures.peaks import Norms
 from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import OVER_MATRICES, Finding, Measure
+from lockstep.core.streams import GRADS
 from lockstep.core.train.fp8_amax import without_amaxes
 from lockstep.core.train.schedule import learning_rate
 from lockstep.core.train.skipped_steps import is_made, leaves_out, scalars_after
@@ -386,8 +388,15 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
             # Held to themselves they say nothing of the arithmetic, like steps that do not differ.
             stage = what if found[what] else _first_link((), evidence.after)
             yield exact(stage, TAPS[what], len(found[what]), 1, basis, ", ".join(found[what]))
+    if ALIKE in found:
+        wrong = found[ALIKE]
+        basis = "a later step is the same on every rank: equal bits"
+        stage = "reduction" if any(name.startswith(f"{GRADS}/") for name in wrong) else ""
+        stage = stage or _first_link(wrong, evidence.after)
+        yield exact(stage, TAPS[ALIKE], len(wrong), max(len(wrong), 1), basis, ", ".join(wrong[:5]))
     if AS_LATER in found:
-        wrong = found[AS_LATER]
+        # A rank that is unlike rank 0 is named above, by what it has otherwise.
+        wrong = tuple(name for name in found[AS_LATER] if ON_RANK not in name or not found.get(ALIKE))
         basis = "loss and gradients do not depend on the step's number: equal bits"
         note = ", ".join(wrong[:5])
         yield exact(_first_link(wrong, evidence.after), TAPS[AS_LATER], len(wrong), max(len(wrong), 1), basis, note)
