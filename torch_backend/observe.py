@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -404,7 +403,7 @@ class Observes(Programs):
         """Per-token `nll` and `top1` of `batch` in eager, under the run's policy or a named one."""
         tokens, targets, _ = self.to_device(batch)
         chosen = replace(POLICIES[policy], onednn=self.policy.onednn) if policy else self.policy
-        with torch.no_grad(), _eagerly(), self._declaring(chosen.name):
+        with torch.no_grad(), self._declaring(chosen.name):
             scored = partial(scores, self.model, self.config.loss.chunk)
             nll, top1 = self._run(scored, tokens, targets, chosen, *self.documents(batch))
             return {"nll": to_numpy(nll), "top1": to_numpy(top1)}
@@ -414,7 +413,7 @@ class Observes(Programs):
 
         They are one document.
         """
-        with torch.no_grad(), _eagerly():
+        with torch.no_grad():
             ids = torch.tensor(tokens[None], dtype=torch.long, device=self.device)
             return to_numpy(self._run(self._next_logits, ids))
 
@@ -441,11 +440,6 @@ class Observes(Programs):
 
     def _next_logits(self, ids: Tensor) -> Tensor:
         return self.model.logits(self.model.trunk(ids, self.policy)[:, -1:], self.policy)[0, 0]
-
-
-def _eagerly() -> AbstractContextManager[None]:
-    """Run compiled blocks eagerly: they would be compiled anew for each length and policy."""
-    return torch.compiler.set_stance("force_eager")
 
 
 def _of_gradients(kept: Mapping[str, Kept], grads: Mapping[str, Tensor]) -> dict[str, Observation]:

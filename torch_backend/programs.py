@@ -89,12 +89,13 @@ class Programs:
     def build_program(self) -> Any:
         """The compiled forward pass: of the whole model, or one program for all blocks and one for the chunked head.
 
-        The blocks' program is compiled once; what stands between them runs eagerly.
+        The blocks' program is compiled once; what stands between them runs eagerly, and so do the blocks themselves
+        where no gradients are computed: they would be compiled anew for each length and policy of a sample or a score.
         """
         if self.config.compile.scope == "model":
             return self.compiled_loss(self.micro_loss)
         for block in self.model.blocks:
-            block.forward = self._with_own_tap(self.compiled(block.forward))
+            block.forward = self._of_block(block.forward)
         if self.model.fused_loss is not None and not self.config.loss.of_library:
             self.model.fused_loss = self.compiled(self.model.fused_loss)
         return self.micro_loss
@@ -256,11 +257,13 @@ class Programs:
             whole.ends.extend(own.ends)
         return loss, whole.seen, whole.ends
 
-    def _with_own_tap(self, forward: Any) -> Any:
-        """Return a compiled block's `forward` that is called with the block's own tap, where there is one."""
+    def _of_block(self, eager: Any) -> Any:
+        """Return a block's `forward`, compiled for passes with gradients; called with the block's own tap, if any."""
+        compiled = self.compiled(eager)
 
         def block(x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Any:
             own = self._taps_of_blocks.get((tap, name))
+            forward = compiled if torch.is_grad_enabled() else eager
             return forward(x_BSD, rope, policy, *((tap, name) if own is None else (own, "")))
 
         return block

@@ -66,6 +66,23 @@ def test_a_recompilation_of_the_step_is_counted_and_said(graphs, scope, programs
     assert metric_lines(4, session.step(short).metrics, metrics) == []
 
 
+@pytest.mark.parametrize("look", ["evaluate", "next_token_logits", "attention_logits"])
+def test_what_is_compiled_elsewhere_stays_so_while_blocks_run_eagerly(graphs, look):
+    """FlexAttention, run eagerly, would write out its scores."""
+    config = CONFIG.model_copy(update={"compile": CONFIG.compile.model_copy(update={"scope": "blocks"})})
+    session, batch = TorchBackend().open(config), text_batch(config)
+    own = session.model.trunk
+    other = torch.compile(lambda x: x + 1, backend="eager")
+
+    def trunk(*arguments):
+        other(torch.ones(3))
+        return own(*arguments)
+
+    session.model.trunk = trunk
+    getattr(session, look)(batch.tokens[0] if look == "next_token_logits" else batch)
+    assert graphs() == 1
+
+
 def test_another_shape_is_another_graph(graphs):
     """The negative twin: the counter counts, and `dynamic=False` makes no graph for every shape."""
     session = TorchBackend().open(CONFIG)

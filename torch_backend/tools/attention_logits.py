@@ -39,8 +39,7 @@ def largest_logits(model: Llama, tokens_BS: Tensor, policy: Policy, *documents_B
             found[block] = _largest(queries.pop(block), heads[block].expand(value), apart, policy)
         return value
 
-    # Blocks that are compiled by themselves would be compiled anew around this tap.
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad():
         model.trunk(tokens_BS, policy, tap, *documents_BS)
     largest: np.ndarray = torch.stack([found[block] for block in heads]).double().cpu().numpy()
     return largest
