@@ -309,7 +309,7 @@ def test_a_resume_that_nobody_listens_to_warns(tmp_path):
 def test_every_changed_byte_of_run_json_is_noticed(tmp_path):
     path = checked_run(tmp_path / "r").path / "run.json"
     whole = path.read_bytes()
-    for at in range(0, len(whole), amount(7, with_all=1)):
+    for at in range(0, len(whole), amount(17, with_all=1)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
         with pytest.raises(UserError, match=r"run.json is damaged or was edited .*; put it back as it was written"):
             RunDir.open(path.parent)
@@ -321,7 +321,7 @@ def test_every_changed_byte_of_run_json_is_noticed(tmp_path):
 def test_every_changed_byte_of_config_toml_is_noticed_or_without_effect(tmp_path):
     path = checked_run(tmp_path / "r").path / "config.toml"
     whole, refused = path.read_bytes(), 0
-    tried = range(0, len(whole), amount(7, with_all=1))
+    tried = range(0, len(whole), amount(17, with_all=1))
     for at in tried:
         for byte in (whole[at] ^ (1 << at % 8), ord("7")):
             path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])

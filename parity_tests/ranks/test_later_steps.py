@@ -21,6 +21,7 @@ from lockstep.parity_tests.tiny import text_batch
 from lockstep.torch_backend.backend import TorchBackend
 
 pytestmark = pytest.mark.usefixtures("in_one_process")
+KINDS = (("moments", "exp_avg/"), ("moments", "exp_avg_sq/"), ("update", ""))
 CONFIGS = {name: sharded("fp32", strategy=name, sections={"train": {"steps": 20}}) for name in ("ddp", "fsdp")}
 
 
@@ -43,24 +44,22 @@ def test_honest_ranks_agree_in_both_later_steps(strategy: str) -> None:
     assert set(TAPS.values()) <= {tap for _, tap in taps}
 
 
-KINDS = (("moments", "exp_avg/"), ("moments", "exp_avg_sq/"), ("update", ""))
+FOUND = [
+    ("ddp", later.PeakRateAfterWarmUp, ("update", "embed.weight/13")),
+    ("fsdp", later.PeakRateAfterWarmUp, ("update", "embed.weight/13")),
+    ("ddp", later.MomentumEndsWithWarmUp, ("moments", "exp_avg/embed.weight/13")),
+    ("fsdp", later.MomentumEndsWithWarmUp, ("moments", "exp_avg/embed.weight/13")),
+    ("ddp", later.FirstTokenLeftOutAfterWarmUp, ("loss", "the same step, as a later one")),
+    ("ddp", later.LastCheckpointInBf16, ("checkpoint", "the checkpoint of the last step")),
+    ("ddp", outside.PeakRateOnceWritten, ("update", TAPS[WHILE_WRITTEN])),
+    ("fsdp", outside.PeakRateOnceWritten, ("update", TAPS[WHILE_WRITTEN])),
+    ("ddp", outside.RestoreResetsBetas, ("moments", TAPS[RESTORED])),
+    ("ddp", on_one_rank.PeakRateAfterWarmUpOnRankOne, ("update", TAPS[ALIKE])),
+]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "fault", "named"),
-    [
-        ("ddp", later.PeakRateAfterWarmUp, ("update", "embed.weight/13")),
-        ("fsdp", later.PeakRateAfterWarmUp, ("update", "embed.weight/13")),
-        ("ddp", later.MomentumEndsWithWarmUp, ("moments", "exp_avg/embed.weight/13")),
-        ("fsdp", later.MomentumEndsWithWarmUp, ("moments", "exp_avg/embed.weight/13")),
-        ("ddp", later.FirstTokenLeftOutAfterWarmUp, ("loss", "the same step, as a later one")),
-        ("ddp", later.LastCheckpointInBf16, ("checkpoint", "the checkpoint of the last step")),
-        ("ddp", outside.PeakRateOnceWritten, ("update", TAPS[WHILE_WRITTEN])),
-        ("fsdp", outside.PeakRateOnceWritten, ("update", TAPS[WHILE_WRITTEN])),
-        ("ddp", outside.RestoreResetsBetas, ("moments", TAPS[RESTORED])),
-        ("ddp", on_one_rank.PeakRateAfterWarmUpOnRankOne, ("update", TAPS[ALIKE])),
-    ],
-    ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else ""),
+    ("strategy", "fault", "named"), FOUND, ids=[f"{fault.__name__}-{strategy}" for strategy, fault, _ in FOUND]
 )
 def test_what_one_rank_would_show_several_do(strategy: str, fault: type[TorchBackend], named: tuple[str, str]) -> None:
     origin = check(fault(), strategy).origin
