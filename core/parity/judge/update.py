@@ -35,6 +35,7 @@ from lockstep.core.parity.evidence.in_a_row import (
     WHILE_WRITTEN,
 )
 from lockstep.core.parity.evidence.later_steps import as_later_steps
+from lockstep.core.parity.judge import scalar_words
 from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, peak_bounds, scalar_bounds
 from lockstep.core.parity.measures.compare import Comparison, Reference, exact, finding, perturbed
@@ -124,21 +125,28 @@ def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         # A loss of NLLs that are not finite only inherits that.
         elif of is not None and np.isfinite(of.nll).all():
             value = record.loss if of is evidence.stepped else of.loss
-            yield finding("loss", tap, "local", (scalar_bounds.loss(value, of.nll, batch),), 1)
+            held = scalar_bounds.loss(value, of.nll, batch)
+            note = scalar_words.of_loss(value, of.nll, batch, config.train.micro_batch_size, held)
+            yield finding("loss", tap, "local", (held,), 1, note=note)
     if evidence.stepped:
         norm = scalar_bounds.gradient_norm(record.grad_norm, evidence.stepped.grads, record.norm_in_fp64)
         yield finding("grad_norm", "grad_norm", "local", (norm,), 1)
     this = evidence.before.step + 1
     for suffix, (number, made) in {"": (this, record), **as_later_steps(evidence.later, config)}.items():
-        note = f"made again as step {number:,} of the run" if suffix else ""
+        again = (f"made again as step {number:,} of the run",) if suffix else ()
         if made.step != number and suffix:
             basis = f"a step that follows a state of {number - 1:,} steps is step {number:,}, not {made.step:,}"
-            yield exact("checkpoint", "step", 1, 1, basis, note)
+            yield exact("checkpoint", "step", 1, 1, basis, *again)
             continue
-        coefficient = scalar_bounds.clip_coefficient(made.clip_coefficient, made.grad_norm, config.optim, dtype)
-        yield finding("clip_coefficient", f"clip_coefficient{suffix}", "local", (coefficient,), 1, note=note)
+        of_clipping = made.clip_coefficient, made.grad_norm, config.optim, dtype
+        coefficient = scalar_bounds.clip_coefficient(*of_clipping)
         rate = scalar_bounds.learning_rate(made.lr, learning_rate(config.optim, number, config.train.steps))
-        yield finding("learning_rate", f"learning_rate{suffix}", "local", (rate,), 1, note=note)
+        for stage, held, words in (
+            ("clip_coefficient", coefficient, scalar_words.of_clip_coefficient(*of_clipping, coefficient)),
+            ("learning_rate", rate, scalar_words.of_learning_rate(made.lr, config, number, rate)),
+        ):
+            note = "; ".join(one for one in (*again, words) if one)
+            yield finding(stage, f"{stage}{suffix}", "local", (held,), 1, note=note)
 
 
 def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
