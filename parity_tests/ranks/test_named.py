@@ -13,7 +13,7 @@ from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults import gradients, outside, ranks
-from lockstep.parity_tests.ranks import reductions
+from lockstep.parity_tests.ranks import reductions, sharded
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 
@@ -56,6 +56,16 @@ def test_a_wrong_sum_over_ranks_is_called_reduction(fault: type[TorchBackend]) -
 def test_a_wrong_sum_over_micro_batches_is_called_accumulation(fault: type[TorchBackend]) -> None:
     check = check_of(fault())
     assert check.origin is not None and check.origin.stage == "accumulation"
+
+
+@pytest.mark.parametrize("fault", [sharded.GradientsAveraged, sharded.OneBlockNotReduced])
+def test_a_wrong_sum_of_what_is_cut_over_ranks_is_called_reduction(fault: type[TorchBackend]) -> None:
+    """Gradients of the tapped program are sums over ranks too: no stage is to blame."""
+    config = sharded.sharded("fp32")
+    evidence = gather(fault().open(config), config, uneven_weights(text_batch(config), 0))
+    check = judge(evidence, Reference.open(JaxBackend(), config))
+    assert check.origin is not None and check.origin.stage == "reduction"
+    assert "seen in the backward pass of" in check.origin.note
 
 
 def test_honest_ranks_agree() -> None:

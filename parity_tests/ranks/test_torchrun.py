@@ -135,7 +135,7 @@ def test_a_fault_between_ranks_gives_the_exit_code_1(run_file: Path, tmp_path: P
         ("ddp", "RopeInBf16", r"q_rope \(forward, layer 0, at blocks\.0\.attn\.q_rope.*\) on rank 1"),
         ("fsdp", "RopeInBf16", r"q_rope \(forward, layer 0, at blocks\.0\.attn\.q_rope.*\) on rank 1"),
         ("fsdp", "NotUpdated", r"update \(update, layer 1, at blocks\.1\.mlp\.up.*\) rows \d+ to \d+ of rank 1 alone"),
-        ("fsdp", "GradientsDoubled", r"down_proj \(backward, layer 1, .*\) rows \d+ to \d+ of rank 1 alone"),
+        ("fsdp", "GradientsDoubled", r"reduction \(backward, layer 1, .*\) rows \d+ to \d+ of rank 1 alone"),
         ("fsdp", "OldGradientsMixedIn", r"moments \(update, at the step after, at once, .*\) .* on rank 1"),
         ("fsdp", "PeakRateAfterWarmUp", r"update \(update, at embed\.weight/\d+, .*\)"),
         ("ddp", "PeakRateAfterWarmUp", r"update \(update, at later steps, on every rank, .*\) .* on rank 1"),

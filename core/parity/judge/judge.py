@@ -27,7 +27,7 @@ from lockstep.core.parity.judge.evaluation import Scores
 from lockstep.core.parity.judge.exercised import not_exercised
 from lockstep.core.parity.judge.later_steps import later_updates
 from lockstep.core.parity.judge.lengths import with_typical_lengths
-from lockstep.core.parity.judge.rank_sums import same_sums
+from lockstep.core.parity.judge.rank_sums import of_the_sum, same_sums
 from lockstep.core.parity.judge.reports import reports
 from lockstep.core.parity.judge.validation import validation
 from lockstep.core.parity.measures.compare import Reference
@@ -85,7 +85,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
         if repeated:
             findings = _finite_or_blamed(findings, evidence.before, kept, repeated, missing)
         findings += _finite_or_blamed(of_own, evidence.before, shown, again, missing) if again else of_own
-        findings = with_typical_lengths(findings, known)
+        findings = of_the_sum(with_typical_lengths(findings, known), reference.config)
         if all(one.ok for one in findings):
             findings += update.in_a_row(evidence)
         # A load that loses something is not what the step after it does.

@@ -7,10 +7,13 @@ go on with other weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lockstep.core.backend import RankReport
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.measures.compare import exact
 from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.run.ranks import is_sharded
 
 
 def same_sums(ranks: Sequence[RankReport]) -> Iterator[Finding]:
@@ -26,3 +29,20 @@ def same_sums(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         if wrong:
             yield exact("reduction", name, len(wrong), len(others), basis, f"on rank {', '.join(map(str, wrong))}")
     yield exact("reduction", "gradients_of_ranks", count, len(others) * len(first.gradients), basis)
+
+
+def of_the_sum(findings: Sequence[Finding], config: RunConfig) -> list[Finding]:
+    """Return the findings, with those of stages that a wrong sum over ranks made as findings of that sum.
+
+    Where weights are cut over ranks, every gradient of one is a sum over ranks, the tapped program's too. If the step's
+    is not the sum of what each rank gives by itself, the stage whose weight it is has no part in that.
+    """
+    wrong = {one.tap for one in findings if one.stage == "reduction" and not one.ok} if is_sharded(config) else set()
+
+    def named(one: Finding) -> Finding:
+        if one.ok or one.tap not in wrong or one.phase != "backward" or one.scope != "local":
+            return one
+        seen = () if one.stage == "reduction" else (f"seen in the backward pass of {one.stage}",)
+        return replace(one, stage="reduction", note="; ".join(words for words in (one.note, *seen) if words))
+
+    return [named(one) for one in findings]
