@@ -58,6 +58,16 @@ def checks(candidate: TorchBackend, steps: int) -> list[Check]:
     return list(check_steps(candidate, JaxBackend(), CONFIG, (text_batch(CONFIG, step) for step in range(steps))))
 
 
+def test_it_is_told_when_a_step_is_judged_and_how_long_its_passes_took() -> None:
+    told: list[tuple[int, float]] = []
+    batches = (text_batch(CONFIG, step) for step in range(2))
+    for check in check_steps(
+        TorchBackend(), JaxBackend(), CONFIG, batches, gathered=lambda step, seconds: told.append((step, seconds))
+    ):
+        assert [step for step, _ in told] == list(range(1, check.step + 1))
+    assert all(seconds > 0 for _, seconds in told)
+
+
 def test_every_second_step_records_norms() -> None:
     first, second = checks(NormsChangeGradients(), 2)
     assert first.verdict == "agreed"

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from lockstep.core.run.data import RunData
     from lockstep.core.run.ranks import Ranks
 
+# A check whose passes took so many seconds says so before it goes on to judge them.
+LONG = 30.0
+
 
 @dataclass
 class Parity:
@@ -84,7 +87,7 @@ def _check(options: Parity, config: RunConfig, data: RunData, candidate: Backend
     from lockstep.core.parity.measures.verdict import overall, verdict_json
     from lockstep.core.parity.modes.free_running import drift
     from lockstep.core.parity.modes.side_by_side import check_steps
-    from lockstep.core.sinks.phrases import check_line
+    from lockstep.core.sinks.phrases import check_line, duration
     from lockstep.core.sinks.terminal import open_unwrapped
     from lockstep.scripts.shared.parity_table import print_drift, print_verdict
 
@@ -102,12 +105,19 @@ def _check(options: Parity, config: RunConfig, data: RunData, candidate: Backend
     def tell(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
-    if sys.stderr.isatty() and ranks.rank == 0:
-        print("checking step 1: its programs are compiled first, which can take minutes …", file=sys.stderr)
+    def say(text: str) -> None:
+        if sys.stderr.isatty() and ranks.rank == 0:
+            print(text, file=sys.stderr)
+
+    def gathered(step: int, seconds: float) -> None:
+        if seconds >= LONG:
+            say(f"step {step}: its passes took {duration(seconds)}; it is judged now …")
+
+    say("checking step 1: its programs are compiled first, which can take minutes …")
     try:
         config = on_its_device(config, candidate)
         alarm = _alarm(options, candidate, reference, config, tell)
-        for check in check_steps(candidate, reference, config, batches, alarm):
+        for check in check_steps(candidate, reference, config, batches, alarm, gathered):
             checks.append(check)
             console.print(
                 check_line(check),

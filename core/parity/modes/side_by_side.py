@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -39,12 +40,13 @@ def check_steps(
     config: RunConfig,
     batches: Iterable[Batch],
     alarm: Alarmed = lambda session, evidence, check: check,
+    gathered: Callable[[int, float], object] = lambda step, seconds: None,
 ) -> Iterator[Check]:
     """A check of each of the candidate's first steps, on these batches.
 
     State-synchronised: before each judgement the reference takes the candidate's state, so every check judges one step.
     alarm: what is made of a check that disagreed (core/parity/diagnose/disagreement.py); it leaves the session's state
-    as it was.
+    as it was. gathered: told of each step that is about to be judged, and how many seconds its passes took.
 
     Raises UserError if the candidate lacks what a check needs, or if a check does not keep the run's budgets.
     """
@@ -71,10 +73,12 @@ def check_steps(
             with store_for(config, ranks) as store:
                 # In every second step, as in some of training: a step that records norms may be another program.
                 norms = takes_norms and number % 2 == 0
+                began = time.perf_counter()
                 evidence = gather(session, config, batch, norms=norms, store=store)
                 evidence = of_all_ranks(evidence, store, ranks)
                 if is_large(config):
                     return_freed_memory()
+                gathered(evidence.record.step, time.perf_counter() - began)
                 references = opened()
                 evidence, check = recheck_rows(session, config, evidence, judge(evidence, references), references)
                 if check.verdict == "disagreed":
