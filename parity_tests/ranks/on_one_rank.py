@@ -26,20 +26,18 @@ def on_rank_one() -> bool:
     return dist.is_initialized() and dist.get_rank() == 1
 
 
-class RopeInBf16OnRankOne(RopeInBf16):
+class _OnRankOne(TorchBackend):
+    def open_rank(self, config: Any) -> TorchSession:
+        """Open the fault's session on rank 1, and an honest one elsewhere."""
+        return super().open_rank(config) if on_rank_one() else TorchBackend().open_rank(config)
+
+
+class RopeInBf16OnRankOne(_OnRankOne, RopeInBf16):
     """Rank 1 rotates in bf16, as with another version of a library on one node."""
 
-    def open_rank(self, config: Any) -> TorchSession:
-        """Open the fault's session on rank 1, and an honest one elsewhere."""
-        return super().open_rank(config) if on_rank_one() else TorchBackend().open_rank(config)
 
-
-class OldGradientsMixedInOnRankOne(OldGradientsMixedIn):
+class OldGradientsMixedInOnRankOne(_OnRankOne, OldGradientsMixedIn):
     """Rank 1 adds a tenth of the last step's gradients to its own, from a buffer that a load empties."""
-
-    def open_rank(self, config: Any) -> TorchSession:
-        """Open the fault's session on rank 1, and an honest one elsewhere."""
-        return super().open_rank(config) if on_rank_one() else TorchBackend().open_rank(config)
 
 
 class _NotUpdated(TorchSession):
@@ -90,20 +88,12 @@ class NoGradientOnRankOne(TorchBackend):
     session_class = _ZeroGradient
 
 
-class PeakRateAfterWarmUpOnRankOne(PeakRateAfterWarmUp):
+class PeakRateAfterWarmUpOnRankOne(_OnRankOne, PeakRateAfterWarmUp):
     """Rank 1 makes the steps after the warm-up at the peak rate."""
 
-    def open_rank(self, config: Any) -> TorchSession:
-        """Open the fault's session on rank 1, and an honest one elsewhere."""
-        return super().open_rank(config) if on_rank_one() else TorchBackend().open_rank(config)
 
-
-class LastCheckpointInBf16OnRankOne(LastCheckpointInBf16):
+class LastCheckpointInBf16OnRankOne(_OnRankOne, LastCheckpointInBf16):
     """Rank 1 writes its weights of the run's last checkpoint in bf16."""
-
-    def open_rank(self, config: Any) -> TorchSession:
-        """Open the fault's session on rank 1, and an honest one elsewhere."""
-        return super().open_rank(config) if on_rank_one() else TorchBackend().open_rank(config)
 
 
 class _DoublingLater(TorchSession):
