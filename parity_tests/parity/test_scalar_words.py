@@ -14,6 +14,7 @@ from lockstep.core.parity.judge import scalar_words
 from lockstep.core.parity.judge.update import step_scalars
 from lockstep.core.parity.measures import scalar_bounds
 from lockstep.core.parity.measures.compare import Reference
+from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.train.schedule import learning_rate
 from lockstep.jax_backend.session import JaxSession
 from lockstep.parity_tests.tiny import text_batch, tiny_config
@@ -49,6 +50,12 @@ RIGHT = float((NLL.astype(np.float64) * BATCH.weights).sum() / BATCH.weights.sum
 def test_loss(value: float, said: str) -> None:
     held = scalar_bounds.loss(value, NLL, BATCH)
     assert scalar_words.of_loss(value, NLL, BATCH, 4, held) == said
+
+
+def test_a_loss_without_any_weight_has_no_name() -> None:
+    without = Batch(TOKENS, TOKENS, np.zeros((8, 64), np.float32))
+    held = Measure("ulp", float("nan"), None, 1.0, "0 / 0")
+    assert scalar_words.of_loss(0.0, NLL, without, 4, held) == ""
 
 
 @pytest.mark.parametrize(

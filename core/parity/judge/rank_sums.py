@@ -34,8 +34,8 @@ def same_sums(ranks: Sequence[RankReport]) -> Iterator[Finding]:
 def of_the_sum(findings: Sequence[Finding], config: RunConfig) -> list[Finding]:
     """Return the findings, with those of stages that a wrong sum over ranks made as findings of that sum.
 
-    Where weights are cut over ranks, every gradient of one is a sum over ranks, the tapped program's too. If the step's
-    is not the sum of what each rank gives by itself, the stage whose weight it is has no part in that.
+    Where weights are cut over ranks, each gradient of a weight is a sum over ranks, also in the tapped program. If a
+    gradient is not the sum of what the ranks give by themselves, the stage of that weight is not to blame.
     """
     wrong = {one.tap for one in findings if one.stage == "reduction" and not one.ok} if is_sharded(config) else set()
 

@@ -14,12 +14,14 @@ from lockstep.core.parity.measures import scalar_bounds
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.train.schedule import learning_rate
 
-# More names than these for one number say nothing.
+# So many names of one number are told: more would say nothing.
 MOST = 2
 
 
 def of_loss(value: float, nll: np.ndarray, batch: Batch, micro: int, held: Measure) -> str:
-    """Name what a wrong loss is of NLL (B, S). micro: sequences of a micro-batch. held: the loss as it was judged."""
+    """Name what a wrong loss is, from NLL (B, S). micro: sequences of a micro-batch. held: the loss as judged."""
+    if held.ok or not batch.weights.any():
+        return ""
     wide, weights = nll.astype(np.float64), batch.weights.astype(np.float64)
     sums = wide * weights
 
@@ -43,7 +45,9 @@ def of_loss(value: float, nll: np.ndarray, batch: Batch, micro: int, held: Measu
 def of_clip_coefficient(
     value: float, norm: float, optim: OptimConfig, dtype: np.dtype[np.floating], held: Measure
 ) -> str:
-    """Name what a wrong clip coefficient is. norm: the candidate's own."""
+    """Name what a wrong clip coefficient is. norm: the candidate's own. held: the coefficient as it was judged."""
+    if held.ok:
+        return ""
     limit = optim.clip_norm
     named = {"1: nothing is clipped": 1.0} if limit else {}
     if limit and norm > 0:
@@ -58,7 +62,9 @@ def of_clip_coefficient(
 
 
 def of_learning_rate(value: float, config: RunConfig, number: int, held: Measure) -> str:
-    """Name what a wrong learning rate of step `number` is."""
+    """Name what a wrong learning rate of step `number` is. held: the rate as it was judged."""
+    if held.ok:
+        return ""
     optim, steps, train = config.optim, config.train.steps, config.train
     others = {
         number - 1: "the step before",
@@ -80,9 +86,8 @@ def of_learning_rate(value: float, config: RunConfig, number: int, held: Measure
 
 
 def _named(value: float, named: Mapping[str, float], dtype: np.dtype[np.floating], held: Measure) -> str:
-    """Return in words which numbers the value is, within the bound of the right one; nothing where that held."""
-    if held.ok or held.high is None:
-        return ""
-    found = [w for w, x in named.items() if math.isfinite(x) and scalar_bounds.ulps(value, x, dtype) <= held.high]
-    # One number may have several names, of which the first is meant.
+    """Return in words which of these numbers the value is, within the bound of the right one."""
+    bound = held.high or 0.0
+    found = [words for words, x in named.items() if math.isfinite(x) and scalar_bounds.ulps(value, x, dtype) <= bound]
+    # A number may be several of them; the likeliest stand first.
     return f"it is {' or '.join(found[:MOST])}" if found else ""
