@@ -318,6 +318,13 @@ ROWS: tuple[Row, ...] = (
         TENSORWISE | ONE_KERNEL,
     ),
     Row("kept-fp8-delayed-one-kernel-64", "the same in FP8, delayed scaling", 16, 4, DELAYED | ONE_KERNEL),
+    Row(
+        "kept-fp8-delayed-residual-64",
+        "the same with a bf16 residual stream",
+        16,
+        4,
+        DELAYED | RESIDUAL | ONE_KERNEL,
+    ),
 )
 BY_NAME = {row.name: row for row in ROWS}
 
