@@ -109,7 +109,9 @@ fi
 if wanted parity; then
     data=(--data.source "$repo/core" --data.path "$out/data")
     part data "$python" -m lockstep data prepare "$config" --workers 1 "${data[@]}"
-    policies="bf16 fp32 tf32 fp16 fp8_tensorwise fp8_rowwise fp8_delayed" programs="eager compiled"
+    policies="bf16 fp32 fp16 fp8_tensorwise fp8_rowwise fp8_delayed" programs="eager compiled"
+    # Bounds of TF32 can only be measured on a GPU (scripts/studies/calibrate.py --device cuda); none are shipped yet.
+    ! grep -q '"tf32/eager"' core/parity/measures/calibrated_bounds.json || policies="$policies tf32"
     [ -z "$tiny" ] || { policies=bf16 programs=eager; }
     checks=()
     # One with the reference on the same GPU, if JAX sees it: its products under "highest" (jax_backend/__init__.py).

@@ -37,6 +37,27 @@ def test_sums_that_are_cut_off_are_seen(monkeypatch):
     assert found["gain"] < -found["noise"] / 2 and found["noise"] > 1e-5 and found["unequal"] > 0
 
 
+@pytest.mark.parametrize(("how", "added"), [("cut", 0), ("nearest", 1 << 12)])
+def test_how_operands_are_read_is_seen(monkeypatch, how, added):
+    def read(x):
+        return ((x.view(torch.int32) + added) & -(1 << 13)).view(torch.float32)
+
+    def product(x, y, out):
+        return read(x) @ read(y).t()
+
+    whole = unit_sums.PRODUCTS["tf32"]
+    monkeypatch.setitem(unit_sums.PRODUCTS, "tf32", unit_sums.Product(whole.operands, product, whole.accumulator))
+    # On a GPU it is the switch that makes them TF32's; it is a setting of the whole process.
+    monkeypatch.setattr(unit_sums.Switches, "set", lambda self: None)
+    found = unit_sums.reading("cpu")
+    assert found == {"cut": float(how == "cut"), "nearest": float(how == "nearest")}
+    results = json.loads(unit_sums.FILE.read_text()) | {"tf32_reads": found}
+    cut, nearest = (f"{100 * share:.3g} %" for share in found.values())
+    assert f"TF32's products: {cut} are cut to ten bits, {nearest} are rounded to the nearest." in unit_sums.page(
+        results
+    )
+
+
 def test_without_a_gpu_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="no CUDA device"):

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.core.errors import UserError
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.tiny import tiny_config
+from lockstep.scripts.studies.clean_runs import draw_config
 
 # Arguments after `train FILE`, and what must be said.
 WRONG = [
@@ -146,6 +148,13 @@ def test_checks_without_calibrated_bounds_do_not_start(
     said = refused(command, run_file, *every)
     assert said.startswith(f"no clean runs of bf16/eager{'' if lost == 'all' else ' (forward/attn)'} were measured")
     assert "python -m lockstep.scripts.studies.calibrate bf16/eager" in said
+
+
+def test_who_asks_for_checks_of_tf32_is_told_how_its_bounds_are_measured() -> None:
+    on_gpu = tiny_config("tf32").model_copy(update={"device": "cuda"})
+    with pytest.raises(UserError, match=r"calibrate tf32/eager --device cuda in a checkout"):
+        calibrated_bounds.require(on_gpu)
+    assert draw_config(0, "tf32/eager").precision.chosen.on_tensor_cores
 
 
 @pytest.mark.parametrize("recipe", ["fp64/eager", "fp32/eager", "fp32/compiled", "bf16/eager", "bf16/compiled"])

@@ -3,6 +3,7 @@
     python -m lockstep.scripts.studies.calibrate                     all recipes
     python -m lockstep.scripts.studies.calibrate bf16/eager --jobs 4 one recipe, in four processes; the others are kept
     python -m lockstep.scripts.studies.calibrate --parts muon        the bounds of Muon alone, into what is there
+    python -m lockstep.scripts.studies.calibrate tf32/eager --device cuda   TF32, which CPUs do not have
     python -m lockstep.scripts.studies.calibrate bf16/eager --add    what norms hide alone, into the rows that are there
 
 Every draw is a clean torch session of a random shape (scripts/studies/clean_runs.py) judged against the JAX twin and
@@ -88,6 +89,8 @@ def clean_checks(job: Job) -> Checks:
     if part.endswith("_head"):
         loss = config.loss.model_copy(update={"head": part.removesuffix("_head")})
         config = config.model_copy(update={"loss": loss, "device": device})
+    elif config.precision.chosen.on_tensor_cores:
+        config = config.model_copy(update={"device": device})
     reference = replace(open_reference(config), bound=record)
     seeds = [draw * SEEDS + i for i in range(SEEDS)]
     for _, evidence, of_seed in clean_evidence(config, reference, seeds, CHECKS, BETWEEN):
@@ -283,7 +286,7 @@ class Calibrate:
     parts: tuple[Part, ...] = ON_CPU
     """whose kinds of comparison are measured; those of the others stay as they are"""
     device: Literal["cpu", "cuda"] = "cpu"
-    """where the loss heads of libraries run; liger_head and cce_head need cuda"""
+    """where the loss heads of libraries run, and tf32; liger_head, cce_head and tf32 need cuda"""
     table: Path = TABLE
     """the table to write; docs/results/calibration.md follows that of the package alone"""
     add: bool = False

@@ -115,7 +115,7 @@ class Scale:
     page: bool = False
     """only write the page from the rows that there are"""
     llama: bool = False
-    """check configs/llama-1b.toml: 24 GB of memory, 60 GB of disk, and three quarters of an hour for each of three checks"""
+    """check configs/llama-1b.toml: 24 GB of memory, 60 GB of disk, and 50 minutes for each of three checks"""
     ranks: bool = False
     """the 64.5M model over 1, 2 and 4 ranks of this machine"""
     beside: bool = False

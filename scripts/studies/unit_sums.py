@@ -104,6 +104,22 @@ def measure(device: str, name: str, m: int, n: int, k: int, positive: bool) -> d
     return {"format": name, "m": m, "n": n, "k": k, "positive": positive, **found}
 
 
+def reading(device: str) -> dict[str, float]:
+    """Return what TF32's units do to FP32 operands: the shares of products by one that are cut and rounded to nearest.
+
+    Numbers whose cut and nearest values are one say nothing, and are left out.
+    """
+    torch.manual_seed(0)
+    Switches("tf32", torch.device(device)).set()
+    x = torch.randn(4096, 128, device=device)
+    cut = _cut_to_tf32(x)
+    nearest = _cut_to_tf32((x.view(torch.int32) + (1 << 12)).view(torch.float32))
+    found = PRODUCTS["tf32"].product(x, torch.eye(128, device=device), torch.float32)
+    tells = cut != nearest
+    shares = {"cut": (found == cut)[tells], "nearest": (found == nearest)[tells]}
+    return {name: share.double().mean().item() for name, share in shares.items()}
+
+
 def rows(device: str) -> Iterator[dict[str, Any]]:
     """Measure every case in every format; the small ones with |x| in the place of x too."""
     for m, n, k in CASES:
@@ -146,6 +162,12 @@ def page(results: dict[str, Any]) -> str:
             + f" | {row['gain']:+.1e} | {'' if share is None else f'{100 * share:.2g} %'} | {most} |"
         )
     same = [row for row in results["sums"] if row["positive"]]
+    if "tf32_reads" in results:
+        cut, nearest = (f"{100 * results['tf32_reads'][name]:.3g} %" for name in ("cut", "nearest"))
+        lines += [
+            "",
+            f"FP32 operands of TF32's products: {cut} are cut to ten bits, {nearest} are rounded to the nearest.",
+        ]
     lines += ["", f"{len(same)} products with |x| in the place of x keep the same laws; they stand in the JSON."]
     return "\n".join([*lines, ""])
 
@@ -163,7 +185,12 @@ def main(arguments: Arguments) -> None:
     if not arguments.page:
         if not torch.cuda.is_available():
             raise SystemExit("torch sees no CUDA device here; --page writes the page of what was measured")
-        found = {"device": device_facts(), "versions": versions(), "sums": list(rows("cuda"))}
+        found = {
+            "device": device_facts(),
+            "versions": versions(),
+            "tf32_reads": reading("cuda"),
+            "sums": list(rows("cuda")),
+        }
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     results = json.loads(arguments.json.read_text(encoding="utf-8"))
     arguments.json.with_suffix(".md").write_text(page(results), encoding="utf-8")

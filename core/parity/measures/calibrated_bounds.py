@@ -362,7 +362,7 @@ def require(config: RunConfig) -> None:
     if missing := sorted(kind for kind in kinds if kind not in table().get(measured_under(recipe, kind), {})):
         shown = recipe.removesuffix(here.ON_GPU)
         what = f"{shown} ({', '.join(missing)})" if kinds & table().get(recipe, {}).keys() else shown
-        how = shown
+        how = f"{shown} --device cuda" if config.precision.chosen.on_tensor_cores else shown
         if all(map(of_library, missing)):
             how = f"{measured_under(shown, missing[0])} --parts {config.loss.chosen.stage} --device cuda"
         raise UserError(
