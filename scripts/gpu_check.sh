@@ -6,6 +6,7 @@
 #
 #   --minutes N   for all of it (default 10); what the bench does not get done is left for the next call
 #   --only PART   tests, parity, sums or bench, which all run without it; or one that needs a call of its own:
+#                 large (checks of two layers of the 1.24B model at its own sizes, the reference on the GPU too),
 #                 best_bf16, best_fp8 (the best configuration of [64, 2048]), curves (256 real steps of both, three
 #                 seeds of the first; what is in OUT/curves.json is not trained again, so call it until it says)
 #   --from FILE   a bench_step.json of an earlier call: its rows are not measured again
@@ -19,7 +20,7 @@ set -uo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 minutes=10 only= from= tiny= out=${OUT:-gpu_check}
 usage() {
-    sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit "$1"
 }
 value() { [ $# -ge 2 ] || { printf 'gpu_check: %s needs a value\n' "$1" >&2; exit 2; }; }
@@ -35,7 +36,7 @@ while [ $# -gt 0 ]; do
         *) out=$1; shift ;;
     esac
 done
-case "$only" in "" | tests | parity | sums | bench | best_bf16 | best_fp8 | curves) ;; *) usage 2 >&2 ;; esac
+case "$only" in "" | tests | parity | sums | bench | large | best_bf16 | best_fp8 | curves) ;; *) usage 2 >&2 ;; esac
 case "$minutes" in '' | *[!0-9]* | 0) printf 'gpu_check: --minutes %s: a whole number of minutes\n' "$minutes" >&2; exit 2 ;; esac
 if [ -n "$from" ] && [ ! -f "$from" ]; then printf 'gpu_check: no such file: %s\n' "$from" >&2; exit 2; fi
 
@@ -155,7 +156,21 @@ if wanted bench; then
 fi
 
 large=configs/llama-1b.toml steps=256 batch=8 few=()
-[ -z "$tiny" ] || { large=configs/bench-tiny.toml steps=8 batch=4 few=(--few 1 --many 1 --batch 1); }
+kernels=(--attention.kernel cudnn --loss.head one_kernel --loss.chunk 4096 --parity.reference-device cuda --parity.device-gb 40)
+[ -z "$tiny" ] || { large=configs/bench-tiny.toml steps=8 batch=4 few=(--few 1 --many 1 --batch 1) kernels=(); }
+
+if [ "$only" = large ]; then
+    # A product of 2,048 terms and logits of 131,072 numbers, which the small models of the other checks do not have.
+    data=(--data.source "$repo/core" --data.path "$out/large_data")
+    part large_data "$python" -m lockstep data prepare "$large" --workers 1 "${data[@]}"
+    for policy in bf16 fp8_tensorwise fp8_delayed; do
+        part "large_$policy" "$python" -m lockstep parity "$large" "${data[@]}" --device "$device" \
+            --precision.policy "$policy" --compile.enabled true "${kernels[@]}" --model.layers 2 --train.ranks 1 \
+            --train.batch-size 2 --train.micro-batch-size 1 --train.curriculum "" --steps 1 --quick \
+            --json "$out/large_$policy.json" --capsules "$out/capsules_large_$policy"
+    done
+fi
+
 for kind in bf16 fp8; do
     policy=bf16
     [ "$kind" = bf16 ] || policy=fp8_tensorwise

@@ -151,6 +151,7 @@ def test_jax_does_not_train_without_what_writes_its_checkpoints(without):
 GPU_CHECK = ["bash", str(REPO / "scripts" / "gpu_check.sh")]
 LATE_IN_PARTS = {
     "parity": ("lockstep.scripts.commands.data_prepare", "lockstep.scripts.commands.parity"),
+    "large": ("lockstep.scripts.commands.data_prepare", "lockstep.scripts.commands.parity"),
     "curves": ("lockstep.scripts.commands.data_prepare", "lockstep.scripts.studies.two_curves"),
 }
 
@@ -180,7 +181,7 @@ def test_gpu_check_says_in_one_line_what_a_python_lacks(arguments, parts, tmp_pa
 
 @pytest.mark.parametrize("part", PARTS)
 def test_gpu_check_looks_for_what_its_commands_look_for(part):
-    commands = {"parity": ["parity", "data prepare"], "bench": ["bench step"]}
+    commands = {"parity": ["parity", "data prepare"], "large": ["parity", "data prepare"], "bench": ["bench step"]}
     commands |= {"best_bf16": ["bench best"], "best_fp8": ["bench best"], "curves": ["data prepare"]}
     assert {name for command in commands.get(part, []) for name in NEEDS[command]} <= set(PARTS[part])
 

@@ -46,6 +46,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "parity": _CHECKS,
     "sums": _BENCH,
     "bench": _BENCH,
+    "large": _CHECKS,
     "best_bf16": (*_BENCH, "tomli_w"),
     "best_fp8": (*_BENCH, "tomli_w"),
     "curves": (*_BENCH, "tokenizers"),
