@@ -68,8 +68,8 @@ _AMPERE = {"bf16": 0.869, "fp16": 0.869}
 _A100 = {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12, "fp64": 19.5e12}
 # In a whole step the GPU is at its limit of 700 W, and its clock falls by a tenth to a fifth. Measured on one H200 and
 # one H100 (docs/results/h200.md, h100.md): the H200's products of bf16 and cuDNN's attention, kernel by kernel; FP8's
-# products and their casts as what the H100's step leaves for them.
-_AT_700_W = {"bf16": 1.17, "fp16": 1.17, "fp8": 1.69, "attention": 1.8}
+# products and their casts, but for what is read for scales, as what the H100's tensorwise step leaves for them.
+_AT_700_W = {"bf16": 1.17, "fp16": 1.17, "fp8": 1.58, "attention": 1.8}
 _H100, _PCIE = PEAK_FLOPS["NVIDIA H100 80GB HBM3"], PEAK_FLOPS["NVIDIA H100 PCIe"]
 
 

@@ -4,7 +4,8 @@
     attention   3.5 forward passes (2 + 5 products, Dao 2023) at its kernel's share of the peak
                 both as much slower as they were measured to be in a step at the GPU's limit of power, where they were
     recompute   the forward FLOPs of what is computed again, at the same rates
-    memory      every tensor that a pass makes is written once and read once (core/plan/parts.py says which are made)
+    memory      every tensor that a pass makes is written once and read once (core/plan/parts.py says which are made);
+                where FP8's scales are of the numbers that are cast, these are read once more before, for the largest
     optimizer   weights and moments read and written, gradients read (core/model/budget.py); Muon's products likewise
     clipping    gradients read for the norm, and read and written
     exchange    ring all-reduce: 2 (n − 1) / n · bytes / link (Patarin & Yuan 2009); what the last micro-batch's
@@ -15,9 +16,12 @@ Nothing for launches, gaps between kernels, data or checkpoints. Where a GPU's s
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.schema import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 from lockstep.core.model.budget import computed_again, optimizer_bytes, parameter_count, update_flops
 from lockstep.core.model.families import graph_of
@@ -30,6 +34,7 @@ from lockstep.core.plan.sizes import sizes_of
 BANDWIDTH_SHARE = 0.9
 # GPUs in one node, and bytes/s a GPU has to other nodes in one direction: 400 Gbit/s a GPU, an assumption.
 NODE, NETWORK = 8, 50e9
+FP32 = FORMATS["fp32"].bytes
 _NARROW = {"bf16": 2, "fp16": 2}
 
 
@@ -83,6 +88,7 @@ def seconds(config: RunConfig, gpu: Gpu, *, autocast: bool = False) -> Seconds |
     recomputed = tokens * share * sum(linear(one) + scores(one) for one in again)
     bandwidth = gpu.bandwidth * BANDWIDTH_SHARE
     moved = 2 * passes(config, z).whole.made * train.accumulation
+    moved += _read_for_scales(config, in_fp8, tokens)
     weights = _weights(config.model, z.stream)
     own_products, update = _of_update(config.model, config.optim, config.precision)
     own_rate = gpu.rate(config.optim.ns_dtype) or rate
@@ -96,6 +102,25 @@ def seconds(config: RunConfig, gpu: Gpu, *, autocast: bool = False) -> Seconds |
         optimizer,
         _exposed(config, gpu, weights, z.stream, last_backward),
     )
+
+
+def _read_for_scales(config: RunConfig, in_fp8: Mapping[str, int], tokens: float) -> float:
+    """Bytes that are read for FP8's scales: of inputs, outputs' gradients and weights; none of delayed ones.
+
+    An input of several layers is read once.
+    """
+    if config.precision.fp8 in (None, "delayed"):
+        return 0.0
+    graph = graph_of(config.model.model_copy(update={"layers": 1}))
+    narrow = FORMATS[config.precision.operand].bytes
+    read, inputs = 0.0, dict[str, float]()
+    for one in graph.linears.values():
+        if count := in_fp8.get(one.id, 0):
+            (tap,) = one.reads.values()
+            inputs[tap] = max(inputs.get(tap, 0.0), float(count * math.prod(graph.by_tap[tap].width)))
+            weights = sum(parameter.size for parameter in one.parameters.values())
+            read += count * (narrow * tokens * math.prod(one.width) + config.train.accumulation * FP32 * weights)
+    return read + narrow * tokens * sum(inputs.values())
 
 
 @lru_cache(maxsize=16)

@@ -76,7 +76,7 @@ def test_steps_are_near_those_that_were_measured(row, gpu, median):
 def test_rates_of_products_alone_would_promise_a_step_that_is_too_short():
     run = load_config(REPO / "configs/llama-1b.toml", BY_NAME["kept-fp8-one-kernel-64"].overrides("cuda"))
     alone = fits(run, replace(GPUS["h100"], in_a_step={})).step_seconds
-    assert alone == pytest.approx(0.7 * fits(run, "h100").step_seconds, rel=0.05)
+    assert alone < 0.8 * fits(run, "h100").step_seconds
 
 
 def test_the_peak_is_the_dense_one(config):
