@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.core.backend import Batch, StepRecord
 from lockstep.parity_tests.faults.attention import RopeInBf16
 from lockstep.parity_tests.faults.later import LastCheckpointInBf16, PeakRateAfterWarmUp
-from lockstep.parity_tests.faults.outside import OldGradientsMixedIn
+from lockstep.parity_tests.faults.outside import OldGradientsMixedIn, PeakRateOnceWritten, RestoreResetsBetas
 from lockstep.parity_tests.ranks.sharded import with_ranks
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.ranks.fsdp import ShardedRanks
@@ -94,6 +94,14 @@ class PeakRateAfterWarmUpOnRankOne(_OnRankOne, PeakRateAfterWarmUp):
 
 class LastCheckpointInBf16OnRankOne(_OnRankOne, LastCheckpointInBf16):
     """Rank 1 writes its weights of the run's last checkpoint in bf16."""
+
+
+class PeakRateOnceWrittenOnRankOne(_OnRankOne, PeakRateOnceWritten):
+    """Rank 1 makes steps at the peak rate once a checkpoint was begun."""
+
+
+class RestoreResetsBetasOnRankOne(_OnRankOne, RestoreResetsBetas):
+    """Rank 1 puts other betas in force as it resumes, until a load."""
 
 
 class _DoublingLater(TorchSession):

@@ -141,6 +141,26 @@ def test_a_fault_between_ranks_gives_the_exit_code_1(run_file: Path, tmp_path: P
         ("ddp", "PeakRateAfterWarmUp", r"update \(update, at later steps, on every rank, .*\) .* on rank 1"),
         ("ddp", "DoubledAfterWarmUp", r"reduction \(.* at later steps, on every rank, .*\) .* on rank 1"),
         ("fsdp", "LastCheckpointInBf16", r"checkpoint \(.* at the checkpoint of the last step, .*\) .* on rank 1"),
+        (
+            "ddp",
+            "PeakRateOnceWritten",
+            r"update \(update, at the step after, while a checkpoint is written, .*\) .* on rank 1",
+        ),
+        (
+            "fsdp",
+            "PeakRateOnceWritten",
+            r"update \(update, at the step after, while a checkpoint is written, .*\) .* on rank 1",
+        ),
+        (
+            "ddp",
+            "RestoreResetsBetas",
+            r"moments \(update, at the step after, from a checkpoint that was restored, .*\) .* on rank 1",
+        ),
+        (
+            "fsdp",
+            "RestoreResetsBetas",
+            r"moments \(update, at the step after, from a checkpoint that was restored, .*\) .* on rank 1",
+        ),
     ],
     ids=[
         "no-gradient-ddp",
@@ -153,6 +173,10 @@ def test_a_fault_between_ranks_gives_the_exit_code_1(run_file: Path, tmp_path: P
         "peak-rate-ddp",
         "doubled-later-ddp",
         "last-checkpoint-fsdp",
+        "once-written-ddp",
+        "once-written-fsdp",
+        "restored-ddp",
+        "restored-fsdp",
     ],
 )
 def test_a_fault_of_one_rank_is_named_with_its_rank(
