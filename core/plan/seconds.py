@@ -34,7 +34,6 @@ from lockstep.core.plan.sizes import sizes_of
 BANDWIDTH_SHARE = 0.9
 # GPUs in one node, and bytes/s a GPU has to other nodes in one direction: 400 Gbit/s a GPU, an assumption.
 NODE, NETWORK = 8, 50e9
-FP32 = FORMATS["fp32"].bytes
 _NARROW = {"bf16": 2, "fp16": 2}
 
 
@@ -112,14 +111,14 @@ def _read_for_scales(config: RunConfig, in_fp8: Mapping[str, int], tokens: float
     if config.precision.fp8 in (None, "delayed"):
         return 0.0
     graph = graph_of(config.model.model_copy(update={"layers": 1}))
-    narrow = FORMATS[config.precision.operand].bytes
+    narrow, wide = FORMATS[config.precision.operand].bytes, FORMATS[config.precision.stream].bytes
     read, inputs = 0.0, dict[str, float]()
     for one in graph.linears.values():
         if count := in_fp8.get(one.id, 0):
             (tap,) = one.reads.values()
             inputs[tap] = max(inputs.get(tap, 0.0), float(count * math.prod(graph.by_tap[tap].width)))
             weights = sum(parameter.size for parameter in one.parameters.values())
-            read += count * (narrow * tokens * math.prod(one.width) + config.train.accumulation * FP32 * weights)
+            read += count * (narrow * tokens * math.prod(one.width) + config.train.accumulation * wide * weights)
     return read + narrow * tokens * sum(inputs.values())
 
 
