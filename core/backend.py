@@ -44,12 +44,14 @@ class Batch:
     weights: float32 (B, S), the loss weight of each target; the step's loss is Σ weight·nll / Σ weight.
     documents: int32 (B, S), which of its sequence's documents each input belongs to, counted from 0 and never falling
              along a sequence; None where the run does not ask.
+    end_of_text: id of the token that ends a document, None where it is not known; no array, and in no digest.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
     documents: np.ndarray | None = None
+    end_of_text: int | None = None
 
     def __post_init__(self) -> None:
         if not (self.tokens.shape == self.targets.shape == self.weights.shape and self.tokens.ndim == 2):
@@ -70,12 +72,22 @@ class Batch:
                 )
             if (np.diff(self.documents, axis=1) < 0).any():
                 raise ValueError("documents must not fall along a sequence: each is one stretch of tokens")
+        if self.end_of_text is not None and type(self.end_of_text) is not int:
+            raise ValueError(f"end_of_text is the id of a token or None: {self.end_of_text!r}")
+
+    @staticmethod
+    def of(arrays: Mapping[str, np.ndarray], end_of_text: int | None = None) -> Batch:
+        """The batch of these arrays, by name as in `arrays`. Raises TypeError if one is unknown or missing."""
+        given: dict[str, Any] = {**arrays}
+        return Batch(**given, end_of_text=end_of_text)
 
     def require_tokens_below(self, vocab_size: int) -> None:
-        """Raise ValueError unless tokens and targets are in [0, vocab_size): kernels look them up."""
+        """Raise ValueError unless all of its ids are in [0, vocab_size): kernels look them up."""
         for name, ids in (("tokens", self.tokens), ("targets", self.targets)):
             if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
                 raise ValueError(f"{name} lie in [{ids.min()}, {ids.max()}], outside the vocabulary of {vocab_size}")
+        if self.end_of_text is not None and not 0 <= self.end_of_text < vocab_size:
+            raise ValueError(f"the end of text is {self.end_of_text}, outside the vocabulary of {vocab_size}")
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -85,7 +97,7 @@ class Batch:
 
     def rows(self, which: slice | np.ndarray) -> Batch:
         """Some of its sequences, as numpy indexes them."""
-        return Batch(**{name: array[which] for name, array in self.arrays.items()})
+        return Batch.of({name: array[which] for name, array in self.arrays.items()}, self.end_of_text)
 
     def documents_for(self, attention: AttentionConfig) -> np.ndarray | None:
         """Its documents if attention asks for them. Raises ValueError if it does and there are none."""

@@ -39,12 +39,11 @@ def upload(batches: Sequence[Batch], names: Sequence[str], device: torch.device)
 
 def uploaded(micros: Sequence[Batch], device: torch.device) -> list[Uploaded]:
     """Send micro-batches of one size together; each keeps its rows of what was sent."""
-    arrays = [micro.arrays for micro in micros]
-    sent = upload(micros, tuple(arrays[0]), device)
+    sent = upload(micros, tuple(micros[0].arrays), device)
     rows = {name: tensor.split(len(micros[0].tokens)) for name, tensor in sent.items()}
     return [
-        Uploaded(**own, on_device={name: parts[number] for name, parts in rows.items()})
-        for number, own in enumerate(arrays)
+        Uploaded(m.tokens, m.targets, m.weights, m.documents, m.end_of_text, {k: of[i] for k, of in rows.items()})
+        for i, m in enumerate(micros)
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
@@ -56,7 +56,8 @@ class RunData:
         train = self.config.train
         first = (step - 1) * train.batch_size * train.sequence_length
         split, end = self.dataset.split("train"), _end_of_text(self.config, self.dataset)
-        return train_batch(split, self.sampler, first, batch_size(train, step), sequence_length(train, step), end)
+        made = train_batch(split, self.sampler, first, batch_size(train, step), sequence_length(train, step), end)
+        return replace(made, end_of_text=self.dataset.eot_id)
 
 
 def _require_memory(config: RunConfig) -> None:

@@ -193,7 +193,7 @@ def read_spike(path: Path) -> tuple[dict[str, Any], Batch]:
         raise UserError(f"{path / ABOUT} has another schema than {SCHEMA}: read it with the Lockstep that wrote it")
     arrays = read_npz(path / BATCH)
     try:
-        batch = Batch(**{name: array for name, array in arrays.items() if name != "document_ids"})
+        batch = Batch.of({name: array for name, array in arrays.items() if name != "document_ids"})
     except (TypeError, ValueError) as error:
         raise UserError(f"{path / BATCH} is not a batch: {error}") from error
     if batch.digest() != about.get("digest"):

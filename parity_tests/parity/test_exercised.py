@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 from lockstep.core.config.schema import AttentionConfig, RunConfig, TrainConfig
 from lockstep.core.parity.evidence import recorded
 from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.loss_weights import uneven_weights, weighted_rows
-from lockstep.core.parity.evidence.probe import micro_to_probe, probe_of
+from lockstep.core.parity.evidence.probe import has_end_of_text, is_text_of, micro_to_probe, probe_of
 from lockstep.core.parity.judge.exercised import not_exercised
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check, never_exercised
@@ -74,6 +76,78 @@ def test_the_micro_batch_that_is_looked_at_has_several_documents_in_a_sequence_i
         assert row % 2 in weighted_rows(recorded.probe_of(packed, MASKED))
     # Without the lever nothing changes: recorded runs are replayed on the sequences that they chose.
     assert micro_to_probe(batch, CONFIG).digest() == batch.cut(CONFIG.train)[0].digest()
+
+
+# No text of the tests holds it.
+END = 0
+
+
+class TakesEndOfTextForPadding(TorchSession):
+    """Leaves its targets out, as `ignore_index` does where the end of text is the padding token too."""
+
+    def to_device(self, batch):
+        tokens, targets, weights = super().to_device(batch)
+        return tokens, targets, torch.where(targets == END, 0.0, weights)
+
+
+class HasNoGradientForEndOfText(TorchSession):
+    """Its embedding stays as it is, as `padding_idx` has it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        embed = self.model.embed
+        embed.forward = lambda tokens: F.embedding(tokens, embed.weight, padding_idx=END)
+
+
+@pytest.mark.parametrize("config", [CONFIG, tiny_config("bf16")], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("during_training", [False, True])
+@pytest.mark.parametrize(
+    "candidate, origin",
+    [(TakesEndOfTextForPadding, ("loss", "forward")), (HasNoGradientForEndOfText, ("embed", "backward"))],
+)
+def test_a_token_that_no_batch_holds_is_put_where_it_is_looked_at(candidate, origin, during_training, config):
+    """The same candidate agrees where nobody says which token ends a document."""
+
+    def check(session, batch):
+        looked_at = recorded.probe_of(batch, config) if during_training else None
+        evidence = gather(session, config, batch, looked_at)
+        return judge(evidence, Reference.open(JaxBackend(), config)), evidence
+
+    unsaid = text_batch(config)
+    assert END not in unsaid.tokens
+    missed, _ = check(candidate(config), unsaid)
+    assert missed.verdict == "agreed"
+    batch = replace(unsaid, end_of_text=END)
+    found, evidence = check(candidate(config), batch)
+    assert found.origin is not None and (found.origin.stage, found.origin.phase) == origin
+    if candidate is TakesEndOfTextForPadding:
+        assert found.origin.note == "it is without the losses of the targets that end a document"
+    assert "end of text" not in not_exercised(evidence, config)
+    honest, _ = check(TorchBackend().open(config), batch)
+    assert honest.verdict == "agreed"
+
+
+def test_where_sequences_share_scales_it_is_named_that_none_was_compared():
+    config = tiny_config("fp8_tensorwise")
+    session = TorchBackend().open(config)
+    batch = replace(text_batch(config), end_of_text=END)
+    assert "end of text" in not_exercised(gather(session, config, batch), config)
+    holds = batch.tokens.copy(), batch.targets.copy()
+    holds[0][0, 5] = holds[1][0, 4] = END
+    batch = replace(batch, tokens=holds[0], targets=holds[1])
+    assert "end of text" not in not_exercised(gather(session, config, batch), config)
+
+
+def test_an_end_of_text_that_is_there_already_changes_nothing():
+    """Nor does it change anything but the last place of one sequence where none is there."""
+    batch = replace(text_batch(CONFIG), end_of_text=END)
+    micro = micro_to_probe(batch, CONFIG)
+    plain, probe = (probe_of(replace(micro, end_of_text=end), CONFIG) for end in (None, END))
+    assert is_text_of(probe, micro) and has_end_of_text(probe) and not has_end_of_text(replace(plain, end_of_text=END))
+    changed_at = np.argwhere((probe.tokens != plain.tokens) | (probe.targets != plain.targets)).tolist()
+    last, length = weighted_rows(plain)[-1], plain.tokens.shape[1]
+    assert changed_at == [[last, length - 2], [last, length - 1]]
+    assert probe_of(replace(micro, tokens=probe.tokens, targets=probe.targets), CONFIG).digest() == probe.digest()
 
 
 def levers(config: RunConfig, probe=False, batch=None):

@@ -113,7 +113,7 @@ def test_the_largest_logit_is_of_keys_that_a_query_may_see(masked: bool) -> None
     session, unseen = TorchBackend().open(config), 0
     for seed in range(8):
         batch = text_batch(config, seed)
-        batch = replace(batch, **{name: array[:, :3].copy() for name, array in batch.arrays.items()})
+        batch = Batch.of({name: array[:, :3].copy() for name, array in batch.arrays.items()})
         if batch.documents is not None:
             batch.documents[:] = [0, 1, 1]
         names = [f"blocks.{layer}.attn.{what}_rope" for layer in range(config.model.layers) for what in "qk"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from torch import Tensor
@@ -50,6 +52,22 @@ RIGHT = float((NLL.astype(np.float64) * BATCH.weights).sum() / BATCH.weights.sum
 def test_loss(value: float, said: str) -> None:
     held = scalar_bounds.loss(value, NLL, BATCH)
     assert scalar_words.of_loss(value, NLL, BATCH, 4, held) == said
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_loss_without_the_end_of_text(known: bool) -> None:
+    targets = TOKENS.copy()
+    targets[3, :5] = 7
+    batch = replace(BATCH, targets=targets, end_of_text=7 if known else None)
+    sums, weights = NLL.astype(np.float64) * batch.weights, batch.weights.astype(np.float64)
+    left = float(sums[targets != 7].sum())
+    for value, said in (
+        (left / float(weights[targets != 7].sum()), "it is the mean without the targets that end a document"),
+        (left / float(weights.sum()), "it is without the losses of the targets that end a document"),
+    ):
+        held = scalar_bounds.loss(value, NLL, batch)
+        assert not held.ok
+        assert scalar_words.of_loss(value, NLL, batch, 4, held) == (said if known else "")
 
 
 def test_a_loss_without_any_weight_has_no_name() -> None:

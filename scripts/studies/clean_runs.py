@@ -163,7 +163,8 @@ def draw_batch(config: RunConfig, rng: np.random.Generator) -> Batch:
     window = data[starts[:, None] + np.arange(length + 1)].astype(np.int32)
     tokens = window[:, :-1].copy()
     documents = documents_of(tokens, ord("\n")) if config.attention.needs_documents else None
-    plain = Batch(tokens, window[:, 1:].copy(), np.ones((rows, length), np.float32), documents)
+    # No text has it: a check puts it in.
+    plain = Batch(tokens, window[:, 1:].copy(), np.ones((rows, length), np.float32), documents, end_of_text=0)
     return uneven_weights(plain, int(rng.integers(2**31)))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from lockstep.core.backend import Batch
@@ -16,4 +14,4 @@ def changed(batch: Batch, mutant: Mutant, place: Place) -> Batch:
     """Return the batch with one array changed as the mutant says, dtypes kept."""
     array = batch.arrays[place.name]
     new = change_of(mutant.operator, place.axes)(torch.from_numpy(array.copy())).numpy().astype(array.dtype)
-    return replace(batch, **{place.name: new})
+    return Batch.of({**batch.arrays, place.name: new}, batch.end_of_text)

@@ -20,7 +20,7 @@ from lockstep.core.capabilities import Loads, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.loss_weights import weighted_rows
-from lockstep.core.parity.evidence.probe import probe_batch, probe_of
+from lockstep.core.parity.evidence.probe import is_text_of, probe_batch, probe_of
 from lockstep.core.parity.evidence.taps import look
 from lockstep.core.parity.judge import local
 from lockstep.core.parity.judge.judge import in_order
@@ -142,7 +142,7 @@ def _pairs(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
     size = len(evidence.tapped.tokens)
     seen = set(weighted_rows(evidence.tapped).tolist())
     for micro in evidence.batch.micro_batches(size):
-        of_seen = np.array_equal(micro.tokens, evidence.tapped.tokens)
+        of_seen = is_text_of(evidence.tapped, micro)
         rest = [row for row in range(size) if not of_seen or row not in seen]
         if config.precision.couples_sequences and rest:
             yield probe_of(micro, config)

@@ -128,6 +128,7 @@ def write_capsule(
         "versions": dict(versions),
         "machine": dict(machine or {}),
         "due": evidence.due,
+        "end_of_text": evidence.batch.end_of_text,
         "thorough": evidence.thorough,
         "files": {name: {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in files.items()},
     }
@@ -202,12 +203,13 @@ def read_capsule(path: Path) -> Capsule:
     kept = _evidence(path, about)
     name = BATCH
     try:
-        batch, tapped = (_batch(arrays, name) for name in BATCHES)
+        end_of_text = about.get("end_of_text")
+        batch, tapped = (_batch(arrays, name, end_of_text) for name in BATCHES)
         for one in (batch, tapped):
             one.require_tokens_below(config.model.vocab_size)
         thorough = about.get("thorough")
         if thorough is None:  # before, the probe of a thorough check was the step's batch
-            thorough = _batch(arrays, "probe").digest() == batch.digest()
+            thorough = _batch(arrays, "probe", end_of_text).digest() == batch.digest()
         name = RECORD
         record = StepRecord(**json.loads(raw[name]))
         name = VERDICT
@@ -279,9 +281,9 @@ def _npz(arrays: Arrays) -> bytes:
     return buffer.getvalue()
 
 
-def _batch(arrays: Arrays, name: str) -> Batch:
+def _batch(arrays: Arrays, name: str, end_of_text: int | None) -> Batch:
     tokens, targets, weights = (arrays[f"{name}.{key}"] for key in ("tokens", "targets", "weights"))
-    return Batch(tokens, targets, weights, arrays.get(f"{name}.documents"))
+    return Batch(tokens, targets, weights, arrays.get(f"{name}.documents"), end_of_text)
 
 
 def _json(value: Any) -> bytes:

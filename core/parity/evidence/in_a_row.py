@@ -101,7 +101,7 @@ def other_batch(batch: Batch) -> Batch:
     A session that goes on with the batch of the step before would not be seen with the same one.
     """
     arrays = {**batch.arrays, "tokens": batch.targets, "targets": batch.tokens}
-    return Batch(**{name: np.ascontiguousarray(array[::-1]) for name, array in arrays.items()})
+    return Batch.of({name: np.ascontiguousarray(array[::-1]) for name, array in arrays.items()})
 
 
 class Follows:

@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.parity.evidence.loss_weights import uneven_weights
+from lockstep.core.parity.evidence.loss_weights import uneven_weights, weighted_rows
 
 
 def micro_to_probe(batch: Batch, config: RunConfig) -> Batch:
@@ -23,7 +23,8 @@ def micro_to_probe(batch: Batch, config: RunConfig) -> Batch:
 def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int = 0) -> Batch:
     """Return `probe_batch` for a run: where sequences share the scales of FP8, all of them have weight.
 
-    Where attention asks for documents, one of the sequences holds several, if any does.
+    Where attention asks for documents, one of the sequences holds several, if any does. Where sequences do not share
+    scales, an end of text is among the inputs and the targets with weight, if the batch knows its id.
     seed: of the loss weights, by default the run's.
     """
     rows: Sequence[int] = range(len(micro.tokens)) if config.precision.couples_sequences else ()
@@ -32,7 +33,37 @@ def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int
         several = sequences_of_several_documents(micro).tolist()
         if several and not set(several) & set(rows):
             rows = sorted({several[turn % len(several)], rows[-1]})
-    return probe_batch(micro, config.seed if seed is None else seed, rows, turn)
+    probe = probe_batch(micro, config.seed if seed is None else seed, rows, turn)
+    # In FP8 one other token would round all numbers otherwise than in the step.
+    return probe if config.precision.couples_sequences else _with_end_of_text(probe)
+
+
+def has_end_of_text(batch: Batch) -> bool:
+    """Return whether an end of text, of a batch that knows its id, is an input and a target with weight."""
+    targets, inputs = batch.targets[batch.weights > 0], batch.tokens[weighted_rows(batch)]
+    return bool((targets == batch.end_of_text).any() and (inputs == batch.end_of_text).any())
+
+
+def _with_end_of_text(probe: Batch) -> Batch:
+    """Return the probe with an end of text as the last input of its last sequence with weight, and the target before.
+
+    A trainer may give that token a role of its own: its targets count nothing (`ignore_index`), its embedding has no
+    gradient (`padding_idx`). Few batches hold one. Whatever comes before these two tokens is as in the step, bit for
+    bit: a token does not see those after it. They weigh 1. One that has an end of text stays as it is.
+    """
+    if probe.end_of_text is None or has_end_of_text(probe) or probe.tokens.shape[1] < 2:
+        return probe
+    last = weighted_rows(probe)[-1]
+    tokens, targets, weights = probe.tokens.copy(), probe.targets.copy(), probe.weights.copy()
+    tokens[last, -1] = targets[last, -2] = probe.end_of_text
+    weights[last, -2:] = 1.0
+    return replace(probe, tokens=tokens, targets=targets, weights=weights)
+
+
+def is_text_of(probe: Batch, micro: Batch) -> bool:
+    """Return whether a probe was made of this micro-batch: all is the same but for an end of text in its last place."""
+    same = np.array_equal(probe.tokens[:, :-1], micro.tokens[:, :-1])
+    return same and np.array_equal(probe.targets[:, :-2], micro.targets[:, :-2])
 
 
 def probe_batch(micro: Batch, seed: int, rows: Sequence[int] = (), turn: int = 0) -> Batch:

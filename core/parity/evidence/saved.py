@@ -119,6 +119,7 @@ class _Document:
     in_a_row: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     miscounted: tuple[str, ...] = ()
     moved: tuple[_Moved, ...] = ()
+    end_of_text: int | None = None
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -215,6 +216,7 @@ class _Writer:
             evidence.in_a_row,
             evidence.miscounted,
             tuple(map(self._moved, evidence.moved)),
+            evidence.batch.end_of_text,
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -272,7 +274,7 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
     def batch(kind: str) -> Batch:
         arrays = store.arrays(kind)
         tokens, targets, weights = (arrays[name] for name in NEEDED)
-        return Batch(tokens, targets, weights, arrays.get("documents"))
+        return Batch(tokens, targets, weights, arrays.get("documents"), document.end_of_text)
 
     def state(of: _State) -> State:
         kinds = {kind: store.arrays(of_store) for kind, of_store in of.kinds.items()}

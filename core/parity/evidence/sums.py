@@ -111,4 +111,4 @@ def _of_shares(micros: list[Batch], shares: Sequence[float]) -> tuple[list[Batch
     parts = [
         replace(m, weights=base * np.float32(share)) for m, share in zip(again[: len(shares)], shares, strict=True)
     ]
-    return parts, Batch(**{key: np.concatenate([p.arrays[key] for p in parts]) for key in parts[0].arrays})
+    return parts, Batch.of({key: np.concatenate([p.arrays[key] for p in parts]) for key in parts[0].arrays})

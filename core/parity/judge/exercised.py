@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.evidence import Evidence
-from lockstep.core.parity.evidence.probe import sequences_of_several_documents
+from lockstep.core.parity.evidence.probe import has_end_of_text, sequences_of_several_documents
 from lockstep.core.parity.judge.own_step import part_repeated
 from lockstep.core.train.fp8_amax import key, layers
 from lockstep.core.train.loss_scale import SCALE
@@ -32,6 +32,8 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
             yield "document mask", why
         if attention.reset_positions:
             yield "positions that begin anew", why
+    if own.end_of_text is not None and not any(map(has_end_of_text, compared)):
+        yield "end of text", "of the tokens that were compared, none ends a document"
     for length in sorted({*train.lengths} - {evidence.batch.tokens.shape[1]}):
         yield f"sequences of {length:,} tokens", f"those of this step have {evidence.batch.tokens.shape[1]:,}"
     if not evidence.own:

@@ -112,7 +112,8 @@ def _nll_of_others(evidence: Evidence, config: RunConfig) -> np.ndarray | None:
     of_step = own_step.nll_of_tapped(evidence, config)
     if of_step is None:
         return None
-    nll, weights = (np.delete(x, weighted_rows(evidence.tapped), axis=0) for x in of_step)
+    rows = weighted_rows(evidence.tapped)
+    nll, weights = (np.delete(x, rows, axis=0) for x in (of_step.nll, of_step.batch.weights))
     return np.where(weights > 0, nll, np.nan)
 
 

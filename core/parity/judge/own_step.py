@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.names import parameter_shapes
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed, sketch_distances
+from lockstep.core.parity.evidence.probe import is_text_of
 from lockstep.core.parity.evidence.sketch import K
 from lockstep.core.parity.judge import end_to_end
 from lockstep.core.parity.judge.amaxes import amaxes
@@ -157,9 +159,11 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
     if evidence.stepped is None or not evidence.taps_keep_bits or config.device == "cuda":
         return
     of_step = nll_of_tapped(evidence, config)
-    if of_step is not None and evidence.probed is not None and of_step[0].shape == evidence.probed.nll.shape:
-        own, _ = of_step
-        nll = evidence.probed.nll
+    if of_step is not None and evidence.probed is not None and of_step.nll.shape == evidence.probed.nll.shape:
+        # Where the probe has an end of text of its own, these are other tokens.
+        same = evidence.tapped.targets == of_step.batch.targets
+        same &= evidence.tapped.tokens == of_step.batch.tokens
+        own, nll = of_step.nll[same], evidence.probed.nll[same]
         unequal = float(np.mean((own != nll) & ~(np.isnan(own) & np.isnan(nll))))
         measure = Measure("unequal", unequal, None, 0.0, "a token's NLL does not depend on loss weights")
         yield finding("nll", "nll", "end_to_end", (measure,), own.size, unequal, phase="forward")
@@ -180,22 +184,25 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
         yield finding("gradients", parameter, "end_to_end", (apart,), theirs.size, phase="backward")
 
 
-def nll_of_tapped(evidence: Evidence, config: RunConfig) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the step's NLL and loss weights (B, S) of the micro-batch whose stages are shown.
+class OfStep(NamedTuple):
+    """Hold one micro-batch of the step as it was made, and its NLL (B, S)."""
+
+    batch: Batch
+    nll: np.ndarray
+
+
+def nll_of_tapped(evidence: Evidence, config: RunConfig) -> OfStep | None:
+    """Return the step's micro-batch of which the one whose stages are shown was made, with its NLL in the step.
 
     None where the step shows no NLL, or has no such text.
     """
     micros = evidence.batch.cut(config.train)
-    number = next((i for i, one in enumerate(micros) if _same_text(one, evidence.tapped)), None)
+    number = next((i for i, one in enumerate(micros) if is_text_of(evidence.tapped, one)), None)
     if number is None or evidence.stepped is None:
         return None
     rows = len(micros[number].tokens)
     nll = evidence.stepped.nll[number * rows : (number + 1) * rows]
-    return (nll, micros[number].weights) if nll.shape == micros[number].weights.shape else None
-
-
-def _same_text(one: Batch, other: Batch) -> bool:
-    return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.targets, other.targets)
+    return OfStep(micros[number], nll) if nll.shape == micros[number].weights.shape else None
 
 
 def _some_roundings(evidence: Evidence, config: RunConfig) -> float:

@@ -39,6 +39,13 @@ def of_loss(value: float, nll: np.ndarray, batch: Batch, micro: int, held: Measu
         "the mean of the sequences' means": mean_of_means(1),
         "in bits, not in nats": float(sums.sum() / weights.sum() / math.log(2)),
     }
+    goes_on = batch.targets != batch.end_of_text
+    if (weights * goes_on).any():
+        left = float((sums * goes_on).sum())
+        named |= {
+            "the mean without the targets that end a document": left / float((weights * goes_on).sum()),
+            "without the losses of the targets that end a document": left / float(weights.sum()),
+        }
     return _named(value, named, nll.dtype, held)
 
 

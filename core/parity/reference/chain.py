@@ -77,7 +77,7 @@ class _Part:
 
     def positions(self, which: slice) -> _Part:
         """Some of its positions, of every sequence."""
-        batch = Batch(**{name: array[:, which] for name, array in self.batch.arrays.items()})
+        batch = Batch.of({name: array[:, which] for name, array in self.batch.arrays.items()})
         return _Part(batch, {name: tap[:, which] for name, tap in self.taps.items()})
 
 
