@@ -32,7 +32,7 @@ BATCH = uneven_weights(text_batch(CONFIG), 1)
 
 
 def gathered(session=TorchSession, config=CONFIG, store=None, probe=False):
-    batch = uneven_weights(text_batch(config), 1)
+    batch = replace(uneven_weights(text_batch(config), 1), end_of_text=0)
     found = probe_of(batch.cut(config.train)[0], config) if probe else None
     return gather(session(config), config, batch, found, due=batch.digest(), store=store)
 
@@ -258,6 +258,7 @@ def change(folder, how):
         lambda d: d.update(not_covered=5),
         lambda d: d.update(accumulated={"parts": "x"}),
         lambda d: d.update(ranks=[1]),
+        lambda d: d.update(end_of_text="<|endoftext|>"),
     ],
 )
 def test_a_document_that_cannot_be_is_refused(saved, tmp_path, how):

@@ -17,13 +17,17 @@ from safetensors.numpy import load_file
 
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.capsule import other_versions, read_capsule, write_capsule
+from lockstep.core.parity.evidence.gather import gather
+from lockstep.core.parity.evidence.probe import has_end_of_text
+from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.modes.replay import replay_capsule
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults import FAULTS
 from lockstep.parity_tests.faults.attention import PackedDocumentsSeeEachOther
 from lockstep.parity_tests.faults.state import BlocksExchangedOnLoad
 from lockstep.parity_tests.reference.at_once import AtOnce
-from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, backend, checked
+from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, backend, checked, reference
+from lockstep.parity_tests.tiny import text_batch
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +79,16 @@ def test_documents_are_packed_and_judged_again(tmp_path):
         assert one.documents is not None and one.digest() == other.digest()
     again = replay_capsule(found, fault.make(), JaxBackend())
     assert again.check.origin is not None and again.check.origin.stage == "attn"
+
+
+def test_which_token_ends_a_document_is_packed_and_the_same_sequences_are_looked_at_again(tmp_path):
+    batch = replace(text_batch(CONFIG), end_of_text=0)
+    evidence = gather(backend(Gelu).open(CONFIG), CONFIG, batch)
+    packed = write(tmp_path, (evidence, judge(evidence, reference())))
+    found = read_capsule(packed)
+    assert found.batch.end_of_text == found.tapped.end_of_text == 0 and has_end_of_text(found.tapped)
+    again = replay_capsule(found, backend(Gelu), JaxBackend())
+    assert again.notes == () and again.check.to_json()["stages"] == judge(evidence, reference()).to_json()["stages"]
 
 
 def test_its_step_is_judged_as_it_was(capsule, made):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,6 +14,7 @@ from lockstep.core.parity.modes.replay import replay_run
 from lockstep.core.run.directory import RunDir
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.reference.at_once import AtOnce
+from lockstep.parity_tests.replay import made
 from lockstep.parity_tests.replay.made import CONFIG, Gelu, GeluFrom7, SharedJax, backend, make_run, run_batch
 from lockstep.torch_backend.session import TorchSession
 
@@ -48,6 +51,21 @@ def test_it_says_of_each_step_what_it_could_do(honest):
     assert "local checks: they need tensors" in found[4].check.not_covered[0]
     assert found[6].notes == ("sketches, but no checkpoint of step 5: --step 6 runs the candidate up to it",)
     assert found[8].notes == ("its sketches: none were recorded",)
+
+
+def test_sketches_are_of_sequences_with_an_end_of_text_or_of_an_earlier_lockstep(honest, tmp_path, monkeypatch):
+    """Today's batches know which token ends a document; the probes of an earlier Lockstep held none."""
+
+    def knowing(config, step):
+        return replace(run_batch(config, step), end_of_text=0)
+
+    def how(run):
+        (found,) = replay_run(run, partial(knowing, CONFIG), lambda: backend(TorchSession), JaxBackend(), 4)
+        return found.how, found.check and found.check.verdict
+
+    assert how(honest) == ("sketches", "agreed")
+    monkeypatch.setattr(made, "run_batch", knowing)
+    assert how(make_run(tmp_path / "run", TorchSession, **KEPT)) == ("sketches", "agreed")
 
 
 def test_sketches_show_what_the_run_did_whoever_replays_it(faulty):

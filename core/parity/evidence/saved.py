@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -274,7 +274,10 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
     def batch(kind: str) -> Batch:
         arrays = store.arrays(kind)
         tokens, targets, weights = (arrays[name] for name in NEEDED)
-        return Batch(tokens, targets, weights, arrays.get("documents"), document.end_of_text)
+        return Batch(tokens, targets, weights, arrays.get("documents"))
+
+    def of_step(kind: str) -> Batch:
+        return replace(batch(kind), end_of_text=document.end_of_text)
 
     def state(of: _State) -> State:
         kinds = {kind: store.arrays(of_store) for kind, of_store in of.kinds.items()}
@@ -291,10 +294,10 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
     return Evidence(
         before=state(document.before),
         after=state(document.after),
-        batch=batch(document.batch),
+        batch=of_step(document.batch),
         record=document.record,
         stepped=gradients(document.stepped),
-        tapped=batch(document.tapped),
+        tapped=of_step(document.tapped),
         probed=gradients(document.probed),
         taps=store.arrays(document.taps),
         not_covered=document.not_covered,
