@@ -17,6 +17,8 @@ from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.reference.self_check import sound_reference
+from lockstep.core.train.fp8_amax import key, layers
+from lockstep.core.train.loss_scale import SCALE
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults import later
 from lockstep.parity_tests.replay.made import VERSIONS
@@ -54,6 +56,39 @@ def test_a_clean_run_agrees_and_both_later_steps_were_looked_at() -> None:
     taps = {one.tap for one in found.findings if one.stage == "update"}
     shapes = evidence.before.params
     assert {f"{name}/{number}" for name in shapes for number in (13, 20)} <= taps
+
+
+class ScaleStays(TorchSession):
+    """FP16's loss scale never grows; that it would, a run sees after 2,000 steps."""
+
+    def scalars_after(self, finite: bool) -> dict[str, float]:
+        return super().scalars_after(finite) | ({SCALE: self.scalars[SCALE]} if finite else {})
+
+
+class FullHistoryStays(TorchSession):
+    """FP8's history of amaxes takes nothing new once it is full."""
+
+    def scalars_after(self, finite: bool) -> dict[str, float]:
+        length = self.config.precision.fp8_history
+        full = all(self.scalars[key(layer, "weight", length - 1)] for layer in layers(self.config))
+        return dict(self.scalars) if full else super().scalars_after(finite)
+
+
+@pytest.mark.parametrize(
+    "fault, policy, named",
+    [
+        (ScaleStays, "fp16", ("loss_scale", "loss_scale/13")),
+        (FullHistoryStays, "fp8_delayed", ("fp8_amax", "history/13")),
+    ],
+)
+def test_what_a_state_counts_is_held_to_the_rule_as_in_a_long_run(
+    fault: type[TorchSession], policy: str, named: tuple[str, str]
+) -> None:
+    config = tiny_config(policy, train={"steps": 20})
+    for session in (fault, TorchSession):
+        evidence = gather(session(config), config, text_batch(config))
+        found = judge(evidence, sound_reference(JaxBackend(), config))
+        assert (found.origin and (found.origin.stage, found.origin.tap)) == (named if session is fault else None)
 
 
 class _Plain:

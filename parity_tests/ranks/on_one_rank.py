@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.backend import Batch, StepRecord
+from lockstep.core.train.finite import NotFinite
 from lockstep.parity_tests.faults.attention import RopeInBf16
 from lockstep.parity_tests.faults.later import LastCheckpointInBf16, PeakRateAfterWarmUp
 from lockstep.parity_tests.faults.outside import OldGradientsMixedIn, PeakRateOnceWritten, RestoreResetsBetas
@@ -90,6 +91,22 @@ class NoGradientOnRankOne(TorchBackend):
 
 class PeakRateAfterWarmUpOnRankOne(_OnRankOne, PeakRateAfterWarmUp):
     """Rank 1 makes the steps after the warm-up at the peak rate."""
+
+
+class _DecaysWhenNotFinite(TorchSession):
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        try:
+            return super().step(batch, norms=norms)
+        except NotFinite:
+            if on_rank_one():
+                local(self.parameters[WEIGHT]).detach().mul_(1 - 1e-4)
+            raise
+
+
+class DecaysWhenNotFiniteOnRankOne(TorchBackend):
+    """Rank 1 leaves a step out that is not finite, but for a matrix that decays."""
+
+    session_class = _DecaysWhenNotFinite
 
 
 class LastCheckpointInBf16OnRankOne(_OnRankOne, LastCheckpointInBf16):

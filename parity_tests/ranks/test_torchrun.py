@@ -161,6 +161,8 @@ def test_a_fault_between_ranks_gives_the_exit_code_1(run_file: Path, tmp_path: P
             "RestoreResetsBetas",
             r"moments \(update, at the step after, from a checkpoint that was restored, .*\) .* on rank 1",
         ),
+        ("ddp", "DecaysWhenNotFinite", r"update \(update, at a step that is not finite, .*\) .* on rank 1"),
+        ("fsdp", "DecaysWhenNotFinite", r"update \(update, at a step that is not finite, .*\) .* on rank 1"),
     ],
     ids=[
         "no-gradient-ddp",
@@ -177,6 +179,8 @@ def test_a_fault_between_ranks_gives_the_exit_code_1(run_file: Path, tmp_path: P
         "once-written-fsdp",
         "restored-ddp",
         "restored-fsdp",
+        "not-finite-ddp",
+        "not-finite-fsdp",
     ],
 )
 def test_a_fault_of_one_rank_is_named_with_its_rank(

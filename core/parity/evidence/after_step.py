@@ -14,6 +14,7 @@ from lockstep.core.parity.evidence.held_out import held_out
 from lockstep.core.parity.evidence.in_a_row import Follows, in_a_row
 from lockstep.core.parity.evidence.into_store import gradients_into, state_into
 from lockstep.core.parity.evidence.later_steps import Later, later_steps
+from lockstep.core.parity.evidence.left_out import left_out
 from lockstep.core.parity.evidence.parts import sketched
 from lockstep.core.parity.evidence.probe import probe_of
 from lockstep.core.parity.evidence.round_trip import round_trip
@@ -117,6 +118,8 @@ def _try_checkpoint(found: Gathering) -> None:
         found.later, found.moved = shown.records, shown.moved
         in_turn = in_a_row(session, config, batch, before, after, made, found.sums_before, follows, missing)
         found.in_a_row = {**in_turn, **shown.compared}
+        if found.ahead and after.step == 1:
+            found.in_a_row |= left_out(session, config, batch, after, missing)
 
 
 def _name_left_out(found: Gathering) -> None:

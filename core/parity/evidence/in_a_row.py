@@ -38,6 +38,8 @@ EVALUATION, SAMPLING = "evaluation", "sampling"
 # And of a run's first step as later ones, which several ranks have alike, and the last one's checkpoint
 # (core/parity/evidence/later_steps.py).
 AS_LATER, ALIKE, LAST_WRITTEN = "as later", "alike", "last written"
+# And of a step that is not finite (core/parity/evidence/left_out.py).
+LEFT_OUT = "left out"
 # The taps of what `in_a_row` finds.
 TAPS = {
     NOT_SHOWN: "the step again, not shown",
@@ -50,6 +52,7 @@ TAPS = {
     AS_LATER: "the same step, as a later one",
     ALIKE: "later steps, on every rank",
     LAST_WRITTEN: "the checkpoint of the last step",
+    LEFT_OUT: "a step that is not finite",
 }
 # Fields of a record that are the step's arithmetic, in its order.
 ARITHMETIC = ("loss", "grad_norm", "clip_coefficient", "lr")

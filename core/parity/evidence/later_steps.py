@@ -39,6 +39,8 @@ from lockstep.core.parity.measures.drawn_part import parts_of_all
 from lockstep.core.run.ranks import Ranks, rows_of_rank
 from lockstep.core.streams import GRADS, PROGRAM, StreamStep, stream_gradients, stream_state, with_tensors
 from lockstep.core.train.finite import NotFinite
+from lockstep.core.train.fp8_amax import CASTS, key, layers
+from lockstep.core.train.loss_scale import FINITE
 from lockstep.core.train.schedule import decay_steps
 from lockstep.core.train.unchanged_state import differing
 
@@ -74,9 +76,21 @@ def as_later_steps(records: Sequence[StepRecord], config: RunConfig) -> dict[str
 
 
 def state_before(after: State, number: int, config: RunConfig) -> State:
-    """Return the state that a later step begins with. after: the state after the first step."""
+    """Return the state that a later step begins with. after: the state after the first step.
+
+    FP16's loss scale is about to grow, and FP8's history of amaxes is full: of each an older one is smaller, so that
+    scales stay what they are.
+    """
     params = Scaled(after.params, SMALL) if number == config.train.steps else after.params
-    return replace(after, step=number - 1, params=params)
+    scalars, length = dict(after.scalars), config.precision.fp8_history
+    if FINITE in scalars:
+        scalars[FINITE] = config.precision.loss_scale_interval - 1.0
+    for layer in layers(config):
+        for cast in CASTS:
+            newest = scalars.get(key(layer, cast, 0), 0.0)
+            for age in range(1, length):
+                scalars[key(layer, cast, age)] = float(np.float32(newest * (1 - age / (2 * length))))
+    return replace(after, step=number - 1, params=params, scalars=scalars)
 
 
 @dataclass(frozen=True)

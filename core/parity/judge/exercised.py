@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.evidence import Evidence
+from lockstep.core.parity.evidence.in_a_row import LEFT_OUT
 from lockstep.core.parity.evidence.probe import has_end_of_text, sequences_of_several_documents
 from lockstep.core.parity.judge.own_step import part_repeated
 from lockstep.core.train.fp8_amax import key, layers
@@ -48,14 +49,19 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
     first = evidence.thorough and not evidence.before.step
     if first and limit > 0 and not any(one.grad_norm <= limit for one in (record, *evidence.later)):
         yield "gradients below clip_norm", f"the gradients' norm {record.grad_norm:.3g} is above clip_norm = {limit:g}"
-    if train.on_not_finite == "skip" and not evidence.not_finite and evidence.after.updates > evidence.before.updates:
+    made = not evidence.not_finite and evidence.after.updates > evidence.before.updates
+    tries = LEFT_OUT in evidence.in_a_row
+    if train.on_not_finite == "skip" and made and not tries:
         yield "leaving a step out", "all of the step was finite"
     scale = evidence.before.scalars.get(SCALE)
     if scale is not None and evidence.after.scalars.get(SCALE) == scale:
-        yield "a change of the loss scale", f"it stayed {scale:g}"
+        # In a run's first check it grows in a later step, and falls in one that is not finite.
+        untried = [what for what, tried in (("growth", evidence.moved), ("fall", tries)) if not tried]
+        if untried:
+            yield f"a {untried[0] if len(untried) == 1 else 'change'} of the loss scale", f"it stayed {scale:g}"
     length = config.precision.fp8_history
     oldest = [evidence.before.scalars.get(key(layer, "weight", length - 1), 0.0) for layer in layers(config)]
-    if oldest and not all(oldest):
+    if oldest and not all(oldest) and not evidence.moved:
         yield "a full history of amaxes", f"fewer than {length} steps were made before this one"
     if config.eval.every and not evidence.thorough and evidence.held_out is None:
         yield "validation", "none is due after this step"

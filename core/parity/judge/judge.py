@@ -25,7 +25,7 @@ from lockstep.core.parity.judge.attention_logits import attention_logits
 from lockstep.core.parity.judge.cached_logits import CachedLogits
 from lockstep.core.parity.judge.evaluation import Scores
 from lockstep.core.parity.judge.exercised import not_exercised
-from lockstep.core.parity.judge.later_steps import later_updates
+from lockstep.core.parity.judge.later_steps import later_scalars, later_updates
 from lockstep.core.parity.judge.lengths import with_typical_lengths
 from lockstep.core.parity.judge.rank_sums import of_the_sum, same_sums
 from lockstep.core.parity.judge.reports import reports
@@ -90,6 +90,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
             findings += update.in_a_row(evidence)
         # A load that loses something is not what the step after it does.
         if all(one.ok for one in findings):
+            findings += later_scalars(evidence, reference)
             findings += _as_far_as_it_goes(partial(later_updates, evidence, reference), missing)
     else:
         missing.append("all that follows from the weights: the reference has no such parameters")

@@ -14,11 +14,13 @@ from lockstep.core.model.graph import Shape
 from lockstep.core.model.groups import moment_names
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.later_steps import Moved, as_later_steps, state_before
+from lockstep.core.parity.judge.amaxes import STAGE as AMAXES
 from lockstep.core.parity.judge.update import Updated
-from lockstep.core.parity.measures.compare import Reference
+from lockstep.core.parity.measures.compare import Reference, exact
 from lockstep.core.parity.measures.drawn_part import parts_of_all
 from lockstep.core.parity.measures.verdict import Finding
-from lockstep.core.train.skipped_steps import is_made
+from lockstep.core.train.fp8_amax import CASTS, PREFIX, key, layers
+from lockstep.core.train.skipped_steps import is_made, scalars_after
 
 
 def later_updates(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
@@ -41,6 +43,28 @@ def later_updates(evidence: Evidence, reference: Reference) -> Iterator[Finding]
             for found in Updated(as_step, of_one, name, part).findings():
                 words = "; ".join(one for one in (note, found.note) if one)
                 yield replace(found, tap=f"{found.tap}{suffix}", note=words)
+
+
+def later_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+    """Loss scale, counts, and the history of amaxes after each later step, from those before it.
+
+    The newest amaxes are what the step saw, to which it alone is held.
+    """
+    config, moved = reference.config, {one.number: one for one in evidence.moved}
+    for suffix, (number, record) in as_later_steps(evidence.later, config).items():
+        if number not in moved:
+            continue
+        before = state_before(evidence.after, number, config).scalars
+        after, made = moved[number].after.scalars, is_made(config, record.loss, record.grad_norm)
+        seen = {name: tuple(after.get(key(name, cast, 0), np.nan) for cast in CASTS) for name in layers(config)}
+        due = scalars_after(config, before, made, seen)
+        note = f"made again as step {number:,} of the run"
+        amaxes = [name for name in due if name.startswith(PREFIX)]
+        for stage, tap, names in ((AMAXES, "history", amaxes), ("loss_scale", "loss_scale", due.keys() - amaxes)):
+            wrong = sorted(name for name in names if after.get(name) != due[name])
+            words = ", ".join([note, *wrong[:5]])
+            if names:
+                yield exact(stage, f"{tap}{suffix}", len(wrong), len(names), "the rule, by the state before it", words)
 
 
 def _is_whole(moved: Moved, kept: Mapping[str, tuple[slice, Shape]], kinds: Mapping[str, list[str]]) -> bool:

@@ -25,6 +25,7 @@ from lockstep.core.parity.evidence.in_a_row import (
     AT_ONCE,
     EVALUATION,
     LAST_WRITTEN,
+    LEFT_OUT,
     LOADED,
     NOT_SHOWN,
     ON_RANK,
@@ -413,6 +414,14 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
         basis = "the state after the run's last step, written and read back: equal checksums"
         note = ", ".join(wrong[:5])
         yield exact("checkpoint", TAPS[LAST_WRITTEN], len(wrong), max(len(wrong), 1), basis, note)
+    if LEFT_OUT in found:
+        wrong = found[LEFT_OUT]
+        basis = "a step with a weight of NaN says so and changes nothing but its counts: equal checksums"
+        note = f"{', '.join(wrong[:5])}: as of a step that is finite" if wrong else ""
+        stage = _first_link(wrong, evidence.after)
+        scalars = {name.partition(ON_RANK)[0] for name in wrong} & evidence.after.scalars.keys()
+        stage = "loss_scale" if scalars and stage == "step_count" else stage
+        yield exact(stage, TAPS[LEFT_OUT], len(wrong), max(len(wrong), 1), basis, note)
 
 
 def _first_link(wrong: Sequence[str], state: State) -> str:
