@@ -5,16 +5,20 @@ from __future__ import annotations
 import pytest
 
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.diagnose import fitting
 from lockstep.core.parity.diagnose.fitting import with_fitting
 from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.sinks.phrases import check_line, fitting_in_words
 from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.faults.attention import Bf16RopeAttention
 from lockstep.parity_tests.faults.casts import ActivationRoundedOnce
 from lockstep.parity_tests.faults.forward import GeluForSilu
+from lockstep.parity_tests.faults.planting import swapped
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.model import Attention
 
 pytestmark = pytest.mark.usefixtures("in_one_process")
 
@@ -75,6 +79,20 @@ def test_one_rounding_less_than_autocast_makes_is_a_plan_of_its_own() -> None:
     check = explained(ActivationRoundedOnce(), config_of("autocast"), config_of("autocast"))
     assert check.fitting is not None and check.fitting.agrees
     assert "act=after product" in check.fitting.settings["precision.casts"]
+
+
+def test_a_rounding_of_one_layer_alone_fits_no_plan_and_the_step_is_not_judged_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a large model the whole step takes as long to judge as the check did."""
+
+    class RopeInBf16InBlock1(TorchBackend):
+        session_class = swapped(Attention, Bf16RopeAttention, "blocks.1.attn")
+
+    monkeypatch.setattr(fitting, "judge", lambda *given: pytest.fail("the whole step was judged again"))
+    check = explained(RopeInBf16InBlock1(), config_of("lockstep"), config_of("lockstep"))
+    assert check.origin is not None and (check.origin.stage, check.origin.layer) == ("q_rope", 1)
+    assert check.fitting is None
 
 
 def test_a_step_that_agrees_is_not_looked_at() -> None:

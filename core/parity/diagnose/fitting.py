@@ -9,7 +9,7 @@ found.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -121,21 +121,35 @@ def _fitting(
     declared = reference.config
     first = next((one.layer for one in check.findings if not one.ok and one.layer is not None), None)
     config, layers = _by_name(declared), {None, first}
+    kinds = frozenset[str]().union(*(choice.kinds for choice in tried))
     for _ in range(LAYERS):
         config = _searched(tried, config, evidence, reference, backend, layers)
         differs = _differing(declared, config)
         if not differs:
             return None
         with closing(_Twin(reference, backend, config)) as other:
-            whole = judge(evidence, other.reference)
-        if whole.origin is None or whole.origin.layer in layers:
+            stages = local.stages(evidence, other.reference, [], lambda stage: stage.kind in kinds)
+            wrong = _wrong(stages, kinds, config)
+        # A fault of one layer alone may be another plan's rounding there, which all other layers lack.
+        if len(wrong) >= len(_wrong(check.findings, kinds, declared)):
+            return None
+        left = next((one.layer for one in wrong if one.layer not in layers), None)
+        if left is None:
             break
         # Two kernels may give the same bits in the first layer that differs, and not in this one.
-        layers.add(whole.origin.layer)
+        layers.add(left)
+    with closing(_Twin(reference, backend, config)) as other:
+        whole = judge(evidence, other.reference)
     if whole.verdict != "agreed" and _broken(whole) >= _broken(check):
         return None
     was = flatten(declared.model_dump())
     return Fitting(differs, {key: was[key] for key in differs}, whole.verdict == "agreed", whole.origin)
+
+
+def _wrong(found: Iterable[Finding], kinds: frozenset[str], config: RunConfig) -> list[Finding]:
+    """Return the stages of these kinds that are wrong by themselves."""
+    by_id = {one.id: one.kind for one in stages_of(config)}
+    return [one for one in found if not one.ok and one.scope == "local" and by_id.get(one.stage) in kinds]
 
 
 def _searched(
