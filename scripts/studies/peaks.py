@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 SAMPLE_SECONDS = 0.5
+# Between samples pass at least so many times the seconds that one takes: one of 20 GB takes 0.2 s.
+APART = 9
 
 
 def lockstep(root: Path, folder: Path, *words: str, ends: Collection[int] = (0,)) -> dict[str, Any]:
@@ -28,6 +30,7 @@ def lockstep(root: Path, folder: Path, *words: str, ends: Collection[int] = (0,)
         environment["TMPDIR"] = str(folder)
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
         while process.poll() is None:
+            sampled = time.monotonic()
             now = {one: pss(one) for one in tree(process.pid)}
             peak, own = max(peak, sum(now.values())), max(own, now[process.pid])
             by_rank: dict[int, int] = {}
@@ -35,7 +38,7 @@ def lockstep(root: Path, folder: Path, *words: str, ends: Collection[int] = (0,)
                 if (rank := rank_of(one)) is not None:
                     by_rank[rank] = by_rank.get(rank, 0) + size
             of_ranks |= {rank: max(size, of_ranks.get(rank, 0)) for rank, size in by_rank.items()}
-            time.sleep(SAMPLE_SECONDS)
+            time.sleep(max(SAMPLE_SECONDS, APART * (time.monotonic() - sampled)))
     if process.returncode not in ends:
         raise RuntimeError(f"lockstep {' '.join(words)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
     after = os.times()

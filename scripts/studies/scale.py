@@ -10,8 +10,8 @@
 The plot needs matplotlib (`pip install "lockstep[studies]"`).
 
 Each row is two processes: `lockstep train` for two steps, whose peak is plain training's, and `lockstep parity
---steps 1`. Peaks are of the proportional set size (PSS) of the whole tree of processes, sampled each half second; pages
-of files that are mapped count. Rows are lines of docs/results/scale.jsonl.
+--steps 1`. Peaks are of the proportional set size (PSS) of the whole tree of processes, sampled each half second, or
+as often as takes a tenth of a core; pages of files that are mapped count. Rows are lines of docs/results/scale.jsonl.
 """
 
 from __future__ import annotations
