@@ -21,6 +21,8 @@ TRAIN = TrainConfig(steps=10, batch_size=8, micro_batch_size=4, sequence_length=
 class Counted:
     """A data set whose tokens are their own positions."""
 
+    eot_id = 0
+
     def __init__(self, tokens: int) -> None:
         self._split = TokenSplit([np.arange(tokens, dtype=np.uint32)])
 
