@@ -142,11 +142,16 @@ def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: floa
     yield Measure("largest_element", peaks.largest, None, *bound(clean.largest, least.largest, width))
     if peaks.rows > 1 and peaks.columns > 1:
         of_many = (peaks.row_of_many, peaks.column_of_many) if result == "rounded" else (None, None)
-        lines = ("row", peaks.row, clean.row, peaks.columns), ("column", peaks.column, clean.column, peaks.rows)
-        for (name, value, extreme, numbers), many in zip(lines, of_many, strict=True):
+        lines = (
+            ("row", peaks.row, clean.row, peaks.columns, peaks.at_row, peaks.rows),
+            ("column", peaks.column, clean.column, peaks.rows, peaks.at_column, peaks.columns),
+        )
+        for (name, value, extreme, numbers, at, count), many in zip(lines, of_many, strict=True):
             # An element at a tie may outweigh its row and its column; it is held as an element.
             value = value if many is None else many
-            yield Measure(f"largest_{name}", value, None, *bound(extreme, least.line, scatter(numbers)))
+            high, basis = bound(extreme, least.line, scatter(numbers))
+            where = f"; it is number {at:,} of {count:,}, from 0" if value > high and at is not None else ""
+            yield Measure(f"largest_{name}", value, None, high, basis + where)
         reach, basis = bound(clean.row_gain, least.row_gain, width)
         yield Measure("row_gain", peaks.row_gain, -reach, reach, basis)
     # Ten times the odds of a share.

@@ -35,7 +35,8 @@ class Peaks:
     """The measures of this file.
 
     rows, columns: of the table. A tensor of one axis is one row; its row, column and row gain say nothing, and are 0.
-    row_of_many, column_of_many: None where unequal elements were not counted.
+    row_of_many, column_of_many: None where unequal elements were not counted. at_row, at_column: the number, from 0, of
+    the line in which c and w are farthest apart, of those with more than FEW unequal elements, if there are any.
     """
 
     largest: float
@@ -46,6 +47,8 @@ class Peaks:
     columns: int
     row_of_many: float | None = None
     column_of_many: float | None = None
+    at_row: int | None = None
+    at_column: int | None = None
 
 
 @dataclass(frozen=True)
@@ -148,19 +151,23 @@ class PeakSums:
         variance = np.maximum(of_twin, max(least, tiny**2))
         either = np.maximum(variance, self._by_row[APART])
         gain = min((_gain(along, of_truth, of_error) for of_error in (variance, either)), key=abs)
-        many = (
-            shorter * _of_many(sums[APART], unequal)
-            for shorter, sums, unequal in zip(
-                (row, column), (self._by_row, self._by_column), self._unequal, strict=True
-            )
-        )
-        return Peaks(largest, row, column, gain, self._rows, self._columns, *many)
+        sums = tuple(zip((self._by_row[APART], self._by_column[APART]), self._unequal, strict=True))
+        many_row, many_column = (s * _of_many(*line) for s, line in zip((row, column), sums, strict=True))
+        at_row, at_column = (_worst(*line) for line in sums)
+        size = self._rows, self._columns
+        return Peaks(largest, row, column, gain, *size, many_row, many_column, at_row, at_column)
 
 
 def _gain(along: np.ndarray, truth: np.ndarray, variance: np.ndarray) -> float:
     """The common factor of length of rows with these sums, in units of its error."""
     power = float((truth / variance).sum())
     return float((along / variance).sum()) / math.sqrt(len(truth) * power) if power else 0.0
+
+
+def _worst(squares: np.ndarray, unequal: np.ndarray) -> int:
+    """The number of the line with the largest norm, of those with more than FEW unequal elements, if any."""
+    many = unequal > FEW
+    return int(np.argmax(np.where(many, squares, -1.0) if many.any() else squares))
 
 
 def _of_many(squares: np.ndarray, unequal: np.ndarray) -> float:
