@@ -84,7 +84,7 @@ def test_one_rounding_less_than_autocast_makes_is_a_plan_of_its_own() -> None:
 def test_a_rounding_of_one_layer_alone_fits_no_plan_and_the_step_is_not_judged_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a large model the whole step takes as long to judge as the check did."""
+    """To judge the whole step of a large model takes as long as the check did."""
 
     class RopeInBf16InBlock1(TorchBackend):
         session_class = swapped(Attention, Bf16RopeAttention, "blocks.1.attn")

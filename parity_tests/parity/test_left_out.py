@@ -1,4 +1,4 @@
-"""What a session makes of numbers that are not finite is looked at in a run's first step, where all of them are."""
+"""A run's first check makes a step with NaN, and looks at what the session tells of it and what it changes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 `lockstep parity` checks the first steps, in which a schedule mostly warms up; one that never decays is wrong hundreds
 of steps later. The last of them is made with weights so small that its gradients are shorter than `optim.clip_norm`,
-as those of later steps are: in a first step they are mostly longer.
+as those of later steps are: in a first step they are mostly longer. Both begin with counts as a long run has them: a
+loss scale that is about to grow, a full history of amaxes.
 
 Records say what a session means to do. So that what it does is held to the reference as well, a part of each
 parameter's gradient, and of its moments and weights after the step, is kept. Each later step is also made once more as

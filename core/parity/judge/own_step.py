@@ -192,7 +192,7 @@ class OfStep(NamedTuple):
 
 
 def nll_of_tapped(evidence: Evidence, config: RunConfig) -> OfStep | None:
-    """Return the step's micro-batch of which the one whose stages are shown was made, with its NLL in the step.
+    """Return the step's micro-batch from which the tapped one was made, with the NLL that the step gave it.
 
     None where the step shows no NLL, or has no such text.
     """

@@ -40,7 +40,7 @@ def of_loss(value: float, nll: np.ndarray, batch: Batch, micro: int, held: Measu
         "in bits, not in nats": float(sums.sum() / weights.sum() / math.log(2)),
     }
     goes_on = batch.targets != batch.end_of_text
-    if (weights * goes_on).any():
+    if batch.end_of_text is not None and (weights * goes_on).any():
         left = float((sums * goes_on).sum())
         named |= {
             "the mean without the targets that end a document": left / float((weights * goes_on).sum()),
