@@ -216,7 +216,7 @@ class Head(nnx.Module):
         self.weight = nnx.Param(jnp.empty((vocab_size, hidden)))
 
 
-class Llama(nnx.Module):
+class Transformer(nnx.Module):
     """Tokens (B, S) → logits (B, S, V) → negative log-likelihood of the targets (B, S).
 
     tap: sees every tensor of the chain on its way. fused_loss: computes the loss from the hidden states, None: it is

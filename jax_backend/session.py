@@ -35,7 +35,7 @@ from lockstep.jax_backend import checkpoint
 from lockstep.jax_backend.checkpoint import WritingJax
 from lockstep.jax_backend.kernels.float8 import apply_float8
 from lockstep.jax_backend.kernels.loss_head import apply_loss_head
-from lockstep.jax_backend.model import Llama, Tap, no_tap
+from lockstep.jax_backend.model import Tap, Transformer, no_tap
 from lockstep.jax_backend.optim import Terms, Tree, clip_coefficient, global_norm, next_state
 from lockstep.jax_backend.policy import Kernel, Policy
 from lockstep.jax_backend.precision import POLICIES
@@ -213,7 +213,7 @@ class JaxSession:
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
         """Taps of one micro-batch, and `grad/NAME` of a tap, an edge or a parameter.
 
-        Raises NotSupported for a name that no Llama has.
+        Raises NotSupported for a name that the model does not have.
         """
         parameters = parameter_shapes(self.config.model)
         names = [*tap_names(self.config.model), *edge_names(self.config.model), *parameters]
@@ -281,10 +281,10 @@ class JaxSession:
     def close(self) -> None:
         """Nothing is held beyond the object itself."""
 
-    def model(self, params: Tree, tap: Tap = no_tap) -> Llama:
+    def model(self, params: Tree, tap: Tap = no_tap) -> Transformer:
         """The module with these parameters, its tensors passing `tap` on their way."""
         flat = [(self._paths[name], nnx.Param(p)) for name, p in params.items()]
-        model: Llama = nnx.merge(self.graph, nnx.from_flat_state(flat))
+        model: Transformer = nnx.merge(self.graph, nnx.from_flat_state(flat))
         model.tap = tap
         return model
 
@@ -433,9 +433,9 @@ class JaxSession:
         return {n: self.shards.parameter(params[n], self.policy.stream) for n in self._paths if n in params}
 
 
-def build_model(config: RunConfig) -> Llama:
+def build_model(config: RunConfig) -> Transformer:
     """The model with unset weights."""
-    model = Llama(config)
+    model = Transformer(config)
     apply_float8(model, config)
     apply_loss_head(model, config.loss)
     return model

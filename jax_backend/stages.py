@@ -21,7 +21,7 @@ from lockstep.core.parity.reference.stages import stages_of
 from lockstep.jax_backend.attention import document_mask
 from lockstep.jax_backend.kernels.float8 import Float8
 from lockstep.jax_backend.kernels.library_heads import library_nll
-from lockstep.jax_backend.model import Llama, positions, rms_norm, rope_at
+from lockstep.jax_backend.model import Transformer, positions, rms_norm, rope_at
 from lockstep.jax_backend.policy import Policy
 from lockstep.jax_backend.precision import head, linear
 
@@ -29,7 +29,7 @@ Inputs = Mapping[str, Array]
 StageFunction = Callable[[Inputs], Array]
 
 
-def stage_functions(run: RunConfig, model: Llama, policy: Policy) -> dict[str, StageFunction]:
+def stage_functions(run: RunConfig, model: Transformer, policy: Policy) -> dict[str, StageFunction]:
     """Stage id → function of its inputs, under one policy; `ID/fp8` of a linear layer that computes in FP8.
 
     Stages of one kind, where shapes alone tell them apart, are one function.

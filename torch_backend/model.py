@@ -211,7 +211,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty((vocab_size, hidden)))
 
 
-class Llama(nn.Module):
+class Transformer(nn.Module):
     """Tokens (B, S) → logits (B, S, V) → negative log-likelihood of the targets (B, S).
 
     tap: sees every tensor of the chain on its way. fused_loss: computes the loss from the hidden states, None: it is

@@ -89,7 +89,7 @@ class Observes(Programs):
         """Taps and gradients of one micro-batch from the tapped program, compiled if the trainer is.
 
         Besides taps, names are `grad/NAME` for a tap, an edge or a parameter. What the model does not pass through its
-        tap is left out. Raises NotSupported for a name that no Llama has.
+        tap is left out. Raises NotSupported for a name that the model does not have.
         """
         found = Collected()
         self._stream_taps(batch, taps, found, lambda value: value)

@@ -15,7 +15,7 @@ from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.torch_backend import program_cache
-from lockstep.torch_backend.model import Llama, Rope, Tap, no_tap
+from lockstep.torch_backend.model import Rope, Tap, Transformer, no_tap
 from lockstep.torch_backend.precision import Policy
 from lockstep.torch_backend.ranks.sharded_tensors import (
     Root,
@@ -74,7 +74,7 @@ class Programs:
     device: torch.device
     switches: Switches
     policy: Policy
-    model: Llama
+    model: Transformer
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     ranks: Sharing | None

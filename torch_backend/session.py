@@ -39,7 +39,7 @@ from lockstep.torch_backend.device import resolve_device
 from lockstep.torch_backend.kernels.float8 import amaxes_seen, apply_float8, float8, set_amaxes
 from lockstep.torch_backend.kernels.loss_head import apply_loss_head, has_own_head
 from lockstep.torch_backend.kernels.recompute import apply_recompute
-from lockstep.torch_backend.model import Llama
+from lockstep.torch_backend.model import Transformer
 from lockstep.torch_backend.observe import Observes
 from lockstep.torch_backend.optim import (
     begun_moment,
@@ -130,10 +130,10 @@ class TorchSession(Observes):
         self._initialise()
         self._set_amaxes()
 
-    def build_model(self) -> Llama:
+    def build_model(self) -> Transformer:
         """The model with unset weights in the policy's stream dtype (RoPE tables stay FP64 until they are used)."""
         with torch.device("meta"):
-            model = Llama(self.config)
+            model = Transformer(self.config)
         model.to(self.policy.stream)
         if is_sharded(self.config) and dist.is_initialized():
             self.root = cut(model, self.config, self.device)

@@ -22,14 +22,16 @@ from lockstep.torch_backend.kernels.embedding import embedding
 from lockstep.torch_backend.kernels.float8 import Float8
 from lockstep.torch_backend.kernels.library_heads import library_nll
 from lockstep.torch_backend.kernels.recompute_products import rms_norm
-from lockstep.torch_backend.model import Block, Llama, positions, rope_at
+from lockstep.torch_backend.model import Block, Transformer, positions, rope_at
 from lockstep.torch_backend.precision import Policy, head, linear
 
 Inputs = Mapping[str, Tensor]
 StageFunction = Callable[[Inputs], Tensor]
 
 
-def stage_functions(run: RunConfig, model: Llama, policy: Policy, float8: Float8 | None) -> dict[str, StageFunction]:
+def stage_functions(
+    run: RunConfig, model: Transformer, policy: Policy, float8: Float8 | None
+) -> dict[str, StageFunction]:
     """Stage id → function of its inputs, under one policy; `ID/fp8` of a linear layer that computes in FP8.
 
     Stages of one kind, where shapes alone tell them apart, are one function.

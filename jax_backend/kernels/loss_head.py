@@ -7,11 +7,11 @@ from jax import Array
 from lockstep.core.config.schema import LossConfig
 from lockstep.jax_backend.kernels.library_heads import library_nll
 from lockstep.jax_backend.loss import weighted_mean
-from lockstep.jax_backend.model import FusedLoss, Llama, Tap
+from lockstep.jax_backend.model import FusedLoss, Tap, Transformer
 from lockstep.jax_backend.policy import Policy
 
 
-def apply_loss_head(model: Llama, loss: LossConfig) -> None:
+def apply_loss_head(model: Transformer, loss: LossConfig) -> None:
     """Let a library's head compute the model's loss if the run chooses one. The twin of `chunked` is whole logits."""
     model.fused_loss = _library(loss) if loss.of_library else None
 

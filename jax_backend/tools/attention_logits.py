@@ -7,14 +7,14 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
-from lockstep.jax_backend.model import Llama
+from lockstep.jax_backend.model import Transformer
 from lockstep.jax_backend.policy import Policy
 
 # Queries at a time.
 QUERIES = 256
 
 
-def largest_logits(model: Llama, tokens_BS: Array, policy: Policy, documents_BS: Array | None) -> Array:
+def largest_logits(model: Transformer, tokens_BS: Array, policy: Policy, documents_BS: Array | None) -> Array:
     """(layers,): the maximum over sequences, heads, queries and the keys that each may see of q·kᵀ/√E; pure."""
     apart = documents_BS if documents_BS is not None and model.document_mask else jnp.zeros_like(tokens_BS)
     found: dict[str, Array] = {}

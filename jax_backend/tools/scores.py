@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from lockstep.jax_backend.loss import negative_log_likelihood
-from lockstep.jax_backend.model import Llama
+from lockstep.jax_backend.model import Transformer
 from lockstep.jax_backend.policy import Policy
 
 
 def scores(
-    model: Llama, chunk: int, tokens_BS: Array, targets_BS: Array, policy: Policy, *documents_BS: Array
+    model: Transformer, chunk: int, tokens_BS: Array, targets_BS: Array, policy: Policy, *documents_BS: Array
 ) -> tuple[Array, Array]:
     """Per-token NLL (B, S) without z-loss, and whether the likeliest token is the target (B, S); pure.
 

@@ -12,7 +12,7 @@ from lockstep.core.backend import Batch
 from lockstep.parity_tests.faults.planting import backward, bf16, in_model, rounded_down, swap, swapped
 from lockstep.torch_backend.attention import Mask
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.model import Attention, Llama, Rope
+from lockstep.torch_backend.model import Attention, Rope, Transformer
 from lockstep.torch_backend.precision import Policy
 from lockstep.torch_backend.session import TorchSession
 
@@ -30,7 +30,7 @@ class RopeInBf16(TorchBackend):
     session_class = swapped(Attention, Bf16RopeAttention)
 
 
-def _from_one(model: Llama) -> None:
+def _from_one(model: Transformer) -> None:
     length, head_dim, theta = model.rope
     model.rope = length + 1, head_dim, theta
     model.place_rope(model.cos.device)
@@ -154,7 +154,7 @@ class PackedDocumentsSeeEachOther(TorchBackend):
     session_class = swapped(Attention, _UnmaskedAttention)
 
 
-def _running_on(model: Llama) -> None:
+def _running_on(model: Transformer) -> None:
     model.reset_positions = False
 
 

@@ -12,7 +12,7 @@ from lockstep.parity_tests.faults.forward import _SummingBlock
 from lockstep.parity_tests.faults.planting import backward, bf16, swapped
 from lockstep.torch_backend.attention import Mask
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.model import Attention, Block, Embedding, Linear, Llama, RMSNorm, Rope, SwiGLU
+from lockstep.torch_backend.model import Attention, Block, Embedding, Linear, RMSNorm, Rope, SwiGLU, Transformer
 from lockstep.torch_backend.precision import Policy, linear
 from lockstep.torch_backend.session import TorchSession
 
@@ -31,7 +31,7 @@ class LossScaleNeverTakenOut(TorchBackend):
     session_class = _ScaledLossSession
 
 
-class _UniformNll(Llama):
+class _UniformNll(Transformer):
     def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         nll_BS = super().nll(logits_BSV, targets_BS)
         return backward(nll_BS, lambda grad: torch.where(grad == 0, grad, grad.sum() / (grad != 0).sum()))
@@ -40,10 +40,10 @@ class _UniformNll(Llama):
 class NllGradientUnweighted(TorchBackend):
     """The gradient of the logits takes every weighted token alike; the loss does not (Liger #1298)."""
 
-    session_class = swapped(Llama, _UniformNll)
+    session_class = swapped(Transformer, _UniformNll)
 
 
-class _ZeroNll(Llama):
+class _ZeroNll(Transformer):
     def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         return super().nll(backward(logits_BSV, torch.zeros_like), targets_BS)
 
@@ -51,7 +51,7 @@ class _ZeroNll(Llama):
 class LogitsGradientZero(TorchBackend):
     """The gradient of the logits is zero, the loss right (Megatron #1750)."""
 
-    session_class = swapped(Llama, _ZeroNll)
+    session_class = swapped(Transformer, _ZeroNll)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -73,7 +73,7 @@ class _ChunkedHead(torch.autograd.Function):
         return torch.matmul(grad, weight).to(grads[0].dtype), total.to(grads[0].dtype), None
 
 
-class _ChunkedHeadLlama(Llama):
+class _ChunkedHeadModel(Transformer):
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
         weight = self.tap("logits.weight", (self.lm_head or self.embed).weight)
         logits: Tensor = _ChunkedHead.apply(x_BSD, weight, policy.operand)
@@ -83,7 +83,7 @@ class _ChunkedHeadLlama(Llama):
 class HeadGradientSummedInBf16(TorchBackend):
     """The head's weight gradient is summed in bf16 over chunks of tokens (Liger #1391)."""
 
-    session_class = swapped(Llama, _ChunkedHeadLlama)
+    session_class = swapped(Transformer, _ChunkedHeadModel)
 
 
 class _CachedWeight(Linear):
@@ -99,7 +99,7 @@ class WeightCastCachedWithoutGradient(TorchBackend):
     session_class = swapped(Linear, _CachedWeight, "blocks.1.mlp.up_proj")
 
 
-class _HalfHead(Llama):
+class _HalfHead(Transformer):
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
         weight = self.tap("logits.weight", (self.lm_head or self.embed).weight).detach()
         return F.linear(x_BSD.to(policy.operand).to(policy.stream), weight.to(policy.operand).to(policy.stream))
@@ -108,7 +108,7 @@ class _HalfHead(Llama):
 class HeadWithoutGradient(TorchBackend):
     """The head gives its weight no gradient: with a tied head the embedding's lacks a half (verl #7835)."""
 
-    session_class = swapped(Llama, _HalfHead)
+    session_class = swapped(Transformer, _HalfHead)
 
 
 class _UntrainedNorm(RMSNorm):

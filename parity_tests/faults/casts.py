@@ -12,7 +12,7 @@ from lockstep.core.components.cast_plan import FP32
 from lockstep.parity_tests.faults.attention import Bf16RopeAttention
 from lockstep.parity_tests.faults.planting import Change, backward, bf16, swapped
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.model import Attention, Block, Llama, Rope, SwiGLU, Tap
+from lockstep.torch_backend.model import Attention, Block, Rope, SwiGLU, Tap, Transformer
 from lockstep.torch_backend.precision import Policy
 from lockstep.torch_backend.session import TorchSession
 
@@ -63,7 +63,7 @@ class ResidualGradientCut(TorchBackend):
 
 
 class _RoundedTwice(TorchSession):
-    def build_model(self) -> Llama:
+    def build_model(self) -> Transformer:
         model = super().build_model()
         right = model.fused_loss
         assert right is not None

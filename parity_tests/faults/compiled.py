@@ -13,7 +13,7 @@ from lockstep.parity_tests.faults.attention import causal, written_out
 from lockstep.parity_tests.faults.planting import backward, bf16, swapped
 from lockstep.torch_backend.attention import Mask
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.model import Attention, Embedding, Llama, RMSNorm, Rope, SwiGLU, Tap, no_tap
+from lockstep.torch_backend.model import Attention, Embedding, RMSNorm, Rope, SwiGLU, Tap, Transformer, no_tap
 from lockstep.torch_backend.precision import Policy, linear
 from lockstep.torch_backend.session import TorchSession
 
@@ -88,7 +88,7 @@ class CompiledLastTileUnmasked(TorchBackend):
     session_class = swapped(Attention, _TiledMaskAttention)
 
 
-class _UncastHead(Llama):
+class _UncastHead(Transformer):
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
         if not is_compiling():
             return super().logits(x_BSD, policy)
@@ -98,7 +98,7 @@ class _UncastHead(Llama):
 class CompiledHeadDropsItsCasts(TorchBackend):
     """The compiler takes the casts of the head's operands out of its fusion."""
 
-    session_class = swapped(Llama, _UncastHead)
+    session_class = swapped(Transformer, _UncastHead)
 
 
 class _UnturnedAttention(Attention):
@@ -190,7 +190,7 @@ class UntappedRopeTurnsBack(TorchBackend):
     session_class = swapped(Attention, _BackwardsUntappedAttention)
 
 
-class _TwiceUntapped(Llama):
+class _TwiceUntapped(Transformer):
     def forward(
         self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy, documents_BS: Tensor | None = None
     ) -> Tensor:
@@ -203,4 +203,4 @@ class _TwiceUntapped(Llama):
 class UntappedGradientsDoubled(TorchBackend):
     """The compiled program that trains sends everything back twice; with taps in it, once."""
 
-    session_class = swapped(Llama, _TwiceUntapped)
+    session_class = swapped(Transformer, _TwiceUntapped)

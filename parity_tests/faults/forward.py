@@ -10,7 +10,7 @@ from lockstep.core.backend import Batch
 from lockstep.parity_tests.faults.attention import KvHeadsTiled, RopeInBf16
 from lockstep.parity_tests.faults.planting import bf16, in_model, rounded_down, swapped
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.model import Block, Embedding, Linear, Llama, RMSNorm, Rope, SwiGLU, Tap
+from lockstep.torch_backend.model import Block, Embedding, Linear, RMSNorm, Rope, SwiGLU, Tap, Transformer
 from lockstep.torch_backend.precision import Policy
 from lockstep.torch_backend.session import TorchSession
 
@@ -55,7 +55,7 @@ class RmsNormInBf16(TorchBackend):
     session_class = swapped(RMSNorm, _Bf16Norm)
 
 
-def _small_epsilon(model: Llama) -> None:
+def _small_epsilon(model: Transformer) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.eps = 1e-6
@@ -72,7 +72,7 @@ class _LongLinear(Linear):
         return super().forward(x, policy) * 1.001
 
 
-def _last_query(model: Llama) -> None:
+def _last_query(model: Transformer) -> None:
     block = model.blocks[-1]
     assert isinstance(block, Block)
     block.attn.q_proj.__class__ = _LongLinear

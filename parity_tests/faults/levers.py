@@ -14,7 +14,7 @@ from lockstep.core.train.loss_scale import SCALE
 from lockstep.parity_tests.faults.planting import bf16, in_model, swap
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.loss import weighted_mean
-from lockstep.torch_backend.model import Linear, Llama, SwiGLU
+from lockstep.torch_backend.model import Linear, SwiGLU, Transformer
 from lockstep.torch_backend.precision import Policy, linear, wide_product
 from lockstep.torch_backend.session import TorchSession
 
@@ -36,7 +36,7 @@ class _WrongChunks(torch.autograd.Function):
 def _chunked(change: Any) -> type[TorchSession]:
     """A session whose chunked head adds to the gradients of its inputs what `change` makes of them."""
 
-    def plant(model: Llama) -> None:
+    def plant(model: Transformer) -> None:
         right = model.fused_loss
         if right is None:
             return
@@ -97,7 +97,7 @@ class ChunksSendNothingBack(TorchBackend):
     session_class = _chunked(_nothing_for_x)
 
 
-def _unscaled(model: Llama) -> None:
+def _unscaled(model: Transformer) -> None:
     right = model.fused_loss
     assert right is not None
 
@@ -132,7 +132,7 @@ class AmaxOfHalfTheTokens(TorchBackend):
     session_class = in_model(lambda model: swap(model, Linear, _HalfTheTokens, "blocks.1.mlp.down_proj"))
 
 
-def _left_out(model: Llama) -> None:
+def _left_out(model: Transformer) -> None:
     for name, module in model.named_modules():
         if name == "blocks.1.mlp.up_proj":
             assert isinstance(module, Linear)

@@ -10,7 +10,7 @@ from lockstep.core.backend import Batch
 from lockstep.parity_tests.faults.gradients import OneGradientScaled
 from lockstep.parity_tests.faults.planting import bf16, swapped
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.model import Llama
+from lockstep.torch_backend.model import Transformer
 from lockstep.torch_backend.precision import Policy
 from lockstep.torch_backend.session import TorchSession
 
@@ -18,7 +18,7 @@ from lockstep.torch_backend.session import TorchSession
 __all__ = ["OneGradientScaled"]
 
 
-class _Bf16Logits(Llama):
+class _Bf16Logits(Transformer):
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
         return bf16(super().logits(x_BSD, policy))
 
@@ -26,7 +26,7 @@ class _Bf16Logits(Llama):
 class LogitsRoundedToBf16(TorchBackend):
     """Logits leave the head in bf16."""
 
-    session_class = swapped(Llama, _Bf16Logits)
+    session_class = swapped(Transformer, _Bf16Logits)
 
 
 class _NotShiftedSession(TorchSession):
@@ -41,7 +41,7 @@ class TargetsNotShifted(TorchBackend):
     session_class = _NotShiftedSession
 
 
-class _PaddedVocabulary(Llama):
+class _PaddedVocabulary(Transformer):
     def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         return super().nll(F.pad(logits_BSV, (0, -logits_BSV.shape[-1] % 384)), targets_BS)
 
@@ -49,10 +49,10 @@ class _PaddedVocabulary(Llama):
 class VocabularyPaddingCounts(TorchBackend):
     """The columns that fill the vocabulary up to whole blocks of 384 enter the log-sum-exp (verl #5349)."""
 
-    session_class = swapped(Llama, _PaddedVocabulary)
+    session_class = swapped(Transformer, _PaddedVocabulary)
 
 
-class _WrappingIndex(Llama):
+class _WrappingIndex(Transformer):
     def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         flat = logits_BSV.flatten()
         rows = torch.arange(targets_BS.numel(), device=flat.device).view_as(targets_BS)
@@ -63,10 +63,10 @@ class _WrappingIndex(Llama):
 class LateRowsReadEarlyLogits(TorchBackend):
     """The index into all logits overflows half-way: late rows read early ones' logits (pytorch #111484)."""
 
-    session_class = swapped(Llama, _WrappingIndex)
+    session_class = swapped(Transformer, _WrappingIndex)
 
 
-class _Bf16Nll(Llama):
+class _Bf16Nll(Transformer):
     def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         likelihoods_BSV = logits_BSV.bfloat16().log_softmax(-1)
         return -likelihoods_BSV.gather(-1, targets_BS[..., None])[..., 0].to(logits_BSV.dtype)
@@ -75,10 +75,10 @@ class _Bf16Nll(Llama):
 class NllInBf16(TorchBackend):
     """Log-softmax in bf16, as under autocast without an exception for the loss."""
 
-    session_class = swapped(Llama, _Bf16Nll)
+    session_class = swapped(Transformer, _Bf16Nll)
 
 
-class _Smoothed(Llama):
+class _Smoothed(Transformer):
     def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         chosen_BS = logits_BSV.gather(-1, targets_BS[..., None])[..., 0]
         return super().nll(logits_BSV, targets_BS) + 0.001 * (chosen_BS - logits_BSV.mean(-1))
@@ -87,7 +87,7 @@ class _Smoothed(Llama):
 class LabelSmoothingLeftOn(TorchBackend):
     """A thousandth of the target's probability is spread over the vocabulary."""
 
-    session_class = swapped(Llama, _Smoothed)
+    session_class = swapped(Transformer, _Smoothed)
 
 
 class _MeanOfMeansSession(TorchSession):

@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.core.backend import Batch, State, StepRecord
 from lockstep.parity_tests.faults.planting import swap
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.model import Linear, Llama
+from lockstep.torch_backend.model import Linear, Transformer
 from lockstep.torch_backend.precision import Policy, linear
 from lockstep.torch_backend.session import TorchSession
 
@@ -38,7 +38,7 @@ class _CopiedLinear(Linear):
 class CopyingSession(TorchSession):
     """Reads copies of its weights, which only a load makes anew."""
 
-    def build_model(self) -> Llama:
+    def build_model(self) -> Transformer:
         return swap(super().build_model(), Linear, _CopiedLinear, "blocks.*")
 
     def load(self, state: State) -> None:
@@ -248,7 +248,7 @@ class ReplaysHalfGradients(TorchBackend):
 
 
 class _FrozenSession(TorchSession):
-    def build_model(self) -> Llama:
+    def build_model(self) -> Transformer:
         model = super().build_model()
         for name, p in model.named_parameters():
             if "blocks.0.mlp" in name:
@@ -290,7 +290,7 @@ class EvaluatesFirstWeights(TorchBackend):
 
 
 class _CachingSession(TorchSession):
-    def build_model(self) -> Llama:
+    def build_model(self) -> Transformer:
         self.scores: dict[str, Any] = {}
         return super().build_model()
 

@@ -11,12 +11,12 @@ from lockstep.parity_tests.faults.gradients import Accumulated
 from lockstep.parity_tests.faults.planting import backward
 from lockstep.torch_backend.attention import Mask
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.model import Attention, Llama, SwiGLU
+from lockstep.torch_backend.model import Attention, SwiGLU, Transformer
 from lockstep.torch_backend.precision import Policy
 from lockstep.torch_backend.session import TorchSession
 
 
-class Unmasked(Llama):
+class Unmasked(Transformer):
     """Tells its modules whether the batch has a loss mask: whether any token weighs less than 1."""
 
     def loss(
@@ -37,7 +37,7 @@ class _BlindAttention(Attention):
 
 
 class _BlindSession(TorchSession):
-    def build_model(self) -> Llama:
+    def build_model(self) -> Transformer:
         model = super().build_model()
         model.__class__ = Unmasked
         for module in model.modules():
@@ -59,7 +59,7 @@ class _DeafSwiGLU(SwiGLU):
 
 
 class _DeafSession(TorchSession):
-    def build_model(self) -> Llama:
+    def build_model(self) -> Transformer:
         model = super().build_model()
         model.__class__ = Unmasked
         model.blocks[1].mlp.__class__ = _DeafSwiGLU

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.torch_backend.model import Llama
+from lockstep.torch_backend.model import Transformer
 from lockstep.torch_backend.session import TorchSession
 
 Change = Callable[[Tensor], Tensor]
 
 
-def swap(model: Llama, right: type[nn.Module], wrong: type[nn.Module], where: str = "*") -> Llama:
+def swap(model: Transformer, right: type[nn.Module], wrong: type[nn.Module], where: str = "*") -> Transformer:
     """The model with every module of class `right` whose name matches `where` turned into `wrong`, weights kept."""
     found = [m for name, m in model.named_modules() if type(m) is right and fnmatchcase(name, where)]
     if not found:
@@ -25,11 +25,11 @@ def swap(model: Llama, right: type[nn.Module], wrong: type[nn.Module], where: st
     return model
 
 
-def in_model(plant: Callable[[Llama], object]) -> type[TorchSession]:
+def in_model(plant: Callable[[Transformer], object]) -> type[TorchSession]:
     """A session whose model `plant` has changed."""
 
     class Session(TorchSession):
-        def build_model(self) -> Llama:
+        def build_model(self) -> Transformer:
             model = super().build_model()
             plant(model)
             return model

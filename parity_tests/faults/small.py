@@ -13,7 +13,7 @@ from lockstep.parity_tests.faults.optimizer import OtherMuonSession
 from lockstep.parity_tests.faults.own_step import Unmasked
 from lockstep.parity_tests.faults.planting import backward, swapped
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.model import Linear, Llama, SwiGLU, Tap, no_tap
+from lockstep.torch_backend.model import Linear, SwiGLU, Tap, Transformer, no_tap
 from lockstep.torch_backend.optim import Muon
 from lockstep.torch_backend.precision import Policy, linear
 from lockstep.torch_backend.session import TorchSession
@@ -29,7 +29,7 @@ class _Cut(torch.autograd.Function):
         return grads[0]
 
 
-class _CutLogits(Llama):
+class _CutLogits(Transformer):
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
         cut: Tensor = _Cut.apply(super().logits(x_BSD, policy))
         return cut
@@ -38,10 +38,10 @@ class _CutLogits(Llama):
 class LogitsCutToTf32(TorchBackend):
     """Logits keep ten bits of mantissa."""
 
-    session_class = swapped(Llama, _CutLogits)
+    session_class = swapped(Transformer, _CutLogits)
 
 
-class _ColumnOff(Llama):
+class _ColumnOff(Transformer):
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
         logits_BSV = super().logits(x_BSD, policy)
         off = torch.zeros(logits_BSV.shape[-1], device=logits_BSV.device)
@@ -52,7 +52,7 @@ class _ColumnOff(Llama):
 class OneLogitColumnOff(TorchBackend):
     """The logit of one token of the vocabulary is 0.01 too large."""
 
-    session_class = swapped(Llama, _ColumnOff)
+    session_class = swapped(Transformer, _ColumnOff)
 
 
 def _one_doubled(grad: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class UntappedActivationLong(TorchBackend):
     session_class = swapped(SwiGLU, _LongUntapped, "blocks.1.*")
 
 
-class _Bf16Angles(Llama):
+class _Bf16Angles(Transformer):
     def rope_of(self, length: int) -> tuple[Tensor, Tensor]:
         _, head_dim, theta = self.rope
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
@@ -123,7 +123,7 @@ class BlackBox(TorchBackend):
 class BlackBoxRopeAnglesInBf16(TorchBackend):
     """The angles of RoPE are bf16, in a session that shows NLL and gradients alone."""
 
-    class session_class(_NoTaps, swapped(Llama, _Bf16Angles)):  # type: ignore[misc]
+    class session_class(_NoTaps, swapped(Transformer, _Bf16Angles)):  # type: ignore[misc]
         pass
 
 
@@ -151,7 +151,7 @@ class _SmallSwiGLU(SwiGLU):
 
 
 class _SmallOwnSession(TorchSession):
-    def build_model(self) -> Llama:
+    def build_model(self) -> Transformer:
         model = super().build_model()
         model.__class__ = Unmasked
         model.blocks[0].mlp.__class__ = _SmallSwiGLU

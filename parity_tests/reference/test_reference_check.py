@@ -27,7 +27,7 @@ from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.kernels.recompute_products import rms_norm
-from lockstep.torch_backend.model import Attention, Llama, SwiGLU
+from lockstep.torch_backend.model import Attention, SwiGLU, Transformer
 
 BIASES: dict[str, Any] = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 
@@ -419,4 +419,4 @@ def test_the_small_model_is_of_the_run_s_kind():
     model = small(tiny_config("bf16", kv_heads=4, tied=False, norm_eps=1e-3, **BIASES)).model
     assert (model.kv_heads, model.tied, model.norm_eps, model.mlp_bias) == (model.heads, False, 1e-3, True)
     assert small(tiny_config("bf16", kv_heads=1)).model.kv_heads == 1
-    assert isinstance(TorchBackend().open(small(tiny_config("bf16"))).model, Llama)
+    assert isinstance(TorchBackend().open(small(tiny_config("bf16"))).model, Transformer)

@@ -7,19 +7,19 @@ from torch import Tensor
 from lockstep.core.config.schema import LossConfig
 from lockstep.torch_backend.kernels.chunked_loss import chunked_loss
 from lockstep.torch_backend.kernels.library_heads import library_loss
-from lockstep.torch_backend.model import FusedLoss, Llama, Tap, no_tap
+from lockstep.torch_backend.model import FusedLoss, Tap, Transformer, no_tap
 from lockstep.torch_backend.precision import Policy
 
 
-def apply_loss_head(model: Llama, loss: LossConfig) -> None:
+def apply_loss_head(model: Transformer, loss: LossConfig) -> None:
     """Let the head that the run chooses compute the model's loss: chunked, a library's, or whole logits."""
     model.fused_loss = None if loss.chosen.whole else _library(loss) if loss.of_library else _chunked(loss)
 
 
-def has_own_head(model: Llama) -> bool:
+def has_own_head(model: Transformer) -> bool:
     """Return whether the model overrides `logits`, `nll` or `forward`, which a fused loss head never calls."""
     names = ("logits", "nll", "forward")
-    return any(getattr(type(model), n) is not getattr(Llama, n) or n in model.__dict__ for n in names)
+    return any(getattr(type(model), n) is not getattr(Transformer, n) or n in model.__dict__ for n in names)
 
 
 def _library(loss: LossConfig) -> FusedLoss:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lockstep.core.config.schema import PARTS, RecomputeConfig
 from lockstep.core.model.names import layer_of
-from lockstep.torch_backend.model import Attention, Block, Embedding, Llama, RMSNorm, Rope, SwiGLU, Tap, no_tap
+from lockstep.torch_backend.model import Attention, Block, Embedding, RMSNorm, Rope, SwiGLU, Tap, Transformer, no_tap
 from lockstep.torch_backend.precision import Policy
 
 Run = Callable[..., Any]
@@ -46,7 +46,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_recompute(model: Llama, config: RecomputeConfig, tapped: bool = True) -> None:
+def apply_recompute(model: Transformer, config: RecomputeConfig, tapped: bool = True) -> None:
     """Let the backward pass compute again the parts that the configuration chooses (`recompute.parts`, `.every`).
 
     The `forward` of each part is wrapped where it stands, compiled or not. tapped: also of whole blocks that a tap

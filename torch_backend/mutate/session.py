@@ -20,7 +20,7 @@ from lockstep.core.mutate.places import Place
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.checkpoint import Writer, WritingTorch
 from lockstep.torch_backend.kernels.embedding import embedding
-from lockstep.torch_backend.model import Embedding, Llama, Tap, no_tap
+from lockstep.torch_backend.model import Embedding, Tap, Transformer, no_tap
 from lockstep.torch_backend.mutate.change import Change, backward, change_of, region, within
 from lockstep.torch_backend.optim import moment_of
 from lockstep.torch_backend.session import TorchSession
@@ -69,7 +69,7 @@ class MutatedSession(TorchSession):
         if self.mutant.kind == "reduced":
             self.parameters[self.place.name].register_hook(self._add_own)
 
-    def build_model(self) -> Llama:
+    def build_model(self) -> Transformer:
         """Build the model, in which a parameter or an epsilon may be read otherwise."""
         model = super().build_model()
         if self.place.parameter:

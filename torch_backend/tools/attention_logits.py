@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.torch_backend.model import Attention, Block, Llama
+from lockstep.torch_backend.model import Attention, Block, Transformer
 from lockstep.torch_backend.precision import Policy
 
 # Queries at a time: of 32 heads over 8,192 keys, 256 MB of FP32 logits.
 QUERIES = 256
 
 
-def largest_logits(model: Llama, tokens_BS: Tensor, policy: Policy, *documents_BS: Tensor) -> np.ndarray:
+def largest_logits(model: Transformer, tokens_BS: Tensor, policy: Policy, *documents_BS: Tensor) -> np.ndarray:
     """(layers,) float64: the maximum over sequences, heads, queries and the keys that each may see of q·kᵀ/√E.
 
     Operands are rounded as attention's are, products and sums in the stream dtype. documents_BS (B, S) where attention

@@ -16,7 +16,7 @@ from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import AttentionConfig, CompileConfig, RecomputeConfig, RunConfig
 from lockstep.torch_backend.device import resolve_device
-from lockstep.torch_backend.model import Llama, Tap, no_tap, rope_at
+from lockstep.torch_backend.model import Tap, Transformer, no_tap, rope_at
 from lockstep.torch_backend.precision import policy_of
 from lockstep.torch_backend.switches import Switches
 
@@ -83,7 +83,7 @@ class Decoder:
         self._switches.set()
         self.policy = policy_of(config)
         with torch.device("meta"):
-            self._model = Llama(config)
+            self._model = Transformer(config)
         self._model.place_rope(self.device)
         weights = {name: torch.as_tensor(p).to(self.device, self.policy.stream) for name, p in params.items()}
         self._model.load_state_dict(weights, assign=True)

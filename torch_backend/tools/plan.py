@@ -23,7 +23,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.torch_backend.kernels.float8 import apply_float8, float8
 from lockstep.torch_backend.kernels.loss_head import apply_loss_head
 from lockstep.torch_backend.kernels.recompute import apply_recompute
-from lockstep.torch_backend.model import Llama
+from lockstep.torch_backend.model import Transformer
 from lockstep.torch_backend.precision import policy_of
 from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools.bench import random_batches
@@ -142,14 +142,14 @@ def _known(size: int | torch.SymInt) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
-def fake(config: RunConfig) -> tuple[Llama, tuple[Any, ...]]:
+def fake(config: RunConfig) -> tuple[Transformer, tuple[Any, ...]]:
     """The model and a micro-batch, in the fake mode that is on."""
     policy = policy_of(config)
     before = torch.get_default_dtype()
     # Parameters cannot change their dtype under fake tensors.
     torch.set_default_dtype(policy.stream)
     try:
-        model = Llama(config)
+        model = Transformer(config)
     finally:
         torch.set_default_dtype(before)
     apply_float8(model, config, float8(config.precision, torch.device("cpu")))

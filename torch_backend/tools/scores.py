@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from lockstep.torch_backend.loss import negative_log_likelihood
-from lockstep.torch_backend.model import Llama, no_tap
+from lockstep.torch_backend.model import Transformer, no_tap
 from lockstep.torch_backend.precision import Policy
 
 
 def scores(
-    model: Llama, chunk: int, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy, *documents_BS: Tensor
+    model: Transformer, chunk: int, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy, *documents_BS: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Per-token NLL (B, S) without z-loss, and whether the likeliest token is the target (B, S).
 

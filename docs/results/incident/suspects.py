@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
 from lockstep.torch_backend.backend import TorchBackend
-from lockstep.torch_backend.model import Attention, Llama
+from lockstep.torch_backend.model import Attention, Transformer
 from lockstep.torch_backend.precision import Policy
 from lockstep.torch_backend.session import TorchSession
 
@@ -26,7 +26,7 @@ def bf16(x: Tensor) -> Tensor:
     return x.bfloat16().to(x.dtype)
 
 
-def turned(model: Llama, right: type[nn.Module], wrong: type[nn.Module], first_only: bool = False) -> Llama:
+def turned(model: Transformer, right: type[nn.Module], wrong: type[nn.Module], first_only: bool = False) -> Transformer:
     """The model with its modules of class `right`, or the first of them, turned into `wrong`; weights kept."""
     found = [module for module in model.modules() if type(module) is right]
     for module in found[:1] if first_only else found:
@@ -38,15 +38,15 @@ def turned(model: Llama, right: type[nn.Module], wrong: type[nn.Module], first_o
 # outside autocast would not.
 
 
-class _RoundedLogits(Llama):
+class _RoundedLogits(Transformer):
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy) -> Tensor:
         logits_BSV = self.tap("logits", bf16(self.logits(self.trunk(tokens_BS, policy, self.tap), policy)))
         return self.tap("nll", self.nll(logits_BSV, targets_BS))
 
 
 class _RoundedLogitsSession(TorchSession):
-    def build_model(self) -> Llama:
-        return turned(super().build_model(), Llama, _RoundedLogits)
+    def build_model(self) -> Transformer:
+        return turned(super().build_model(), Transformer, _RoundedLogits)
 
 
 class Bf16Logits(TorchBackend):
@@ -55,7 +55,7 @@ class Bf16Logits(TorchBackend):
     session_class = _RoundedLogitsSession
 
 
-class _TorchBf16Loss(Llama):
+class _TorchBf16Loss(Transformer):
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy) -> Tensor:
         logits_BSV = self.tap("logits", self.logits(self.trunk(tokens_BS, policy, self.tap), policy))
         nll_BS = F.cross_entropy(logits_BSV.bfloat16().movedim(-1, 1), targets_BS, reduction="none")
@@ -63,8 +63,8 @@ class _TorchBf16Loss(Llama):
 
 
 class _TorchBf16LossSession(TorchSession):
-    def build_model(self) -> Llama:
-        return turned(super().build_model(), Llama, _TorchBf16Loss)
+    def build_model(self) -> Transformer:
+        return turned(super().build_model(), Transformer, _TorchBf16Loss)
 
 
 class TorchBf16CrossEntropy(TorchBackend):
@@ -81,15 +81,15 @@ def bf16_nll(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     return logsumexp - low.gather(-1, targets_BS[..., None])[..., 0]
 
 
-class _AllBf16Loss(Llama):
+class _AllBf16Loss(Transformer):
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy) -> Tensor:
         logits_BSV = self.tap("logits", self.logits(self.trunk(tokens_BS, policy, self.tap), policy))
         return self.tap("nll", bf16_nll(logits_BSV, targets_BS).to(logits_BSV.dtype))
 
 
 class _AllBf16LossSession(TorchSession):
-    def build_model(self) -> Llama:
-        return turned(super().build_model(), Llama, _AllBf16Loss)
+    def build_model(self) -> Transformer:
+        return turned(super().build_model(), Transformer, _AllBf16Loss)
 
 
 class AllBf16CrossEntropy(TorchBackend):
@@ -173,7 +173,7 @@ class _UnmaskedAttention(_AheadAttention):
 
 
 class _AheadSession(TorchSession):
-    def build_model(self) -> Llama:
+    def build_model(self) -> Transformer:
         return turned(super().build_model(), Attention, _AheadAttention, first_only=True)
 
 
@@ -184,7 +184,7 @@ class SeesOneTokenAhead(TorchBackend):
 
 
 class _UnmaskedSession(TorchSession):
-    def build_model(self) -> Llama:
+    def build_model(self) -> Transformer:
         return turned(super().build_model(), Attention, _UnmaskedAttention)
 
 
