@@ -44,6 +44,14 @@ def cpu_blocks(length: int) -> Blocks:
     return Blocks(256 if length >= 768 else 64 if length >= 192 else 32, 512)
 
 
+@dataclass(frozen=True)
+class Scores:
+    """scale: of q·kᵀ. cap: scores become cap·tanh(score / cap); 0: they do not."""
+
+    scale: float
+    cap: float = 0.0
+
+
 def document_mask(documents_BS: Array) -> Array:
     """(B, 1, S, S) bool: which keys each query sees, those of its own document that do not come after it."""
     position = jnp.arange(documents_BS.shape[1])
@@ -51,18 +59,41 @@ def document_mask(documents_BS: Array) -> Array:
     return (same_BST & (position[:, None] >= position[None, :]))[:, None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def attention(q_BSHE: Array, k_BSHE: Array, v_BSHE: Array, policy: Policy, mask_B1ST: Array | None = None) -> Array:
-    """softmax(q·kᵀ/√E + mask)·v → (B, S, H, E); without a mask, every query sees what does not come after it.
+def window_mask(documents_BS: Array | None, window: int, length: int) -> Array:
+    """(B or 1, 1, S, S) bool: the keys of a query's document that are less than `window` before it, and itself."""
+    position = jnp.arange(length)
+    ago_ST = position[:, None] - position[None, :]
+    near = jnp.logical_and(ago_ST >= 0, ago_ST < window)[None, None]
+    return near if documents_BS is None else near & document_mask(documents_BS)
 
-    k and v have as many heads as q, or fewer, each for the queries of a group.
+
+def attention(
+    q_BSHE: Array,
+    k_BSHE: Array,
+    v_BSHE: Array,
+    policy: Policy,
+    mask_B1ST: Array | None = None,
+    scores: Scores | None = None,
+) -> Array:
+    """softmax(q·kᵀ·scale + mask)·v → (B, S, H, E); without a mask, every query sees what does not come after it.
+
+    k and v have as many heads as q, or fewer, each for the queries of a group. scores: by default 1/√E is the scale.
     """
-    return _forward(q_BSHE, k_BSHE, v_BSHE, policy, mask_B1ST)[0]
+    return _attention(q_BSHE, k_BSHE, v_BSHE, policy, mask_B1ST, scores or Scores(1.0 / math.sqrt(q_BSHE.shape[-1])))
 
 
-def _scores(q_BSHE: Array, k_BSHE: Array, mask_B1ST: Array | None) -> Array:
-    length, head_dim = q_BSHE.shape[1], q_BSHE.shape[-1]
-    scores_BHST = jnp.einsum("bshe,bthe->bhst", q_BSHE, k_BSHE) * (1.0 / math.sqrt(head_dim))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 5))
+def _attention(
+    q_BSHE: Array, k_BSHE: Array, v_BSHE: Array, policy: Policy, mask_B1ST: Array | None, of: Scores
+) -> Array:
+    return _forward(q_BSHE, k_BSHE, v_BSHE, policy, mask_B1ST, of)[0]
+
+
+def _scores(q_BSHE: Array, k_BSHE: Array, mask_B1ST: Array | None, of: Scores) -> Array:
+    length = q_BSHE.shape[1]
+    scores_BHST = jnp.einsum("bshe,bthe->bhst", q_BSHE, k_BSHE) * of.scale
+    if of.cap:
+        scores_BHST = of.cap * jnp.tanh(scores_BHST / of.cap)
     causal_ST = jnp.arange(length)[:, None] >= jnp.arange(length)[None, :]
     return jnp.where(causal_ST if mask_B1ST is None else mask_B1ST, scores_BHST, -jnp.inf)
 
@@ -73,13 +104,13 @@ def _inner(policy: Policy, x: Array) -> Array:
 
 
 def _forward(
-    q_BSHE: Array, k_BSHE: Array, v_BSHE: Array, policy: Policy, mask_B1ST: Array | None
+    q_BSHE: Array, k_BSHE: Array, v_BSHE: Array, policy: Policy, mask_B1ST: Array | None, of: Scores
 ) -> tuple[Array, Saved]:
     q, k, v = policy.round(q_BSHE), policy.round(k_BSHE), policy.round(v_BSHE)
     group = q.shape[2] // k.shape[2]
     if group > 1:
         k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    scores = _scores(q, k, mask_B1ST)
+    scores = _scores(q, k, mask_B1ST, of)
     top = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
@@ -90,25 +121,30 @@ def _forward(
     return rounded, (q, k[:, :, ::group], v[:, :, ::group], kept, top + jnp.log(total), mask_B1ST)
 
 
-def _backward(policy: Policy, saved: Saved, grad_BSHE: Array) -> tuple[Array, Array, Array, None]:
+def _backward(policy: Policy, of: Scores, saved: Saved, grad_BSHE: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, out, logsumexp, mask_B1ST = saved
     grad = policy.round(grad_BSHE)
     group = q.shape[2] // k.shape[2]
     if group > 1:
         k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    length, scale = q.shape[1], 1.0 / math.sqrt(q.shape[-1])
+    length = q.shape[1]
     blocks = cpu_blocks(length) if policy.kernel == "cpu" else Blocks(length, length)
-    weights = jnp.exp(_scores(q, k, mask_B1ST) - logsumexp)
+    scores = _scores(q, k, mask_B1ST, of)
+    weights = jnp.exp(scores - logsumexp)
     delta = jnp.einsum("bshe,bshe->bhs", grad, out)[..., None]
-    grad_scores = _inner(policy, weights * (jnp.einsum("bshe,bthe->bhst", grad, v) - delta))
+    grad_scores = weights * (jnp.einsum("bshe,bthe->bhst", grad, v) - delta)
+    if of.cap:
+        # tanh′ = 1 − tanh²; where a key is not seen its weight is 0.
+        grad_scores *= 1.0 - jnp.square(jnp.where(jnp.isneginf(scores), 0.0, scores) / of.cap)
+    grad_scores = _inner(policy, grad_scores)
     weights = _inner(policy, weights)
     grad_q = jnp.zeros_like(q)
     grad_k = grad_v = _of_groups(jnp.zeros_like(k), group, ...)
     for part in _slices(length, blocks.keys):
-        grad_q = policy.round(grad_q + jnp.einsum("bhst,bthe->bshe", grad_scores[..., part], k[:, part]) * scale)
+        grad_q = policy.round(grad_q + jnp.einsum("bhst,bthe->bshe", grad_scores[..., part], k[:, part]) * of.scale)
     members = range(group) if one_by_one(policy) else [...]
     for member, part in itertools.product(members, _slices(length, blocks.queries)):
-        of_k = jnp.einsum("bhst,bshe->bthe", grad_scores[:, :, part], q[:, part]) * scale
+        of_k = jnp.einsum("bhst,bshe->bthe", grad_scores[:, :, part], q[:, part]) * of.scale
         of_v = jnp.einsum("bhst,bshe->bthe", weights[:, :, part], grad[:, part])
         grad_k = policy.round(grad_k + _of_groups(of_k, group, member))
         grad_v = policy.round(grad_v + _of_groups(of_v, group, member))
@@ -132,4 +168,4 @@ def _slices(length: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
-attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward)

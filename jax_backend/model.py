@@ -1,4 +1,4 @@
-"""Llama 3 in JAX (Flax NNX). Twin: torch_backend/model.py, line by line.
+"""Decoder-only transformers in JAX (Flax NNX). Twin: torch_backend/model.py, line by line.
 
 Arrays carry their axes: B batch, S sequence, D hidden, H query heads, K key-value heads, E head dim, F feed-forward,
 V vocabulary. Everything is in the policy's stream dtype; casts stand in jax_backend/policy.py and in attention.
@@ -8,6 +8,7 @@ from outside: see jax_backend/kernels/__init__.py.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,13 +19,16 @@ from flax import nnx
 from jax import Array
 
 from lockstep.core.config.schema import ModelConfig, RunConfig
-from lockstep.jax_backend.attention import Mask, attention, document_mask
+from lockstep.core.model.families import traits_of
+from lockstep.core.model.families.transformer import UNCAPPED, has_window
+from lockstep.jax_backend.attention import Mask, Scores, attention, document_mask, window_mask
 from lockstep.jax_backend.kernels.float8 import Float8
 from lockstep.jax_backend.loss import negative_log_likelihood, weighted_mean
 from lockstep.jax_backend.policy import Policy, Times, as_it_is
 from lockstep.jax_backend.precision import STREAMS, head, linear
 
 Tap = Callable[[str, Array], Array]
+Stretch = Callable[[Array], Array]
 # (x (B, S, D), weight (V, D), targets (B, S), weights (B, S), total, policy, tap) → loss, per-token losses (B, S)
 FusedLoss = Callable[[Array, Array, Array, Array, Array, Policy, Tap], tuple[Array, Array]]
 
@@ -32,13 +36,16 @@ FusedLoss = Callable[[Array, Array, Array, Array, Array, Policy, Tap], tuple[Arr
 class Rope(NamedTuple):
     """Hold the rotation of each position, for every block.
 
-    cos, sin: (S, E/2), or (B, S, E/2) where positions count from 0 in each document. mask: which keys each query sees,
-    as attention takes it, or None: all that do not come after it. times: multiplies by a table.
+    cos, sin: (S, E/2), or (B, S, E/2) where positions count from 0 in each document; E is 0 where nothing turns. mask:
+    which keys each query sees, as attention takes it, or None: all that do not come after it. window: the same in
+    blocks with a window. places: positions, (S,) or (B, S), where they are learned. times: multiplies by a table.
     """
 
     cos: Array
     sin: Array
     mask: Mask | None = None
+    window: Mask | None = None
+    places: Array | None = None
     times: Times = operator.mul
 
 
@@ -65,6 +72,49 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], self.eps)
 
 
+class CenteredNorm(nnx.Module):
+    """x / √(mean(x²) + eps) · (1 + w)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nnx.Param(jnp.empty(width))
+
+    def __call__(self, x: Array) -> Array:
+        """X (…, D) → (…, D)."""
+        return rms_norm(x, 1 + self.weight[...], self.eps)
+
+
+class LayerNorm(nnx.Module):
+    """(x − mean(x)) / √(var(x) + eps) · gain + bias (Ba et al. 2016)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nnx.Param(jnp.empty(width))
+        self.bias = nnx.Param(jnp.empty(width))
+
+    def __call__(self, x: Array) -> Array:
+        """X (…, D) → (…, D)."""
+        return layer_norm(x, self.weight[...], self.bias[...], self.eps)
+
+
+class HeadNorm(nnx.Module):
+    """RMSNorm of each head by itself, with one gain for all (Henry et al. 2020)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nnx.Param(jnp.empty(width))
+
+    def __call__(self, x: Array) -> Array:
+        """X (B, S, H, E) → (B, S, H, E)."""
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+NORMS = {"norm": RMSNorm, "centered_norm": CenteredNorm, "layer_norm": LayerNorm}
+
+
 class Linear(nnx.Module):
     """x · Wᵀ + b with the policy's casts; W is (out, in). float8: makes the product in FP8, None: the policy does."""
 
@@ -80,12 +130,44 @@ class Linear(nnx.Module):
         return linear(x, self.weight[...], bias, policy, self.float8)
 
 
-def rope_tables(length: int, head_dim: int, theta: float, angles: Any = jnp.float64) -> tuple[Array, Array]:
-    """Cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), in FP64. angles: of frequency and product."""
+def layer_norm(x: Array, gain: Array, bias: Array, eps: float) -> Array:
+    """(X − mean) / √(var + eps) · gain + bias, written out: x (…, D), gain and bias (D,)."""
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps) * gain + bias
+
+
+def rope_tables(
+    length: int, head_dim: int, theta: float, angles: Any = jnp.float64, stretch: Stretch | None = None
+) -> tuple[Array, Array]:
+    """Cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), in FP64. angles: of frequency and product.
+
+    stretch: of the frequencies, in radians a token, or None.
+    """
     exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float64) / head_dim
-    angle = jnp.arange(length, dtype=angles)[:, None] * (theta**-exponent).astype(angles)
+    frequency = theta**-exponent
+    angle = jnp.arange(length, dtype=angles)[:, None] * (frequency if stretch is None else stretch(frequency)).astype(
+        angles
+    )
     angle = angle.astype(jnp.float64)
     return jnp.cos(angle), jnp.sin(angle)
+
+
+def stretch_of(config: ModelConfig) -> tuple[Stretch, ...]:
+    """Return how `rope_factor` divides low frequencies, as in Llama 3.1 (Grattafiori et al. 2024), if it does.
+
+    Wavelengths below rope_original / rope_high tokens stay, and those above rope_original / rope_low are multiplied
+    whole. Between them the share that is divided falls evenly.
+    """
+
+    def stretched(frequencies: Array) -> Array:
+        wavelength = 2 * math.pi / frequencies
+        smooth = (config.rope_original / wavelength - config.rope_low) / (config.rope_high - config.rope_low)
+        between = (1 - smooth) * frequencies / config.rope_factor + smooth * frequencies
+        long = wavelength > config.rope_original / config.rope_low
+        short = wavelength < config.rope_original / config.rope_high
+        return jnp.where(long, frequencies / config.rope_factor, jnp.where(short, frequencies, between))
+
+    return () if config.rope_factor == 1 else (stretched,)
 
 
 def positions(documents_BS: Array) -> Array:
@@ -101,18 +183,23 @@ def rope_at(rope_tables: tuple[Array, Array], places: Array | None, policy: Poli
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions."""
+    """Causal grouped-query attention (Ainslie et al. 2023), with rotary positions where the family has them."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, layer: int = 0) -> None:
         super().__init__()
-        config = run.model
+        config, traits = run.model, traits_of(run.model)
         self.grouped = run.attention.grouped == "kernel"
+        self.scores = Scores(config.score_scale, config.attention_cap)
+        self.rotary, self.windowed = traits.rotary, has_window(traits, config, layer)
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        kv = config.kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden, config.hidden, config.qkv_bias)
-        self.k_proj = Linear(config.hidden, kv, config.qkv_bias)
-        self.v_proj = Linear(config.hidden, kv, config.qkv_bias)
-        self.o_proj = Linear(config.hidden, config.hidden, config.o_bias)
+        wide, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        qkv_bias = config.qkv_bias if traits.qkv_bias is None else traits.qkv_bias
+        self.q_proj = Linear(config.hidden, wide, qkv_bias)
+        self.k_proj = Linear(config.hidden, kv, qkv_bias)
+        self.v_proj = Linear(config.hidden, kv, qkv_bias)
+        self.q_norm = HeadNorm(config.head_dim, config.norm_eps) if traits.head_norms else None
+        self.k_norm = HeadNorm(config.head_dim, config.norm_eps) if traits.head_norms else None
+        self.o_proj = Linear(wide, config.hidden, config.o_bias if traits.o_bias is None else traits.o_bias)
 
     def rotate(self, x_BSHE: Array, rope: Rope) -> Array:
         """Rotate each pair (i, i + E/2) of a head by its position's angle, paired as in Hugging Face's Llama."""
@@ -127,11 +214,19 @@ class Attention(nnx.Module):
         return jnp.repeat(x_BSKE, self.heads // self.kv_heads, axis=2)
 
     def attend(self, q_BSHE: Array, k_BSKE: Array, v_BSKE: Array, policy: Policy, mask: Mask | None = None) -> Array:
-        """softmax(q·kᵀ/√E + mask)·v → (B, S, H, E), operands and output rounded to the operand dtype."""
+        """softmax(q·kᵀ·scale + mask)·v → (B, S, H, E), operands and output rounded to the operand dtype."""
         k_BSKE, v_BSKE = policy.read(k_BSKE, "rotation"), policy.read(v_BSKE, "linear")
         if not self.grouped:
             k_BSKE, v_BSKE = self.expand(k_BSKE), self.expand(v_BSKE)
-        return attention(q_BSHE, k_BSKE, v_BSKE, policy, mask)
+        return attention(q_BSHE, k_BSKE, v_BSKE, policy, mask, self.scores)
+
+    def placed(self, x_BSHE: Array, norm: HeadNorm | None, rope: Rope, policy: Policy, tap: Tap, name: str) -> Array:
+        """Queries or keys of each head, (B, S, H, E): normed and turned by their position, as the family says."""
+        if norm is not None:
+            x_BSHE = tap(f"{name}_norm", policy.kept(norm(policy.read(x_BSHE, "linear")), "norm"))
+        if self.rotary:
+            x_BSHE = tap(f"{name}_rope", policy.rotated(lambda x: self.rotate(x, rope), x_BSHE))
+        return x_BSHE
 
     def __call__(self, x_BSD: Array, rope: Rope, policy: Policy, tap: Tap, name: str) -> Array:
         """X (B, S, D), already normed → (B, S, D)."""
@@ -141,23 +236,29 @@ class Attention(nnx.Module):
         q_BSHE = q_BSD.reshape(*q_BSD.shape[:2], self.heads, self.head_dim)
         k_BSKE = k_BSD.reshape(*k_BSD.shape[:2], self.kv_heads, self.head_dim)
         v_BSKE = v_BSD.reshape(*v_BSD.shape[:2], self.kv_heads, self.head_dim)
-        q_BSHE = tap(f"{name}.q_rope", policy.rotated(lambda x: self.rotate(x, rope), q_BSHE))
-        k_BSKE = tap(f"{name}.k_rope", policy.rotated(lambda x: self.rotate(x, rope), k_BSKE))
+        q_BSHE = self.placed(q_BSHE, self.q_norm, rope, policy, tap, f"{name}.q")
+        k_BSKE = self.placed(k_BSKE, self.k_norm, rope, policy, tap, f"{name}.k")
+        seen = rope.window if self.windowed else rope.mask
         # A candidate's own `attend` (docs/guide/candidates.md) needs no mask where the run has none.
-        mask = () if rope.mask is None else (rope.mask,)
+        mask = () if seen is None else (seen,)
         out_BSHE = self.attend(q_BSHE, k_BSKE, v_BSKE, policy, *mask)
-        out_BSD = tap(f"{name}.out", out_BSHE.reshape(x_BSD.shape))
+        out_BSD = tap(f"{name}.out", out_BSHE.reshape(q_BSD.shape))
         return tap(f"{name}.o_proj", self.o_proj(out_BSD, policy))
+
+
+def gelu(x: Array) -> Array:
+    """x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³))) (Hendrycks & Gimpel 2016, section 2), written out."""
+    return 0.5 * x * (1.0 + jnp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
 class SwiGLU(nnx.Module):
     """W_down · (silu(W_gate·x) ⊙ W_up·x) (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, bias: bool) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.hidden, config.ffn_hidden, config.mlp_bias)
-        self.up_proj = Linear(config.hidden, config.ffn_hidden, config.mlp_bias)
-        self.down_proj = Linear(config.ffn_hidden, config.hidden, config.mlp_bias)
+        self.gate_proj = Linear(config.hidden, config.ffn_hidden, bias)
+        self.up_proj = Linear(config.hidden, config.ffn_hidden, bias)
+        self.down_proj = Linear(config.ffn_hidden, config.hidden, bias)
 
     def activate(self, gate_BSF: Array, up_BSF: Array, between: Callable[[Array], Array] = as_it_is) -> Array:
         """silu(gate) ⊙ up. between: what silu(gate) passes."""
@@ -171,28 +272,68 @@ class SwiGLU(nnx.Module):
         return tap(f"{name}.down_proj", self.down_proj(act_BSF, policy))
 
 
-class Block(nnx.Module):
-    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+class GeGLU(SwiGLU):
+    """W_down · (gelu(W_gate·x) ⊙ W_up·x) (Shazeer 2020), GELU by tanh."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def activate(self, gate_BSF: Array, up_BSF: Array, between: Callable[[Array], Array] = as_it_is) -> Array:
+        """gelu(gate) ⊙ up. between: what gelu(gate) passes."""
+        return between(gelu(gate_BSF)) * up_BSF
+
+
+class MLP(nnx.Module):
+    """W_down · gelu(W_up·x), GELU by tanh (Hendrycks & Gimpel 2016)."""
+
+    def __init__(self, config: ModelConfig, bias: bool) -> None:
         super().__init__()
-        config = run.model
-        self.attn_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.attn = Attention(run)
-        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.mlp = SwiGLU(config)
+        self.up_proj = Linear(config.hidden, config.ffn_hidden, bias)
+        self.down_proj = Linear(config.ffn_hidden, config.hidden, bias)
+
+    def activate(self, up_BSF: Array, between: Callable[[Array], Array] = as_it_is) -> Array:
+        """gelu(up). between: there is nothing that could pass it."""
+        return gelu(up_BSF)
+
+    def __call__(self, x_BSD: Array, policy: Policy, tap: Tap, name: str) -> Array:
+        """X (B, S, D), already normed → (B, S, D)."""
+        up_BSF = tap(f"{name}.up", self.up_proj(x_BSD, policy))
+        act_BSF = tap(f"{name}.act", policy.activated(self.activate, up_BSF))
+        return tap(f"{name}.down_proj", self.down_proj(act_BSF, policy))
+
+
+MLPS: dict[str, Callable[[ModelConfig, bool], SwiGLU | MLP]] = {"gated": SwiGLU, "gated_gelu": GeGLU, "gelu": MLP}
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)); what is added has a norm of its own where the family has one."""
+
+    def __init__(self, run: RunConfig, layer: int = 0) -> None:
+        super().__init__()
+        config, traits = run.model, traits_of(run.model)
+        norm = NORMS[traits.norm]
+        self.attn_norm = norm(config.hidden, config.norm_eps)
+        self.attn = Attention(run, layer)
+        self.attn_post_norm = norm(config.hidden, config.norm_eps) if traits.post_norms else None
+        self.mlp_norm = norm(config.hidden, config.norm_eps)
+        self.mlp = MLPS[traits.activation](config, config.mlp_bias if traits.mlp_bias is None else traits.mlp_bias)
+        self.mlp_post_norm = norm(config.hidden, config.norm_eps) if traits.post_norms else None
+
+    def normed(self, norm: nnx.Module | None, x_BSD: Array, policy: Policy, tap: Tap, name: str) -> Array:
+        """What attention or MLP adds to the residual stream, (B, S, D), in the stream dtype."""
+        x_BSD = policy.read(x_BSD, "linear")
+        return x_BSD if norm is None else policy.read(tap(name, policy.kept(norm(x_BSD), "norm")), "norm")
 
     def __call__(self, x_BSD: Array, rope: Rope, policy: Policy, tap: Tap, name: str) -> Array:
         """X (B, S, D) → (B, S, D)."""
         normed_BSD = self.attn_norm(policy.read(tap(f"{name}.attn_norm.x", x_BSD), "residual"))
         normed_BSD = tap(f"{name}.attn_norm", policy.kept(normed_BSD, "norm"))
         mixed_BSD = self.attn(normed_BSD, rope, policy, tap, f"{name}.attn")
-        sum_BSD = tap(f"{name}.attn_residual.x", x_BSD) + policy.read(mixed_BSD, "linear")
+        mixed_BSD = self.normed(self.attn_post_norm, mixed_BSD, policy, tap, f"{name}.attn_post_norm")
+        sum_BSD = tap(f"{name}.attn_residual.x", x_BSD) + mixed_BSD
         x_BSD = tap(f"{name}.attn_residual", policy.kept(sum_BSD, "residual"))
         normed_BSD = self.mlp_norm(policy.read(tap(f"{name}.mlp_norm.x", x_BSD), "residual"))
         normed_BSD = tap(f"{name}.mlp_norm", policy.kept(normed_BSD, "norm"))
         mixed_BSD = self.mlp(normed_BSD, policy, tap, f"{name}.mlp")
-        sum_BSD = tap(f"{name}.mlp_residual.x", x_BSD) + policy.read(mixed_BSD, "linear")
+        mixed_BSD = self.normed(self.mlp_post_norm, mixed_BSD, policy, tap, f"{name}.mlp_post_norm")
+        sum_BSD = tap(f"{name}.mlp_residual.x", x_BSD) + mixed_BSD
         return tap(f"{name}.mlp_residual", policy.kept(sum_BSD, "residual"))
 
 
@@ -206,6 +347,18 @@ class Embedding(nnx.Module):
     def __call__(self, tokens_BS: Array) -> Array:
         """Tokens (B, S) → (B, S, D)."""
         return self.weight[...][tokens_BS]
+
+
+class Positions(nnx.Module):
+    """A table of learned positions (P, D)."""
+
+    def __init__(self, rows: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nnx.Param(jnp.empty((rows, hidden)))
+
+    def __call__(self, x_BSD: Array, places: Array) -> Array:
+        """X (B, S, D) plus the rows of these positions, (S,) or (B, S)."""
+        return x_BSD + self.weight[...][places]
 
 
 class Head(nnx.Module):
@@ -225,27 +378,36 @@ class Transformer(nnx.Module):
 
     def __init__(self, run: RunConfig) -> None:
         super().__init__()
-        config = run.model
+        config, traits = run.model, traits_of(run.model)
         self.tap: Tap = no_tap
         self.fused_loss: FusedLoss | None = None
         self.z_loss = run.loss.z_loss
         self.document_mask, self.reset_positions = run.attention.document_mask, run.attention.reset_positions
-        self.head_dim, self.theta = config.head_dim, config.rope_theta
-        self.angles = STREAMS[run.precision.plan.angles]
+        self.head_dim, self.theta = config.head_dim if traits.rotary else 0, config.rope_theta
+        self.angles, self.stretch = STREAMS[run.precision.plan.angles], stretch_of(config)
+        self.rotary, self.window, self.logits_cap = traits.rotary, config.window, config.logits_cap
+        self.embed_scale = math.sqrt(config.hidden) if traits.scaled_embedding else 1.0
         self.embed = Embedding(config.vocab_size, config.hidden)
-        self.blocks = nnx.List(Block(run) for _ in range(config.layers))
-        self.final_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.position = None if traits.rotary else Positions(config.positions, config.hidden)
+        self.blocks = nnx.List(Block(run, layer) for layer in range(config.layers))
+        self.final_norm = NORMS[traits.norm](config.hidden, config.norm_eps)
         self.lm_head = None if config.tied else Head(config.vocab_size, config.hidden)
 
     def rope_of(self, length: int) -> tuple[Array, Array]:
         """Cos and sin (S, E/2) of the first positions, in FP64."""
-        return rope_tables(length, self.head_dim, self.theta, self.angles)
+        return rope_tables(length, self.head_dim, self.theta, self.angles, *self.stretch)
 
     def places(self, length: int, documents_BS: Array | None, policy: Policy) -> Rope:
-        """Positions and mask as the configuration asks; a sequence without documents is one document."""
+        """Positions and masks as the configuration asks; a sequence without documents is one document."""
         reset = None if documents_BS is None or not self.reset_positions else positions(documents_BS)
-        mask = None if documents_BS is None or not self.document_mask else document_mask(documents_BS)
-        return rope_at(self.rope_of(length), reset, policy)._replace(mask=mask)
+        apart = documents_BS if self.document_mask else None
+        rope = rope_at(self.rope_of(length), reset, policy)
+        rope = rope._replace(mask=None if apart is None else document_mask(apart))
+        if self.window:
+            rope = rope._replace(window=window_mask(apart, self.window, length))
+        if self.position is None:
+            return rope
+        return rope._replace(places=jnp.arange(length) if reset is None else reset)
 
     def trunk(self, tokens_BS: Array, policy: Policy, tap: Tap = no_tap, documents_BS: Array | None = None) -> Array:
         """Everything before the head: tokens (B, S) → final-norm output (B, S, D)."""
@@ -254,6 +416,11 @@ class Transformer(nnx.Module):
     def trunk_at(self, tokens_BS: Array, rope: Rope, policy: Policy, tap: Tap = no_tap) -> Array:
         """The same of tokens at given places."""
         x_BSD = tap("embed", policy.kept(self.embed(tokens_BS), "residual"))
+        if self.embed_scale != 1:
+            x_BSD = tap("embed_scale", policy.kept(policy.read(x_BSD, "residual") * self.embed_scale, "residual"))
+        if self.position is not None and rope.places is not None:
+            x_BSD = self.position(policy.read(x_BSD, "residual"), rope.places)
+            x_BSD = tap("position", policy.kept(x_BSD, "residual"))
         for i, block in enumerate(self.blocks):
             # Without a tap no block needs its name: blocks that are compiled one by one are then one program.
             x_BSD = block(x_BSD, rope, policy, tap, "" if tap is no_tap else f"blocks.{i}")
@@ -269,6 +436,10 @@ class Transformer(nnx.Module):
         """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype."""
         return head(x_BSD, self.tap("logits.weight", self.head_weight), policy)
 
+    def cap(self, logits_BSV: Array) -> Array:
+        """Return cap · tanh(logits / cap) where the model has a cap, else the logits as they are: (B, S, V)."""
+        return self.logits_cap * jnp.tanh(logits_BSV / self.logits_cap) if self.logits_cap else logits_BSV
+
     def nll(self, logits_BSV: Array, targets_BS: Array) -> Array:
         """logsumexp(logits) − logit of the target, and the z-loss, (B, S), in the logits' dtype."""
         return negative_log_likelihood(logits_BSV, targets_BS, self.z_loss)
@@ -276,7 +447,9 @@ class Transformer(nnx.Module):
     def __call__(self, tokens_BS: Array, targets_BS: Array, policy: Policy, documents_BS: Array | None = None) -> Array:
         """Per-token loss (B, S) in nats through whole logits."""
         x_BSD = self.trunk(tokens_BS, policy, self.tap, documents_BS)
-        logits_BSV = self.tap("logits", self.logits(x_BSD, policy))
+        logits_BSV = self.tap(UNCAPPED if self.logits_cap else "logits", self.logits(x_BSD, policy))
+        if self.logits_cap:
+            logits_BSV = self.tap("logits", self.cap(policy.read(logits_BSV, "logits")))
         return self.tap("nll", self.nll(policy.read(logits_BSV, "logits"), targets_BS))
 
     def loss(

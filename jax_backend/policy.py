@@ -69,12 +69,15 @@ class Policy:
         """The product of RoPE's operands with its tables, whose gradients the plan may round one by one."""
         return partial(_product, self) if self.casts.rounds_rotated_products else operator.mul
 
-    def activated(self, activate: Callable[..., Array], gate: Array, up: Array) -> Array:
-        """Apply an activation of two inputs with the plan's casts of what it reads, makes on the way and writes."""
+    def activated(self, activate: Callable[..., Array], *inputs: Array) -> Array:
+        """Apply an activation with the plan's casts of what it reads, makes on the way and writes.
+
+        inputs: one tensor, or gate and up.
+        """
         if not self.casts.rounds("act"):
-            return activate(self.read(gate, "linear"), self.read(up, "linear"))
+            return activate(*(self.read(x, "linear") for x in inputs))
         between = partial(self.kept, key="act") if self.casts.rounds_inside_act else as_it_is
-        return self.kept(activate(self.kept(gate, "act"), self.kept(up, "act"), between), "act")
+        return self.kept(activate(*(self.kept(x, "act") for x in inputs), between), "act")
 
 
 def as_it_is(x: Array) -> Array:

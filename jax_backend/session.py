@@ -397,7 +397,7 @@ class JaxSession:
         """Logits (V,) after the token at position `last` of the one sequence in `tokens` (1, S)."""
         model = self.model(params)
         x_BSD = model.trunk(tokens, self.policy, self.shards.tap(no_tap), documents)
-        return model.logits(x_BSD[:, last][:, None], self.policy)[0, 0]
+        return model.cap(model.logits(x_BSD[:, last][:, None], self.policy)[0, 0])
 
     def largest_logits(self, params: Tree, tokens: Array, documents: Array | None) -> Array:
         """(layers,) the largest attention logit of each layer."""
@@ -453,7 +453,7 @@ def device_of(config: RunConfig) -> Literal["cpu", "cuda"]:
 def kernel_followed(config: RunConfig) -> Kernel:
     """Return the attention kernel whose roundings the twin follows."""
     kernel = settled(config, device_of(config)).attention.chosen
-    return "math" if kernel.written_out else device_of(config)
+    return "math" if kernel.written_out or config.model.attention_cap else device_of(config)
 
 
 def summed(terms: Terms) -> Tree:

@@ -15,13 +15,14 @@ from jax import Array
 
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.families import graph_of
+from lockstep.core.model.families.transformer import WINDOWED
 from lockstep.core.model.graph import KINDS
 from lockstep.core.parity.reference.operations import aligned
 from lockstep.core.parity.reference.stages import stages_of
-from lockstep.jax_backend.attention import document_mask
+from lockstep.jax_backend.attention import document_mask, window_mask
 from lockstep.jax_backend.kernels.float8 import Float8
 from lockstep.jax_backend.kernels.library_heads import library_nll
-from lockstep.jax_backend.model import Transformer, positions, rms_norm, rope_at
+from lockstep.jax_backend.model import Transformer, layer_norm, positions, rms_norm, rope_at
 from lockstep.jax_backend.policy import Policy
 from lockstep.jax_backend.precision import head, linear
 
@@ -34,17 +35,36 @@ def stage_functions(run: RunConfig, model: Transformer, policy: Policy) -> dict[
 
     Stages of one kind, where shapes alone tell them apart, are one function.
     """
-    attention, mlp, eps = model.blocks[0].attn, model.blocks[0].mlp, model.final_norm.eps
-    kv_heads, head_dim, recipe = attention.kv_heads, attention.head_dim, run.precision.fp8
+    attention, mlp, eps = model.blocks[0].attn, model.blocks[0].mlp, run.model.norm_eps
+    heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
+    recipe = run.precision.fp8
 
     def by_heads(x: Array, heads: int) -> Array:
-        return x.reshape(*x.shape[:2], heads, head_dim)
+        return x if x.ndim == 4 else x.reshape(*x.shape[:2], heads, head_dim)
 
     def embed(inputs: Inputs) -> Array:
         return policy.kept(inputs["weight"][inputs["tokens"]], "residual")
 
+    def scale(inputs: Inputs) -> Array:
+        return policy.kept(policy.read(inputs["x"], "residual") * model.embed_scale, "residual")
+
+    def position(inputs: Inputs) -> Array:
+        x = policy.read(inputs["x"], "residual")
+        places = positions(inputs["documents"]) if "documents" in inputs else jnp.arange(x.shape[1])
+        return policy.kept(x + inputs["weight"][places], "residual")
+
     def norm(inputs: Inputs) -> Array:
         return policy.kept(rms_norm(policy.read(inputs["x"], "residual"), inputs["weight"], eps), "norm")
+
+    def centered(inputs: Inputs) -> Array:
+        return policy.kept(rms_norm(inputs["x"], 1 + inputs["weight"], eps), "norm")
+
+    def with_mean(inputs: Inputs) -> Array:
+        return policy.kept(layer_norm(inputs["x"], inputs["weight"], inputs["bias"], eps), "norm")
+
+    def of_heads(inputs: Inputs) -> Array:
+        heads = inputs["x"].shape[-1] // head_dim
+        return policy.kept(rms_norm(by_heads(inputs["x"], heads), inputs["weight"], eps), "norm")
 
     def project(inputs: Inputs, float8: Float8 | None = None) -> Array:
         return linear(inputs["x"], inputs["weight"], inputs.get("bias"), policy, float8, inputs.get("amax"))
@@ -55,20 +75,27 @@ def stage_functions(run: RunConfig, model: Transformer, policy: Policy) -> dict[
         tables = rope_at(model.rope_of(length), places, policy)
         return policy.rotated(lambda x: attention.rotate(x, tables), by_heads(inputs["x"], heads))
 
-    def attend(inputs: Inputs) -> Array:
+    def attend(inputs: Inputs, windowed: bool = False) -> Array:
         v = by_heads(inputs["v"], kv_heads)
-        mask = (document_mask(inputs["documents"]),) if "documents" in inputs else ()
-        out = attention.attend(inputs["q"], inputs["k"], v, policy, *mask)
+        q, k = by_heads(inputs["q"], heads), by_heads(inputs["k"], kv_heads)
+        documents = inputs.get("documents")
+        masks = [] if documents is None else [document_mask(documents)]
+        if windowed:
+            masks = [window_mask(documents, model.window, q.shape[1])]
+        out = attention.attend(q, k, v, policy, *masks)
         return out.reshape(*out.shape[:2], -1)
 
-    def gate(inputs: Inputs) -> Array:
-        return policy.activated(mlp.activate, inputs["gate"], inputs["up"])
+    def activate(inputs: Inputs) -> Array:
+        return policy.activated(mlp.activate, *(inputs[role] for role in ("gate", "up") if role in inputs))
 
     def add(inputs: Inputs) -> Array:
         return policy.kept(inputs["x"] + policy.read(inputs["y"], "linear"), "residual")
 
     def logits(inputs: Inputs) -> Array:
         return head(inputs["x"], inputs["weight"], policy)
+
+    def cap(inputs: Inputs) -> Array:
+        return model.cap(policy.read(inputs["logits"], "logits"))
 
     def nll(inputs: Inputs) -> Array:
         return model.nll(policy.read(inputs["logits"], "logits"), inputs["targets"])
@@ -78,21 +105,30 @@ def stage_functions(run: RunConfig, model: Transformer, policy: Policy) -> dict[
 
     of_kind: dict[str, StageFunction] = {
         "embedding": embed,
+        "scale": scale,
+        "position": position,
         "norm": norm,
+        "centered_norm": centered,
+        "layer_norm": with_mean,
+        "head_norm": of_heads,
         "linear": project,
         "attention": attend,
-        "gated": gate,
+        "gated": activate,
+        "gated_gelu": activate,
+        "gelu": activate,
         "sum": add,
         "logits": logits,
+        "cap": cap,
         "nll": nll,
         "library_head": library_head,
     }
-    in_float8 = partial(project, float8=recipe)
+    in_float8, in_window = partial(project, float8=recipe), partial(attend, windowed=True)
     found: dict[str, StageFunction] = {}
     # Lockstep's own head has its stages beside a library's.
     for operation in (*graph_of(run.model).operations, *stages_of(run)):
-        heads = operation.width[0] if operation.kind == "rope" else 0
-        found.setdefault(operation.id, of_kind.get(operation.kind) or partial(rope, heads=heads))
+        turned = partial(rope, heads=operation.width[0] if operation.kind == "rope" else 0)
+        function = in_window if operation.id == WINDOWED else of_kind.get(operation.kind, turned)
+        found.setdefault(operation.id, function)
         if recipe and KINDS[operation.kind].in_fp8:
             found[f"{operation.id}/fp8"] = in_float8
     return found

@@ -10,6 +10,7 @@ Documents are kept apart by a dense mask, and by FlexAttention's blocks with `fl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -62,13 +63,36 @@ def document_blocks(documents_BS: Tensor) -> BlockMask:
     return create_block_mask(sees, rows, None, length, length, device=documents_BS.device)
 
 
+def window_blocks(documents_BS: Tensor | None, window: int, length: int, device: torch.device) -> BlockMask:
+    """The mask of a window for FlexAttention, (S, S) or, with documents, (B, S, S)."""
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = (query >= key) & (query - key < window)
+        return near if documents_BS is None else near & (documents_BS[b, query] == documents_BS[b, key])
+
+    rows = None if documents_BS is None else len(documents_BS)
+    return create_block_mask(sees, rows, None, length, length, device=device)
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """Attention by the kernel of one name (AttentionConfig.kernel). grouped: keys may have fewer heads than queries."""
+    """Attention by the kernel of one name (AttentionConfig.kernel). grouped: keys may have fewer heads than queries.
+
+    scale: of the scores; None: 1/√(width of one head). cap: of the scores, which become cap·tanh(score / cap); 0: none.
+    """
 
     name: str = "auto"
     deterministic: bool = False
     grouped: bool = False
+    scale: float | None = None
+    cap: float = 0.0
+
+    @classmethod
+    def of(cls, run: RunConfig) -> Kernel:
+        """The kernel of a run."""
+        chosen, model = run.attention, run.model
+        grouped, scale = chosen.grouped == "kernel", model.attention_scale or None
+        return cls(chosen.kernel, run.deterministic, grouped, scale, model.attention_cap)
 
     @property
     def chosen(self) -> AttentionKernel:
@@ -79,21 +103,48 @@ class Kernel:
         """Return the mask that separates documents, in the form that the kernel takes."""
         return document_blocks(documents_BS) if self.chosen.mask == "blocks" else document_mask(documents_BS)
 
+    def window(self, documents_BS: Tensor | None, window: int, start: int, length: int, device: torch.device) -> Mask:
+        """Return the mask of a window: keys of the query's document that are less than `window` before it, and itself.
+
+        Queries are those from `start` on, keys all up to `length`.
+        """
+        if self.chosen.mask == "blocks" and not self.cap:
+            return window_blocks(documents_BS, window, length, device)
+        place = torch.arange(length, device=device)
+        before = place[start:, None] - place
+        seen = ((before >= 0) & (before < window))[None, None]
+        return seen if documents_BS is None else seen & document_mask(documents_BS)
+
     def __call__(self, q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: Mask | None = None) -> Tensor:
-        """softmax(q·kᵀ/√E + mask)·v → (B, H, S, E); without a mask, every query sees what does not come after it.
+        """softmax(q·kᵀ·scale + mask)·v → (B, H, S, E); without a mask, every query sees what does not come after it.
 
         A single query stands at the last key, and sees all (but for `flex`).
         """
+        if self.cap:
+            assert mask is None or isinstance(mask, Tensor)
+            return self.written_out(q_BHSE, k_BHSE, v_BHSE, mask)
         if self.name == "flex":
-            return _flex(q_BHSE, k_BHSE, v_BHSE, mask)
+            return _flex(q_BHSE, k_BHSE, v_BHSE, mask, self.scale)
         assert mask is None or isinstance(mask, Tensor)
         if self.name == "fa3" and q_BHSE.dtype in LOW:
-            return _fa3(q_BHSE, k_BHSE, v_BHSE)
+            return _fa3(q_BHSE, k_BHSE, v_BHSE, self.scale)
         backends = self.backends(q_BHSE.device.type, q_BHSE.dtype)
         if not backends:
-            return _sdpa(q_BHSE, k_BHSE, v_BHSE, mask, self.grouped)
+            return _sdpa(q_BHSE, k_BHSE, v_BHSE, mask, self.grouped, self.scale)
         with sdpa_kernel(backends, set_priority=True):
-            return _sdpa(q_BHSE, k_BHSE, v_BHSE, mask, self.grouped)
+            return _sdpa(q_BHSE, k_BHSE, v_BHSE, mask, self.grouped, self.scale)
+
+    def written_out(self, q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: Tensor | None) -> Tensor:
+        """The same with capped scores, in FP32 at least; the output is rounded. No kernel of torch's has a cap."""
+        narrow, wide = q_BHSE.dtype, torch.promote_types(q_BHSE.dtype, torch.float32)
+        q, k, v = (x.to(wide) for x in (q_BHSE, k_BHSE, v_BHSE))
+        if self.grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = q @ k.transpose(-1, -2) * (self.scale or 1.0 / math.sqrt(q.shape[-1]))
+        scores = self.cap * torch.tanh(scores / self.cap)
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+        return (scores.masked_fill(~mask, -math.inf).softmax(-1) @ v).to(narrow)
 
     def backends(self, device: str, dtype: torch.dtype) -> list[SDPBackend]:
         """The kernels of torch's call that may run, best first; none: its own choice."""
@@ -105,10 +156,10 @@ class Kernel:
         return [] if device == "cpu" else ordered
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: bool) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: bool, scale: float | None) -> Tensor:
     # torch counts queries from the first key on.
     causal = mask is None and q.shape[2] > 1
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 def _causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -120,21 +171,21 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None) -> Tensor:
     assert not isinstance(mask, Tensor)
     length = q.shape[2]
     blocks = mask or create_block_mask(_causal, None, None, length, length, device=q.device)
     # Uncompiled it would be written out, scores and all.
     call = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-    out: Tensor = call(q, k, v, block_mask=blocks)
+    out: Tensor = call(q, k, v, block_mask=blocks, scale=scale)
     return out
 
 
-def _fa3(q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor) -> Tensor:
+def _fa3(q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, scale: float | None) -> Tensor:
     """FlashAttention-3 (Shah et al. 2024); its axes are (B, S, H, E)."""
     from flash_attn_interface import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
 
-    found = flash_attn_func(*(x.transpose(1, 2) for x in (q_BHSE, k_BHSE, v_BHSE)), causal=True)
+    found = flash_attn_func(*(x.transpose(1, 2) for x in (q_BHSE, k_BHSE, v_BHSE)), softmax_scale=scale, causal=True)
     # Earlier versions give the logsumexp beside the output.
     out: Tensor = found[0] if isinstance(found, tuple) else found
     return out.transpose(1, 2)
@@ -167,7 +218,8 @@ class Machine:
 def check_kernel(config: RunConfig, device: torch.device) -> None:
     """Raise UserError, in one line, if the kernel that was asked for cannot run this model on this device."""
     dtype = DTYPES[config.precision.operand]
-    if why := refusal(config.attention, config.model.head_dim, dtype, Machine.of(device)):
+    masked = config.attention.document_mask or config.model.window > 0
+    if why := refusal(config.attention, config.model.head_dim, dtype, Machine.of(device), masked):
         raise UserError(f"attention.kernel = {config.attention.kernel!r} cannot run: {why}")
 
 
@@ -176,8 +228,13 @@ def dtypes(kernel: AttentionKernel) -> list[torch.dtype]:
     return list(dict.fromkeys(DTYPES[operand] for operand in kernel.operands))
 
 
-def refusal(attention: AttentionConfig, head_dim: int, dtype: torch.dtype, machine: Machine) -> str | None:
-    """Why the kernel cannot run with heads of this width and operands of this dtype, and what can; None if it can."""
+def refusal(
+    attention: AttentionConfig, head_dim: int, dtype: torch.dtype, machine: Machine, masked: bool = False
+) -> str | None:
+    """Why the kernel cannot run with heads of this width and operands of this dtype, and what can; None if it can.
+
+    masked: queries see documents or a window, not all that comes before them.
+    """
     kernel = attention.chosen
     every = [one for one in ATTENTION_KERNELS.values() if one is not AUTO]
     if kernel is AUTO:
@@ -185,24 +242,24 @@ def refusal(attention: AttentionConfig, head_dim: int, dtype: torch.dtype, machi
     if machine.device == "cpu":
         here = _named(["auto", *(one.name for one in every if not one.on_cpu)])
         return f"{kernel.title} {kernel.on_cpu}; use {here}" if kernel.on_cpu else None
-    masked = [one for one in every if one.mask is not None]
+    takes_mask = [one for one in every if one.mask is not None]
     if dtype not in dtypes(kernel):
         takes = _named([_short(d) for d in dtypes(kernel)])
         # Fused ones first.
         fitting = [
-            one.name for one in sorted(masked, key=lambda one: (one.written_out, one.of_call)) if dtype in dtypes(one)
+            one.name
+            for one in sorted(takes_mask, key=lambda one: (one.written_out, one.of_call))
+            if dtype in dtypes(one)
         ]
         return (
             f"{kernel.title} takes {takes}, and precision.policy makes operands {_short(dtype)}; use {_named(fitting)}"
         )
     if missing := _missing(kernel, machine):
-        return f"{missing}; use {_named([one.name for one in masked if one is not kernel])} or auto"
-    if attention.document_mask and kernel.mask is None:
-        blocks, dense = (_named([one.name for one in masked if one.mask == form]) for form in ("blocks", "dense"))
-        return (
-            f"{kernel.title} takes no mask, and attention.document_mask asks for one; use {blocks}, or {dense} with a "
-            "dense one"
-        )
+        return f"{missing}; use {_named([one.name for one in takes_mask if one is not kernel])} or auto"
+    if (masked or attention.document_mask) and kernel.mask is None:
+        blocks, dense = (_named([one.name for one in takes_mask if one.mask == form]) for form in ("blocks", "dense"))
+        asks = "attention.document_mask" if attention.document_mask else "model.window"
+        return f"{kernel.title} takes no mask, and {asks} asks for one; use {blocks}, or {dense} with a dense one"
     return _refusal_of_width(kernel, head_dim, dtype, machine)
 
 

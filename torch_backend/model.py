@@ -1,4 +1,4 @@
-"""Llama 3 in PyTorch. Twin: jax_backend/model.py, line by line.
+"""Decoder-only transformers in PyTorch. Twin: jax_backend/model.py, line by line.
 
 Tensors carry their axes: B batch, S sequence, D hidden, H query heads, K key-value heads, E head dim, F feed-forward,
 V vocabulary. Everything is in the policy's stream dtype; casts stand in torch_backend/precision.py and in attention.
@@ -8,6 +8,7 @@ from outside: see torch_backend/kernels/__init__.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.core.config.schema import ModelConfig, RunConfig
+from lockstep.core.model.families import traits_of
+from lockstep.core.model.families.transformer import UNCAPPED, has_window
 from lockstep.torch_backend.attention import Kernel, Mask
 from lockstep.torch_backend.kernels.embedding import embedding
 from lockstep.torch_backend.kernels.float8 import Float8
@@ -25,6 +28,7 @@ from lockstep.torch_backend.loss import negative_log_likelihood, weighted_mean
 from lockstep.torch_backend.precision import DTYPES, Policy, head, linear
 
 Tap = Callable[[str, Tensor], Tensor]
+Stretch = Callable[[Tensor], Tensor]
 # (x (B, S, D), weight (V, D), targets (B, S), weights (B, S), total, policy, tap) → loss, per-token losses (B, S)
 FusedLoss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Policy, Tap], tuple[Tensor, Tensor]]
 
@@ -32,13 +36,16 @@ FusedLoss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Policy, Tap], tupl
 class Rope(NamedTuple):
     """Hold the rotation of each position, for every block.
 
-    cos, sin: (S, E/2), or (B, S, E/2) where positions count from 0 in each document. mask: which keys each query sees,
-    as attention takes it, or None: all that do not come after it.
+    cos, sin: (S, E/2), or (B, S, E/2) where positions count from 0 in each document; E is 0 where nothing turns. mask:
+    which keys each query sees, as attention takes it, or None: all that do not come after it. window: the same in
+    blocks with a window. places: positions, (S,) or (B, S), where they are learned.
     """
 
     cos: Tensor
     sin: Tensor
     mask: Mask | None = None
+    window: Mask | None = None
+    places: Tensor | None = None
 
 
 def no_tap(name: str, value: Tensor) -> Tensor:
@@ -59,6 +66,49 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class CenteredNorm(nn.Module):
+    """x / √(mean(x²) + eps) · (1 + w)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X (…, D) → (…, D)."""
+        return rms_norm(x, 1 + self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x − mean(x)) / √(var(x) + eps) · gain + bias (Ba et al. 2016)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X (…, D) → (…, D)."""
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of each head by itself, with one gain for all (Henry et al. 2020)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X (B, S, H, E) → (B, S, H, E)."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+NORMS = {"norm": RMSNorm, "centered_norm": CenteredNorm, "layer_norm": LayerNorm}
+
+
 class Linear(nn.Module):
     """x · Wᵀ + b with the policy's casts; W is (out, in). float8: makes the product in FP8, None: the policy does."""
 
@@ -73,11 +123,42 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.bias, policy, self.float8)
 
 
-def rope_tables(length: int, head_dim: int, theta: float, angles: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), in FP64. angles: of frequency and product."""
+def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(X − mean) / √(var + eps) · gain + bias, by torch's own kernel: x (…, D), gain and bias (D,)."""
+    if x.dtype == gain.dtype:
+        return F.layer_norm(x, gain.shape, gain, bias, eps)
+    # Under another policy than the run's own (`evaluate`); the kernel promotes nothing.
+    return F.layer_norm(x, gain.shape, None, None, eps) * gain + bias
+
+
+def rope_tables(
+    length: int, head_dim: int, theta: float, angles: torch.dtype = torch.float64, stretch: Stretch | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), in FP64. angles: of frequency and product.
+
+    stretch: of the frequencies, in radians a token, or None.
+    """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angle = torch.arange(length, dtype=angles)[:, None] * (theta**-exponent).to(angles)
+    frequency = theta**-exponent
+    angle = torch.arange(length, dtype=angles)[:, None] * (frequency if stretch is None else stretch(frequency)).to(
+        angles
+    )
     return torch.cos(angle.double()), torch.sin(angle.double())
+
+
+def stretch_of(config: ModelConfig) -> tuple[Stretch, ...]:
+    """Return how `rope_factor` divides low frequencies, as in Llama 3.1 (Grattafiori et al. 2024), if it does.
+
+    Frequencies above `rope_high` turns in `rope_original` tokens stay, and those below `rope_low` are divided whole.
+    Between them the share that is divided falls evenly.
+    """
+
+    def stretched(frequencies: Tensor) -> Tensor:
+        turns = config.rope_original * frequencies / (2 * math.pi)
+        stays = ((turns - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
+        return frequencies * (stays + (1 - stays) / config.rope_factor)
+
+    return () if config.rope_factor == 1 else (stretched,)
 
 
 def positions(documents_BS: Tensor) -> Tensor:
@@ -95,19 +176,23 @@ def rope_at(rope_tables: tuple[Tensor, Tensor], places: Tensor | None, policy: P
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions."""
+    """Causal grouped-query attention (Ainslie et al. 2023), with rotary positions where the family has them."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, layer: int = 0) -> None:
         super().__init__()
-        config = run.model
+        config, traits = run.model, traits_of(run.model)
         self.grouped = run.attention.grouped == "kernel"
-        self.kernel = Kernel(run.attention.kernel, run.deterministic, self.grouped)
+        self.kernel = Kernel.of(run)
+        self.rotary, self.windowed = traits.rotary, has_window(traits, config, layer)
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        kv = config.kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden, config.hidden, config.qkv_bias)
-        self.k_proj = Linear(config.hidden, kv, config.qkv_bias)
-        self.v_proj = Linear(config.hidden, kv, config.qkv_bias)
-        self.o_proj = Linear(config.hidden, config.hidden, config.o_bias)
+        wide, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        qkv_bias = config.qkv_bias if traits.qkv_bias is None else traits.qkv_bias
+        self.q_proj = Linear(config.hidden, wide, qkv_bias)
+        self.k_proj = Linear(config.hidden, kv, qkv_bias)
+        self.v_proj = Linear(config.hidden, kv, qkv_bias)
+        self.q_norm = HeadNorm(config.head_dim, config.norm_eps) if traits.head_norms else None
+        self.k_norm = HeadNorm(config.head_dim, config.norm_eps) if traits.head_norms else None
+        self.o_proj = Linear(wide, config.hidden, config.o_bias if traits.o_bias is None else traits.o_bias)
 
     def rotate(self, x_BSHE: Tensor, rope: Rope) -> Tensor:
         """Rotate each pair (i, i + E/2) of a head by its position's angle, paired as in Hugging Face's Llama."""
@@ -120,13 +205,21 @@ class Attention(nn.Module):
     def attend(
         self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
     ) -> Tensor:
-        """softmax(q·kᵀ/√E + mask)·v → (B, S, H, E), operands and output rounded to the operand dtype."""
+        """softmax(q·kᵀ·scale + mask)·v → (B, S, H, E), operands and output rounded to the operand dtype."""
         # In the stream dtype: the gradients of the heads that share one are summed there.
         k_BSKE, v_BSKE = policy.read(k_BSKE, "rotation"), policy.read(v_BSKE, "linear")
         if not self.grouped:
             k_BSKE, v_BSKE = self.expand(k_BSKE), self.expand(v_BSKE)
         q, k, v = (x.to(policy.operand).transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
         return self.kernel(q, k, v, mask).transpose(1, 2).to(policy.stream)
+
+    def placed(self, x_BSHE: Tensor, norm: HeadNorm | None, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
+        """Queries or keys of each head, (B, S, H, E): normed and turned by their position, as the family says."""
+        if norm is not None:
+            x_BSHE = tap(f"{name}_norm", policy.kept(norm(policy.read(x_BSHE, "linear")), "norm"))
+        if self.rotary:
+            x_BSHE = tap(f"{name}_rope", policy.rotated(lambda x: self.rotate(x, rope), x_BSHE))
+        return x_BSHE
 
     def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
         """X (B, S, D), already normed → (B, S, D)."""
@@ -136,23 +229,24 @@ class Attention(nn.Module):
         q_BSHE = q_BSD.reshape(*q_BSD.shape[:2], self.heads, self.head_dim)
         k_BSKE = k_BSD.reshape(*k_BSD.shape[:2], self.kv_heads, self.head_dim)
         v_BSKE = v_BSD.reshape(*v_BSD.shape[:2], self.kv_heads, self.head_dim)
-        q_BSHE = tap(f"{name}.q_rope", policy.rotated(lambda x: self.rotate(x, rope), q_BSHE))
-        k_BSKE = tap(f"{name}.k_rope", policy.rotated(lambda x: self.rotate(x, rope), k_BSKE))
+        q_BSHE = self.placed(q_BSHE, self.q_norm, rope, policy, tap, f"{name}.q")
+        k_BSKE = self.placed(k_BSKE, self.k_norm, rope, policy, tap, f"{name}.k")
+        seen = rope.window if self.windowed else rope.mask
         # A candidate's own `attend` (docs/guide/candidates.md) needs no mask where the run has none.
-        mask = () if rope.mask is None else (rope.mask,)
+        mask = () if seen is None else (seen,)
         out_BSHE = self.attend(q_BSHE, k_BSKE, v_BSKE, policy, *mask)
-        out_BSD = tap(f"{name}.out", out_BSHE.reshape(x_BSD.shape))
+        out_BSD = tap(f"{name}.out", out_BSHE.reshape(q_BSD.shape))
         return tap(f"{name}.o_proj", self.o_proj(out_BSD, policy))
 
 
 class SwiGLU(nn.Module):
     """W_down · (silu(W_gate·x) ⊙ W_up·x) (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, bias: bool) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.hidden, config.ffn_hidden, config.mlp_bias)
-        self.up_proj = Linear(config.hidden, config.ffn_hidden, config.mlp_bias)
-        self.down_proj = Linear(config.ffn_hidden, config.hidden, config.mlp_bias)
+        self.gate_proj = Linear(config.hidden, config.ffn_hidden, bias)
+        self.up_proj = Linear(config.hidden, config.ffn_hidden, bias)
+        self.down_proj = Linear(config.ffn_hidden, config.hidden, bias)
 
     def activate(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
         """silu(gate) ⊙ up."""
@@ -166,28 +260,68 @@ class SwiGLU(nn.Module):
         return tap(f"{name}.down_proj", self.down_proj(act_BSF, policy))
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+class GeGLU(SwiGLU):
+    """W_down · (gelu(W_gate·x) ⊙ W_up·x) (Shazeer 2020), GELU by tanh."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def activate(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
+        """gelu(gate) ⊙ up."""
+        return F.gelu(gate_BSF, approximate="tanh") * up_BSF
+
+
+class MLP(nn.Module):
+    """W_down · gelu(W_up·x), GELU by tanh (Hendrycks & Gimpel 2016)."""
+
+    def __init__(self, config: ModelConfig, bias: bool) -> None:
         super().__init__()
-        config = run.model
-        self.attn_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.attn = Attention(run)
-        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.mlp = SwiGLU(config)
+        self.up_proj = Linear(config.hidden, config.ffn_hidden, bias)
+        self.down_proj = Linear(config.ffn_hidden, config.hidden, bias)
+
+    def activate(self, up_BSF: Tensor) -> Tensor:
+        """gelu(up)."""
+        return F.gelu(up_BSF, approximate="tanh")
+
+    def forward(self, x_BSD: Tensor, policy: Policy, tap: Tap, name: str) -> Tensor:
+        """X (B, S, D), already normed → (B, S, D)."""
+        up_BSF = tap(f"{name}.up", self.up_proj(x_BSD, policy))
+        act_BSF = tap(f"{name}.act", policy.activated(self.activate, up_BSF))
+        return tap(f"{name}.down_proj", self.down_proj(act_BSF, policy))
+
+
+MLPS: dict[str, Callable[[ModelConfig, bool], SwiGLU | MLP]] = {"gated": SwiGLU, "gated_gelu": GeGLU, "gelu": MLP}
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)); what is added has a norm of its own where the family has one."""
+
+    def __init__(self, run: RunConfig, layer: int = 0) -> None:
+        super().__init__()
+        config, traits = run.model, traits_of(run.model)
+        norm = NORMS[traits.norm]
+        self.attn_norm = norm(config.hidden, config.norm_eps)
+        self.attn = Attention(run, layer)
+        self.attn_post_norm = norm(config.hidden, config.norm_eps) if traits.post_norms else None
+        self.mlp_norm = norm(config.hidden, config.norm_eps)
+        self.mlp = MLPS[traits.activation](config, config.mlp_bias if traits.mlp_bias is None else traits.mlp_bias)
+        self.mlp_post_norm = norm(config.hidden, config.norm_eps) if traits.post_norms else None
+
+    def normed(self, norm: nn.Module | None, x_BSD: Tensor, policy: Policy, tap: Tap, name: str) -> Tensor:
+        """What attention or MLP adds to the residual stream, (B, S, D), in the stream dtype."""
+        x_BSD = policy.read(x_BSD, "linear")
+        return x_BSD if norm is None else policy.read(tap(name, policy.kept(norm(x_BSD), "norm")), "norm")
 
     def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
         """X (B, S, D) → (B, S, D)."""
         normed_BSD = self.attn_norm(policy.read(tap(f"{name}.attn_norm.x", x_BSD), "residual"))
         normed_BSD = tap(f"{name}.attn_norm", policy.kept(normed_BSD, "norm"))
         mixed_BSD = self.attn(normed_BSD, rope, policy, tap, f"{name}.attn")
-        sum_BSD = tap(f"{name}.attn_residual.x", x_BSD) + policy.read(mixed_BSD, "linear")
+        mixed_BSD = self.normed(self.attn_post_norm, mixed_BSD, policy, tap, f"{name}.attn_post_norm")
+        sum_BSD = tap(f"{name}.attn_residual.x", x_BSD) + mixed_BSD
         x_BSD = tap(f"{name}.attn_residual", policy.kept(sum_BSD, "residual"))
         normed_BSD = self.mlp_norm(policy.read(tap(f"{name}.mlp_norm.x", x_BSD), "residual"))
         normed_BSD = tap(f"{name}.mlp_norm", policy.kept(normed_BSD, "norm"))
         mixed_BSD = self.mlp(normed_BSD, policy, tap, f"{name}.mlp")
-        sum_BSD = tap(f"{name}.mlp_residual.x", x_BSD) + policy.read(mixed_BSD, "linear")
+        mixed_BSD = self.normed(self.mlp_post_norm, mixed_BSD, policy, tap, f"{name}.mlp_post_norm")
+        sum_BSD = tap(f"{name}.mlp_residual.x", x_BSD) + mixed_BSD
         return tap(f"{name}.mlp_residual", policy.kept(sum_BSD, "residual"))
 
 
@@ -201,6 +335,18 @@ class Embedding(nn.Module):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Tokens (B, S) → (B, S, D)."""
         return embedding(tokens_BS, self.weight)
+
+
+class Positions(nn.Module):
+    """A table of learned positions (P, D)."""
+
+    def __init__(self, rows: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty((rows, hidden)))
+
+    def forward(self, x_BSD: Tensor, places: Tensor) -> Tensor:
+        """X (B, S, D) plus the rows of these positions, (S,) or (B, S)."""
+        return x_BSD + F.embedding(places, self.weight)
 
 
 class Head(nn.Module):
@@ -223,23 +369,26 @@ class Transformer(nn.Module):
 
     def __init__(self, run: RunConfig) -> None:
         super().__init__()
-        config = run.model
+        config, traits = run.model, traits_of(run.model)
         self.tap: Tap = no_tap
         self.fused_loss: FusedLoss | None = None
         self.z_loss = run.loss.z_loss
         self.document_mask, self.reset_positions = run.attention.document_mask, run.attention.reset_positions
-        self.kernel = Kernel(run.attention.kernel, run.deterministic, run.attention.grouped == "kernel")
-        self.angles = DTYPES[run.precision.plan.angles]
-        self.rope = run.train.longest, config.head_dim, config.rope_theta
+        self.kernel = Kernel.of(run)
+        self.angles, self.stretch = DTYPES[run.precision.plan.angles], stretch_of(config)
+        self.rope = run.train.longest, config.head_dim if traits.rotary else 0, config.rope_theta
+        self.rotary, self.window, self.logits_cap = traits.rotary, config.window, config.logits_cap
+        self.embed_scale = math.sqrt(config.hidden) if traits.scaled_embedding else 1.0
         self.place_rope(torch.get_default_device())
         self.embed = Embedding(config.vocab_size, config.hidden)
-        self.blocks = nn.ModuleList(Block(run) for _ in range(config.layers))
-        self.final_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.position = None if traits.rotary else Positions(config.positions, config.hidden)
+        self.blocks = nn.ModuleList(Block(run, layer) for layer in range(config.layers))
+        self.final_norm = NORMS[traits.norm](config.hidden, config.norm_eps)
         self.lm_head = None if config.tied else Head(config.vocab_size, config.hidden)
 
     def place_rope(self, device: torch.device) -> None:
         """Make the RoPE tables on a device: buffers in FP64, not part of the state."""
-        cos, sin = rope_tables(*self.rope, self.angles)
+        cos, sin = rope_tables(*self.rope, self.angles, *self.stretch)
         self.register_buffer("cos", cos.to(device), persistent=False)
         self.register_buffer("sin", sin.to(device), persistent=False)
 
@@ -247,11 +396,20 @@ class Transformer(nn.Module):
         """Cos and sin (S, E/2) of the first positions, in FP64."""
         return self.cos[:length], self.sin[:length]
 
-    def places(self, length: int, documents_BS: Tensor | None, policy: Policy) -> Rope:
-        """Positions and mask as the configuration asks; a sequence without documents is one document."""
+    def places(self, length: int, documents_BS: Tensor | None, policy: Policy, start: int = 0) -> Rope:
+        """Positions and masks as the configuration asks; a sequence without documents is one document.
+
+        start: of the first token that is computed; those before it are keys alone.
+        """
         reset = None if documents_BS is None or not self.reset_positions else positions(documents_BS)
-        mask = None if documents_BS is None or not self.document_mask else self.kernel.mask(documents_BS)
-        return rope_at(self.rope_of(length), reset, policy)._replace(mask=mask)
+        apart = documents_BS if self.document_mask else None
+        cos, sin = (table[start:] for table in self.rope_of(length))
+        rope = rope_at((cos, sin), reset, policy)._replace(mask=None if apart is None else self.kernel.mask(apart))
+        if self.window:
+            rope = rope._replace(window=self.kernel.window(apart, self.window, start, length, cos.device))
+        if self.position is None:
+            return rope
+        return rope._replace(places=torch.arange(start, length, device=cos.device) if reset is None else reset)
 
     def trunk(self, tokens_BS: Tensor, policy: Policy, tap: Tap = no_tap, documents_BS: Tensor | None = None) -> Tensor:
         """Everything before the head: tokens (B, S) → final-norm output (B, S, D)."""
@@ -260,6 +418,11 @@ class Transformer(nn.Module):
     def trunk_at(self, tokens_BS: Tensor, rope: Rope, policy: Policy, tap: Tap = no_tap) -> Tensor:
         """The same of tokens at given places."""
         x_BSD = tap("embed", policy.kept(self.embed(tokens_BS), "residual"))
+        if self.embed_scale != 1:
+            x_BSD = tap("embed_scale", policy.kept(policy.read(x_BSD, "residual") * self.embed_scale, "residual"))
+        if self.position is not None and rope.places is not None:
+            x_BSD = self.position(policy.read(x_BSD, "residual"), rope.places)
+            x_BSD = tap("position", policy.kept(x_BSD, "residual"))
         for i, block in enumerate(self.blocks):
             # Without a tap no block needs its name: blocks that are compiled one by one are then one program.
             x_BSD = block(x_BSD, rope, policy, tap, "" if tap is no_tap else f"blocks.{i}")
@@ -275,6 +438,10 @@ class Transformer(nn.Module):
         """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype, or as the plan of casts says."""
         return head(x_BSD, self.tap("logits.weight", self.head_weight), policy)
 
+    def cap(self, logits_BSV: Tensor) -> Tensor:
+        """Return cap · tanh(logits / cap) where the model has a cap, else the logits as they are: (B, S, V)."""
+        return self.logits_cap * torch.tanh(logits_BSV / self.logits_cap) if self.logits_cap else logits_BSV
+
     def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         """logsumexp(logits) − logit of the target, and the z-loss, (B, S), in the logits' dtype, FP32 at least."""
         return negative_log_likelihood(logits_BSV, targets_BS, self.z_loss)
@@ -284,7 +451,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Per-token loss (B, S) in nats through whole logits."""
         x_BSD = self.trunk(tokens_BS, policy, self.tap, documents_BS)
-        logits_BSV = self.tap("logits", self.logits(x_BSD, policy))
+        logits_BSV = self.tap(UNCAPPED if self.logits_cap else "logits", self.logits(x_BSD, policy))
+        if self.logits_cap:
+            logits_BSV = self.tap("logits", self.cap(logits_BSV))
         return self.tap("nll", self.nll(logits_BSV, targets_BS))
 
     def loss(
@@ -303,3 +472,7 @@ class Transformer(nn.Module):
         x_BSD = self.trunk(tokens_BS, policy, self.tap, *documents_BS)
         weight_VD = self.tap("logits.weight", self.head_weight)
         return self.fused_loss(x_BSD, weight_VD, targets_BS, weights_BS, total, policy, self.tap)
+
+
+# The name before there were other families, by which candidates import it.
+Llama = Transformer

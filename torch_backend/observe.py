@@ -439,7 +439,8 @@ class Observes(Programs):
         return decoder.next_token_logits
 
     def _next_logits(self, ids: Tensor) -> Tensor:
-        return self.model.logits(self.model.trunk(ids, self.policy)[:, -1:], self.policy)[0, 0]
+        x_BSD = self.model.trunk(ids, self.policy)[:, -1:]
+        return self.model.cap(self.model.logits(x_BSD, self.policy)[0, 0])
 
 
 def _of_gradients(kept: Mapping[str, Kept], grads: Mapping[str, Tensor]) -> dict[str, Observation]:

@@ -66,14 +66,14 @@ class Policy:
         cos, sin = cos.to(self.stream), sin.to(self.stream)
         return (cos.to(self.operand), sin.to(self.operand)) if self.casts.rotates_narrowly else (cos, sin)
 
-    def activated(self, activate: Callable[[Tensor, Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-        """Apply an activation of two inputs with the plan's casts of what it reads and writes."""
+    def activated(self, activate: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Apply an activation with the plan's casts of what it reads, one tensor or gate and up, and writes."""
         if not self.casts.rounds("act"):
-            return activate(self.read(gate, "linear"), self.read(up, "linear"))
-        gate, up = self.kept(gate, "act"), self.kept(up, "act")
+            return activate(*(self.read(x, "linear") for x in inputs))
+        inputs = tuple(self.kept(x, "act") for x in inputs)
         if not self.casts.rounds_inside_act:
-            gate, up = self.read(gate, "act"), self.read(up, "act")
-        return self.kept(activate(gate, up), "act")
+            inputs = tuple(self.read(x, "act") for x in inputs)
+        return self.kept(activate(*inputs), "act")
 
 
 # By the name of core/components/precision.py. TF32 is what CUDA makes of FP32 operands (torch_backend/switches.py sets

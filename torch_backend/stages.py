@@ -12,17 +12,19 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.families import graph_of
+from lockstep.core.model.families.transformer import WINDOWED
 from lockstep.core.model.graph import KINDS
 from lockstep.core.parity.reference.stages import stages_of
 from lockstep.torch_backend.kernels.embedding import embedding
 from lockstep.torch_backend.kernels.float8 import Float8
 from lockstep.torch_backend.kernels.library_heads import library_nll
 from lockstep.torch_backend.kernels.recompute_products import rms_norm
-from lockstep.torch_backend.model import Block, Transformer, positions, rope_at
+from lockstep.torch_backend.model import Block, Transformer, layer_norm, positions, rope_at
 from lockstep.torch_backend.precision import Policy, head, linear
 
 Inputs = Mapping[str, Tensor]
@@ -38,18 +40,38 @@ def stage_functions(
     """
     block = model.blocks[0]
     assert isinstance(block, Block)
-    attention, mlp, eps = block.attn, block.mlp, model.final_norm.eps
-    kv_heads, head_dim = attention.kv_heads, attention.head_dim
+    attention, mlp, eps = block.attn, block.mlp, run.model.norm_eps
+    heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
 
     def by_heads(x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, head_dim))
+        return x if x.ndim == 4 else x.unflatten(-1, (heads, head_dim))
 
     def embed(inputs: Inputs) -> Tensor:
         return policy.kept(embedding(inputs["tokens"], inputs["weight"]), "residual")
 
+    def scale(inputs: Inputs) -> Tensor:
+        x = policy.read(policy.kept(inputs["x"], "residual"), "residual")
+        return policy.kept(x * model.embed_scale, "residual")
+
+    def position(inputs: Inputs) -> Tensor:
+        x = policy.read(policy.kept(inputs["x"], "residual"), "residual")
+        length = x.shape[1]
+        places = positions(inputs["documents"]) if "documents" in inputs else torch.arange(length, device=x.device)
+        return policy.kept(x + F.embedding(places, inputs["weight"]), "residual")
+
     def norm(inputs: Inputs) -> Tensor:
         x = policy.read(policy.kept(inputs["x"], "residual"), "residual")
         return policy.kept(rms_norm(x, inputs["weight"], eps), "norm")
+
+    def centered(inputs: Inputs) -> Tensor:
+        return policy.kept(rms_norm(inputs["x"], 1 + inputs["weight"], eps), "norm")
+
+    def with_mean(inputs: Inputs) -> Tensor:
+        return policy.kept(layer_norm(inputs["x"], inputs["weight"], inputs["bias"], eps), "norm")
+
+    def of_heads(inputs: Inputs) -> Tensor:
+        heads = inputs["x"].shape[-1] // head_dim
+        return policy.kept(rms_norm(by_heads(inputs["x"], heads), inputs["weight"], eps), "norm")
 
     def project(inputs: Inputs, float8: Float8 | None = None) -> Tensor:
         of_layer = replace(float8, amax=inputs["amax"]) if float8 and "amax" in inputs else float8
@@ -62,21 +84,27 @@ def stage_functions(
         x = policy.kept(by_heads(inputs["x"], heads), "linear")
         return policy.rotated(lambda x: attention.rotate(x, tables), x)
 
-    def attend(inputs: Inputs) -> Tensor:
+    def attend(inputs: Inputs, windowed: bool = False) -> Tensor:
         v = policy.kept(by_heads(inputs["v"], kv_heads), "linear")
-        q, k = (policy.kept(inputs[role], "rotation") for role in ("q", "k"))
-        mask = (model.kernel.mask(inputs["documents"]),) if "documents" in inputs else ()
-        return attention.attend(q, k, v, policy, *mask).flatten(2)
+        q, k = (policy.kept(by_heads(inputs[role], n), "rotation") for role, n in (("q", heads), ("k", kv_heads)))
+        documents = inputs.get("documents")
+        masks = [] if documents is None else [model.kernel.mask(documents)]
+        if windowed:
+            masks = [model.kernel.window(documents, model.window, 0, q.shape[1], q.device)]
+        return attention.attend(q, k, v, policy, *masks).flatten(2)
 
-    def gate(inputs: Inputs) -> Tensor:
-        gate, up = (policy.kept(inputs[role], "linear") for role in ("gate", "up"))
-        return policy.activated(mlp.activate, gate, up)
+    def activate(inputs: Inputs) -> Tensor:
+        read = (policy.kept(inputs[role], "linear") for role in ("gate", "up") if role in inputs)
+        return policy.activated(mlp.activate, *read)
 
     def add(inputs: Inputs) -> Tensor:
         return policy.kept(policy.kept(inputs["x"], "residual") + policy.kept(inputs["y"], "linear"), "residual")
 
     def logits(inputs: Inputs) -> Tensor:
         return head(inputs["x"], inputs["weight"], policy)
+
+    def cap(inputs: Inputs) -> Tensor:
+        return model.cap(policy.read(policy.kept(inputs["logits"], "logits"), "logits"))
 
     def nll(inputs: Inputs) -> Tensor:
         return model.nll(policy.kept(inputs["logits"], "logits"), inputs["targets"])
@@ -89,21 +117,30 @@ def stage_functions(
 
     of_kind: dict[str, StageFunction] = {
         "embedding": embed,
+        "scale": scale,
+        "position": position,
         "norm": norm,
+        "centered_norm": centered,
+        "layer_norm": with_mean,
+        "head_norm": of_heads,
         "linear": project,
         "attention": attend,
-        "gated": gate,
+        "gated": activate,
+        "gated_gelu": activate,
+        "gelu": activate,
         "sum": add,
         "logits": logits,
+        "cap": cap,
         "nll": nll,
         "library_head": library_head,
     }
-    in_float8 = partial(project, float8=float8)
+    in_float8, in_window = partial(project, float8=float8), partial(attend, windowed=True)
     found: dict[str, StageFunction] = {}
     # Lockstep's own head has its stages beside a library's.
     for operation in (*graph_of(run.model).operations, *stages_of(run)):
-        heads = operation.width[0] if operation.kind == "rope" else 0
-        found.setdefault(operation.id, of_kind.get(operation.kind) or partial(rope, heads=heads))
+        turned = partial(rope, heads=operation.width[0] if operation.kind == "rope" else 0)
+        function = in_window if operation.id == WINDOWED else of_kind.get(operation.kind, turned)
+        found.setdefault(operation.id, function)
         if float8 and KINDS[operation.kind].in_fp8:
             found[f"{operation.id}/fp8"] = in_float8
     return found

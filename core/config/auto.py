@@ -48,7 +48,8 @@ def on_cpu(config: RunConfig) -> dict[str, Any]:
     small = length <= WIDTHS * config.model.head_dim
     written_out = config.precision.operand in NARROW and length < SHORT and small
     return {
-        "attention.kernel": "math" if written_out else "flash",
+        # No other kernel caps scores.
+        "attention.kernel": "math" if written_out or config.model.attention_cap else "flash",
         "optim.fused": True,
         "precision.cpu_products": "blas" if vendor() in ("", "GenuineIntel") else "onednn",
     }

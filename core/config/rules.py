@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from lockstep.core.components.attention_kernels import ATTENTION_KERNELS, AUTO
 from lockstep.core.components.cast_plan import problem_with, read_plan
 from lockstep.core.components.loss_heads import LOSS_HEADS
 from lockstep.core.components.optimizers import OPTIMIZERS
 from lockstep.core.components.precision import POLICIES
-from lockstep.core.config.curriculum import problem
+from lockstep.core.config.curriculum import pieces, problem
 from lockstep.core.config.sections import PARTS, ModelConfig, OptimConfig, listed
-from lockstep.core.model.families import FAMILIES, graph_of
+from lockstep.core.model.families import FAMILIES, graph_of, traits_of
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,52 @@ class Rule:
     check: Callable[..., str | None]
 
 
-def _heads_divide_hidden(hidden: int, heads: int) -> str | None:
-    if hidden % heads:
-        return f"{heads} heads do not divide hidden = {hidden}"
-    if (hidden // heads) % 2:
-        return f"a head dimension of {hidden // heads} is odd; RoPE rotates pairs"
+def _heads_divide_hidden(hidden: int, heads: int, width: int) -> str | None:
+    if not width and hidden % heads:
+        return f"{heads} heads do not divide hidden = {hidden}; or set model.head_width"
+    return None
+
+
+def _heads_are_even(family: str, hidden: int, heads: int, width: int) -> str | None:
+    if not width and hidden % heads:
+        return None
+    width = width or hidden // heads
+    if width % 2 and family in FAMILIES and traits_of(ModelConfig(family=family)).rotary:
+        return f"a head dimension of {width} is odd; RoPE rotates pairs"
+    return None
+
+
+def _positions_suffice(family: str, positions: int, length: int, curriculum: str) -> str | None:
+    if family not in FAMILIES or traits_of(ModelConfig(family=family)).rotary:
+        return None
+    longest = max([length, *(piece.length for piece in pieces(curriculum))])
+    if longest > positions:
+        return f"sequences of {longest} tokens need a row for each position, and model.positions = {positions}"
+    return None
+
+
+def _rope_is_stretched_between(factor: float, low: float, high: float) -> str | None:
+    if factor > 1 and low >= high:
+        return f"model.rope_low = {low:g} must be below model.rope_high = {high:g}"
+    return None
+
+
+def _kernel_caps(cap: float, kernel: str) -> str | None:
+    if cap and ATTENTION_KERNELS[kernel] is not AUTO and not ATTENTION_KERNELS[kernel].written_out:
+        return f"{kernel} knows no cap of scores, and model.attention_cap = {cap:g}; take attention.kernel = 'auto'"
+    return None
+
+
+def _head_caps(cap: float, head: str) -> str | None:
+    if cap and not LOSS_HEADS[head].whole:
+        return f"the head {head!r} caps no logits, and model.logits_cap = {cap:g}; take loss.head = 'full'"
+    return None
+
+
+def _casts_suit_family(casts: str, family: str) -> str | None:
+    if family in FAMILIES and read_plan(casts).changed and not traits_of(ModelConfig(family=family)).as_llama:
+        like = [name for name in FAMILIES if traits_of(ModelConfig(family=name)).as_llama]
+        return f"plans of casts are known for Llama's operations ({', '.join(like)}); take 'lockstep'"
     return None
 
 
@@ -238,7 +280,13 @@ RULES = (
     Rule(("parity.reference_device", "parity.device_gb"), _reference_on_a_gpu_is_bounded),
     Rule(("model.family",), _family_is_known),
     Rule(("precision.fp8_layers", "precision.policy", "model.family", "model.layers"), _fp8_layers_are_there),
-    Rule(("model.hidden", "model.heads"), _heads_divide_hidden),
+    Rule(("model.hidden", "model.heads", "model.head_width"), _heads_divide_hidden),
+    Rule(("model.family", "model.hidden", "model.heads", "model.head_width"), _heads_are_even),
+    Rule(("model.family", "model.positions", "train.sequence_length", "train.curriculum"), _positions_suffice),
+    Rule(("model.rope_factor", "model.rope_low", "model.rope_high"), _rope_is_stretched_between),
+    Rule(("model.attention_cap", "attention.kernel"), _kernel_caps),
+    Rule(("model.logits_cap", "loss.head"), _head_caps),
+    Rule(("precision.casts", "model.family"), _casts_suit_family),
     Rule(("model.heads", "model.kv_heads"), _kv_heads_divide_heads),
     Rule(("train.batch_size", "train.ranks", "train.micro_batch_size"), _batch_divides),
     Rule(("train.curriculum", "train.sequence_length", "train.micro_batch_size", "train.steps"), problem),

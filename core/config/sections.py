@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
@@ -54,26 +55,57 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """Llama 3: RMSNorm, RoPE, grouped-query attention, SwiGLU (Grattafiori et al. 2024, section 3.2)."""
+    """Sizes and numbers of the model; its family decides what it is made of (core/model/families)."""
 
-    family: str = Field("llama", description="which operations the model is made of")
+    family: str = Field(
+        "llama", description="the operations that the model is made of: llama, gpt2, qwen2, qwen3, mistral or gemma2"
+    )
     vocab_size: Positive = Field(4096, description="rows of the embedding; must cover the tokenizer")
     hidden: Positive = Field(256, description="width of the residual stream")
     layers: Annotated[int, Field(gt=0, le=10_000)] = Field(6, description="transformer blocks")
     heads: Positive = Field(8, description="query heads")
     kv_heads: Positive = Field(4, description="key and value heads; heads / kv_heads queries share one")
-    ffn_hidden: Positive = Field(768, description="width inside SwiGLU")
-    norm_eps: Annotated[float, Field(gt=0)] = Field(1e-5, description="RMSNorm epsilon")
+    head_width: Count = Field(0, description="width of one head; 0 = hidden / heads")
+    ffn_hidden: Positive = Field(768, description="width inside the MLP")
+    norm_eps: Annotated[float, Field(gt=0)] = Field(1e-5, description="epsilon of the norms")
     rope_theta: Annotated[float, Field(gt=1)] = Field(500_000.0, description="RoPE base frequency")
+    rope_factor: Annotated[float, Field(ge=1)] = Field(
+        1.0, description="RoPE's low frequencies are divided by this, as in Llama 3.1; 1 = none is"
+    )
+    rope_low: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="with rope_factor: frequencies below this many turns in rope_original tokens are divided whole"
+    )
+    rope_high: Annotated[float, Field(gt=0)] = Field(
+        4.0, description="with rope_factor: frequencies above this many turns in rope_original tokens stay"
+    )
+    rope_original: Positive = Field(8192, description="with rope_factor: tokens of the sequences before")
+    positions: Positive = Field(1024, description="rows of the table of learned positions (gpt2)")
+    window: Count = Field(
+        0, description="tokens that a query sees, itself the last (gemma2: in every second block); 0 = all"
+    )
+    attention_scale: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="attention's scores are q·kᵀ times this; 0 = 1/√(width of one head)"
+    )
+    attention_cap: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="attention's scores become cap·tanh(score / cap); 0 = they do not"
+    )
+    logits_cap: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="logits become cap·tanh(logit / cap); 0 = they do not"
+    )
     tied: bool = Field(True, description="the head shares the embedding's weights")
     qkv_bias: bool = Field(False, description="biases on the query, key and value projections")
     o_bias: bool = Field(False, description="bias on attention's output projection")
-    mlp_bias: bool = Field(False, description="biases on SwiGLU's projections")
+    mlp_bias: bool = Field(False, description="biases on the MLP's projections")
 
     @property
     def head_dim(self) -> int:
         """Width of one head."""
-        return self.hidden // self.heads
+        return self.head_width or self.hidden // self.heads
+
+    @property
+    def score_scale(self) -> float:
+        """Return the factor of attention's scores."""
+        return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
 
 
 class DataConfig(Section):

@@ -80,14 +80,26 @@ KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind("embedding", saves=()),
+        # Times √D; a learned row for each position, added.
+        Kind("scale", saves=()),
+        Kind("position", saves=()),
         Kind("norm"),
+        # RMSNorm with the gain 1 + w; LayerNorm; RMSNorm of each head.
+        Kind("centered_norm"),
+        Kind("layer_norm"),
+        Kind("head_norm"),
         Kind("linear", rounds_operands=True, in_fp8=True),
         # Linear in what they read: the derivative needs none of it.
         Kind("rope", saves=()),
         Kind("attention", rounds_operands=True),
+        # silu(gate) ⊙ up, gelu(gate) ⊙ up, gelu(up).
         Kind("gated"),
+        Kind("gated_gelu"),
+        Kind("gelu"),
         Kind("sum", saves=()),
-        Kind("logits", rounds_operands=True, kept=(OUTPUT, "weight")),
+        Kind("logits", rounds_operands=True, kept=(OUTPUT, "weight"), stands_for="logits"),
+        # cap · tanh(x / cap).
+        Kind("cap", saves=(OUTPUT,)),
         Kind("nll"),
         Kind("library_head", rounds_operands=True, stands_for="logits"),
     )
@@ -225,14 +237,16 @@ class Graph:
 
     @cached_property
     def into_scores(self) -> frozenset[str]:
-        """The parameters of the projections that attention's scores are made of: those of queries and keys."""
+        """The parameters of what attention's scores are made of: projections of queries and keys, norms of heads."""
         found: set[str] = set()
         for one in self.operations:
             for role in ("q", "k") if one.kind == "attention" else ():
                 maker = self.by_tap[one.reads[role]]
-                while not maker.parameters:
-                    maker = self.by_tap[maker.reads["x"]]
                 found |= set(maker.params.values())
+                # Behind a rotation and a norm of heads, whose gains are among them.
+                while maker.kind != "linear":
+                    maker = self.by_tap[maker.reads["x"]]
+                    found |= set(maker.params.values())
         return frozenset(found)
 
     @property

@@ -44,6 +44,18 @@ def probe_shapes(model: ModelConfig, batch: int, length: int) -> dict[str, Shape
     return graph_of(model).shapes(batch, length)
 
 
+def cancelled(model: ModelConfig) -> dict[str, str]:
+    """Biases whose gradient is 0 in exact arithmetic → the weight beside them.
+
+    A bias of keys that no position turns adds one number to all scores of a query, and softmax does not see it. What
+    is computed is the rounding of a sum that cancels.
+    """
+    graph = graph_of(model)
+    makers = [graph.by_tap[one.reads["k"]] for one in graph.operations if one.kind == "attention"]
+    plain = [one for one in makers if one.kind == "linear" and "bias" in one.params and not model.attention_cap]
+    return {one.params["bias"]: one.params["weight"] for one in plain}
+
+
 def in_fp8(config: RunConfig, operation: Operation) -> bool:
     """Return whether an operation is a linear layer whose product the run computes in FP8."""
     return KINDS[operation.kind].in_fp8 and config.precision.is_fp8(operation.module or "")

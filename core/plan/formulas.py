@@ -61,10 +61,10 @@ def kernel_saved(z: Sizes, masked: bool) -> dict[str, float]:
     mask = {"mask": float(o * n * z.length)} if masked and z.kernel.mask_as_numbers else {}
     if z.kernel.written_out:
         wide = max(o, 4)
-        return {"qkv": 3.0 * wide * n * z.hidden, "scores": float(wide * z.heads * z.length * n), **mask}
+        return {"qkv": 3.0 * wide * n * z.attended, "scores": float(wide * z.heads * z.length * n), **mask}
     return {
-        "qkv": 3.0 * o * n * z.hidden,
-        "out": float(o * n * z.hidden),
+        "qkv": 3.0 * o * n * z.attended,
+        "out": float(o * n * z.attended),
         "logsumexp": float((8 if o == 8 else 4) * z.kernel.rows * n * z.heads),
         **mask,
     }

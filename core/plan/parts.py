@@ -72,7 +72,9 @@ def _around_attention(graph: Graph, members: Sequence[Operation], one: Operation
     made = [graph.by_tap[x.reads["x"]] for x in rotated if x.kind == "rope"] + [graph.by_tap[one.reads["v"]]]
     made += [reader for reader in members if reader.kind == "linear" and one.tap in reader.reads.values()]
     whole = len(made) == 4 and all(x.kind == "linear" and x in members for x in made)
-    return [x.tap for x in (*made, *rotated, one)] if whole else []
+    # The formula is of queries as wide as the stream.
+    as_wide = one.width == made[-1].width if whole else False
+    return [x.tap for x in (*made, *rotated, one)] if as_wide else []
 
 
 def _around_gated(graph: Graph, members: Sequence[Operation], one: Operation) -> list[str]:

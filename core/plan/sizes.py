@@ -31,6 +31,7 @@ class Sizes:
     tokens: int
     length: int
     hidden: int
+    attended: int
     kv: int
     heads: int
     ffn: int
@@ -93,6 +94,7 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         tokens=train.micro_batch_size * train.sequence_length,
         length=train.sequence_length,
         hidden=model.hidden,
+        attended=model.heads * model.head_dim,
         kv=_width(model, "attention", "k"),
         heads=model.heads,
         ffn=_width(model, "gated", "up"),

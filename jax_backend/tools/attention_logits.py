@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -15,7 +13,10 @@ QUERIES = 256
 
 
 def largest_logits(model: Transformer, tokens_BS: Array, policy: Policy, documents_BS: Array | None) -> Array:
-    """(layers,): the maximum over sequences, heads, queries and the keys that each may see of q·kᵀ/√E; pure."""
+    """(layers,): the maximum over sequences, heads, queries and the keys that each may see of q·kᵀ·scale; pure.
+
+    Before a cap.
+    """
     apart = documents_BS if documents_BS is not None and model.document_mask else jnp.zeros_like(tokens_BS)
     found: dict[str, Array] = {}
     queries: dict[str, Array] = {}
@@ -23,25 +24,29 @@ def largest_logits(model: Transformer, tokens_BS: Array, policy: Policy, documen
 
     def tap(name: str, value: Array) -> Array:
         block, _, what = name.rpartition(".")
-        if what == "q_rope":
+        if what == ("q_rope" if model.rotary else "q"):
             queries[block] = value
-        elif what == "k_rope":
-            found[block] = _largest(queries.pop(block), heads[block].expand(value), apart, policy)
+        elif what == ("k_rope" if model.rotary else "k"):
+            attention = heads[block]
+            q, k = (x.reshape(*x.shape[:2], -1, attention.head_dim) for x in (queries.pop(block), value))
+            window = model.window if attention.windowed else 0
+            found[block] = _largest(q, attention.expand(k), apart, policy, attention.scores.scale, window)
         return value
 
     model.trunk(tokens_BS, policy, tap, documents_BS)
     return jnp.stack([found[block] for block in heads])
 
 
-def _largest(q_BSHE: Array, k_BSHE: Array, documents_BS: Array, policy: Policy) -> Array:
+def _largest(q_BSHE: Array, k_BSHE: Array, documents_BS: Array, policy: Policy, scale: float, window: int) -> Array:
     q_BSHE, k_BSHE = policy.round(q_BSHE), policy.round(k_BSHE)
-    length, scale = q_BSHE.shape[1], 1.0 / math.sqrt(q_BSHE.shape[-1])
+    length = q_BSHE.shape[1]
     largest = jnp.full((), -jnp.inf, q_BSHE.dtype)
     places = jnp.arange(length)
     for start in range(0, length, QUERIES):
         stop = min(start + QUERIES, length)
         logits_BHST = jnp.einsum("bshe,bthe->bhst", q_BSHE[:, start:stop], k_BSHE[:, :stop]) * scale
-        seen_ST = places[start:stop, None] >= places[None, :stop]
+        ago_ST = places[start:stop, None] - places[None, :stop]
+        seen_ST = (ago_ST >= 0) & (ago_ST < (window or length))
         seen_BST = seen_ST & (documents_BS[:, start:stop, None] == documents_BS[:, None, :stop])
         largest = jnp.maximum(largest, jnp.where(seen_BST[:, None], logits_BHST, -jnp.inf).max())
     return largest

@@ -30,7 +30,7 @@ def scores(
         return jnp.moveaxis(jnp.pad(x, short).reshape(rows, count, piece, *x.shape[2:]), 1, 0)
 
     def scored(part: tuple[Array, Array]) -> tuple[Array, Array]:
-        logits = model.logits(part[0], policy)
+        logits = model.cap(model.logits(part[0], policy))
         return negative_log_likelihood(logits, part[1]), logits.argmax(-1) == part[1]
 
     found = jax.lax.map(scored, (pieces(x_BSD), pieces(targets_BS)))

@@ -202,7 +202,26 @@ BROKEN = {
         {"loss.head": "one_kernel", "precision.policy": "fp64"},
     ],
     ("loss.head", "compile.enabled", "compile.scope"): [{"loss.head": "liger"}, {"loss.head": "cce"}],
-    ("model.hidden", "model.heads"): [{"model.hidden": "250"}, {"model.hidden": "24", "model.heads": "8"}],
+    ("model.hidden", "model.heads", "model.head_width"): [{"model.hidden": "250"}],
+    ("model.family", "model.hidden", "model.heads", "model.head_width"): [
+        {"model.hidden": "24", "model.heads": "8"},
+        {"model.head_width": "15"},
+        {"model.family": "gemma2", "model.head_width": "15"},
+    ],
+    ("model.family", "model.positions", "train.sequence_length", "train.curriculum"): [
+        {"model.family": "gpt2", "model.positions": "100"},
+        {"model.family": "gpt2", "train.curriculum": "128:0.5, 2048:0.5", "train.micro_batch_size": "16"},
+    ],
+    ("model.rope_factor", "model.rope_low", "model.rope_high"): [{"model.rope_factor": "8", "model.rope_low": "4"}],
+    ("model.attention_cap", "attention.kernel"): [{"model.attention_cap": "50", "attention.kernel": "flash"}],
+    ("model.logits_cap", "loss.head"): [
+        {"model.logits_cap": "30", "loss.head": "chunked"},
+        {"model.logits_cap": "30", "loss.head": "torch"},
+    ],
+    ("precision.casts", "model.family"): [
+        {"precision.casts": "autocast", "model.family": "gpt2"},
+        {"precision.casts": "residual=bf16", "model.family": "qwen3"},
+    ],
     ("model.heads", "model.kv_heads"): [{"model.kv_heads": "3"}],
     ("train.batch_size", "train.ranks", "train.micro_batch_size"): [{"train.batch_size": "24"}, {"train.ranks": "2"}],
     ("train.curriculum", "train.sequence_length", "train.micro_batch_size", "train.steps"): [

@@ -33,7 +33,7 @@ from lockstep.core.model.budget import (
     recomputed_flops_per_token,
     update_flops,
 )
-from lockstep.core.model.families import FAMILIES, graph_of, llama
+from lockstep.core.model.families import FAMILIES, graph_of
 from lockstep.core.model.graph import KINDS, OUTPUT, Constant, Graph, Kind, Normal, Operation, Parameter
 from lockstep.core.model.groups import check_state, moment_names
 from lockstep.core.model.init import init_parameters
@@ -61,7 +61,7 @@ WIDTH = 24
 def with_an_adapter(model: ModelConfig, attention: AttentionConfig, loss: LossConfig) -> list[Operation]:
     """Llama with one more linear layer in each block, from the MLP's normed input into WIDTH numbers."""
     found = []
-    for one in llama.operations(model, attention, loss):
+    for one in FAMILIES["llama"](model, attention, loss):
         found.append(one)
         if one.id == "mlp_norm":
             at = f"blocks.{one.layer}.mlp"
@@ -175,7 +175,7 @@ def test_a_made_up_operation_is_in_the_plan(config: RunConfig, policy: str, comp
 def with_a_scan(model: ModelConfig, attention: AttentionConfig, loss: LossConfig) -> list[Operation]:
     """Llama with a recurrence after each attention and one before the head, whose derivative needs what they write."""
     found: list[Operation] = []
-    for one in llama.operations(model, attention, loss):
+    for one in FAMILIES["llama"](model, attention, loss):
         if one.id == "mlp_norm" or one.part == "head":
             at = "scan" if one.layer is None else f"blocks.{one.layer}.scan"
             decay = Parameter(f"{at}.decay", (model.hidden,), "gains", Constant(0.5))
@@ -385,7 +385,7 @@ def test_a_made_up_policy_has_its_formats_everywhere(monkeypatch: pytest.MonkeyP
 
 
 def test_a_chain_must_be_sound() -> None:
-    operations = llama.operations(ModelConfig(layers=1), AttentionConfig(), LossConfig())
+    operations = FAMILIES["llama"](ModelConfig(layers=1), AttentionConfig(), LossConfig())
     Graph.of(operations)
     for broken, said in (
         (operations[1:], "no earlier operation writes"),

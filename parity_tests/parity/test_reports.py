@@ -121,9 +121,11 @@ def test_the_largest_logit_is_of_keys_that_a_query_may_see(masked: bool) -> None
         shown = session.attention_logits(batch)  # type: ignore[attr-defined]
         for layer, value in enumerate(shown):
             q, k = (taps[f"blocks.{layer}.attn.{what}_rope"] for what in "qk")
-            assert largest(q, k, batch.documents) == pytest.approx(value, rel=1e-12)
+            assert largest(q, k, batch.documents, config.model.score_scale) == pytest.approx(value, rel=1e-12)
             everything = np.einsum("bshe,bthe->bhst", q, np.repeat(k, 2, axis=2)).max() / np.sqrt(q.shape[-1])
-            unseen += bool((largest(q, k, None) if masked else everything) > value * (1 + 1e-9))
+            unseen += bool(
+                (largest(q, k, None, config.model.score_scale) if masked else everything) > value * (1 + 1e-9)
+            )
     assert unseen
 
 

@@ -21,6 +21,7 @@ import platform
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -36,6 +37,7 @@ import tyro
 
 from lockstep.core.backend import Arrays
 from lockstep.core.components.cast_plan import NARROW
+from lockstep.core.config.schema import ModelConfig
 from lockstep.core.model.names import GRADIENT
 from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.judge.local import stages
@@ -46,15 +48,19 @@ from lockstep.core.parity.measures.distances import Distances
 from lockstep.core.parity.measures.peak_bounds import Sharp
 from lockstep.core.parity.measures.scatter import SCATTER_SIZE, scatter
 from lockstep.core.parity.measures.verdict import Measure
-from lockstep.scripts.studies.clean_runs import clean_evidence, draw_config, open_reference
+from lockstep.core.parity.reference.stages import chain, forward_stages
+from lockstep.scripts.studies.clean_runs import clean_evidence, draw_config, of_family, open_reference
 from lockstep.scripts.studies.samples import Checks, Sample, kept
 
 TABLE = ROOT / "core/parity/measures/calibrated_bounds.json"
 # What is measured apart: `step`, a whole step with AdamW; what another optimizer or a library's loss head does.
 # `casts`: what a plan of casts rounds (`precision.casts`). `plans`: a whole step under another plan than Lockstep's.
-Part = Literal["step", "casts", "plans", "adamw8bit", "adamw8bit_bnb", "muon", "torch_head", "liger_head", "cce_head"]
+# `families`: stages that no Llama has.
+Part = Literal[
+    "step", "families", "casts", "plans", "adamw8bit", "adamw8bit_bnb", "muon", "torch_head", "liger_head", "cce_head"
+]
 PARTS: tuple[Part, ...] = get_args(Part)
-ON_CPU: tuple[Part, ...] = ("step", "casts", "plans", "adamw8bit", "muon", "torch_head")
+ON_CPU: tuple[Part, ...] = ("step", "families", "casts", "plans", "adamw8bit", "muon", "torch_head")
 POLICIES = ("fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise")
 RECIPES = tuple(f"{policy}/{program}" for policy in POLICIES for program in ("eager", "compiled"))
 CALIBRATION_DRAWS, HELD_OUT_DRAWS = range(30), range(1000, 1008)
@@ -86,6 +92,8 @@ def clean_checks(job: Job) -> Checks:
 
     optimizer = part if part in ("adamw8bit", "adamw8bit_bnb", "muon") else "adamw"
     config = draw_config(draw, recipe, optimizer=optimizer, casts=part in ("casts", "plans"))
+    if part == "families":
+        config = of_family(config, draw)
     if part.endswith("_head"):
         loss = config.loss.model_copy(update={"head": part.removesuffix("_head")})
         config = config.model_copy(update={"loss": loss, "device": device})
@@ -95,7 +103,7 @@ def clean_checks(job: Job) -> Checks:
     seeds = [draw * SEEDS + i for i in range(SEEDS)]
     for _, evidence, of_seed in clean_evidence(config, reference, seeds, CHECKS, BETWEEN):
         checks.append([])
-        if part in ("step", "plans"):
+        if part in ("step", "plans", "families"):
             judge(evidence, of_seed)
         elif part.endswith("_head"):
             list(stages(replace(evidence, taps=_of_head(evidence.taps)), of_seed, []))
@@ -118,8 +126,18 @@ def part_of(kind: str) -> Part:
     if kind.endswith(calibrated_bounds.OTHER_PLAN):
         return "plans"
     scope, _, stage = kind.partition("/")
-    named = stage.partition("/")[0] if scope in ("forward", "backward") else scope
+    if scope == "end_to_end":
+        stage = stage.partition("/")[2]
+    named = stage.partition("/")[0] if scope in ("forward", "backward", "end_to_end") else scope
+    if named in chain().kinds and named not in of_llama() and not named.endswith("_head"):
+        return "families"
     return next((part for part in PARTS if part == named), "step")
+
+
+@cache
+def of_llama() -> frozenset[str]:
+    """Return the stages that a Llama has."""
+    return frozenset(one.id for one in forward_stages(ModelConfig()))
 
 
 def measured_here(recipe: str) -> list[Part]:
@@ -129,7 +147,11 @@ def measured_here(recipe: str) -> list[Part]:
     kinds["plans"] = f"gradients/together{calibrated_bounds.OTHER_PLAN}"
     if calibrated_bounds.policy_of(recipe).operand not in NARROW:
         del kinds["casts"], kinds["plans"]
-    return [part for part in kinds if part == "step" or calibrated_bounds.measured_under(recipe, kinds[part]) == recipe]
+    return [
+        part
+        for part in kinds
+        if part in ("step", "families") or calibrated_bounds.measured_under(recipe, kinds[part]) == recipe
+    ]
 
 
 def keep(rows: dict[str, Any], recipe: str, parts: list[Part], measured: dict[str, Any]) -> None:

@@ -119,6 +119,38 @@ def draw_config(
     )
 
 
+# Every family with stages that no Llama has; a Mistral stands for those whose stages are Llama's and a window's.
+OTHER_FAMILIES = ("gpt2", "qwen3", "gemma2", "mistral")
+
+
+def of_family(config: RunConfig, seed: int, family: str | None = None) -> RunConfig:
+    """A drawn run of another family, by default one of OTHER_FAMILIES in turn, with settings that the seed draws.
+
+    Windows are shorter than the sequences, and caps of the size of what they cap.
+    """
+    rng = np.random.default_rng([seed, 6])
+    family = family or OTHER_FAMILIES[seed % len(OTHER_FAMILIES)]
+    model, length = config.model, config.train.longest
+    changes: dict[str, object] = {"family": family, "positions": length + int(rng.integers(0, 50))}
+    if family == "gpt2":
+        changes |= {"kv_heads": model.heads, "tied": True}
+    if family in ("qwen3", "gemma2"):
+        changes["head_width"] = int(rng.choice([0, 8, 16, 24]))
+    if family in ("mistral", "gemma2"):
+        changes["window"] = int(rng.integers(1, length))
+    if family == "gemma2":
+        changes |= {
+            "attention_cap": float(rng.choice([0.0, 5.0, 50.0])),
+            "logits_cap": float(rng.choice([2.0, 30.0])),
+            "attention_scale": float(rng.choice([0.0, 0.1, 0.3])),
+        }
+    if family == "llama":
+        changes |= {"rope_factor": float(rng.choice([2.0, 8.0, 32.0])), "rope_original": int(rng.integers(8, length))}
+    loss = config.loss.model_copy(update={"head": "full"}) if changes.get("logits_cap") else config.loss
+    update = {"model": model.model_copy(update=changes), "loss": loss}
+    return RunConfig.model_validate(config.model_copy(update=update).model_dump())
+
+
 def draw_plan(seed: int) -> CastPlan:
     """Draw a plan of casts: autocast's in every fifth draw, else a choice for each key, rope's and act's in turn."""
     if seed % 5 == 4:

@@ -12,17 +12,37 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.core.config.schema import PARTS, RecomputeConfig
 from lockstep.core.model.names import layer_of
-from lockstep.torch_backend.model import Attention, Block, Embedding, RMSNorm, Rope, SwiGLU, Tap, Transformer, no_tap
+from lockstep.torch_backend.model import (
+    MLP,
+    NORMS,
+    Attention,
+    Block,
+    Embedding,
+    Positions,
+    Rope,
+    SwiGLU,
+    Tap,
+    Transformer,
+    no_tap,
+)
 from lockstep.torch_backend.precision import Policy
 
 Run = Callable[..., Any]
 
-PART_OF = {Embedding: "embedding", RMSNorm: "norms", Attention: "attention", SwiGLU: "mlp", Block: "block"}
+PART_OF: dict[type[nn.Module], str] = {
+    Embedding: "embedding",
+    Positions: "embedding",
+    **dict.fromkeys(NORMS.values(), "norms"),
+    Attention: "attention",
+    SwiGLU: "mlp",
+    MLP: "mlp",
+    Block: "block",
+}
 
 # What a matrix product is by the time autograd sees it: linear layers, attention kernels, FP8.
 PRODUCTS = frozenset(

@@ -21,10 +21,10 @@ QUERIES = 256
 
 
 def largest_logits(model: Transformer, tokens_BS: Tensor, policy: Policy, *documents_BS: Tensor) -> np.ndarray:
-    """(layers,) float64: the maximum over sequences, heads, queries and the keys that each may see of q·kᵀ/√E.
+    """(layers,) float64: the maximum over sequences, heads, queries and the keys that each may see of q·kᵀ·scale.
 
-    Operands are rounded as attention's are, products and sums in the stream dtype. documents_BS (B, S) where attention
-    asks for them. The forward pass runs eagerly, without gradients; nothing of the model is changed.
+    Before a cap. Operands are rounded as attention's are, products and sums in the stream dtype. documents_BS (B, S)
+    where attention asks for them. The forward pass runs eagerly, without gradients; nothing of the model is changed.
     """
     apart = documents_BS[0] if documents_BS and model.document_mask else torch.zeros_like(tokens_BS)
     found: dict[str, Tensor] = {}
@@ -33,10 +33,13 @@ def largest_logits(model: Transformer, tokens_BS: Tensor, policy: Policy, *docum
 
     def tap(name: str, value: Tensor) -> Tensor:
         block, _, what = name.rpartition(".")
-        if what == "q_rope":
+        if what == ("q_rope" if model.rotary else "q"):
             queries[block] = value
-        elif what == "k_rope":
-            found[block] = _largest(queries.pop(block), heads[block].expand(value), apart, policy)
+        elif what == ("k_rope" if model.rotary else "k"):
+            attention = heads[block]
+            q, k = (by_heads(x, attention.head_dim) for x in (queries.pop(block), value))
+            window = model.window if attention.windowed else 0
+            found[block] = _largest(q, attention.expand(k), apart, policy, attention.kernel.scale, window)
         return value
 
     with torch.no_grad():
@@ -50,9 +53,16 @@ def _attention(block: torch.nn.Module) -> Attention:
     return block.attn
 
 
-def _largest(q_BSHE: Tensor, k_BSHE: Tensor, documents_BS: Tensor, policy: Policy) -> Tensor:
+def by_heads(x: Tensor, head_dim: int) -> Tensor:
+    """Queries or keys (B, S, H, E), from those or from (B, S, H·E)."""
+    return x if x.ndim == 4 else x.unflatten(-1, (-1, head_dim))
+
+
+def _largest(
+    q_BSHE: Tensor, k_BSHE: Tensor, documents_BS: Tensor, policy: Policy, factor: float | None, window: int
+) -> Tensor:
     q_BHSE, k_BHSE = (x.to(policy.operand).to(policy.stream).transpose(1, 2) for x in (q_BSHE, k_BSHE))
-    length, scale = q_BHSE.shape[2], 1.0 / math.sqrt(q_BHSE.shape[-1])
+    length, scale = q_BHSE.shape[2], factor or 1.0 / math.sqrt(q_BHSE.shape[-1])
     largest = q_BHSE.new_full((), -math.inf)
     places = torch.arange(length, device=q_BHSE.device)
     for q_HSE, k_HSE, documents_S in zip(q_BHSE, k_BHSE, documents_BS, strict=True):
@@ -61,5 +71,7 @@ def _largest(q_BSHE: Tensor, k_BSHE: Tensor, documents_BS: Tensor, policy: Polic
             logits_HST = (q_HSE[:, start:stop] @ k_HSE[:, :stop].transpose(1, 2)) * scale
             unseen_ST = places[start:stop, None] < places[:stop]
             unseen_ST |= documents_S[start:stop, None] != documents_S[:stop]
+            if window:
+                unseen_ST |= places[start:stop, None] - places[:stop] >= window
             largest = torch.maximum(largest, logits_HST.masked_fill_(unseen_ST, -math.inf).amax())
     return largest

@@ -1,7 +1,7 @@
 """Next-token logits of a run's weights, with a KV cache or without: the model of torch_backend/model.py, run eagerly.
 
-The cache is a tap. The model shows it the rotated keys and the values of the new tokens on their way, and goes on with
-what the tap gives back: those of all tokens. Nothing of the model is written a second time.
+The cache is a tap. The model shows it the keys, turned by their position, and the values of the new tokens on their
+way, and goes on with what the tap gives back: those of all tokens. Nothing of the model is written a second time.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ from torch import Tensor
 from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import AttentionConfig, CompileConfig, RecomputeConfig, RunConfig
+from lockstep.core.model.families import traits_of
 from lockstep.torch_backend.device import resolve_device
-from lockstep.torch_backend.model import Tap, Transformer, no_tap, rope_at
+from lockstep.torch_backend.model import Tap, Transformer, no_tap
 from lockstep.torch_backend.precision import policy_of
 from lockstep.torch_backend.switches import Switches
 
-KEYS, VALUES = ".attn.k_rope", ".attn.v"
+# Keys are what attention reads: turned ones, or those of a family without rotations.
+KEYS, UNTURNED, VALUES = ".attn.k_rope", ".attn.k", ".attn.v"
 
 
 class Cache:
-    """Rotated keys (1, S, K, E) and values (1, S, K·E) of every block, in the dtype in which attention takes them."""
+    """Keys, (1, S, K, E) or (1, S, K·E), and values (1, S, K·E) of every block, in the dtype that attention takes."""
 
-    def __init__(self, length: int, dtype: torch.dtype) -> None:
-        self._length, self._dtype = length, dtype
+    def __init__(self, length: int, dtype: torch.dtype, rotary: bool = True) -> None:
+        self._length, self._dtype, self._keys = length, dtype, KEYS if rotary else UNTURNED
         self._held: dict[str, Tensor] = {}
 
     def tap(self, start: int) -> Tap:
         """The tap of a pass over tokens that stand at `start` and after it."""
 
         def keep(name: str, new: Tensor) -> Tensor:
-            if not name.endswith((KEYS, VALUES)):
+            if not name.endswith((self._keys, VALUES)):
                 return new
             if name not in self._held:
                 shape = (1, self._length, *new.shape[2:])
@@ -88,7 +90,8 @@ class Decoder:
         weights = {name: torch.as_tensor(p).to(self.device, self.policy.stream) for name, p in params.items()}
         self._model.load_state_dict(weights, assign=True)
         self.window = len(self._model.cos)
-        self._cache = self.cache_class(self.window, self.policy.operand) if cached else None
+        rotary = traits_of(config.model).rotary
+        self._cache = self.cache_class(self.window, self.policy.operand, rotary) if cached else None
         # The tokens whose keys and values are in the cache.
         self._tokens = np.zeros(0, np.int32)
 
@@ -110,8 +113,9 @@ class Decoder:
         model, stop = self._model, len(tokens)
         self._switches.require()
         with torch.inference_mode():
-            rope = rope_at((model.cos[start:stop], model.sin[start:stop]), None, self.policy)
+            rope = model.places(stop, None, self.policy, start)
             ids = torch.tensor(tokens[None, start:], dtype=torch.long, device=self.device)
             x_BSD = model.trunk_at(ids, rope, self.policy, tap)[:, -1:]
-            logits: np.ndarray = model.logits(x_BSD, self.policy)[0, 0].to(self.policy.stream).cpu().numpy()
+            logits_V = model.cap(model.logits(x_BSD, self.policy)[0, 0].to(self.policy.stream))
+            logits: np.ndarray = logits_V.cpu().numpy()
         return logits

@@ -20,7 +20,7 @@ def scores(
     x_ND = model.trunk(tokens_BS, policy, no_tap, *documents_BS).flatten(0, 1)
     parts = []
     for x, targets in zip(x_ND.split(chunk), targets_BS.flatten().split(chunk), strict=True):
-        logits = model.logits(x[None], policy)[0]
+        logits = model.cap(model.logits(x[None], policy)[0])
         parts.append((negative_log_likelihood(logits, targets), logits.argmax(-1) == targets))
     nll, top1 = (torch.cat(each).unflatten(0, targets_BS.shape) for each in zip(*parts, strict=True))
     return nll, top1

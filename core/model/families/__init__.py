@@ -6,12 +6,21 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from lockstep.core.config.sections import AttentionConfig, LossConfig, ModelConfig
-from lockstep.core.model.families import llama
+from lockstep.core.model.families import gemma2, gpt2, llama, mistral, qwen2, qwen3
+from lockstep.core.model.families.traits import Traits
+from lockstep.core.model.families.transformer import Transformer
 from lockstep.core.model.graph import Graph, Operation
 
 Family = Callable[[ModelConfig, AttentionConfig, LossConfig], list[Operation]]
 
-FAMILIES: dict[str, Family] = {"llama": llama.operations}
+FAMILIES: dict[str, Family] = {
+    "llama": Transformer(llama.TRAITS),
+    "gpt2": Transformer(gpt2.TRAITS),
+    "qwen2": Transformer(qwen2.TRAITS),
+    "qwen3": Transformer(qwen3.TRAITS),
+    "mistral": Transformer(mistral.TRAITS),
+    "gemma2": Transformer(gemma2.TRAITS),
+}
 
 
 @lru_cache(maxsize=32)
@@ -23,3 +32,12 @@ def graph_of(model: ModelConfig, attention: AttentionConfig | None = None, loss:
     Raises KeyError for an unknown family.
     """
     return Graph.of(FAMILIES[model.family](model, attention or AttentionConfig(), loss or LossConfig()))
+
+
+def traits_of(model: ModelConfig) -> Traits:
+    """The traits of a model's family; those of Llama for a family that lists its operations by itself.
+
+    Raises KeyError for an unknown family.
+    """
+    family = FAMILIES[model.family]
+    return family.traits if isinstance(family, Transformer) else llama.TRAITS

@@ -22,6 +22,7 @@ from lockstep.core.backend import Arrays
 from lockstep.core.components.optimizers import ADAMW
 from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.model.families.transformer import WINDOWED
 from lockstep.core.model.graph import Operation
 from lockstep.core.model.groups import group_settings, update_rules
 from lockstep.core.model.init import init_parameters
@@ -39,13 +40,21 @@ from lockstep.core.train.schedule import learning_rate
 # Kind of operation → the template that writes its call.
 CALLS = {
     "embedding": "embed",
+    "scale": "embed_scale",
+    "position": "position",
     "norm": "norm",
+    "centered_norm": "centered_norm",
+    "layer_norm": "layer_norm",
+    "head_norm": "head_norm",
     "linear": "linear",
     "rope": "rope",
     "attention": "attn",
     "sum": "add",
     "gated": "act",
+    "gated_gelu": "gated_gelu",
+    "gelu": "gelu",
     "logits": "logits",
+    "cap": "cap",
     "nll": "nll",
 }
 
@@ -177,8 +186,10 @@ def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConf
         tensors |= _sent_back(stage, evidence, sums)
     else:
         tensors["candidate.out"] = taps[stage.tap]
-    keys = ("norm_eps", "rope_theta", "heads", "kv_heads")
-    facts = {key: getattr(model, key) for key in keys} | {"head_dim": model.head_dim, "kernel": config.attention.kernel}
+    keys = ("norm_eps", "rope_theta", "rope_factor", "rope_low", "rope_high", "rope_original", "hidden", "heads")
+    keys += ("kv_heads", "head_dim", "score_scale", "attention_cap", "logits_cap")
+    facts = {key: getattr(model, key) for key in keys} | {"kernel": config.attention.kernel}
+    facts["window"] = model.window if stage.id == WINDOWED else 0
     facts["limits"] = _limits(stage, origin, check)
     roles = {**stage.reads, **stage.params}
     accused = [f"grad.{role}" for role, total in roles.items() if origin.tap in (total, stage.sends(role))]

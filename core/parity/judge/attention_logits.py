@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from lockstep.core.components.precision import FORMATS
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.families.transformer import WINDOWED
 from lockstep.core.parity.evidence.attention_logits import ATTENTION_LOGITS
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.observations import sketch_distances
@@ -41,14 +43,17 @@ def attention_logits(
         yield exact(STAGE, ATTENTION_LOGIT + "max", 1, 1, "a number for each layer", note)
         return
     documents = batch.documents_for(config.attention) if config.attention.document_mask else None
-    for layer, value in enumerate(shown.tolist()):
-        names = [f"blocks.{layer}.attn.{what}_rope" for what in "qk"]
+    model = config.model
+    operations = [one for one in graph_of(model).operations if one.kind == "attention"]
+    for layer, (value, attention) in enumerate(zip(shown.tolist(), operations, strict=True)):
+        names = [attention.reads[what] for what in "qk"]
         if not all(name in evidence.taps and name in repeated.truth for name in names):
             missing.append(f"the largest attention logit of layer {layer}: its queries and keys are not shown")
             continue
-        q, k = (evidence.taps[name] for name in names)
-        scale = math.prod(float(np.linalg.norm(x, axis=-1).max()) for x in (q, k)) / math.sqrt(q.shape[-1])
-        apart = abs(value - largest(q, k, documents))
+        q, k = (evidence.taps[name].reshape(*batch.tokens.shape, -1, model.head_dim) for name in names)
+        scale = math.prod(float(np.linalg.norm(x, axis=-1).max()) for x in (q, k)) * model.score_scale
+        window = model.window if attention.id == WINDOWED else 0
+        apart = abs(value - largest(q, k, documents, model.score_scale, window))
         measure = Measure(
             "relative_error", apart / scale if scale else apart, None, *_bound(reference, repeated, names)
         )
@@ -69,17 +74,20 @@ def _bound(reference: Reference, repeated: Repeated, names: list[str]) -> tuple[
     return calibrated_bounds.MARGIN * errors, words
 
 
-def largest(q_NSHE: np.ndarray, k_NSKE: np.ndarray, documents_NS: np.ndarray | None) -> float:
-    """Return the largest q·k/√E over queries, heads, and the keys that each may see."""
+def largest(
+    q_NSHE: np.ndarray, k_NSKE: np.ndarray, documents_NS: np.ndarray | None, scale: float, window: int = 0
+) -> float:
+    """Return the largest q·k·scale over queries, heads, and the keys that each may see. window: 0, all before it."""
     found, heads = -math.inf, k_NSKE.shape[2]
     for row, (q_SHE, k_SKE) in enumerate(zip(q_NSHE, k_NSKE, strict=True)):
         for where in stretches(len(q_SHE), QUERIES):
             places = np.arange(where.start, where.stop)
             q_CKGE = q_SHE[where].reshape(len(places), heads, -1, q_SHE.shape[-1])
-            seen_CT = places[:, None] >= np.arange(where.stop)
+            ago_CT = places[:, None] - np.arange(where.stop)
+            seen_CT = (ago_CT >= 0) & (ago_CT < (window or where.stop))
             if documents_NS is not None:
                 seen_CT &= documents_NS[row, where, None] == documents_NS[row, : where.stop]
             for head in range(heads):
                 logits_CGT = q_CKGE[:, head] @ k_SKE[: where.stop, head].T
                 found = max(found, float(logits_CGT.max(where=seen_CT[:, None], initial=-math.inf)))
-    return found / math.sqrt(q_NSHE.shape[-1])
+    return found * scale

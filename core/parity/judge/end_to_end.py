@@ -6,6 +6,7 @@ a check beside the run and a replay from its recorded sketches are one computati
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -14,7 +15,7 @@ import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State
 from lockstep.core.config.schema import ModelConfig
-from lockstep.core.model.names import GRADIENT, parameter_shapes, tap_names
+from lockstep.core.model.names import GRADIENT, cancelled, parameter_shapes, tap_names
 from lockstep.core.parity.evidence.evaluation import LOGITS
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.loss_weights import weighted_part, weighted_rows
@@ -23,7 +24,7 @@ from lockstep.core.parity.evidence.sketch import K
 from lockstep.core.parity.judge.aggregates import geometric_mean
 from lockstep.core.parity.judge.over_layers import OverLayers
 from lockstep.core.parity.measures import calibrated_bounds
-from lockstep.core.parity.measures.compare import Reference, compare_observed, exact, finding
+from lockstep.core.parity.measures.compare import Reference, compare_cancelled, compare_observed, exact, finding
 from lockstep.core.parity.measures.distances import Distances
 from lockstep.core.parity.measures.verdict import OVER_ALL, Finding
 from lockstep.core.parity.reference.side_by_side import passes
@@ -192,6 +193,23 @@ def compare_with(found: Observations, repeated: Repeated, reference: Reference) 
     yield from over_layers.findings()
 
 
+def _cancelled(
+    reference: Reference, name: str, c: Observation, w: Observation, t: Observation, of_weight: Observation
+) -> Finding:
+    """A gradient that is 0 in exact arithmetic. of_weight: the truth's of the weight beside it.
+
+    Σ g·xᵀ is about √(columns) times as long as Σ g would be if it did not cancel, for inputs x of about 1.
+    """
+    if c.size != t.size:
+        return exact("gradients", name, 1, t.size, "sizes must be equal", f"candidate {c.size}, reference {t.size}")
+    if c.nonfinite:
+        return exact("gradients", name, c.nonfinite, t.size, "every number is finite")
+    scale = of_weight.norm / math.sqrt(of_weight.size / t.size)
+    of_c, of_w, of_t = (one.sketch.astype(np.float64) for one in (c, w, t))
+    errors = float(np.linalg.norm(of_c - of_t)), float(np.linalg.norm(of_w - of_t))
+    return compare_cancelled(reference, "gradients", name, "end_to_end", errors, scale, t.size)
+
+
 def _parameter_gradients(
     found: Observations, repeated: Repeated, reference: Reference, over_layers: OverLayers
 ) -> Iterator[Finding]:
@@ -204,9 +222,14 @@ def _parameter_gradients(
     basis = "every parameter has a gradient"
     yield exact("gradients", "names", len(absent), len(shapes), basis, ", ".join(absent[:5]))
     excesses: list[float] = []
+    without_gradient = cancelled(reference.config.model)
     for name in shapes:
         if name in given:
             key = PARAMETER + name
+            if name in without_gradient:
+                sides = found[key], twin[key], truth[key]
+                yield _cancelled(reference, name, *sides, truth[PARAMETER + without_gradient[name]])
+                continue
             kind = calibrated_bounds.gradient_kind(reference.config.model, name)
             one = compare_observed(reference, "gradients", kind, name, found[key], twin[key], truth[key], most=errors)
             excesses += [m.value for m in one.measures if m.name == "excess"]

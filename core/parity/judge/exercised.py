@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
+from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.parity.evidence.attention_logits import ATTENTION_LOGITS
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.in_a_row import LEFT_OUT
 from lockstep.core.parity.evidence.probe import has_end_of_text, sequences_of_several_documents
@@ -33,10 +37,14 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
             yield "document mask", why
         if attention.reset_positions:
             yield "positions that begin anew", why
+    length = evidence.batch.tokens.shape[1]
+    if config.model.window >= length:
+        yield "attention window", f"sequences of {length:,} tokens are not longer than model.window"
+    yield from _attention_cap(evidence, config)
     if own.end_of_text is not None and not any(map(has_end_of_text, compared)):
         yield "end of text", "of the tokens that were compared, none ends a document"
-    for length in sorted({*train.lengths} - {evidence.batch.tokens.shape[1]}):
-        yield f"sequences of {length:,} tokens", f"those of this step have {evidence.batch.tokens.shape[1]:,}"
+    for other in sorted({*train.lengths} - {length}):
+        yield f"sequences of {other:,} tokens", f"those of this step have {length:,}"
     if not evidence.own:
         yield "accumulation", "the step is one micro-batch" if train.accumulation == 1 else ""
     if train.ranks > 1 and evidence.reduced is None and not evidence.own:
@@ -67,3 +75,13 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
         yield "validation", "none is due after this step"
     if record.lr == 0:
         yield "update", "the learning rate is 0"
+
+
+def _attention_cap(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Name a cap that hardly acts: for small scores cap·tanh(s / cap) is s·(1 − (s / cap)² / 3), which rounds to s."""
+    cap, shown = config.model.attention_cap, evidence.evaluated.get(ATTENTION_LOGITS)
+    if not cap or shown is None:
+        return
+    largest = float(np.abs(shown).max())
+    if (largest / cap) ** 2 / 3 < FORMATS[config.precision.operand].roundoff:
+        yield "attention cap", f"the largest score {largest:.3g} is far below model.attention_cap = {cap:g}"

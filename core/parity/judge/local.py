@@ -20,7 +20,7 @@ from lockstep.core.arrays import Scaled, part_of, shape_of
 from lockstep.core.backend import Arrays, NotSupported, RankReport
 from lockstep.core.components.precision import narrowed
 from lockstep.core.model.graph import OUTPUT, Operation
-from lockstep.core.model.names import GRADIENT, in_fp8, parameter_shapes
+from lockstep.core.model.names import GRADIENT, cancelled, in_fp8, parameter_shapes
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.judge.rows import with_ranks
 from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
@@ -31,6 +31,7 @@ from lockstep.core.parity.measures.compare import (
     NoiseOf,
     Reference,
     compare,
+    compare_cancelled,
     exact,
     finding,
     relative_difference,
@@ -70,6 +71,7 @@ def stages(
     sums = {shared.name: shared for shared in shared_tensors(reference.config)}
     sent: dict[tuple[str, str], Sent] = {}
     amaxes = amaxes_in_force(reference.config, evidence.before.scalars)
+    without_gradient = cancelled(reference.config.model)
     if has_gradients:
         yield _loss_backward(evidence, reference)
     for stage in filter(chosen, stages_of(reference.config)):
@@ -119,6 +121,12 @@ def stages(
                 sent[stage.tap, role] = Sent(w[f"grad/{role}"], t[f"grad/{role}"], of_role)
                 continue
             sides = w[f"grad/{role}"], t[f"grad/{role}"]
+            if name in without_gradient:
+                c = evidence.taps.get(GRADIENT + name, np.zeros_like(sides[1]))
+                errors = _norm(c - sides[1].astype(np.float64)), _norm(sides[0] - sides[1].astype(np.float64))
+                size, scale = sides[1].size, _norm(grad)
+                yield compare_cancelled(reference, stage.id, name, "local", errors, scale, size, stage.layer)
+                continue
             # A parameter's gradient is a sum over all tokens.
             terms = grad[..., 0].size if role in stage.params else 1
             heard = functools.partial(noise.of, f"grad/{role}", terms)
@@ -149,6 +157,8 @@ class Program:
         if micro is None:
             return
         raw = micro.program if name in micro.program else micro.grads
+        if name in cancelled(self._reference.config.model):
+            return  # rounding errors, of which two programs have their own; end to end their size is held
         if name in raw and GRADIENT + name in self._evidence.taps:
             stage = "compiler" if self._reference.config.compile.enabled else "gradients"
             sides = raw[name], self._evidence.taps[GRADIENT + name]

@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.core.backend import Batch, NotSupported
 from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.model.names import parameter_shapes
+from lockstep.core.model.names import cancelled, parameter_shapes
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL, Observation, observed, sketch_distances
 from lockstep.core.parity.evidence.probe import is_text_of
@@ -129,7 +129,11 @@ def _accumulated(
     if len(shares) != len(evidence.own):
         yield exact(stage, "micro-batches", abs(len(shares) - len(evidence.own)), len(shares), "one part each")
         return
+    # Rounding errors, which a micro-batch by itself has of its own.
+    passed_over = cancelled(config.model) if rounds else {}
     for name in parameter_shapes(config.model):
+        if name in passed_over:
+            continue
         key = PARAMETER + name
         parts = [one.get(key) for one in evidence.own]
         if name not in evidence.stepped.grads or None in parts:
@@ -169,7 +173,8 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
         yield finding("nll", "nll", "end_to_end", (measure,), own.size, unequal, phase="forward")
     first = evidence.own[0] if evidence.own else None
     most = max(LEAST_APART, _some_roundings(evidence, config))
-    for name in dict.fromkeys(name for one in evidence.reweighted for name in one):
+    without_gradient = {PARAMETER + name for name in cancelled(config.model)}
+    for name in dict.fromkeys(name for one in evidence.reweighted for name in one if name not in without_gradient):
         given = evidence.stepped.grads
         parameter = name.removeprefix(PARAMETER)
         theirs = first.get(name) if first else observed(given[parameter]) if parameter in given else None

@@ -357,7 +357,9 @@ def require(config: RunConfig) -> None:
     for rule in update_rules(config).values() if config.device == "cuda" else ():
         if rule.no_twin_on_cuda:
             raise UserError(rule.no_twin_on_cuda)
-    of_all = ModelConfig(family=config.model.family, tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
+    # One block with a window and one without show every stage.
+    biases = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+    of_all = config.model.model_copy(update={"layers": 2, "tied": False, **biases})
     kinds = all_kinds(config.model_copy(update={"model": of_all}))
     if missing := sorted(kind for kind in kinds if kind not in table().get(measured_under(recipe, kind), {})):
         shown = recipe.removesuffix(here.ON_GPU)

@@ -24,6 +24,7 @@ from lockstep.core.parity.measures.accumulators import NO_SUMS, OfSums
 from lockstep.core.parity.measures.decode import Direction, direction, explain
 from lockstep.core.parity.measures.distances import Distances, Sums
 from lockstep.core.parity.measures.peaks import Norms, table_of
+from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.stretches import Space, stretches, wide
 from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
 from lockstep.core.parity.reference.stages import chain
@@ -350,6 +351,32 @@ def compare_observed(
         return found
     words = explain(direction(c.sketch, t.sketch, sketched=True), reference.known, d.twin_relative_error)
     return replace(found, note="; ".join(words[:2]))
+
+
+def compare_cancelled(
+    reference: Reference,
+    stage: str,
+    name: str,
+    scope: Scope,
+    errors: tuple[float, float],
+    scale: float,
+    size: int,
+    layer: int | EllipsisType | None = ...,
+) -> Finding:
+    """Compare a bias's gradient that is 0 in exact arithmetic (`cancelled` of core/model/names.py).
+
+    Its values are rounding errors, of which no two implementations have the same: their size alone is held.
+    errors: the norms of the candidate's and the twin's, truth taken away. scale: the norm of what cancels, of which
+    FP64_LIMIT or FP32_LIMIT is never accused. size: numbers of the gradient.
+    """
+    limit = calibrated_bounds.FP64_LIMIT if reference.config.precision.exact else calibrated_bounds.FP32_LIMIT
+    candidate, twin = (max(error, limit * scale) for error in errors)
+    excess = candidate / twin if twin else math.inf
+    high = calibrated_bounds.LEAST_OF_SUMS ** scatter(size)
+    basis = "0 in exact arithmetic, as softmax does not see it: its size alone is held"
+    measure = Measure("excess", excess if math.isfinite(excess) else math.inf, None, high, basis)
+    found = finding(stage, name, scope, (measure,), size, phase="backward")
+    return found if layer is ... else replace(found, layer=layer)
 
 
 def same_but_for_rounding(

@@ -32,7 +32,7 @@ KEPT_BYTES = 256 << 20
 # The head goes by chunks of positions, whose logits take no more bytes than this, or than its weights do.
 HEAD_BYTES = 128 << 20
 # Kinds of operations that compute each position by itself and sum a weight's gradient in the stream dtype.
-BY_POSITION = frozenset({"norm", "sum", "logits", "nll"})
+BY_POSITION = frozenset({"norm", "centered_norm", "layer_norm", "sum", "logits", "cap", "nll"})
 
 Named = Iterator[tuple[str, np.ndarray]]
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from lockstep.core.backend import Arrays, Session
 from lockstep.core.config.schema import OptimConfig, RunConfig
+from lockstep.core.model.families.transformer import WINDOWED
 from lockstep.core.model.graph import Operation
 from lockstep.core.model.groups import group_settings, moment_names, update_rules
 from lockstep.core.model.names import groups_of, parameter_shapes, probe_shapes
@@ -68,6 +69,9 @@ def tables(subject: Subject) -> Iterator[Form]:
         shapes = subject.shapes(stage)
         if "weight" not in stage.params or len(shapes["weight"]) != 2 or stage.kind == "library_head":
             continue
+        if stage.kind == "position":
+            yield from _positions(subject, stage)
+            continue
         rows, columns = shapes["weight"]
         # Small integers: exact in every format, and in every sum of them.
         weight = ((np.arange(rows * columns).reshape(rows, columns) * 7) % 61 - 30).astype(np.float64)
@@ -82,35 +86,89 @@ def tables(subject: Subject) -> Iterator[Form]:
         yield stage.id, "the column of a unit vector", subject.run(stage.id, x=x, weight=weight, **bias), due
 
 
+def _positions(subject: Subject, stage: Operation) -> Iterator[Form]:
+    """Every token gets the row of its position, in its own document where positions begin anew there."""
+    shapes = subject.shapes(stage)
+    rows, columns = shapes["weight"]
+    weight = ((np.arange(rows * columns).reshape(rows, columns) * 7) % 61 - 30).astype(np.float64)
+    x = np.arange(math.prod(shapes["x"])).reshape(shapes["x"]) % 97.0
+    place = within_documents() if "documents" in stage.batch else np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
+    due = x + weight[place.astype(int)]
+    yield stage.id, "the row of a position", subject.run(stage.id, x=x, weight=weight, **subject.integers(stage)), due
+
+
 def sums_and_norms(subject: Subject) -> Iterator[Form]:
-    """X + y; RMSNorm of a constant c is c/√(c² + ε), times its gain (Zhang & Sennrich 2019): no mean is taken away."""
+    """X + y; RMSNorm of a constant c is c/√(c² + ε), times its gain (Zhang & Sennrich 2019): no mean is taken away.
+
+    LayerNorm (Ba et al. 2016) of numbers that are c above and below their mean is ±c/√(c² + ε), times its gain, plus
+    its bias.
+    """
+    eps = subject.config.model.norm_eps
     for stage in subject.stages().values():
         shapes = subject.shapes(stage)
         if stage.kind == "sum":
             x = np.arange(math.prod(shapes["x"])).reshape(shapes["x"]) % 97.0
             yield stage.id, "a sum", subject.run(stage.id, x=x, y=1.0 - 2 * x), 1.0 - x
-        elif stage.kind == "norm":
+        elif stage.kind in ("norm", "centered_norm", "head_norm"):
             gain, constant = 1.0 + np.arange(shapes["weight"][0]) % 3, 0.25
             x = np.full(shapes["x"], constant)
-            due = np.broadcast_to(gain * constant / math.sqrt(constant**2 + subject.config.model.norm_eps), x.shape)
-            yield stage.id, "a constant vector", subject.run(stage.id, x=x, weight=gain), due
+            due = np.broadcast_to(gain * constant / math.sqrt(constant**2 + eps), shapes["out"])
+            weight = gain - 1.0 if stage.kind == "centered_norm" else gain
+            yield stage.id, "a constant vector", subject.run(stage.id, x=x, weight=weight), due
+        elif stage.kind == "layer_norm":
+            width, constant = shapes["weight"][0], 0.25
+            gain, bias = 1.0 + np.arange(width) % 3, np.arange(width) % 5 - 2.0
+            # As many above as below; where the width is odd, the last is the mean itself.
+            signs = np.where(np.arange(width) % 2, -1.0, 1.0) * (np.arange(width) < width // 2 * 2)
+            scale = math.sqrt(constant**2 * np.square(signs).mean() + eps)
+            due = np.broadcast_to(signs * constant / scale * gain + bias, shapes["out"])
+            x = np.broadcast_to(7.0 + signs * constant, shapes["x"])
+            yield stage.id, "numbers around their mean", subject.run(stage.id, x=x, weight=gain, bias=bias), due
+        elif stage.kind == "scale":
+            x = np.arange(math.prod(shapes["x"])).reshape(shapes["x"]) % 97.0
+            yield stage.id, "times √hidden", subject.run(stage.id, x=x), x * math.sqrt(subject.config.model.hidden)
+        elif stage.kind == "cap":
+            cap, shape = subject.config.model.logits_cap, shapes["logits"]
+            sign = np.where(np.arange(math.prod(shape)).reshape(shape) % 2, -1.0, 1.0)
+            # tanh(ln 3 / 2) = ½.
+            logits = sign * cap * math.log(3.0) / 2
+            yield stage.id, "half of the cap", subject.run(stage.id, logits=logits), sign * cap / 2
+
+
+# GELU by tanh (Hendrycks & Gimpel 2016) at 1; that of −1 is 1 less. By erf it is 0.8413…
+GELU_OF_ONE = 0.8411919906082767
 
 
 def activation(subject: Subject) -> Iterator[Form]:
-    """SwiGLU (Shazeer 2020): silu(ln 3) = ¾·ln 3, times `up`; silu(−ln 3) = −¼·ln 3."""
+    """SwiGLU (Shazeer 2020): silu(ln 3) = ¾·ln 3, times `up`; silu(−ln 3) = −¼·ln 3. GELU at ±1."""
     for stage in subject.of_kind("gated"):
         shape = subject.shapes(stage)["gate"]
         sign = np.where(np.arange(math.prod(shape)).reshape(shape) % 2, -1.0, 1.0)
         due = np.where(sign > 0, 0.75, -0.25) * math.log(3.0) * 2.0
         yield stage.id, "silu at ±ln 3", subject.run(stage.id, gate=sign * math.log(3.0), up=np.full(shape, 2.0)), due
+    for stage in (*subject.of_kind("gated_gelu"), *subject.of_kind("gelu")):
+        shape = subject.shapes(stage)["up"]
+        sign = np.where(np.arange(math.prod(shape)).reshape(shape) % 2, -1.0, 1.0)
+        due, inputs = np.where(sign > 0, GELU_OF_ONE, GELU_OF_ONE - 1.0), {"up": sign}
+        if stage.kind == "gated_gelu":
+            due, inputs = 2.0 * due, {"gate": sign, "up": np.full(shape, 2.0)}
+        yield stage.id, "GELU at ±1", subject.run(stage.id, **inputs), due
 
 
 def rotation(subject: Subject) -> Iterator[Form]:
-    """RoPE (Su et al. 2021) in two halves: pair (j, j + E/2) turns by position·θ^(−2j/E); products know distances."""
+    """RoPE (Su et al. 2021) in two halves: pair (j, j + E/2) turns by position·θ^(−2j/E); products know distances.
+
+    Llama 3.1's stretch of a frequency, by the turns that it makes in `rope_original` tokens.
+    """
     model, reset = subject.config.model, subject.config.attention.reset_positions
     half, base = model.head_dim // 2, float(model.rope_theta)
     position = within_documents() if reset else np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
-    angle = position[..., None] * base ** (-2.0 * np.arange(half) / model.head_dim)
+    frequency = base ** (-2.0 * np.arange(half) / model.head_dim)
+    if model.rope_factor > 1:
+        turns = model.rope_original * frequency / (2 * math.pi)
+        share = np.interp(turns, [model.rope_low, model.rope_high], [1.0 / model.rope_factor, 1.0])
+        frequency = frequency * share
+    angle = position[..., None] * frequency
     several = {"documents": DOCUMENTS} if reset else {}
     single = {"documents": np.zeros_like(DOCUMENTS)} if reset else {}
     for one in subject.of_kind("rope"):
@@ -128,30 +186,43 @@ def rotation(subject: Subject) -> Iterator[Form]:
 
 
 def attention(subject: Subject) -> Iterator[Form]:
-    """Equal keys give the running mean of values, each from its own KV head; two keys a logistic weight at 1/√E.
+    """Equal keys give the running mean of values, each from its own KV head; two keys a logistic weight of their score.
 
-    Where documents do not see each other, within each of them.
+    Where documents do not see each other, within each of them; in a window, over its keys. A cap takes a score s to
+    cap·tanh(s / cap).
     """
     for stage in subject.of_kind("attention"):
         model, masked = subject.config.model, subject.config.attention.document_mask
         seen = {"documents": DOCUMENTS} if masked else {}
         position = np.broadcast_to(np.arange(LENGTH, dtype=np.float64), (ROWS, LENGTH))
-        within = within_documents() if masked else position
+        # So many keys before it that a query sees.
+        in_document = within_documents() if masked else position
+        window = model.window if stage.id == WINDOWED else LENGTH
+        within = np.minimum(in_document, window - 1)
+        shape_q, shape_k = (ROWS, LENGTH, model.heads, model.head_dim), (ROWS, LENGTH, model.kv_heads, model.head_dim)
+        of_q, of_k = subject.shapes(stage)["q"], subject.shapes(stage)["k"]
         heads, kv_heads, width = model.heads, model.kv_heads, model.head_dim
-        q = np.random.default_rng(0).standard_normal((ROWS, LENGTH, heads, width))
+        q = np.random.default_rng(0).standard_normal(shape_q)
         of_head = np.arange(heads) // (heads // kv_heads)
         own = 16.0 * np.arange(kv_heads)
         v = np.broadcast_to(position[..., None, None] + own[:, None], (ROWS, LENGTH, kv_heads, width))
-        k = np.ones((ROWS, LENGTH, kv_heads, width))
-        out = subject.run(stage.id, q=q, k=k, v=v.reshape(ROWS, LENGTH, -1), **seen).reshape(ROWS, LENGTH, heads, width)
+        k = np.ones(shape_k)
+        given = {"q": q.reshape(of_q), "k": k.reshape(of_k), "v": v.reshape(ROWS, LENGTH, -1), **seen}
+        out = subject.run(stage.id, **given).reshape(shape_q)
         due = np.broadcast_to((position - within / 2)[..., None, None] + 16.0 * of_head[:, None], out.shape)
         yield stage.id, "equal keys: the running mean", out, due
         q, k = np.zeros_like(q), np.zeros_like(k)
-        q[..., 0], k[within == 0, :, 0] = 1.0, math.sqrt(width) * math.log(3.0)
+        first = in_document == 0
+        q[..., 0], k[first, :, 0] = 1.0, math.log(3.0) / model.score_scale
         v = np.zeros((ROWS, LENGTH, kv_heads, width))
-        v[within == 0] = 1.0
-        out = subject.run(stage.id, q=q, k=k, v=v.reshape(ROWS, LENGTH, -1), **seen).reshape(ROWS, LENGTH, heads, width)
-        due = np.broadcast_to((3.0 / (3.0 + within))[..., None, None], out.shape)
+        v[first] = 1.0
+        given = {"q": q.reshape(of_q), "k": k.reshape(of_k), "v": v.reshape(ROWS, LENGTH, -1), **seen}
+        out = subject.run(stage.id, **given).reshape(shape_q)
+        cap = model.attention_cap
+        above = math.exp(cap * math.tanh(math.log(3.0) / cap)) if cap else 3.0
+        # Behind the window the first key is not seen.
+        due = np.where(in_document < window, above / (above + within), 0.0)
+        due = np.broadcast_to(due[..., None, None], out.shape)
         yield stage.id, "a score of ln 3 against zeros: 3 / (3 + n)", out, due
 
 

@@ -6,9 +6,11 @@ Ids appear as `stage` in verdicts. A forward stage has a backward as well, under
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from lockstep.core.components.loss_heads import LOSS_HEADS
 from lockstep.core.config.schema import AttentionConfig, LossConfig, ModelConfig, RunConfig
@@ -57,14 +59,15 @@ def _chain(families: tuple[tuple[str, Family], ...], heads: tuple[str, ...]) -> 
     kinds: dict[str, str] = {}
     before: set[str] = set()
     order: list[str] = []
-    for family, _ in families:
-        model = ModelConfig(family=family, layers=1)
-        for head in heads:
-            operations = graph_of(model, None, LossConfig.model_validate({"head": head})).operations
-            _merge(order, [one.id for one in operations])
-            kinds |= {one.id: one.kind for one in operations}
-            first = next((n for n, one in enumerate(operations) if one.layer is not None), 0)
-            before |= {one.id for one in operations[:first]}
+    # A window and a cap of logits are stages of their own; two blocks show one with a window and one without.
+    options: tuple[dict[str, Any], ...] = ({}, {"window": 1, "logits_cap": 1.0})
+    for (family, _), option, head in itertools.product(families, options, heads):
+        model = ModelConfig(family=family, layers=2, **option)
+        operations = graph_of(model, None, LossConfig.model_validate({"head": head})).operations
+        _merge(order, [one.id for one in operations])
+        kinds |= {one.id: one.kind for one in operations}
+        first = next((n for n, one in enumerate(operations) if one.layer is not None), 0)
+        before |= {one.id for one in operations[:first]}
     phases = {
         "tokens": "data",
         "weights": "state",

@@ -1,0 +1,7 @@
+"""Mistral 7B: Llama's operations, and `model.window`, so many tokens that a query sees (Jiang et al. 2023, table 1)."""
+
+from __future__ import annotations
+
+from lockstep.core.model.families.traits import Traits
+
+TRAITS = Traits(qkv_bias=False, o_bias=False, mlp_bias=False)
