@@ -61,7 +61,9 @@ def kernel_saved(z: Sizes, masked: bool) -> dict[str, float]:
     mask = {"mask": float(o * n * z.length)} if masked and z.kernel.mask_as_numbers else {}
     if z.kernel.written_out:
         wide = max(o, 4)
-        return {"qkv": 3.0 * wide * n * z.attended, "scores": float(wide * z.heads * z.length * n), **mask}
+        # A cap keeps what its tanh gives, beside the softmax.
+        scores = (2.0 if z.capped else 1.0) * wide * z.heads * z.length * n
+        return {"qkv": 3.0 * wide * n * z.attended, "scores": scores, **mask}
     return {
         "qkv": 3.0 * o * n * z.attended,
         "out": float(o * n * z.attended),

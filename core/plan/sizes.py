@@ -24,7 +24,7 @@ class Sizes:
     """Tokens of a micro-batch and widths of the model; stream, operand: bytes of a number (torch_backend/precision.py).
 
     fused: a compiler makes one kernel of neighbouring pointwise operations. whole: the forward pass is one program.
-    kernel: attention's. logits, residual: bytes of a logit, and of a number of the residual stream. autocast: see
+    kernel: attention's. capped: it caps its scores. logits, residual: bytes of a logit, and of a number of the residual stream. autocast: see
     `sizes_of`. slow: FP16 on the CPU, whose products are made in FP32. plan: what else is rounded.
     """
 
@@ -42,6 +42,7 @@ class Sizes:
     fused: bool
     whole: bool
     kernel: AttentionKernel
+    capped: bool
     on_cpu: bool
     slow: bool
     logits: int
@@ -105,6 +106,7 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         fused=fused,
         whole=fused and config.compile.scope == "model",
         kernel=kernel_of(config, gpu),
+        capped=config.model.attention_cap > 0,
         on_cpu=not gpu.cuda,
         slow=not gpu.cuda and FORMATS[policy].slow_on_cpu,
         logits=operand if autocast or config.precision.plan.rounds("logits") else stream,
@@ -123,6 +125,8 @@ def _width(model: ModelConfig, kind: str, role: str) -> int:
 
 def kernel_of(config: RunConfig, gpu: Gpu) -> AttentionKernel:
     """The attention kernel that runs, `auto` resolved; on the CPU flash attention stands in for those of CUDA alone."""
+    if config.model.attention_cap:
+        return next(kernel for kernel in ATTENTION_KERNELS.values() if kernel.written_out)
     if not gpu.cuda:
         chosen = settled(config, "cpu").attention.chosen
         return ATTENTION_KERNELS["flash"] if chosen.on_cpu else chosen

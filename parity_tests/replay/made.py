@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch.nn.functional as F
 
 from lockstep.core.backend import Batch
@@ -15,7 +18,7 @@ from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.evidence.recorded import observe, probe_of, save_observations
 from lockstep.core.parity.judge.judge import Reference, judge
-from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.run.directory import RunDir
 from lockstep.core.run.layout import CHECKPOINTS, OBSERVATIONS
 from lockstep.jax_backend.backend import JaxBackend
@@ -163,3 +166,21 @@ def fake_check(path: Path, step: int, verdict: str) -> None:
     """A line of parity.jsonl that says this of a step."""
     with (path / "parity.jsonl").open("ab") as file:
         file.write(sealed_line({"schema": 2, "step": step, "verdict": verdict, "stages": []}))
+
+
+def run_here(folder, made):
+    """The script in this process (torch is loaded already); returns its exit code."""
+    folder.mkdir(exist_ok=True)
+    np.savez(folder / "stage.npz", **made.tensors)
+    (folder / "repro.py").write_text(made.script)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(folder / "repro.py"), run_name="__main__")
+    return stop.value.code
+
+
+class Accused:
+    """A check whose origin is chosen by the test."""
+
+    def __init__(self, step, findings, not_covered, accused: Finding):
+        self.step, self.findings, self.not_covered = step, (*findings, accused), not_covered
+        self.origin = self.worst = accused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,11 +15,19 @@ from lockstep.core.config.schema import AttentionConfig
 from lockstep.core.parity.diagnose.repro import repro
 from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.judge.judge import judge
-from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.parity.reference.self_check import sound_reference
 from lockstep.core.train.loss_scale import SKIPPED
 from lockstep.jax_backend.backend import JaxBackend
-from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, SumsInBf16, backend, checked
+from lockstep.parity_tests.replay.made import (
+    CONFIG,
+    VERSIONS,
+    Accused,
+    Gelu,
+    SumsInBf16,
+    backend,
+    checked,
+    run_here,
+)
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
@@ -29,16 +36,6 @@ UNTIED = tiny_config("fp32", train={"sequence_length": 32}, tied=False, qkv_bias
 PACKED = CONFIG.model_copy(update={"attention": AttentionConfig(document_mask=True, reset_positions=True)})
 MATH = CONFIG.model_copy(update={"attention": AttentionConfig(kernel="math", document_mask=True)})
 CONFIGS = {"bf16": CONFIG, "fp32": UNTIED, "packed": PACKED, "math": MATH}
-
-
-def run_here(folder, made):
-    """The script in this process (torch is loaded already); returns its exit code."""
-    folder.mkdir(exist_ok=True)
-    np.savez(folder / "stage.npz", **made.tensors)
-    (folder / "repro.py").write_text(made.script)
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(folder / "repro.py"), run_name="__main__")
-    return stop.value.code
 
 
 @pytest.mark.parametrize("policy", CONFIGS)
@@ -50,7 +47,7 @@ def test_what_is_honest_is_within_rounding_at_every_link(policy, tmp_path, capsy
     for finding in check.findings:
         # One finding alone is what `repro` then takes for the origin.
         kept = tuple(f for f in check.findings if f.scope == "local" and f is not finding)
-        alone = _Accused(check.step, kept, (), accused=finding)
+        alone = Accused(check.step, kept, (), accused=finding)
         key = (finding.stage, finding.phase, finding.scope)
         if key not in codes:
             codes[key] = run_here(tmp_path / policy, repro(evidence, alone, config, VERSIONS)), capsys.readouterr().out
@@ -72,16 +69,8 @@ def test_the_update_of_a_run_that_left_steps_out_is_one_of_fewer_updates(tmp_pat
     check = judge(evidence, sound_reference(JaxBackend(), config))
     assert check.verdict == "agreed" and evidence.before.updates == 1
     updated = next(one for one in check.findings if one.stage == "update")
-    made = repro(evidence, _Accused(5, check.findings, (), accused=updated), config, VERSIONS)
+    made = repro(evidence, Accused(5, check.findings, (), accused=updated), config, VERSIONS)
     assert run_here(tmp_path / "repro", made) == 0
-
-
-class _Accused:
-    """A check whose origin is chosen by the test."""
-
-    def __init__(self, step, findings, not_covered, accused: Finding):
-        self.step, self.findings, self.not_covered = step, (*findings, accused), not_covered
-        self.origin = self.worst = accused
 
 
 class _HeadWithoutRounding(torch.autograd.Function):
@@ -182,5 +171,5 @@ def test_the_framework_itself_may_be_the_culprit(tmp_path, monkeypatch, capsys):
 def test_names_from_elsewhere_do_not_end_the_script_early(tmp_path):
     evidence, check = checked(backend(Gelu))
     odd = replace(check.findings[0], stage="act", tap="'''\n\"\"\" {evil}", measures=check.findings[0].measures)
-    made = repro(evidence, _Accused(1, (), (), accused=odd), CONFIG, VERSIONS)
+    made = repro(evidence, Accused(1, (), (), accused=odd), CONFIG, VERSIONS)
     assert run_here(tmp_path / "odd", made) in (0, 1, 2)
