@@ -50,6 +50,7 @@ class LossHead:
     package: of a library other than torch, what is imported and what is installed.
     late_gradients: it makes gradients in the backward pass, not with the loss in the forward pass.
     wide_sums: of a library, it sums the weight's gradient in FP32, not in the operand format.
+    caps: it caps logits, where a model does.
     one_kernel: one kernel a chunk makes losses and gradient, which takes the place of the logits.
     """
 
@@ -66,6 +67,7 @@ class LossHead:
     late_gradients: bool = False
     wide_sums: bool = False
     one_kernel: bool = False
+    caps: bool = False
 
     @property
     def stage(self) -> str:
@@ -90,8 +92,10 @@ class LossHead:
 LOSS_HEADS: dict[str, LossHead] = {
     head.name: head
     for head in (
-        LossHead("full", "whole logits, FP32 logits", _all_tokens, late_gradients=True),
-        LossHead("chunked", "chunks of {chunk} tokens, gradients in the forward pass, FP32 logits", _a_chunk),
+        LossHead("full", "whole logits, FP32 logits", _all_tokens, late_gradients=True, caps=True),
+        LossHead(
+            "chunked", "chunks of {chunk} tokens, gradients in the forward pass, FP32 logits", _a_chunk, caps=True
+        ),
         LossHead(
             "one_kernel",
             "chunks of {chunk} tokens, losses and gradients by one Triton kernel each, FP32 logits",

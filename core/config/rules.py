@@ -63,8 +63,8 @@ def _kernel_caps(cap: float, kernel: str) -> str | None:
 
 
 def _head_caps(cap: float, head: str) -> str | None:
-    if cap and not LOSS_HEADS[head].whole:
-        return f"the head {head!r} caps no logits, and model.logits_cap = {cap:g}; take loss.head = 'full'"
+    if cap and not LOSS_HEADS[head].caps:
+        return f"the head {head!r} caps no logits, and model.logits_cap = {cap:g}; take loss.head = 'chunked'"
     return None
 
 

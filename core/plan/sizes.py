@@ -24,8 +24,9 @@ class Sizes:
     """Tokens of a micro-batch and widths of the model; stream, operand: bytes of a number (torch_backend/precision.py).
 
     fused: a compiler makes one kernel of neighbouring pointwise operations. whole: the forward pass is one program.
-    kernel: attention's. capped: it caps its scores. logits, residual: bytes of a logit, and of a number of the residual stream. autocast: see
-    `sizes_of`. slow: FP16 on the CPU, whose products are made in FP32. plan: what else is rounded.
+    kernel: attention's. capped: it caps its scores. logits, residual: bytes of a logit, and of a number of the residual
+    stream. autocast: see `sizes_of`. slow: FP16 on the CPU, whose products are made in FP32. plan: what else is
+    rounded.
     """
 
     tokens: int

@@ -215,7 +215,7 @@ BROKEN = {
     ("model.rope_factor", "model.rope_low", "model.rope_high"): [{"model.rope_factor": "8", "model.rope_low": "4"}],
     ("model.attention_cap", "attention.kernel"): [{"model.attention_cap": "50", "attention.kernel": "flash"}],
     ("model.logits_cap", "loss.head"): [
-        {"model.logits_cap": "30", "loss.head": "chunked"},
+        {"model.logits_cap": "30", "loss.head": "one_kernel", "precision.policy": "bf16"},
         {"model.logits_cap": "30", "loss.head": "torch"},
     ],
     ("precision.casts", "model.family"): [

@@ -53,21 +53,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(family: str, policy: str = "fp64", attention: AttentionConfig | None = None, **model: Any) -> RunConfig:
+def config_of(
+    family: str, policy: str = "fp64", attention: AttentionConfig | None = None, head: str = "chunked", **model: Any
+) -> RunConfig:
     base = tiny_config(policy, train={"sequence_length": 33})
     of_family = base.model.model_copy(update={"family": family} | OPTIONS[family] | model)
-    loss = LossConfig(head="full") if of_family.logits_cap else base.loss
-    sections = {"model": of_family, "loss": loss, "attention": attention or base.attention}
+    sections = {"model": of_family, "attention": attention or base.attention, "loss": LossConfig(head=head, chunk=19)}
     return RunConfig.model_validate(base.model_copy(update={"device": "cpu", **sections}).model_dump())
 
 
-def test_every_family_is_tried() -> None:
+def test_every_family_is_tried():
     assert OPTIONS.keys() == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("attention", [AttentionConfig(), PACKED], ids=["", "packed"])
 @pytest.mark.parametrize("family", OPTIONS)
-def test_both_backends_compute_one_function(family: str, attention: AttentionConfig) -> None:
+def test_both_backends_compute_one_function(family, attention):
     """Every tap, its gradient and every parameter's gradient in FP64, and logits of a text that grows."""
     config = config_of(family, attention=attention)
     sessions = [backend().open(config) for backend in (TorchBackend, JaxBackend)]
@@ -90,7 +91,7 @@ def test_both_backends_compute_one_function(family: str, attention: AttentionCon
 
 
 @pytest.mark.parametrize("family", OPTIONS)
-def test_a_cache_of_keys_changes_no_logit(family: str) -> None:
+def test_a_cache_of_keys_changes_no_logit(family):
     config = config_of(family, "fp32")
     params = shaken_state(config.model).params
     text = text_batch(config).tokens[0]
@@ -102,7 +103,7 @@ def test_a_cache_of_keys_changes_no_logit(family: str) -> None:
 
 @pytest.mark.parametrize("backend", [TorchBackend, JaxBackend], ids=["torch", "jax"])
 @pytest.mark.parametrize("family", OPTIONS)
-def test_closed_forms_and_differences_hold(family: str, backend: Any) -> None:
+def test_closed_forms_and_differences_hold(family, backend):
     for attention in (AttentionConfig(), PACKED):
         check = check_reference(backend(), config_of(family, "bf16", attention))
         assert not check.wrong and not check.not_covered
@@ -174,7 +175,7 @@ def _window(more: int) -> type:
 
 
 def _kernels(**changes: Any) -> Any:
-    def plant(model: Transformer) -> None:
+    def plant(model):
         for block in model.blocks:
             kept = {key: getattr(block.attn.kernel, key) for key in Kernel.__dataclass_fields__}
             block.attn.kernel = Kernel(**(kept | changes))
@@ -191,7 +192,12 @@ def _no_scale(model: Transformer) -> None:
     model.embed_scale = model.embed_scale * 1.001
 
 
-def _all_windows(model: Transformer) -> None:
+def _whole_uncapped(model: Transformer) -> None:
+    model.fused_loss = None
+    model.__class__ = _Uncapped
+
+
+def _all_windows(model):
     model.blocks[1].attn.windowed = True
 
 
@@ -212,7 +218,8 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
     "a window in every block": ("gemma2", in_model(_all_windows), "attn"),
     "scores without a cap": ("gemma2", _kernels(cap=0.0), "window_attn"),
     "scores by 1/√E": ("gemma2", _kernels(scale=None), "window_attn"),
-    "logits without a cap": ("gemma2", swapped(Transformer, _Uncapped), "logits_cap"),
+    "scores and samples without a cap of logits": ("gemma2", swapped(Transformer, _Uncapped), "evaluation"),
+    "logits without a cap": ("gemma2", in_model(_whole_uncapped), "logits_cap"),
     "a norm over all heads": ("qwen3", swapped(HeadNorm, _OverAllHeads, "*k_norm"), "k_norm"),
     "norm behind the rotation": ("qwen3", swapped(Attention, _NormBehind, "blocks.1.*"), "q_rope"),
     "frequencies that are not stretched": ("llama", in_model(_unstretched), "q_rope"),
@@ -220,7 +227,7 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_a_family_is_found_in_its_first_step_and_named(fault: str) -> None:
+def test_a_fault_of_a_family_is_found_in_its_first_step_and_named(fault):
     family, session_class, stage = FAULTS[fault]
     config = config_of(family)
     _, check = checked(session_class(config), config)
@@ -236,7 +243,7 @@ STAGES = {
 
 
 @pytest.mark.parametrize("family", OPTIONS)
-def test_an_honest_run_agrees_and_its_repro_is_within_rounding(family: str, tmp_path: Any, capsys: Any) -> None:
+def test_an_honest_run_agrees_and_its_repro_is_within_rounding(family, tmp_path, capsys):
     config = config_of(family, attention=PACKED)
     evidence, check = checked(TorchBackend().open(config), config)
     assert check.verdict == "agreed"
@@ -252,20 +259,34 @@ def test_an_honest_run_agrees_and_its_repro_is_within_rounding(family: str, tmp_
     assert not any(codes.values()), (codes, capsys.readouterr().out)
 
 
+def test_whole_logits_and_chunks_cap_alike():
+    """Losses and gradients, through the program that shows its tensors and the one that does not."""
+    micro = uneven_weights(text_batch(config_of("gemma2")), 3).micro_batches(2)[0]
+    found = []
+    for head in ("full", "chunked"):
+        session = TorchBackend().open(config_of("gemma2", head=head))
+        session.load(shaken_state(session.config.model))
+        grads = session.gradients(micro)
+        shown = session.observe(micro, ["logits", "uncapped_logits", "grad/uncapped_logits", "grad/embed"])
+        found.append({"nll": grads.nll, **grads.grads, **shown})
+    for name, whole in found[0].items():
+        np.testing.assert_allclose(found[1][name], whole, rtol=1e-12, atol=1e-12 * np.abs(whole).max(), err_msg=name)
+
+
 @pytest.mark.parametrize(("window", "idle"), [(7, False), (32, False), (33, True), (1000, True)])
-def test_a_window_that_leaves_nothing_out_is_not_exercised(window: int, idle: bool) -> None:
+def test_a_window_that_leaves_nothing_out_is_not_exercised(window, idle):
     config = config_of("mistral", window=window)
     _, check = checked(TorchBackend().open(config), config)
     assert check.verdict == "agreed" and ("attention window" in check.not_exercised) == idle
 
 
-def test_a_cap_far_above_all_scores_is_not_exercised() -> None:
+def test_a_cap_far_above_all_scores_is_not_exercised():
     config = config_of("gemma2", attention_cap=1e9)
     _, check = checked(_kernels(cap=0.0)(config), config)
     assert check.verdict == "agreed" and "attention cap" in check.not_exercised
 
 
-def test_the_bias_of_keys_without_a_rotation_has_no_gradient() -> None:
+def test_the_bias_of_keys_without_a_rotation_has_no_gradient():
     """Of GPT-2's, all; a rotation, a norm of heads or a cap makes it matter."""
     assert set(cancelled(config_of("gpt2").model)) == {f"blocks.{i}.attn.k_proj.bias" for i in range(2)}
     assert not cancelled(config_of("qwen2").model)
@@ -277,8 +298,8 @@ def test_the_bias_of_keys_without_a_rotation_has_no_gradient() -> None:
     assert np.abs(grads["blocks.0.attn.k_proj.bias"]).max() < 1e-12 * np.abs(grads["blocks.0.attn.v_proj.bias"]).max()
 
 
-def test_a_bias_of_keys_that_gets_a_gradient_all_the_same_is_accused() -> None:
-    class Leaks(in_model(lambda model: None)):  # type: ignore[misc]
+def test_a_bias_of_keys_that_gets_a_gradient_all_the_same_is_accused():
+    class Leaks(in_model(lambda model: None)):
         def build_model(self):
             model = super().build_model()
             bias = model.blocks[1].attn.k_proj.bias

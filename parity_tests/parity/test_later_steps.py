@@ -21,8 +21,7 @@ from lockstep.core.train.fp8_amax import key, layers
 from lockstep.core.train.loss_scale import SCALE
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults import later
-from lockstep.parity_tests.replay.made import VERSIONS
-from lockstep.parity_tests.replay.test_repro import run_here
+from lockstep.parity_tests.replay.made import VERSIONS, run_here
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession

@@ -17,8 +17,7 @@ from lockstep.core.parity.judge.update import flat, step_scalars
 from lockstep.core.train.schedule import learning_rate
 from lockstep.jax_backend.session import JaxSession
 from lockstep.parity_tests.faults.optimizer import ScheduleCountsMicroBatches
-from lockstep.parity_tests.replay.made import VERSIONS, backend
-from lockstep.parity_tests.replay.test_repro import _Accused, run_here
+from lockstep.parity_tests.replay.made import VERSIONS, Accused, backend, run_here
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
@@ -71,7 +70,7 @@ def test_an_honest_rate_agrees_and_the_script_says_so_too(name, step, tmp_path):
     evidence = evidence_at(TorchBackend(), config, step)
     finding = lr_finding(evidence, config)
     assert finding.ok and evidence.record.lr == learning_rate(config.optim, step, config.train.steps)
-    made = repro(evidence, _Accused(step, (), (), accused=finding), config, VERSIONS)
+    made = repro(evidence, Accused(step, (), (), accused=finding), config, VERSIONS)
     assert run_here(tmp_path / "honest", made) == 0
 
 
@@ -85,7 +84,7 @@ def test_a_rate_that_never_decays_is_caught_in_the_first_step(tmp_path):
     found = list(step_scalars(evidence, Reference(config, reference, reference)))
     wrong = [finding for finding in found if not finding.ok]
     assert [finding.tap for finding in wrong] == ["learning_rate/14", "learning_rate/20"]
-    script = repro(evidence, _Accused(1, (), (), accused=wrong[0]), config, VERSIONS)
+    script = repro(evidence, Accused(1, (), (), accused=wrong[0]), config, VERSIONS)
     assert run_here(tmp_path / "repro", script) == 1
     honest = gather(TorchBackend().open(config), config, text_batch(config))
     assert all(finding.ok for finding in step_scalars(honest, Reference(config, reference, reference)))
@@ -136,7 +135,7 @@ def test_a_wrong_schedule_is_caught(name, fault, tmp_path):
         same = np.isclose(evidence.record.lr, learning_rate(config.optim, step, config.train.steps), rtol=1e-7)
         assert finding.ok == bool(same)
         if not finding.ok:
-            made = repro(evidence, _Accused(step, (), (), accused=finding), config, VERSIONS)
+            made = repro(evidence, Accused(step, (), (), accused=finding), config, VERSIONS)
             caught[step] = run_here(tmp_path / str(step), made)
     assert caught and set(caught.values()) == {1}
 
@@ -157,7 +156,7 @@ def test_gradients_that_are_made_longer_by_clipping_are_caught_in_the_first_step
     assert honest.record.grad_norm > config.optim.clip_norm > honest.later[-1].grad_norm
     found = [f for f in step_scalars(wrong, Reference(config, reference, reference)) if not f.ok]
     assert [finding.tap for finding in found] == ["clip_coefficient/20"]
-    script = repro(wrong, _Accused(1, (), (), accused=found[0]), config, VERSIONS)
+    script = repro(wrong, Accused(1, (), (), accused=found[0]), config, VERSIONS)
     assert run_here(tmp_path / "repro", script) == 1
     assert "gradients below clip_norm" not in not_exercised(honest, config)
     assert "gradients below clip_norm" in not_exercised(replace(honest, later=()), config)

@@ -146,8 +146,7 @@ def of_family(config: RunConfig, seed: int, family: str | None = None) -> RunCon
         }
     if family == "llama":
         changes |= {"rope_factor": float(rng.choice([2.0, 8.0, 32.0])), "rope_original": int(rng.integers(8, length))}
-    loss = config.loss.model_copy(update={"head": "full"}) if changes.get("logits_cap") else config.loss
-    update = {"model": model.model_copy(update=changes), "loss": loss}
+    update = {"model": model.model_copy(update=changes)}
     return RunConfig.model_validate(config.model_copy(update=update).model_dump())
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.core.model.families.transformer import UNCAPPED
 from lockstep.torch_backend.kernels import one_kernel
 from lockstep.torch_backend.loss import losses_and_gradient
 from lockstep.torch_backend.precision import Policy, add_product, narrow_product, wide_product
@@ -52,9 +53,9 @@ class _ChunkedLoss(torch.autograd.Function):
         targets_N: Tensor,
         weights_N: Tensor,
         total: Tensor,
-        settings: tuple[torch.dtype, float, int, bool, bool, bool, bool],
+        settings: tuple[torch.dtype, float, int, bool, bool, bool, bool, float],
     ) -> tuple[Tensor, ...]:
-        operand, z_loss, chunk, show, onednn, narrow_logits, by_one_kernel = settings
+        operand, z_loss, chunk, show, onednn, narrow_logits, by_one_kernel, cap = settings
         stream = weight_VD.dtype
         x, weight = x_ND.to(operand), weight_VD.to(operand)
         shares_N = weights_N.double() / total.double()
@@ -62,7 +63,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD)
         losses: list[Tensor] = []
         grad_x: list[Tensor] = []
-        shown: list[tuple[Tensor, Tensor]] = []
+        shown: list[tuple[Tensor, ...]] = []
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
             # All that is computed from the logits of the chunk before.
@@ -71,10 +72,13 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits = narrow_product(x_rows, weight.T, stream, onednn).to(operand)
             else:
                 logits = wide_product(x_rows, weight.T, stream, onednn)
+            capped = cap * torch.tanh(logits / cap) if cap else logits
             # The share is rounded as the gradient of a loss is that autograd hands down.
-            of_chunk = logits, targets_N[rows], shares_N[rows].to(stream), z_loss
+            of_chunk = capped, targets_N[rows], shares_N[rows].to(stream), z_loss
             if not by_one_kernel:
-                part, grad = losses_and_gradient(*of_chunk, overwrite=not show)
+                part, of_capped = losses_and_gradient(*of_chunk, overwrite=not (show or cap))
+                # tanh′ = 1 − tanh².
+                grad = of_capped * (1 - (capped / cap).square()) if cap else of_capped
             elif show:
                 part, grad = one_kernel.losses_and_shown_gradient(*of_chunk)
             else:
@@ -88,7 +92,7 @@ class _ChunkedLoss(torch.autograd.Function):
             loss = loss + (part.double() * weights_N[rows].double()).sum()
             losses.append(part)
             if show:
-                shown.append((logits, grad))
+                shown.append((logits, capped, grad, of_capped) if cap else (logits, grad))
         if narrow_logits:
             grad_weight = grad_weight.to(operand).to(stream)
         ctx.of_x = x_ND.dtype
@@ -106,20 +110,21 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Link(torch.autograd.Function):
-    """The loss as it is; what flows back through it reaches logits and losses as if it had been made of them."""
+    """The loss as it is; what flows back through it reaches logits and losses as if it had been made of them.
+
+    shown: the tensors, and then the gradient of each.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, logits: Tensor, losses: Tensor, grad_logits: Tensor, grad_losses: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(grad_logits, grad_losses)
+    def forward(ctx: Any, loss: Tensor, *shown: Tensor) -> Tensor:
+        ctx.save_for_backward(*shown[len(shown) // 2 :])
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logits, grad_losses = ctx.saved_tensors
-        scale = grads[0].to(grad_losses.dtype)
-        return grads[0], (grad_logits * scale).to(grad_logits.dtype), grad_losses * scale, None, None
+        own = ctx.saved_tensors
+        scale = grads[0].to(own[-1].dtype)
+        return grads[0], *((grad * scale).to(grad.dtype) for grad in own), *(None for _ in own)
 
 
 def chunked_loss(
@@ -133,21 +138,25 @@ def chunked_loss(
     chunk: int,
     tap: Callable[[str, Tensor], Tensor] | None,
     by_one_kernel: bool = False,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), which carry no gradient.
 
-    tap: sees `logits` and `nll`, and their gradients come back through it; None shows nothing and keeps nothing.
+    tap: sees `logits`, before it those without their cap, and `nll`, and their gradients come back through it; None
+    shows nothing and keeps nothing. cap: of the logits, 0: none; not by one kernel.
     by_one_kernel: one Triton kernel a chunk makes losses and gradient (torch_backend/kernels/one_kernel.py), and the
     weight's gradient is added up inside the products.
     """
     narrow, batch = policy.casts.rounds("logits"), targets_BS.shape
-    settings = policy.operand, z_loss, chunk, tap is not None, policy.onednn, narrow, by_one_kernel
+    settings = policy.operand, z_loss, chunk, tap is not None, policy.onednn, narrow, by_one_kernel, cap
     arguments = x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), weights_BS.flatten(), total, settings
     loss, losses_N, *shown = _ChunkedLoss.apply(*arguments)
     losses_BS = losses_N.unflatten(0, batch)
     if tap is not None:
-        logits, grad = (tensor.unflatten(0, batch) for tensor in shown)
+        tensors = [tensor.unflatten(0, batch) for tensor in shown]
+        names = (UNCAPPED, "logits") if cap else ("logits",)
+        seen = [tap(name, tensor) for name, tensor in zip(names, tensors, strict=False)]
         shares_BS = (weights_BS.double() / total.double()).to(losses_BS.dtype)
-        logits, losses_BS = tap("logits", logits), tap("nll", losses_BS)
-        loss = _Link.apply(loss, logits, losses_BS, grad, shares_BS)
+        losses_BS = tap("nll", losses_BS)
+        loss = _Link.apply(loss, *seen, losses_BS, *tensors[len(names) :], shares_BS)
     return loss, losses_BS

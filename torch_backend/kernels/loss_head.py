@@ -13,7 +13,9 @@ from lockstep.torch_backend.precision import Policy
 
 def apply_loss_head(model: Transformer, loss: LossConfig) -> None:
     """Let the head that the run chooses compute the model's loss: chunked, a library's, or whole logits."""
-    model.fused_loss = None if loss.chosen.whole else _library(loss) if loss.of_library else _chunked(loss)
+    model.fused_loss = (
+        None if loss.chosen.whole else _library(loss) if loss.of_library else _chunked(loss, model.logits_cap)
+    )
 
 
 def has_own_head(model: Transformer) -> bool:
@@ -37,7 +39,7 @@ def _library(loss: LossConfig) -> FusedLoss:
     return head
 
 
-def _chunked(loss: LossConfig) -> FusedLoss:
+def _chunked(loss: LossConfig, cap: float) -> FusedLoss:
     z_loss, chunk, by_one_kernel = loss.z_loss, loss.chunk, loss.chosen.one_kernel
 
     def head(
@@ -52,6 +54,6 @@ def _chunked(loss: LossConfig) -> FusedLoss:
         # Without a tap nothing of the logits is kept.
         shown = None if tap is no_tap else tap
         inputs = x_BSD, weight_VD, targets_BS, weights_BS, total
-        return chunked_loss(*inputs, policy, z_loss, chunk, shown, by_one_kernel)
+        return chunked_loss(*inputs, policy, z_loss, chunk, shown, by_one_kernel, cap)
 
     return head

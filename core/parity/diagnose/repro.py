@@ -186,8 +186,8 @@ def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConf
         tensors |= _sent_back(stage, evidence, sums)
     else:
         tensors["candidate.out"] = taps[stage.tap]
-    keys = ("norm_eps", "rope_theta", "rope_factor", "rope_low", "rope_high", "rope_original", "hidden", "heads")
-    keys += ("kv_heads", "head_dim", "score_scale", "attention_cap", "logits_cap")
+    keys = ["norm_eps", "rope_theta", "rope_factor", "rope_low", "rope_high", "rope_original", "hidden", "heads"]
+    keys += ["kv_heads", "head_dim", "score_scale", "attention_cap", "logits_cap"]
     facts = {key: getattr(model, key) for key in keys} | {"kernel": config.attention.kernel}
     facts["window"] = model.window if stage.id == WINDOWED else 0
     facts["limits"] = _limits(stage, origin, check)
