@@ -34,15 +34,16 @@ import torch
 import tyro
 from torch.distributed.launcher.api import elastic_launch
 
-from lockstep.core.config.schema import AttentionConfig, ModelConfig, RecomputeConfig, RunConfig, Section
+from lockstep.core.config.schema import AttentionConfig, RecomputeConfig, RunConfig, Section
 from lockstep.core.files.jsonl import JsonLines, read_lines
+from lockstep.core.model.families import FAMILIES
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures import calibrated_bounds, here, peak_bounds
 from lockstep.core.run.launch import launched
 from lockstep.core.run.ranks import Ranks
 from lockstep.core.sinks.phrases import check_line
 from lockstep.scripts.shared.peers import launch_here, ranks_of_launch
-from lockstep.scripts.studies.clean_runs import Optimizer, clean_evidence, draw_config, open_reference
+from lockstep.scripts.studies.clean_runs import Optimizer, clean_evidence, draw_config, of_family, open_reference
 
 RESULTS, PAGE = ROOT / "docs/results/false_alarms.jsonl", ROOT / "docs/results/false_alarms.md"
 
@@ -56,9 +57,9 @@ FIRST_DRAW = 5000
 class Kind:
     """Name a kind of clean run. accumulate: whether the batch has several micro-batches; None: as the draw says.
 
-    head: of a library, or Lockstep's own. casts: under a random plan of casts. first_draw: those before were looked at
-    while its bounds were set. Chunks of the head, recomputation and programs of blocks are drawn at random under every
-    kind.
+    family: of models, with what the draw chooses for it. head: of a library, or Lockstep's own. casts: under a random
+    plan of casts. first_draw: those before were looked at while its bounds were set. Chunks of the head, recomputation
+    and programs of blocks are drawn at random under every kind.
     """
 
     recipe: str
@@ -70,10 +71,13 @@ class Kind:
     head: str = ""
     casts: bool = False
     first_draw: int = FIRST_DRAW
+    family: str = ""
 
     def config(self, draw: int) -> RunConfig:
         """The run of a draw."""
         config = draw_config(draw, self.recipe, self.accumulate, self.optimizer, self.casts)
+        if self.family:
+            config = of_family(config, draw, self.family)
         changes: dict[str, Section] = {}
         if self.recompute and not config.recompute.parts:
             changes["recompute"] = RecomputeConfig(parts="block" if draw % 2 else "norms,attention,mlp")
@@ -113,6 +117,12 @@ RECIPES = {
     "bf16, random casts": Kind("bf16/eager", casts=True),
     "bf16, random casts, compiled": Kind("bf16/compiled", casts=True),
     "fp16, random casts": Kind("fp16/eager", casts=True),
+    **{
+        f"{policy}, {family}{', compiled' if program == 'compiled' else ''}": Kind(f"{policy}/{program}", family=family)
+        for policy in ("fp32", "bf16")
+        for program in ("eager", "compiled")
+        for family in FAMILIES
+    },
 }
 EARLIER = """Earlier rounds, each under narrower bounds and on draws that are not used again, accused 2 of 864 checks,
 11 of 1,872 and 5 of 3,936; a fourth, the last before there were levers, none of 10,080; a fifth, before single elements
@@ -201,7 +211,7 @@ class FalseAlarms:
 def digest(label: str) -> str:
     """Return the digest of the bounds that this kind is tried against."""
     config, recipe = RECIPES[label].config(0), RECIPES[label].recipe
-    of_all = ModelConfig(tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
+    of_all = config.model.model_copy(update={"tied": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True})
     kinds = calibrated_bounds.all_kinds(config.model_copy(update={"model": of_all}))
     kinds |= {kind for kind in calibrated_bounds.table()[recipe] if kind.endswith(calibrated_bounds.OVER_LAYERS)}
     if RECIPES[label].casts:
