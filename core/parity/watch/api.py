@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +31,7 @@ from lockstep.core.parity.measures.verdict import Check, Finding, Outcome, overa
 from lockstep.core.parity.watch import judge
 from lockstep.core.parity.watch.judge import Judge, Step
 from lockstep.core.parity.watch.limits import Limits, Precision
+from lockstep.core.parity.watch.listen import Pending, listen, loss_of
 from lockstep.core.parity.watch.snapshot import (
     Answer,
     FromCallable,
@@ -45,8 +46,11 @@ from lockstep.core.parity.watch.snapshot import (
     parameters_of,
     renamed,
     snapshot,
+    unwrapped,
 )
+from lockstep.core.parity.watch.uncovered import Guard, Uncovered, WatchCheck
 from lockstep.core.parity.watch.update_rules import ROUNDINGS, RULES, Rule, rule_of
+from lockstep.core.parity.watch.words import headline, in_words
 
 log = logging.getLogger("lockstep.watch")
 
@@ -57,7 +61,7 @@ Declared = Mapping[str, Any] | Callable[[str, int], Mapping[str, Any]]
 class Disagreed(Exception):
     """A check disagreed and `on_alarm="stop"` was asked for; `check` holds the findings."""
 
-    def __init__(self, check: Check) -> None:
+    def __init__(self, check: WatchCheck) -> None:
         super().__init__(in_words(check))
         self.check = check
 
@@ -97,13 +101,14 @@ def watch(
         on_alarm: a check that disagrees is logged, or raises `Disagreed` after the step, or is handed to a function.
         start: steps done before the watcher's first, for a resumed run.
 
-    Raises UserError for settings that cannot work; `step` raises it at the first check for a reference that cannot.
+    Raises UserError for settings that cannot work. Later nothing is raised but Disagreed, where it was asked for: what
+    cannot be judged is logged, and listed in the verdict.
     """
     if not hasattr(reference, "truth") and not callable(reference):
         raise UserError(f"reference={reference!r}: it is a function, or an object with `truth` and `twin`")
     return Watcher(
         model,
-        list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer],
+        [unwrapped(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])],
         reference if hasattr(reference, "truth") else FromCallable(reference),
         Settings(every, precision, names, clip_norm, declared, rule, bounds, calibrate, on_alarm, start),
     )
@@ -139,22 +144,18 @@ class Settings:
             raise UserError(f"clip_norm={self.clip_norm}: it is positive, or None where nothing is clipped")
 
 
-@dataclass
-class _Pending:
-    """One step that is being checked: what was read so far."""
+@dataclass(frozen=True)
+class Failed:
+    """A step that could not even be read."""
 
     number: int
-    batch: Any
-    loss: float
-    outputs: Arrays
-    params: Arrays
-    grads: Arrays
-    before: list[Snapshot | None]
-    after: list[Snapshot | None]
-    fired: list[int]
-    between: list[Finding]
+    uncovered: Uncovered
     started: float
-    handles: list[Any] = field(default_factory=list)
+
+    def check(self) -> WatchCheck:
+        """Return its check, which judges nothing."""
+        seconds = time.perf_counter() - self.started
+        return WatchCheck(self.number, (), self.uncovered.not_covered, seconds, not_judged=self.uncovered.not_judged)
 
 
 class Watcher:
@@ -162,7 +163,7 @@ class Watcher:
 
     def __init__(self, model: Any, optimizers: Sequence[Any], reference: Any, settings: Settings) -> None:
         self.settings, self.reference = settings, reference
-        self.steps, self.checks = settings.start, list[Check]()
+        self.steps, self.checks = settings.start, list[WatchCheck]()
         self._model, self._optimizers = model, optimizers
         self._inside = False
         params = parameters_of(model)
@@ -171,6 +172,7 @@ class Watcher:
             raise UserError(f"parameters of dtype {unknown[0]} cannot be watched; {', '.join(ROUNDINGS)} can")
         if not any(p.requires_grad for p in params.values()):
             raise UserError("every parameter is frozen: there is no gradient to compare")
+        judge.check_declared(settings.declared, optimizers)
         self._renamed = renamed(settings.names, list(params))
         self.precision = settings.precision or _precision_of(set(self._dtypes.values()))
         limits = Limits.nearest(self.precision)
@@ -179,7 +181,9 @@ class Watcher:
         self._judge = Judge(self.precision, None if settings.calibrate else limits)
         given = RULES[settings.rule] if isinstance(settings.rule, str) else settings.rule
         self._rules = [given or rule_of(optimizer) for optimizer in optimizers]
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
+        self._failed: Failed | None = None
+        self._guard = Guard()
         self._last: tuple[int, str] | None = None  # step, digest of the moments after it
         self._judged = False  # whether any check judged gradients
 
@@ -193,31 +197,42 @@ class Watcher:
 
     def to_json(self) -> dict[str, Any]:
         """As `lockstep parity --json` (docs)."""
-        return verdict_json(self.checks, mode="watch", precision=self.precision) | {"verdict": self.verdict}
+        return verdict_json(self.checks, mode="watch", precision=self.precision) | {
+            "verdict": self.verdict,
+            "headline": self.headline,
+            "not_judged": sorted({item for check in self.checks for item in check.not_judged}),
+        }
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one line, with what was not judged: `agreed in 3 checks; update: not judged (…)`."""
+        return headline(self.verdict, self.checks)
 
     def __str__(self) -> str:
         lines = [in_words(check) for check in self.checks]
         uncovered = sorted({item for check in self.checks for item in check.not_covered})
-        return "\n".join(
-            [*lines, *(f"not covered: {item}" for item in uncovered), f"{self.verdict} in {len(self.checks)} checks"]
-        )
+        return "\n".join([*lines, *(f"not covered: {item}" for item in uncovered), self.headline])
 
     @contextmanager
     def step(
-        self, batch: Any, loss: Any, *, outputs: Mapping[str, Any] | None = None, check: bool | None = None
+        self, batch: Any, loss: Any = None, *, outputs: Mapping[str, Any] | None = None, check: bool | None = None
     ) -> Iterator[None]:
         """Around clipping and `optimizer.step()`: after `backward`, before `zero_grad`.
 
         Args:
             batch: what the reference gets, with tensors as numpy arrays; under accumulation, all micro-batches.
             loss: the loss whose gradients are in `.grad`, a tensor or a float; under accumulation, that of the step.
+                Around `optimizer.step(closure)`, the closure's own result takes its place.
             outputs: values of the forward by the reference's names, if the reference gives any.
             check: check this step, or don't, whatever its number.
 
-        Raises UserError inside another such block.
+        Raises nothing of its own but Disagreed, under `on_alarm="stop"`: what cannot be judged is logged and listed.
+        Errors inside the block pass through.
         """
         if self._inside:
-            raise UserError("watcher.step inside watcher.step: one block is one optimizer step")
+            self._guard.tell("step", "watcher.step inside watcher.step: one block is one optimizer step")
+            yield
+            return
         self.before_step(batch, loss, outputs=outputs, check=check)
         self._inside = True
         try:
@@ -230,7 +245,7 @@ class Watcher:
         self.after_step()
 
     def before_step(
-        self, batch: Any, loss: Any, *, outputs: Mapping[str, Any] | None = None, check: bool | None = None
+        self, batch: Any, loss: Any = None, *, outputs: Mapping[str, Any] | None = None, check: bool | None = None
     ) -> None:
         """The first half of `step`, for loops where a block does not fit."""
         self._drop()
@@ -238,90 +253,156 @@ class Watcher:
         first = self.steps == self.settings.start + 1
         if check is False or not (check or first or self.steps % self.settings.every == 0):
             return
-        started = time.perf_counter()
+        started, uncovered = time.perf_counter(), Uncovered()
+        self._failed = Failed(self.steps, uncovered, started)
+        with self._guard.link(uncovered, "step"):
+            self._read(batch, loss, outputs or {}, uncovered, started)
+            self._failed = None
+
+    def _read(self, batch: Any, loss: Any, outputs: Mapping[str, Any], uncovered: Uncovered, started: float) -> None:
+        """Copy what the step starts from, and listen to its optimizers. Raises whatever cannot be read."""
         params = parameters_of(self._model)
         if params.keys() != self._dtypes.keys():
             raise UserError("the model's parameters are not those that watch() saw: build the watcher after the model")
         count = len(self._optimizers)
-        value = array_of(loss)
-        if value.size != 1:
-            raise UserError(f"loss is one number; this one has shape {value.shape}")
-        try:
-            number = float(value.reshape(()))
-        except (TypeError, ValueError):
-            raise UserError(f"loss is one number; this one is of type {type(loss).__name__}") from None
-        self._pending = pending = _Pending(
+        number = None
+        with self._guard.link(uncovered, "loss"):
+            number = loss_of(loss)
+        given = {}
+        with self._guard.link(uncovered, "outputs"):
+            given = {name: array_of(x) for name, x in outputs.items()}
+        self._pending = pending = Pending(
             self.steps,
             batch,
             number,
-            {name: array_of(x) for name, x in (outputs or {}).items()},
+            given,
             {name: array_of(p) for name, p in params.items()},
             gradients_of(params),
             [None] * count,
             [None] * count,
             [0] * count,
-            list(self._between(params)),
+            [],
             started,
+            uncovered,
         )
+        with self._guard.link(uncovered, "moments between steps"):
+            pending.between.extend(self._between(params))
         for i, optimizer in enumerate(self._optimizers):
-            _listen(pending, i, optimizer, params)
+            listen(pending, i, optimizer, params, self._guard)
 
-    def after_step(self) -> Check | None:
+    def after_step(self) -> WatchCheck | None:
         """The second half of `step`: judges what was read, where this step is checked.
 
-        Raises Disagreed under `on_alarm="stop"`, and UserError for a reference that cannot judge this model.
+        Raises Disagreed under `on_alarm="stop"`.
         """
-        pending = self._pending
-        if pending is None:
-            return None
-        params = parameters_of(self._model)
-        before, after, fired = [], [], []
-        for i, optimizer in enumerate(self._optimizers):
-            now = snapshot(params, [optimizer])
-            hooked = hasattr(optimizer, "register_step_post_hook")
-            fired.append(pending.fired[i] if hooked else 1)
-            before.append(pending.before[i] or now)
-            after.append(pending.after[i] or now)
+        pending, failed = self._pending, self._failed
         self._drop()
-        frozen = frozenset(name for name, p in params.items() if not p.requires_grad)
-        step = Step(
-            pending.number, pending.loss, pending.outputs, pending.params, pending.grads,
-            before, after, fired, frozen, self._dtypes,
-        )  # fmt: skip
-        check = self._check(step, pending, params)
+        if pending is None:
+            if failed is None:
+                return None
+            check = failed.check()
+        else:
+            findings, cause = list[Finding](), None
+            # One that no more narrow guard caught: a defect of Lockstep's, and still no end of somebody's training.
+            with self._guard.link(pending.uncovered, "step"):
+                cause = self._check(pending, findings)
+            check = WatchCheck(
+                pending.number, tuple(findings), pending.uncovered.not_covered, time.perf_counter() - pending.started,
+                cause, not_judged=pending.uncovered.not_judged,
+            )  # fmt: skip
         self.checks.append(check)
-        self._last = (step.number, _digest(after)) if self.settings.every == 1 else None
         self._tell(check)
         return check
 
-    def _check(self, step: Step, pending: _Pending, params: Mapping[str, Any]) -> Check:
-        missing: list[str] = []
-        findings = list(pending.between)
-        truth, twin = self._answers(step.params, pending.batch)
-        calibrating = self._judge.limits is None
-        compared = list(self._judge.forward_backward(step, truth, twin, self.settings.clip_norm, missing))
-        findings += compared
-        left_out, strangers = outside(params, self._optimizers)
-        basis = "every trainable parameter stands in an optimizer's group"
-        findings.append(
-            judge.exact("update", "names", len(left_out), len(params), basis, ", ".join(left_out[:5]), "update")
-        )
-        if strangers:
-            missing.append(f"{strangers} tensors that the optimizer holds and the model does not")
-        if all(count == 1 for count in step.fired):
-            findings += judge.clipping(step, self.settings.clip_norm)
-        findings += judge.hyperparameters(step, self.settings.declared, missing)
-        findings += judge.update(step, self._rules, missing)
-        if self.settings.every > 1:
-            missing.append("optimizer state between checked steps (every=1 compares it)")
-        if calibrating and all(f.ok for f in findings):
-            findings = self._calibrated(missing)
-        else:
-            self._judged = self._judged or not calibrating
-        cause = judge.cause_of(step, truth, compared, self.precision)
-        return Check(step.number, tuple(findings), tuple(missing), time.perf_counter() - pending.started, cause)
+    def _finish(self, pending: Pending, params: Mapping[str, Any]) -> Step:
+        """What was read, with the state now where an optimizer did not step."""
+        before, after, fired, rules = list[Snapshot](), list[Snapshot](), list[int](), list[Rule | None]()
+        kinds: list[str] = []
+        unread = "update" in pending.uncovered.skipped
+        for i, optimizer in enumerate(self._optimizers):
+            hooked = hasattr(optimizer, "register_step_post_hook")
+            count = pending.fired[i] if hooked else 1
+            if hooked and count and (pending.before[i] is None or pending.after[i] is None):
+                if not unread:
+                    why = "optimizer.step(closure) did not call its closure"
+                    self._guard.tell("update", why)
+                    pending.uncovered.skip("update", why)
+                continue
+            now = None
+            if pending.before[i] is None or pending.after[i] is None:
+                with self._guard.link(pending.uncovered, "update"):
+                    now = snapshot(params, [optimizer])
+            first, last = pending.before[i] or now, pending.after[i] or now
+            if first is None or last is None:
+                continue
+            before.append(first)
+            after.append(last)
+            fired.append(count)
+            rules.append(self._rules[i])
+            kinds.append(type(self._optimizers[i]).__name__)
+        frozen = frozenset(name for name, p in params.items() if not p.requires_grad)
+        return Step(
+            pending.number, pending.loss, pending.outputs, pending.params, pending.grads,
+            before, after, fired, frozen, self._dtypes, rules, kinds,
+        )  # fmt: skip
 
-    def _calibrated(self, missing: list[str]) -> list[Finding]:
+    def _check(self, pending: Pending, findings: list[Finding]) -> str | None:
+        """Append the findings of a step, as far as they can be had. Returns the common cause of what broke."""
+        guard, uncovered = self._guard, pending.uncovered
+        params = parameters_of(self._model)
+        step = self._finish(pending, params)
+        findings += pending.between
+        self._last = None
+        if self.settings.every == 1 and len(step.after) == len(self._optimizers):
+            self._last = (step.number, _digest(step.after))
+        skipped = judge.skipped_by_scaler(step)
+        compared: list[Finding] = []
+        truth: Answer | None = None
+        calibrating = self._judge.limits is None
+        left_out = pending.stale
+        if skipped:
+            left_out = set(params)
+            uncovered.skip("gradients", skipped)
+        elif left_out:
+            uncovered.skip("gradients", "a closure made some after another optimizer had moved the weights")
+        with guard.link(uncovered, "loss and gradients"):
+            truth, twin = self._answers(step.params, pending.batch)
+        if truth is not None:
+            with guard.link(uncovered, "gradients"):
+                clip_norm = self.settings.clip_norm
+                compared.extend(self._judge.forward_backward(step, truth, twin, clip_norm, uncovered, left_out))
+        findings += compared
+        with guard.link(uncovered, "update"):
+            alone, strangers = outside(params, self._optimizers)
+            basis = "every trainable parameter stands in an optimizer's group"
+            findings.append(
+                judge.exact("update", "names", len(alone), len(params), basis, ", ".join(alone[:5]), "update")
+            )
+            if strangers:
+                uncovered.append(f"{strangers} tensors that the optimizer holds and the model does not")
+        all_read = len(step.before) == len(self._optimizers) and not pending.stale
+        if not skipped and all_read and all(count == 1 for count in step.fired):
+            with guard.link(uncovered, "clip_coefficient"):
+                findings.extend(judge.clipping(step, self.settings.clip_norm))
+        with guard.link(uncovered, "hyperparameters"):
+            findings.extend(judge.hyperparameters(step, self.settings.declared, uncovered))
+        with guard.link(uncovered, "update"):
+            findings.extend(judge.update(step, skipped, uncovered))
+        if self.settings.every > 1:
+            uncovered.append("optimizer state between checked steps (every=1 compares it)")
+        judged = any(f.stage == "gradients" and f.tap != "names" for f in compared)
+        measured = truth is not None and "gradients" not in uncovered.skipped
+        if calibrating and measured and all(f.ok for f in findings):
+            findings[:] = self._calibrated(uncovered)
+        else:
+            self._judged = self._judged or (judged and not calibrating)
+        cause = None
+        if truth is not None:
+            with guard.link(uncovered, "cause"):
+                cause = judge.cause_of(step, truth, compared, self.precision)
+        return cause
+
+    def _calibrated(self, missing: Uncovered) -> list[Finding]:
         """Count one measuring check in; it judges nothing, and so does not agree."""
         seen = self._judge.extremes
         seen.checks += 1
@@ -359,7 +440,7 @@ class Watcher:
             basis = "equal bits of optimizer state after one step and before the next"
             yield judge.exact("moments", "state", int(now != self._last[1]), 1, basis, phase="state")
 
-    def _tell(self, check: Check) -> None:
+    def _tell(self, check: WatchCheck) -> None:
         if check.verdict != "disagreed":
             log.info("%s", in_words(check))
         elif callable(self.settings.on_alarm):
@@ -371,49 +452,11 @@ class Watcher:
 
     def _drop(self) -> None:
         """Forget a step that is not finished, and stop listening."""
+        self._failed = None
         if self._pending is not None:
             for handle in self._pending.handles:
                 handle.remove()
             self._pending = None
-
-
-def in_words(check: Check) -> str:
-    """One check in a line or two: the verdict, and either what came nearest to its bound or where it broke."""
-    if check.verdict == "could_not":
-        return f"step {check.step}: nothing judged; {'; '.join(check.not_covered)}"
-    shown = check.worst if check.verdict == "agreed" else check.origin
-    assert shown is not None
-    measure = shown.worst
-    bound = measure.high if measure.low is None or measure.value > measure.low else measure.low
-    where = f"{shown.stage} at {shown.tap} ({shown.phase}): {measure.name} {measure.value:.4g}, bound {bound:.4g}"
-    if check.verdict == "agreed":
-        return f"step {check.step}: agreed, {len(check.findings)} comparisons; nearest to its bound: {where}"
-    broken = sum(not f.ok for f in check.findings)
-    more = "".join(f"; {text}" for text in (measure.basis, shown.note, check.cause) if text)
-    return f"step {check.step}: DISAGREED in {broken} of {len(check.findings)} comparisons; origin: {where}{more}"
-
-
-def _listen(pending: _Pending, i: int, optimizer: Any, params: Mapping[str, Any]) -> None:
-    """Copy what the update reads right before it, and what it wrote right after; clipping and schedules lie around."""
-    depth = 0  # a subclass's step that calls its parent's fires inside itself
-
-    def before(*_: Any) -> None:
-        nonlocal depth
-        depth += 1
-        if depth == 1 and not pending.fired[i]:
-            pending.before[i] = snapshot(params, [optimizer])
-
-    def after(*_: Any) -> None:
-        nonlocal depth
-        depth -= 1
-        if depth == 0:
-            pending.fired[i] += 1
-            pending.after[i] = snapshot(params, [optimizer])
-
-    if hasattr(optimizer, "register_step_post_hook"):
-        pending.handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-    else:
-        pending.before[i] = snapshot(params, [optimizer])
 
 
 def _precision_of(dtypes: set[str]) -> Precision:

@@ -18,12 +18,14 @@ from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
 from lockstep.core.parity.watch.limits import LOSS_UNITS, Extremes, Limits, Precision
 from lockstep.core.parity.watch.snapshot import Answer, Snapshot
-from lockstep.core.parity.watch.update_rules import EXACT, Arithmetic, Rule
+from lockstep.core.parity.watch.uncovered import Uncovered
+from lockstep.core.parity.watch.update_rules import EXACT, ROUNDINGS, RULES, Arithmetic, Rule
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 # `p + Δ` in FP64 is off by half an ulp of p on either side: this many of ‖p‖/‖Δ‖.
 FP64_ULPS = 4.0
 LEAST_TWIN_ERROR_BF16 = 1e-5
+NARROW = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,12 @@ class Step:
     """Everything read of one step, by the model's names.
 
     params, grads: before clipping. before, after: around each optimizer's own step. fired: how often each stepped.
-    frozen: parameters without requires_grad. dtypes: of parameters.
+    loss: None if nobody gave one. frozen: parameters without requires_grad. dtypes: of parameters. rules, kinds: the
+    rule and the name of the class of each optimizer.
     """
 
     number: int
-    loss: float
+    loss: float | None
     outputs: Arrays
     params: Arrays
     grads: Arrays
@@ -44,6 +47,8 @@ class Step:
     fired: Sequence[int]
     frozen: frozenset[str]
     dtypes: Mapping[str, str]
+    rules: Sequence[Rule | None]
+    kinds: Sequence[str]
 
 
 @dataclass
@@ -63,9 +68,9 @@ class Judge:
         return np.float64 if self.precision == "fp64" else np.float32
 
     def forward_backward(
-        self, step: Step, truth: Answer, twin: Answer, clip_norm: float | None, missing: list[str]
+        self, step: Step, truth: Answer, twin: Answer, clip_norm: float | None, missing: Uncovered, left_out: set[str]
     ) -> Iterator[Finding]:
-        """Outputs, loss and every gradient against the reference's, whose names are already the model's.
+        """Outputs, loss and every gradient but those left out against the reference's, whose names are the model's.
 
         Raises UserError for gradients of another shape, and a twin that does not round as the precision says.
         """
@@ -81,7 +86,8 @@ class Judge:
             missing.append(f"gradients of {len(step.frozen)} frozen parameters: {_few(sorted(step.frozen))}")
         both = [name for name in trainable if name in truth.grads and name in twin.grads]
         t = {name: truth.grads[name].astype(np.float64) for name in both}
-        w = {name: twin.grads[name].astype(np.float64) for name in both}
+        # A gradient of narrow weights is itself narrow, however its reference computed it.
+        w = {name: _as_kept(twin.grads[name].astype(np.float64), step.dtypes[name]) for name in both}
         error = _relative(w, t)
         if self.precision == "bf16" and both and error < LEAST_TWIN_ERROR_BF16:
             raise UserError(
@@ -93,7 +99,7 @@ class Judge:
                 "the reference computed in FP64 where its parameters are float32: its twin must round as the model does"
             )
         yield from self._outputs(step, truth, twin, missing)
-        yield from self._loss(step, truth, twin, t, error)
+        yield from self._loss(step, truth, twin, t, error, missing)
         if clip_norm is not None and _clipped_before(step, t, clip_norm):
             own = _norm(step.grads)
             yield _clip_finding(
@@ -102,7 +108,8 @@ class Judge:
             t, w = _scaled(t, own / _norm(t)), _scaled(w, own / _norm(w))
         # In the order of the backward pass, as far as the order of registration tells: the first broken is the origin.
         for name in reversed(both):
-            yield from self._gradient(name, step, w[name], t[name])
+            if name not in left_out:
+                yield from self._gradient(name, step, w[name], t[name])
 
     def _gradient(self, name: str, step: Step, w: np.ndarray, t: np.ndarray) -> Iterator[Finding]:
         if name in step.grads:
@@ -140,7 +147,7 @@ class Judge:
             Measure("twin_distance", d.twin_distance, None, width * limits.distance, basis),
         )
 
-    def _outputs(self, step: Step, truth: Answer, twin: Answer, missing: list[str]) -> Iterator[Finding]:
+    def _outputs(self, step: Step, truth: Answer, twin: Answer, missing: Uncovered) -> Iterator[Finding]:
         theirs, ours = set(truth.outputs), set(step.outputs)
         if not ours:
             what = f"{', '.join(sorted(theirs))} was not given to step(outputs=)" if theirs else "none are compared"
@@ -154,7 +161,12 @@ class Judge:
             w, t = (side.outputs[name].astype(np.float64) for side in (twin, truth))
             yield from self._compared("loss", name, "end_to_end", "forward", step.outputs[name], w, t)
 
-    def _loss(self, step: Step, truth: Answer, twin: Answer, t: Arrays, error: float) -> Iterator[Finding]:
+    def _loss(
+        self, step: Step, truth: Answer, twin: Answer, t: Arrays, error: float, missing: Uncovered
+    ) -> Iterator[Finding]:
+        if step.loss is None:
+            missing.skip("loss", "neither step(batch, loss) nor a closure gave one")
+            return
         unit = loss_unit(truth, twin, t, step.params, error, self.stream)
         off = abs(step.loss - truth.loss) / unit if math.isfinite(step.loss) else math.inf
         if self.limits is None and math.isfinite(off):
@@ -205,9 +217,25 @@ def clipping(step: Step, clip_norm: float | None) -> Iterator[Finding]:
         yield _clip_finding(step, clip_norm, due, k * old, _norm(apart) / new if new else 0.0)
 
 
-def update(step: Step, rules: Sequence[Rule | None], missing: list[str]) -> Iterator[Finding]:
-    """Moments and update from the candidate's own gradients, state and hyperparameters, relative to the update."""
-    for before, after, rule, fired in zip(step.before, step.after, rules, step.fired, strict=True):
+def skipped_by_scaler(step: Step) -> str:
+    """Why a step without an update is no fault: its gradients are not finite. Empty where that is not so."""
+    finite = all(np.isfinite(g).all() for g in step.grads.values())
+    if finite or not step.fired or any(step.fired):
+        return ""
+    return "gradients are not finite and optimizer.step() was left out, as a GradScaler does that looks for its scale"
+
+
+def update(step: Step, skipped: str, missing: Uncovered) -> Iterator[Finding]:
+    """Moments and update from the candidate's own gradients, state and hyperparameters, relative to the update.
+
+    skipped: why the step was left out on purpose, or empty.
+    """
+    if skipped:
+        missing.skip("update", skipped)
+        return
+    for before, after, rule, kind, fired in zip(
+        step.before, step.after, step.rules, step.kinds, step.fired, strict=True
+    ):
         counted = sum(after.steps.get(n, 0) != before.steps.get(n, 0) + 1 for n in before.grads if n in after.steps)
         basis = "one optimizer step inside the block, counted once for every parameter with a gradient"
         note = f"optimizer.step() ran {fired} times" if fired != 1 else ""
@@ -219,16 +247,15 @@ def update(step: Step, rules: Sequence[Rule | None], missing: list[str]) -> Iter
         if fired != 1:
             missing.append("update: it needs exactly one optimizer.step() inside the block")
         elif rule is None:
-            missing.append(
-                "update: no rule for this optimizer (torch's AdamW, Adam and SGD are known; rule= names one)"
-            )
+            missing.skip("update", f"{kind} has no rule")
+            missing.append(f"update: no rule for {kind} (known: {', '.join(RULES)}; rule= names one, or is a function)")
         else:
             for name in before.grads:
                 yield from _updated(name, before, after, rule, step.dtypes[name], missing)
 
 
 def _updated(
-    name: str, before: Snapshot, after: Snapshot, rule: Rule, dtype: str, missing: list[str]
+    name: str, before: Snapshot, after: Snapshot, rule: Rule, dtype: str, missing: Uncovered
 ) -> Iterator[Finding]:
     p, g = before.params[name].astype(np.float64), before.grads[name].astype(np.float64)
     if not np.isfinite(g).all():
@@ -320,6 +347,11 @@ def _in_bf16(gradient: np.ndarray) -> bool:
     return not (numbers.view(np.uint32) & 0xFFFF).any()
 
 
+def _as_kept(gradient: np.ndarray, dtype: str) -> np.ndarray:
+    """A gradient as `.grad` holds it, in the dtype of its weights."""
+    return ROUNDINGS[dtype](gradient) if dtype in NARROW else gradient
+
+
 def _check_shapes(step: Step, truth: Answer, twin: Answer) -> None:
     for name in step.params:
         for side in (truth, twin):
@@ -383,7 +415,14 @@ def _list(what: str, names: Sequence[str]) -> str:
     return f"{what} {_few(names)}; " if names else ""
 
 
-def hyperparameters(step: Step, declared: Any, missing: list[str]) -> Iterator[Finding]:
+def check_declared(declared: Any, optimizers: Sequence[Any]) -> None:
+    """Raise UserError for a declared hyperparameter that no optimizer has, as far as a mapping tells."""
+    known = {key for optimizer in optimizers for group in optimizer.param_groups for key in group}
+    if isinstance(declared, Mapping) and (unknown := sorted(set(declared) - known)):
+        raise UserError(f"declared= names {unknown[0]!r}, which is no hyperparameter of the optimizer")
+
+
+def hyperparameters(step: Step, declared: Any, missing: Uncovered) -> Iterator[Finding]:
     """Compare the optimizer's groups with the user's declaration. Raises UserError for unknown ones."""
     if declared is None:
         missing.append("hyperparameters: taken as they stand in the optimizer (declared= compares them)")

@@ -61,10 +61,22 @@ def array_of(tensor: Any) -> np.ndarray:
     """A copy of a tensor's values; dtypes that numpy lacks (bfloat16) as float32, which holds them exactly."""
     if not hasattr(tensor, "detach"):
         return np.array(tensor)
+    if hasattr(tensor, "device_mesh"):
+        raise UserError("a tensor that is sharded over ranks (DTensor, FSDP) cannot be watched")
+    if _in_codes(tensor):
+        tensor = tensor.dequantize()
     tensor = tensor.detach()
     if dtype_of(tensor) in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         tensor = tensor.float()
     return np.array(tensor.cpu().numpy())
+
+
+def _in_codes(tensor: Any) -> bool:
+    """Return whether a tensor is of a class of a library's own that stands for numbers in codes, as torchao's are."""
+    return not type(tensor).__module__.startswith("torch.") and "dequantize" in {
+        name for kind in type(tensor).__mro__ if not kind.__module__.startswith("torch") or "torchao" in kind.__module__
+        for name in vars(kind)
+    }  # fmt: skip
 
 
 def dtype_of(tensor: Any) -> str:
@@ -84,6 +96,16 @@ def batch_as(batch: Any, dtype: type[np.floating]) -> Any:
         found = array_of(batch)
         return found.astype(dtype) if found.dtype.kind == "f" else found
     return batch
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer that steps, behind the wrappers of accelerate and Lightning.
+
+    A wrapper's own hooks do not fire: it passes `step` on.
+    """
+    while hasattr(optimizer, "optimizer") and hasattr(optimizer.optimizer, "param_groups"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def plain_name(name: str) -> str:

@@ -1,0 +1,126 @@
+"""Read a step while it happens: right before the update, right after it, and after the backward pass of a closure.
+
+torch calls an optimizer's pre-hooks before `step(closure)` calls the closure, in which forward and backward passes run
+(Lightning's automatic optimisation, LBFGS). The hook therefore puts a wrapper into the closure's place. The wrapper
+reads gradients and loss when the closure is done, which is when the optimizer begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.core.backend import Arrays
+from lockstep.core.errors import UserError
+from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.parity.watch.snapshot import Snapshot, array_of, gradients_of, snapshot
+from lockstep.core.parity.watch.uncovered import Guard, Uncovered
+
+
+@dataclass
+class Pending:
+    """One step that is being checked: what was read so far.
+
+    before, after: around each optimizer's own step; None where they could not be read. stale: parameters whose
+    gradients a closure made after another optimizer had moved the weights.
+    """
+
+    number: int
+    batch: Any
+    loss: float | None
+    outputs: Arrays
+    params: Arrays
+    grads: Arrays
+    before: list[Snapshot | None]
+    after: list[Snapshot | None]
+    fired: list[int]
+    between: list[Finding]
+    started: float
+    uncovered: Uncovered
+    stale: set[str] = field(default_factory=set)
+    handles: list[Any] = field(default_factory=list)
+
+
+def listen(pending: Pending, i: int, optimizer: Any, params: Mapping[str, Any], guard: Guard) -> None:
+    """Copy what the update reads right before it, and what it wrote right after; clipping and schedules lie around."""
+    depth = 0  # a subclass's step that calls its parent's fires inside itself
+
+    def read() -> None:
+        with guard.link(pending.uncovered, "update"):
+            pending.before[i] = snapshot(params, [optimizer])
+
+    def after_closure(result: Any) -> None:
+        """Read what the closure's backward pass left, before the optimizer uses it."""
+        with guard.link(pending.uncovered, "gradients"):
+            if any(pending.fired):
+                held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                pending.stale |= {name for name, p in params.items() if id(p) in held}
+                pending.grads = {name: g for name, g in pending.grads.items() if name not in pending.stale}
+            else:
+                pending.grads = gradients_of(params)
+                pending.loss = pending.loss if (number := number_of(result)) is None else number
+        read()
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        nonlocal depth
+        depth += 1
+        if depth > 1 or pending.fired[i]:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            read()
+            return None
+        wrapped = _once_then(closure, after_closure)
+        return (args[0], wrapped, *args[2:]) if len(args) > 1 else args, kwargs | (
+            {} if len(args) > 1 else {"closure": wrapped}
+        )
+
+    def after(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            pending.fired[i] += 1
+            with guard.link(pending.uncovered, "update"):
+                pending.after[i] = snapshot(params, [optimizer])
+
+    if hasattr(optimizer, "register_step_post_hook"):
+        pending.handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    else:
+        read()
+
+
+def _once_then(closure: Callable[[], Any], then: Callable[[Any], None]) -> Callable[[], Any]:
+    """The closure, with a function of its result called when it is done for the first time."""
+    first = True
+
+    def wrapped() -> Any:
+        nonlocal first
+        result = closure()
+        if first:
+            first = False
+            then(result)
+        return result
+
+    return wrapped
+
+
+def number_of(loss: Any) -> float | None:
+    """A loss as a number, or None for what is none."""
+    try:
+        value = array_of(loss)
+        return float(value.reshape(())) if value.size == 1 else None
+    except (TypeError, ValueError):
+        return None
+
+
+def loss_of(loss: Any) -> float | None:
+    """The loss that `step` was given; None if it was given none. Raises UserError for what is no number."""
+    if loss is None:
+        return None
+    value = array_of(loss)
+    if value.size != 1:
+        raise UserError(f"loss is one number; this one has shape {value.shape}")
+    if (number := number_of(loss)) is None:
+        raise UserError(f"loss is one number; this one is of type {type(loss).__name__}")
+    return number

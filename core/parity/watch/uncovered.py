@@ -1,0 +1,89 @@
+"""Keep what a check did not judge, with the reason: a line in its verdict, and never the end of a training run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.core.errors import UserError
+from lockstep.core.parity.measures.verdict import Check
+
+log = logging.getLogger("lockstep.watch")
+
+
+@dataclass(frozen=True)
+class WatchCheck(Check):
+    """A check by `watch`. not_judged: links of the step that were not judged, each with its reason."""
+
+    not_judged: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As `Check.to_json`, with `not_judged`."""
+        return super().to_json() | {"not_judged": list(self.not_judged)}
+
+
+@dataclass
+class Uncovered:
+    """Collect what one check leaves out.
+
+    listed: for `not_covered`. skipped: link of the step → why it is not judged.
+    """
+
+    listed: list[str] = field(default_factory=list)
+    skipped: dict[str, list[str]] = field(default_factory=dict)
+
+    def append(self, text: str) -> None:
+        """List what the check does not cover, without a place in the verdict's line."""
+        if text not in self.listed:
+            self.listed.append(text)
+
+    def skip(self, link: str, why: str) -> None:
+        """Say in the verdict's line that a link is not judged."""
+        reasons = self.skipped.setdefault(link, [])
+        if why not in reasons:
+            reasons.append(why)
+
+    @property
+    def not_judged(self) -> tuple[str, ...]:
+        """`update: not judged (NAdam has no rule)`, a link each."""
+        return tuple(f"{link}: not judged ({'; '.join(why)})" for link, why in self.skipped.items())
+
+    @property
+    def not_covered(self) -> tuple[str, ...]:
+        """All that is not covered, what is not judged first."""
+        return (*self.not_judged, *self.listed)
+
+
+class Guard:
+    """Catches what goes wrong in the watcher's own work, and tells each reason once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, link: str, why: str) -> None:
+        """Log a reason at its first time as a warning, later ones at debug level."""
+        text = f"{link}: not judged ({why})"
+        log.log(logging.DEBUG if text in self._told else logging.WARNING, "%s; training goes on", text)
+        self._told.add(text)
+
+    @contextmanager
+    def link(self, uncovered: Uncovered, link: str) -> Iterator[None]:
+        """Run a part of a check. An error in it becomes a reason why the link is not judged."""
+        try:
+            yield
+        except Exception as error:
+            why = reason(error)
+            log.debug("watch: %s", why, exc_info=True)
+            self.tell(link, why)
+            uncovered.skip(link, why)
+
+
+def reason(error: Exception) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        return text
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
