@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from lockstep.core.components.eight_bit_codes import quantisation_map
 from lockstep.core.components.optimizers import BLOCK
 from lockstep.core.config.schema import OptimConfig
-from lockstep.jax_backend.kernels.codes import quantisation_map
 
 # How many equal parts of [−1, 1] the CPU's quantiser tells apart.
 PARTS = 65536

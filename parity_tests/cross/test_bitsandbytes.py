@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.core.components.eight_bit_codes import quantisation_map
 from lockstep.core.components.optimizers import BLOCK
 from lockstep.core.config.schema import OptimConfig
 from lockstep.core.errors import UserError
@@ -20,7 +21,6 @@ from lockstep.core.parity.judge.judge import judge
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.kernels.bitsandbytes_adamw import in_codes
-from lockstep.jax_backend.kernels.codes import quantisation_map
 from lockstep.parity_tests.cross.test_optimizers import moments_at_random, run_of, shaken, steps, update_inputs
 from lockstep.parity_tests.cross.variants import relative, same_bits
 from lockstep.parity_tests.tiny import text_batch, tiny_config

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep.torch_backend.optim
 from lockstep.core.backend import State
+from lockstep.core.components.eight_bit_codes import quantisation_map
 from lockstep.core.components.optimizers import BLOCK
 from lockstep.core.config.schema import CompileConfig, OptimConfig, RunConfig
 from lockstep.core.model.graph import GROUPS
@@ -25,7 +26,7 @@ from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.reference.self_check import check_reference
 from lockstep.core.train.schedule import learning_rate
 from lockstep.jax_backend.backend import JaxBackend
-from lockstep.jax_backend.kernels.codes import in_codes, quantisation_map
+from lockstep.jax_backend.kernels.codes import in_codes
 from lockstep.jax_backend.optim import orthogonal as orthogonal_in_jax
 from lockstep.parity_tests.cross.variants import ALL_BIASES, relative, same_bits, shaken_state
 from lockstep.parity_tests.tiny import text_batch, tiny_config

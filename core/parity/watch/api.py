@@ -30,6 +30,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.measures.verdict import Check, Finding, Outcome, overall, verdict_json
 from lockstep.core.parity.watch import judge
 from lockstep.core.parity.watch.judge import Judge, Step
+from lockstep.core.parity.watch.library_rules import RULES, rule_of
 from lockstep.core.parity.watch.limits import Limits, Precision
 from lockstep.core.parity.watch.listen import Pending, listen, loss_of
 from lockstep.core.parity.watch.snapshot import (
@@ -49,7 +50,7 @@ from lockstep.core.parity.watch.snapshot import (
     unwrapped,
 )
 from lockstep.core.parity.watch.uncovered import Guard, Uncovered, WatchCheck
-from lockstep.core.parity.watch.update_rules import ROUNDINGS, RULES, Rule, rule_of
+from lockstep.core.parity.watch.update_rules import ROUNDINGS, Rule
 from lockstep.core.parity.watch.words import headline, in_words
 
 log = logging.getLogger("lockstep.watch")
@@ -94,8 +95,8 @@ def watch(
         names: the model's parameter name → the reference's, a mapping or a function. Default: the same names.
         clip_norm: the norm to which gradients are clipped, inside or before the block.
         declared: hyperparameters that the optimizer should have, or `(parameter name, step) -> hyperparameters`.
-        rule: `adamw`, `adam`, `sgd` or a function as in core/parity/watch/update_rules.py, for an optimizer that is not
-            torch's own. Several optimizers share it.
+        rule: `adamw`, `adam`, `sgd`, `muon`, `adafactor` or a function as in core/parity/watch/update_rules.py, for an
+            optimizer that is not a library's own. Several optimizers share it.
         bounds: any of `excess`, `distance`, `gain`, `relative_error` (fp64) and `loss`, in place of the derived ones.
         calibrate: the first so many checks only measure loss and gradients; their extremes with a margin become bounds.
         on_alarm: a check that disagrees is logged, or raises `Disagreed` after the step, or is handed to a function.

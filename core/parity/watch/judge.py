@@ -16,14 +16,16 @@ from lockstep.core.parity.measures.decode import typical_ratio
 from lockstep.core.parity.measures.distances import Distances, distances
 from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
+from lockstep.core.parity.watch.library_rules import RULES
 from lockstep.core.parity.watch.limits import LOSS_UNITS, Extremes, Limits, Precision
 from lockstep.core.parity.watch.snapshot import Answer, Snapshot
 from lockstep.core.parity.watch.uncovered import Uncovered
-from lockstep.core.parity.watch.update_rules import EXACT, ROUNDINGS, RULES, Arithmetic, Rule
+from lockstep.core.parity.watch.update_rules import EPSILON, EXACT, OF_SUMS, ROUNDINGS, Arithmetic, Rule
 
-EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-# `p + Δ` in FP64 is off by half an ulp of p on either side: this many of ‖p‖/‖Δ‖.
-FP64_ULPS = 4.0
+# `p + Δ` is off by half an ulp of p on either side: this many of ‖p‖/‖Δ‖.
+ULPS_OF_WEIGHTS = 4.0
+# An update by factored moments holds three sums over a tensor: of the weights' norm, the factors and its own norm.
+SUMS = 3
 LEAST_TWIN_ERROR_BF16 = 1e-5
 NARROW = ("bfloat16", "float16")
 
@@ -262,7 +264,8 @@ def _updated(
         missing.append(f"update of {name}: its gradient is not finite")
         return
     old = {kind: by_name[name].astype(np.float64) for kind, by_name in before.moments.items() if name in by_name}
-    count, group = int(before.steps.get(name, 0)) + 1, before.groups[name]
+    count = int(before.steps.get(name, 0)) + 1
+    group = before.groups[name] | {"dtype": dtype, "in_codes": name in after.coded}
     w, t = (rule(p, g, old, count, group, a) for a in (Arithmetic.of(dtype), EXACT))
     stream: type[np.floating] = np.float64 if dtype == "float64" else np.float32
     for kind, moment in t.moments.items():
@@ -271,28 +274,35 @@ def _updated(
         if found is None:
             yield exact("moments", tap, 1, p.size, "the optimizer keeps what its rule writes", "not kept", "update")
             continue
-        band = "exp_avg_sq" if kind.endswith("_sq") else "exp_avg"
+        band = t.kinds.get(kind, "exp_avg_sq" if kind.endswith("_sq") else "exp_avg")
         d = distances(found.astype(np.float64), w.moments[kind], moment, stream)
-        yield _local("moments", tap, band, d, p, dtype, calibrated_bounds.FP64_LIMIT)
+        yield _local("moments", tap, band, d, moment, dtype, 0.0)
     moves = [x - p for x in (after.params[name].astype(np.float64), w.param, t.param)]
     d = distances(moves[0], moves[1], moves[2], stream)
     lost = float(np.mean((moves[1] == 0) & (moves[2] != 0)))
     note = f"{lost:.0%} of the update is below half an ulp of {dtype} weights and vanishes" if lost > 0.5 else ""
     size = float(np.linalg.norm(moves[2]))
-    of_weights = FP64_ULPS * EPS["float64"] * (float(np.linalg.norm(p)) / size if size else 0.0)
-    yield _local("update", name, "update", d, p, dtype, calibrated_bounds.FP64_LIMIT + of_weights, note)
+    of_weights = ULPS_OF_WEIGHTS * EPSILON[dtype] * (float(np.linalg.norm(p)) / size if size else 0.0)
+    yield _local("update", name, t.kinds.get("update", "update"), d, p, dtype, of_weights, note)
 
 
 def _local(
-    stage: str, tap: str, band: str, d: Distances, p: np.ndarray, dtype: str, most: float, note: str = ""
+    stage: str, tap: str, band: str, d: Distances, x: np.ndarray, dtype: str, of_weights: float, note: str = ""
 ) -> Finding:
+    """Hold a moment or an update to its bounds. of_weights: the part of a relative error that rounds the weights."""
     if dtype == "float64":
-        basis = f"FP64: {calibrated_bounds.FP64_LIMIT:.0e}, and {FP64_ULPS:g} ulp of the weights for an update"
+        basis = f"FP64: {calibrated_bounds.FP64_LIMIT:.0e}, and {ULPS_OF_WEIGHTS:g} ulp of the weights for an update"
+        most = calibrated_bounds.FP64_LIMIT + of_weights
         found: tuple[Measure, ...] = (Measure("relative_error", d.relative_error, None, most, basis),)
+    elif band == OF_SUMS:
+        terms, words = scalar_bounds.norm_bound(x.size)
+        basis = f"{SUMS} sums ({words}) in {dtype}, and {ULPS_OF_WEIGHTS:g} ulp of the weights for an update"
+        most = SUMS * terms * EPSILON[dtype] + of_weights
+        found = (Measure("relative_error", d.relative_error, None, most, basis),)
     else:
-        found = calibrated_bounds.measures("fp32/eager", band, d, calibrated_bounds.independent(p.shape))
+        found = calibrated_bounds.measures("fp32/eager", band, d, calibrated_bounds.independent(x.shape))
     return Finding(
-        stage=stage, tap=tap, phase="update", layer=layer_in(tap), scope="local", measures=found, size=p.size,
+        stage=stage, tap=tap, phase="update", layer=layer_in(tap), scope="local", measures=found, size=x.size,
         unequal=d.unequal, note=note,
     )  # fmt: skip
 
@@ -391,7 +401,7 @@ def _norm_slack(step: Step) -> float:
 
 
 def _eps(step: Step) -> float:
-    return max((EPS[step.dtypes[name]] for name in step.grads), default=EPS["float32"])
+    return max((EPSILON[step.dtypes[name]] for name in step.grads), default=EPSILON["float32"])
 
 
 def _norm(arrays: Arrays) -> float:

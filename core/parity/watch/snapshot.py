@@ -9,7 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from lockstep.core.backend import Arrays
+from lockstep.core.components.optimizers import BLOCK
 from lockstep.core.errors import UserError
+
+# Attributes of an optimizer that stand in no group, and that its rule reads.
+OF_OPTIMIZER = ("is_adamw", "block_size")
 
 Names = Mapping[str, str] | Callable[[str], str] | None
 
@@ -147,7 +151,7 @@ class Snapshot:
     """Parameters, gradients and optimizer state at one moment, by the model's names; copies.
 
     moments: kind → name → array, for every state entry of its parameter's shape. steps: name → the optimizer's count.
-    groups: name → hyperparameters of its optimizer group.
+    groups: name → hyperparameters of its optimizer group. coded: names whose state is kept in 8-bit codes.
     """
 
     params: dict[str, np.ndarray]
@@ -155,6 +159,7 @@ class Snapshot:
     moments: dict[str, dict[str, np.ndarray]]
     steps: dict[str, float]
     groups: dict[str, dict[str, Any]]
+    coded: frozenset[str] = frozenset()
 
 
 def gradients_of(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -167,23 +172,40 @@ def snapshot(params: Mapping[str, Any], optimizers: Sequence[Any]) -> Snapshot:
     moments: dict[str, dict[str, np.ndarray]] = {}
     steps: dict[str, float] = {}
     groups: dict[str, dict[str, Any]] = {}
+    coded: set[str] = set()
     names = {id(p): name for name, p in params.items()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             hyper = {key: _number(value) for key, value in group.items() if key != "params"}
+            hyper |= {key: getattr(optimizer, key) for key in OF_OPTIMIZER if hasattr(optimizer, key)}
             for p in group["params"]:
                 if id(p) not in names:
                     continue
                 name = names[id(p)]
                 groups[name] = hyper
                 # `get`: looking must not make an entry in the optimizer's defaultdict.
-                for kind, value in (optimizer.state.get(p) or {}).items():
+                entry = optimizer.state.get(p) or {}
+                if any(_in_codes(value) or f"qmap{kind[-1]}" in entry for kind, value in entry.items()):
+                    coded.add(name)
+                for kind, value in entry.items():
                     if kind == "step":
                         steps[name] = float(value)
-                    elif hasattr(value, "shape") and tuple(value.shape) == tuple(p.shape):
-                        moments.setdefault(kind, {})[name] = array_of(value)
+                    elif kind.startswith(("qmap", "absmax")) or not hasattr(value, "shape"):
+                        continue
+                    elif tuple(value.shape) == tuple(p.shape) or len(value.shape):
+                        kept = _from_codes(entry, kind) if f"qmap{kind[-1]}" in entry else array_of(value)
+                        moments.setdefault(kind, {})[name] = kept
     held = {name: params[name] for name in groups}
-    return Snapshot({n: array_of(p) for n, p in held.items()}, gradients_of(held), moments, steps, groups)
+    return Snapshot({n: array_of(p) for n, p in held.items()}, gradients_of(held), moments, steps, groups,
+                    frozenset(coded))  # fmt: skip
+
+
+def _from_codes(entry: Mapping[str, Any], kind: str) -> np.ndarray:
+    """A moment of bitsandbytes, `state1` or `state2`, from its codes, its map and the scale of each block."""
+    codes, levels, scale = (array_of(entry[f"{what}{kind[-1]}"]) for what in ("state", "qmap", "absmax"))
+    flat = levels[codes.reshape(-1)] * scale.repeat(BLOCK)[: codes.size]
+    # The library gives a block of zeros the code 0, of −0.993, and the scale 0: together −0, where there was 0.
+    return flat.reshape(codes.shape) + np.float32(0)
 
 
 def outside(params: Mapping[str, Any], optimizers: Sequence[Any]) -> tuple[list[str], int]:

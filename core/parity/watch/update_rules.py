@@ -8,10 +8,12 @@ rounds only what it stores, which matters to half precision alone).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from lockstep.core.errors import UserError
 
 State = Mapping[str, np.ndarray]
 
@@ -21,7 +23,8 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     # Adding just under half of the last kept place, plus that place's own bit, carries exactly where it must.
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)) << np.uint32(16)
-    return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float64)
+    # `ascontiguousarray` makes one dimension of none.
+    return np.where(np.isfinite(x), rounded.view(np.float32).reshape(np.shape(x)), x).astype(np.float64)
 
 
 def to_dtype(dtype: type[np.floating]) -> Callable[[np.ndarray], np.ndarray]:
@@ -35,6 +38,9 @@ ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "float16": to_dtype(np.float16),
     "bfloat16": to_bfloat16,
 }
+
+
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 @dataclass(frozen=True)
@@ -61,15 +67,30 @@ class Arithmetic:
 EXACT = Arithmetic(lambda x: x, lambda x: x)
 
 
+def refuse_fp64(a: Arithmetic, why: str) -> None:
+    """Raise UserError for FP64 weights whose rule computes in a narrower format: FP64 has no truth above it."""
+    if a.store is ROUNDINGS["float64"]:
+        raise UserError(f"FP64 weights, but {why}")
+
+
+# Kinds of comparison without calibrated bounds: FP32 sums, held to what such sums may be off (judge.py).
+OF_SUMS = "sums"
+
+
 @dataclass(frozen=True)
 class Updated:
-    """A parameter and its optimizer state by kind after the step, float64 arrays of the parameter's shape."""
+    """A parameter of float64 numbers after the step, and its optimizer state by kind.
+
+    kinds: kind of moment, or `update` → the calibrated bounds it is held to, where that is not AdamW's.
+    """
 
     param: np.ndarray
     moments: dict[str, np.ndarray]
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
 
-# (parameter, gradient, moments before by kind, step counted from 1, hyperparameters of its group, arithmetic)
+# (parameter, gradient, moments before by kind, step counted from 1, hyperparameters of its group, arithmetic). With the
+# group come `dtype` of the parameter, and `in_codes`, which is True where its state is kept in 8-bit codes.
 Rule = Callable[[np.ndarray, np.ndarray, State, int, Mapping[str, Any], Arithmetic], Updated]
 
 
@@ -95,8 +116,16 @@ def adam(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[
     moments = {"exp_avg": m, "exp_avg_sq": v}
     if group.get("amsgrad"):
         v = moments["max_exp_avg_sq"] = np.maximum(before.get("max_exp_avg_sq", zeros), v)
-    denominator = between(between(between(np.sqrt(v)) / a.scalar((1 - beta2**step) ** 0.5)) + a.scalar(group["eps"]))
     with np.errstate(divide="ignore", invalid="ignore"):  # ε = 0 and no gradient yet: torch gives NaN as well
+        if group.get("capturable"):
+            # The scalars are FP32 tensors on the device, and −lr/(1 − β₁ᵗ) goes into the denominator.
+            first, second = (a.scalar(1 - a.scalar(a.scalar(beta) ** step)) for beta in (beta1, beta2))
+            negative = -a.scalar(a.scalar(lr) / first)
+            scale = a.scalar(a.scalar(second**0.5) * negative)
+            denominator = between(between(between(np.sqrt(v)) / scale) + a.scalar(a.scalar(group["eps"]) / negative))
+            return Updated(a.store(p + a.compute(m / denominator)), moments)
+        root = a.scalar((1 - beta2**step) ** 0.5)
+        denominator = between(between(between(np.sqrt(v)) / root) + a.scalar(group["eps"]))
         return Updated(a.store(p - a.compute(a.scalar(lr / (1 - beta1**step)) * m / denominator)), moments)
 
 
@@ -126,12 +155,3 @@ def sgd(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[s
         moments["momentum_buffer"] = b
         g = a.store(g + a.scalar(momentum) * b) if group.get("nesterov") else b
     return Updated(a.store(p - a.scalar(float(group["lr"])) * g), moments)
-
-
-RULES: dict[str, Rule] = {"adamw": adamw, "adam": adam_l2, "sgd": sgd}
-
-
-def rule_of(optimizer: Any) -> Rule | None:
-    """The rule of torch's own AdamW, Adam or SGD; None for any other class, and for subclasses, which may differ."""
-    kind = type(optimizer)
-    return RULES.get(kind.__name__.lower()) if kind.__module__.startswith("torch.optim.") else None
