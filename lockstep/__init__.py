@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.core.parity.watch.api import Disagreed as Disagreed
     from lockstep.core.parity.watch.api import Watcher as Watcher
-    from lockstep.core.parity.watch.api import watch as watch
+    from lockstep.torch_backend.watch.api import watch as watch
 
 __all__ = ["Disagreed", "Watcher", "watch"]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use: importing one part of Lockstep does not load the others."""
+    if name == "watch":
+        from lockstep.torch_backend.watch.api import watch
+
+        return watch
     if name in __all__:
         from lockstep.core.parity.watch import api
 

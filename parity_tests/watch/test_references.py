@@ -15,6 +15,7 @@ from torch import nn
 from lockstep.core.errors import UserError
 from lockstep.core.parity.watch.api import Watcher, watch
 from lockstep.core.parity.watch.snapshot import Answer
+from lockstep.core.parity.watch.update_rules import to_bfloat16
 from lockstep.jax_backend.watch import reference
 from lockstep.parity_tests.watch.stranger import FP32, Tagger, batches, jax_loss, jax_nll, torch_loss, train
 
@@ -338,3 +339,41 @@ class Both:
 
 def test_an_object_with_truth_and_twin_is_a_reference() -> None:
     assert line(Both()).verdict == "agreed"
+
+
+class CoarseTwin:
+    """The bias's gradient is summed in bf16, as XLA does under a JAX loss in bf16."""
+
+    truth = staticmethod(lambda params, batch: Answer(*gradients_of_line(params, batch)))
+
+    @staticmethod
+    def twin(params: Any, batch: Any) -> Answer:
+        loss, grads = gradients_of_line(params, batch)
+        return Answer(loss, grads | {"bias": to_bfloat16(grads["bias"]).astype(np.float32)})
+
+
+def test_a_twin_that_is_worse_than_the_candidate_is_called_that() -> None:
+    watcher = line(CoarseTwin())
+    assert watcher.verdict == "agreed", watcher
+    assert "the twin is worse than the candidate, which is nearer to the truth: bias" in watcher.checks[0].not_covered
+    (finding,) = [f for f in watcher.checks[0].findings if f.stage == "gradients" and f.tap == "bias"]
+    assert finding.note == "the twin is worse than the candidate" and finding.measures[0].value < 1e-2
+    assert not any("the twin is worse" in item for item in line(Both()).checks[0].not_covered)
+
+
+def test_gradients_of_bf16_weights_are_rounded_in_the_twin() -> None:
+    """Of what is exact but for that rounding, the twin's bits are the candidate's."""
+    torch.manual_seed(0)
+    model = nn.Linear(12, 5).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher = watch(model, optimizer, reference=Both())
+    batch = {"x": torch.randn(32, 12), "y": torch.randn(32, 5)}
+    params = {name: p.detach().float().numpy() for name, p in model.named_parameters()}
+    loss, grads = gradients_of_line(params, {key: x.numpy() for key, x in batch.items()})
+    for name, p in model.named_parameters():
+        p.grad = torch.from_numpy(grads[name]).bfloat16()
+    with watcher.step(batch, loss):
+        optimizer.step()
+    assert watcher.verdict == "agreed", watcher
+    found = {f.tap: f.unequal for f in watcher.checks[0].findings if f.stage == "gradients" and f.tap != "names"}
+    assert found == {"weight": 0.0, "bias": 0.0}

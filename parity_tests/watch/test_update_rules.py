@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.core.parity.watch.api import Watcher, watch
 from lockstep.core.parity.watch.library_rules import rule_of
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
 with quiet_import():
-    import bitsandbytes.optim as bnb
-    import torchao.optim as ao
+    import bitsandbytes.optim
+    import torchao.optim
+
+bnb: Any = bitsandbytes.optim
+ao: Any = torchao.optim
 
 Made = Callable[[Any], torch.optim.Optimizer]
 STEPS = 4
@@ -44,7 +47,7 @@ def stepped(make: Made, *, matrices_only: bool = False, dtype: torch.dtype = tor
         for name, p in model.named_parameters():
             p.grad = grads[name].clone()
         if number == 2:  # a row that no token reached: zeros in the gradient and, elsewhere, all of a block
-            model.wide.grad[:8] = grads["wide"][:8] = 0.0  # type: ignore[index, union-attr]
+            dict(model.named_parameters())["wide"].grad[:8] = grads["wide"][:8] = 0.0  # type: ignore[index]
         batch = {name: (g.float() if dtype is torch.bfloat16 else g).numpy() for name, g in grads.items()}
         with watcher.step(batch, 0.0), torch.compiler.set_stance("force_eager"):
             optimizer.step()
@@ -105,7 +108,7 @@ def otherwise(optimizer: Any, **values: Any) -> Iterator[None]:
 def faulty(kind: Any, fault: str, number: list[int]) -> Any:
     """The class with a fault inside its step."""
 
-    class Faulty(kind):  # type: ignore[misc]
+    class Faulty(kind):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
             number[0] += 1
@@ -158,8 +161,8 @@ class RootOfSum(torch.optim.AdamW):
             for p in group["params"]:
                 entry = self.state[p]
                 if not entry:
-                    zeros: Callable[[], Tensor] = lambda p=p: torch.zeros_like(p)  # noqa: E731
-                    entry |= {"step": torch.tensor(0.0), "exp_avg": zeros(), "exp_avg_sq": zeros()}
+                    moments = {kind: torch.zeros_like(p) for kind in ("exp_avg", "exp_avg_sq")}
+                    entry |= {"step": torch.tensor(0.0), **moments}
                 entry["step"] += 1
                 t, (beta1, beta2) = entry["step"].item(), group["betas"]
                 p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -209,7 +212,7 @@ def test_what_has_no_rule_is_named() -> None:
 
 
 def test_zeros_in_codes_are_zeros() -> None:
-    """bitsandbytes gives a block of zeros the code of −0.993 and the scale 0."""
+    """The library gives a block of zeros the code of −0.993 and the scale 0."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(64, 96))
     optimizer = bnb.AdamW8bit([p], lr=1e-3)

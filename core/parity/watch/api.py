@@ -26,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lockstep.core.backend import Arrays
+from lockstep.core.data.memory import available_memory_bytes
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures.verdict import Check, Finding, Outcome, overall, verdict_json
 from lockstep.core.parity.watch import judge
@@ -39,6 +40,7 @@ from lockstep.core.parity.watch.snapshot import (
     Names,
     Reference,
     Snapshot,
+    StepReference,
     array_of,
     batch_as,
     dtype_of,
@@ -54,6 +56,10 @@ from lockstep.core.parity.watch.update_rules import ROUNDINGS, Rule
 from lockstep.core.parity.watch.words import headline, in_words
 
 log = logging.getLogger("lockstep.watch")
+
+# Memory that a check takes for each number of the model, in bytes: weights and gradients, both and two moments before
+# and after the update, then truth and twin with the copies in which they are compared.
+BYTES_A_NUMBER = 80
 
 OnAlarm = Literal["log", "stop"] | Callable[[Check], None]
 Declared = Mapping[str, Any] | Callable[[str, int], Mapping[str, Any]]
@@ -71,7 +77,7 @@ def watch(
     model: Any,
     optimizer: Any,
     *,
-    reference: Reference | Callable[[dict[str, np.ndarray], Any], tuple[float, Arrays]],
+    reference: Reference | StepReference | Callable[[dict[str, np.ndarray], Any], tuple[float, Arrays]],
     every: int = 100,
     precision: Precision | None = None,
     names: Names = None,
@@ -105,12 +111,15 @@ def watch(
     Raises UserError for settings that cannot work. Later nothing is raised but Disagreed, where it was asked for: what
     cannot be judged is logged, and listed in the verdict.
     """
-    if not hasattr(reference, "truth") and not callable(reference):
+    made: Any = reference
+    if not (hasattr(reference, "truth") or isinstance(reference, StepReference)):
+        made = FromCallable(reference) if callable(reference) else None
+    if made is None:
         raise UserError(f"reference={reference!r}: it is a function, or an object with `truth` and `twin`")
     return Watcher(
         model,
         [unwrapped(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])],
-        reference if hasattr(reference, "truth") else FromCallable(reference),
+        made,
         Settings(every, precision, names, clip_norm, declared, rule, bounds, calibrate, on_alarm, start),
     )
 
@@ -164,6 +173,7 @@ class Watcher:
 
     def __init__(self, model: Any, optimizers: Sequence[Any], reference: Any, settings: Settings) -> None:
         self.settings, self.reference = settings, reference
+        self._own = isinstance(reference, StepReference) and reference.own
         self.steps, self.checks = settings.start, list[WatchCheck]()
         self._model, self._optimizers = model, optimizers
         self._inside = False
@@ -179,7 +189,7 @@ class Watcher:
         limits = Limits.nearest(self.precision)
         if settings.bounds:
             limits = limits.given(settings.bounds)
-        self._judge = Judge(self.precision, None if settings.calibrate else limits)
+        self._judge = Judge(self.precision, None if settings.calibrate else limits, own=self._own)
         given = RULES[settings.rule] if isinstance(settings.rule, str) else settings.rule
         self._rules = [given or rule_of(optimizer) for optimizer in optimizers]
         self._pending: Pending | None = None
@@ -207,7 +217,7 @@ class Watcher:
     @property
     def headline(self) -> str:
         """The verdict in one line, with what was not judged: `agreed in 3 checks; update: not judged (…)`."""
-        return headline(self.verdict, self.checks)
+        return headline(self.verdict, self.checks, self._own)
 
     def __str__(self) -> str:
         lines = [in_words(check) for check in self.checks]
@@ -265,6 +275,11 @@ class Watcher:
         params = parameters_of(self._model)
         if params.keys() != self._dtypes.keys():
             raise UserError("the model's parameters are not those that watch() saw: build the watcher after the model")
+        needed, free = BYTES_A_NUMBER * sum(p.numel() for p in params.values()), available_memory_bytes()
+        if 0 < free < needed:
+            raise UserError(
+                f"a check takes {needed / 1e9:.3g} GB of memory for copies, and {free / 1e9:.3g} GB are free"
+            )
         count = len(self._optimizers)
         number = None
         with self._guard.link(uncovered, "loss"):
@@ -367,7 +382,7 @@ class Watcher:
         elif left_out:
             uncovered.skip("gradients", "a closure made some after another optimizer had moved the weights")
         with guard.link(uncovered, "loss and gradients"):
-            truth, twin = self._answers(step.params, pending.batch)
+            truth, twin = self._answers(step.params, pending.batch, uncovered)
         if truth is not None:
             with guard.link(uncovered, "gradients"):
                 clip_norm = self.settings.clip_norm
@@ -414,8 +429,10 @@ class Watcher:
             self._judge.limits = seen.limits(self.precision)
         return []
 
-    def _answers(self, params: Arrays, batch: Any) -> tuple[Answer, Answer]:
+    def _answers(self, params: Arrays, batch: Any, uncovered: Uncovered) -> tuple[Answer, Answer]:
         """Truth and twin, with the model's names; under fp64 the truth is both."""
+        if isinstance(self.reference, StepReference):
+            return self.reference.answers(params, batch, self.precision, uncovered)
         back = {theirs: name for name, theirs in self._renamed.items()}
         sides: list[Answer] = []
         for ask, dtype in ((self.reference.truth, np.float64), (self.reference.twin, np.float32)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from lockstep.core.parity.measures import calibrated_bounds, scalar_bounds
 from lockstep.core.parity.measures.decode import typical_ratio
 from lockstep.core.parity.measures.distances import Distances, distances
 from lockstep.core.parity.measures.scatter import scatter
-from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
+from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.watch.library_rules import RULES
 from lockstep.core.parity.watch.limits import LOSS_UNITS, Extremes, Limits, Precision
 from lockstep.core.parity.watch.snapshot import Answer, Snapshot
@@ -27,6 +27,7 @@ ULPS_OF_WEIGHTS = 4.0
 # An update by factored moments holds three sums over a tensor: of the weights' norm, the factors and its own norm.
 SUMS = 3
 LEAST_TWIN_ERROR_BF16 = 1e-5
+WORSE_TWIN = "the twin is worse than the candidate"
 NARROW = ("bfloat16", "float16")
 
 
@@ -57,11 +58,12 @@ class Step:
 class Judge:
     """Judges steps; keeps the bounds, and what the first checks measured.
 
-    limits: None while calibrating.
+    limits: None while calibrating. own: the twin is the candidate's own program.
     """
 
     precision: Precision
     limits: Limits | None
+    own: bool = False
     extremes: Extremes = field(default_factory=Extremes)
 
     @property
@@ -108,33 +110,61 @@ class Judge:
                 step, clip_norm, clip_norm, own, 0.0, "the gradients were clipped before they were read"
             )
             t, w = _scaled(t, own / _norm(t)), _scaled(w, own / _norm(w))
+        held = self._by_itself(step, w) if self.own and self.limits is not None else self.limits
         # In the order of the backward pass, as far as the order of registration tells: the first broken is the origin.
+        better: list[str] = []
         for name in reversed(both):
             if name not in left_out:
-                yield from self._gradient(name, step, w[name], t[name])
+                yield from self._gradient(name, step, w[name], t[name], held, better)
+        if better:
+            what = "in all gradients: is the declared precision in force?" if len(better) == len(both) else _few(better)
+            missing.append(f"{WORSE_TWIN}, which is nearer to the truth: {what}")
 
-    def _gradient(self, name: str, step: Step, w: np.ndarray, t: np.ndarray) -> Iterator[Finding]:
+    def _by_itself(self, step: Step, w: Arrays) -> Limits | None:
+        """The least bounds, where the candidate made most gradients with the twin's bits; else the usual ones.
+
+        The backward pass reaches the parameters that were registered first last. With their bits, all that came before
+        had the twin's bits as well, and a gradient that differs does so by itself.
+        """
+        equal = [n for n in w if n in step.grads and np.array_equal(step.grads[n], w[n])]
+        first = list(w)[:2]
+        if 2 * len(equal) < len(w) or not set(first) & set(equal):
+            return self.limits
+        assert self.limits is not None
+        excess, distance = calibrated_bounds.least(f"{self.precision}/eager", "gradients/matrices")
+        basis = (
+            f"{len(equal)} of {len(w)} gradients have the twin's bits, also those at the end of the backward pass, so "
+            "each is held by itself, to the least bounds of core/parity/measures/calibrated_bounds.py"
+        )
+        return replace(self.limits, excess=excess, distance=distance, gain=distance / 2, basis=basis)
+
+    def _gradient(
+        self, name: str, step: Step, w: np.ndarray, t: np.ndarray, held: Limits | None, better: list[str]
+    ) -> Iterator[Finding]:
         if name in step.grads:
-            yield from self._compared("gradients", name, "end_to_end", "backward", step.grads[name], w, t)
+            for finding in self._compared("gradients", name, "backward", step.grads[name], w, t, held):
+                better += [name] if finding.note == WORSE_TWIN else []
+                yield finding
         elif np.any(t):
             note = "no gradient reached it (detached, or not used), but the reference's is not zero"
             yield exact("gradients", name, 1, t.size, "every parameter that the loss depends on has a gradient", note)
 
     def _compared(
-        self, stage: str, tap: str, scope: Scope, phase: str, c: np.ndarray, w: np.ndarray, t: np.ndarray
+        self, stage: str, tap: str, phase: str, c: np.ndarray, w: np.ndarray, t: np.ndarray, held: Limits | None
     ) -> Iterator[Finding]:
         d = distances(c.astype(np.float64), w, t, self.stream)
         size = calibrated_bounds.independent(t.shape)
-        if self.limits is None:
+        if held is None:
             if not math.isfinite(d.excess):
                 note = "not finite"
                 yield exact(stage, tap, 1, t.size, "finite numbers, also while calibrating", note, phase)
             else:
                 self.extremes.see(d, size)
             return
+        worse = d.excess < held.excess ** -scatter(size) and self.precision != "fp64"
         yield Finding(
-            stage=stage, tap=tap, phase=phase, layer=layer_in(tap), scope=scope,
-            measures=self._measures(self.limits, d, size), size=t.size, unequal=d.unequal,
+            stage=stage, tap=tap, phase=phase, layer=layer_in(tap), scope="end_to_end",
+            measures=self._measures(held, d, size), size=t.size, unequal=d.unequal, note=WORSE_TWIN if worse else "",
         )  # fmt: skip
 
     def _measures(self, limits: Limits, d: Distances, size: int) -> tuple[Measure, ...]:
@@ -144,7 +174,8 @@ class Judge:
         basis = limits.basis + (f", few numbers ×{width:.2g}" if width > 1.05 else "")
         most, reach = limits.excess**width, width * limits.gain * d.twin_relative_error
         return (
-            Measure("excess", d.excess, 1 / most, most, basis),
+            # No lower bound: a candidate that is nearer to the truth than the twin is not wrong, the twin is coarse.
+            Measure("excess", d.excess, None, most, basis),
             Measure("gain_difference", d.gain_difference, -reach, reach, basis),
             Measure("twin_distance", d.twin_distance, None, width * limits.distance, basis),
         )
@@ -161,7 +192,7 @@ class Judge:
                     _list("differing", sorted((ours | theirs) - shaped)), "forward")  # fmt: skip
         for name in sorted(shaped):
             w, t = (side.outputs[name].astype(np.float64) for side in (twin, truth))
-            yield from self._compared("loss", name, "end_to_end", "forward", step.outputs[name], w, t)
+            yield from self._compared("loss", name, "forward", step.outputs[name], w, t, self.limits)
 
     def _loss(
         self, step: Step, truth: Answer, twin: Answer, t: Arrays, error: float, missing: Uncovered

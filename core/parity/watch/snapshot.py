@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from lockstep.core.backend import Arrays
 from lockstep.core.components.optimizers import BLOCK
 from lockstep.core.errors import UserError
+from lockstep.core.parity.watch.uncovered import Uncovered
 
 # Attributes of an optimizer that stand in no group, and that its rule reads.
 OF_OPTIMIZER = ("is_adamw", "block_size")
@@ -36,6 +37,20 @@ class Reference(Protocol):
 
     def twin(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
         """As the candidate's precision rounds, from float32 parameters; not asked of a candidate in FP64."""
+        ...
+
+
+@runtime_checkable
+class StepReference(Protocol):
+    """A reference that takes a step as it is: `params` by the model's own names, in FP32 or wider, the batch untouched.
+
+    own: the reference is the model itself, so that the twin is the candidate's own program.
+    """
+
+    own: bool
+
+    def answers(self, params: Arrays, batch: Any, precision: Any, uncovered: Uncovered) -> tuple[Answer, Answer]:
+        """Truth and twin; under fp64 the truth is both. Raises UserError for what it cannot judge, with the reason."""
         ...
 
 

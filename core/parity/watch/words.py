@@ -27,11 +27,12 @@ def in_words(check: WatchCheck) -> str:
     return f"step {check.step}: {count}; origin: {where}{more}{left_out}"
 
 
-def headline(verdict: Outcome, checks: Sequence[WatchCheck]) -> str:
-    """The verdict over all checks, and what was not judged, in one line."""
+def headline(verdict: Outcome, checks: Sequence[WatchCheck], own: bool) -> str:
+    """The verdict over all checks, and what was not judged, in one line. own: the reference is the model itself."""
     left_out = Counter(item for check in checks for item in check.not_judged)
     items = [
         item if count == len(checks) else f"{item}, in {count} of {len(checks)} checks"
         for item, count in left_out.items()
     ]
-    return "; ".join([f"{verdict} in {len(checks)} checks", *items])
+    against = " against your own module" if own else ""
+    return "; ".join([f"{verdict} in {len(checks)} checks{against}", *items])

@@ -1,0 +1,40 @@
+"""A batch of somebody's own on the CPU, with its types, and with its floating tensors in another dtype."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def on_cpu(batch: Any, dtype: torch.dtype | None) -> Any:
+    """Copy a nest of mappings, sequences, named tuples and dataclasses; `dtype` is of its floating tensors, or None.
+
+    A mapping of a class of its own (Hugging Face's BatchEncoding) keeps its class. Whatever else is passed on as it is.
+    """
+    if isinstance(batch, Tensor):
+        wide = dtype if batch.is_floating_point() else None
+        return batch.detach().to("cpu", wide or batch.dtype, copy=True)
+    if isinstance(batch, np.ndarray):
+        floating = dtype is torch.float64 and batch.dtype.kind == "f"
+        return batch.astype(np.float64) if floating else batch.copy()
+    if isinstance(batch, MutableMapping):
+        found = copy.copy(batch)
+        for key, value in batch.items():
+            found[key] = on_cpu(value, dtype)
+        return found
+    if isinstance(batch, Mapping):
+        return {key: on_cpu(value, dtype) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(on_cpu(value, dtype) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(on_cpu(value, dtype) for value in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        values = {field.name: on_cpu(getattr(batch, field.name), dtype) for field in dataclasses.fields(batch)}
+        return dataclasses.replace(batch, **{f.name: values[f.name] for f in dataclasses.fields(batch) if f.init})
+    return batch

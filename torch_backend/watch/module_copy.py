@@ -1,0 +1,89 @@
+"""A copy of somebody's own module on the CPU, in FP64 or in its own dtypes, at given weights.
+
+`copy.deepcopy` makes it. Parameters, buffers and tensors that are attributes are put into its memo first, each already
+on the CPU and in the dtype that is meant: an accelerator's memory is not touched, and tied weights stay tied.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.errors import UserError
+from lockstep.core.parity.watch.snapshot import parameters_of, plain_name
+from lockstep.core.parity.watch.uncovered import reason
+
+COMPILED = "OptimizedModule"
+REPLICATED = ("DistributedDataParallel", "DataParallel")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside torch.compile's and DistributedDataParallel's. Raises UserError for FSDP."""
+    while True:
+        kind = type(model).__name__
+        if kind == COMPILED:
+            model = model._orig_mod  # type: ignore[assignment]
+        elif kind in REPLICATED:
+            model = model.module  # type: ignore[assignment]
+        elif kind == "FullyShardedDataParallel" or hasattr(model, "_get_fsdp_state"):
+            raise UserError("parameters that FSDP shards over ranks are not copied")
+        else:
+            return model
+
+
+def copied(model: nn.Module, values: Mapping[str, np.ndarray], dtype: torch.dtype | None) -> nn.Module:
+    """Copy the user's own module at these values of its parameters, by name.
+
+    dtype: of all floating tensors; None keeps each its own. Raises UserError for what cannot be copied.
+    """
+    own = unwrapped(model)
+    memo: dict[int, Any] = {}
+    for name, p in parameters_of(own).items():
+        if type(p) is not nn.Parameter and not isinstance(p, nn.Parameter):
+            raise UserError(f"{name} is a {type(p).__name__}, of which there is no copy in FP64")
+        memo[id(p)] = nn.Parameter(torch.from_numpy(values[name]).to(dtype or p.dtype), requires_grad=p.requires_grad)
+    for module in own.modules():
+        tensors = [*module._buffers.values(), *(x for x in vars(module).values() if isinstance(x, Tensor))]
+        for x in tensors:
+            if x is not None and id(x) not in memo:
+                memo[id(x)] = x.detach().to("cpu", dtype if dtype and x.is_floating_point() else x.dtype, copy=True)
+    try:
+        for module in own.modules():
+            if type(module).__name__ == COMPILED and id(module) not in memo:
+                memo[id(module)] = copy.deepcopy(module._orig_mod, memo)
+        found: nn.Module = copy.deepcopy(own, memo)
+    except Exception as error:
+        raise UserError(f"copy.deepcopy of the module failed: {reason(error)}") from error
+    for name, module in found.named_modules():
+        module._compiled_call_impl = None
+        _without_wrapper(name, module)
+    return found
+
+
+def _without_wrapper(name: str, module: nn.Module) -> None:
+    """Take off a `forward` that was put on the instance: a function there would run the original module.
+
+    accelerate's is taken off, for what it adds is autocast. Raises UserError for others.
+    """
+    forward = module.__dict__.get("forward")
+    if forward is None or isinstance(forward, types.MethodType):
+        return
+    if "_original_forward" not in module.__dict__:
+        raise UserError(
+            f"{name or 'the module'}.forward was replaced on the instance, by something that still runs the original"
+        )
+    del module.__dict__["forward"]
+
+
+def hooked(model: nn.Module) -> list[str]:
+    """Parameters with hooks of their own on the gradient, which their copies lack."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return [
+        plain_name(name) for name, p in unwrapped(model).named_parameters() if any(getattr(p, k, None) for k in kinds)
+    ]

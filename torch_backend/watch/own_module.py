@@ -1,0 +1,245 @@
+"""The user's own module as the reference of `watch`: truth in FP64, eager, on the CPU; twin as it trains.
+
+The two differ in what rounds alone. A check therefore finds what kernels, the compiler, autocast, accumulation,
+clipping, the optimizer and ranks do. A module that computes something else than its author believes is out of sight.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lockstep.core.backend import Arrays
+from lockstep.core.data.memory import available_memory_bytes
+from lockstep.core.errors import UserError
+from lockstep.core.parity.watch.limits import Precision
+from lockstep.core.parity.watch.snapshot import Answer, array_of, parameters_of
+from lockstep.core.parity.watch.uncovered import Uncovered
+from lockstep.torch_backend.watch.batches import on_cpu
+from lockstep.torch_backend.watch.keep_wide import KeepWide, in_words, places
+from lockstep.torch_backend.watch.module_copy import copied, hooked, unwrapped
+
+log = logging.getLogger("lockstep.watch")
+
+Loss = Callable[[Any, Any], Any]
+Weights = Callable[[Sequence[Any]], Sequence[float]]
+Accumulate = Literal["mean", "sum"] | Weights | None
+
+OUT_OF_SIGHT = "a misread architecture is out of sight: the truth is your own module"
+# Activations may take all memory but so much of it.
+LEAST_FREE = 2**30
+# Memory is asked for after every so many bytes that autograd keeps.
+LOOK_EVERY = 2**26
+# A truth whose own rounding is this much finer than the candidate's is as good as exact: its part of a ratio is 1 %.
+FINER = 100.0
+
+
+class OwnModule:
+    """A reference by the user's own module and loss function. Built by `watch`."""
+
+    own = True
+
+    def __init__(self, model: nn.Module, loss: Loss, accumulate: Accumulate) -> None:
+        self._model, self._loss, self._accumulate = model, loss, accumulate
+        self._told: set[str] = set()
+
+    def answers(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> tuple[Answer, Answer]:
+        """Truth and twin at these parameters; under fp64 the truth is both.
+
+        Raises UserError for a module that cannot be copied, does not fit into memory or draws random numbers.
+        """
+        uncovered.append(OUT_OF_SIGHT)
+        if names := hooked(self._model):
+            uncovered.append(f"hooks on the gradients of parameters: {', '.join(names[:5])}")
+        truth = self._truth(params, batch, precision, uncovered)
+        if precision == "fp64":
+            return truth, truth
+        with as_it_trains(precision, self._model):
+            model = copied(self._model, params, None)
+            twin, _ = self._run(model, on_cpu(batch, None), batch)
+        return truth, twin
+
+    def _truth(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> Answer:
+        wide_batch = on_cpu(batch, torch.float64)
+        with in_fp64():
+            model = copied(self._model, params, torch.float64)
+            with places(model) as where, KeepWide(where) as mode:
+                answer, drawn = self._run(model, wide_batch, batch)
+            if drawn and not self._same_again(params, wide_batch, batch, answer):
+                raise UserError(
+                    f"the forward draws random numbers{_dropouts(model)}: turn that off, or nothing repeats"
+                )
+        if changed := _changed(model):
+            uncovered.append(f"buffers that the forward changes, read after it: {', '.join(changed[:5])}")
+        if mode.asked:
+            words = f"a dtype is hard-coded, where the truth keeps FP64: {in_words(mode.asked)}"
+            uncovered.append(words)
+            if words not in self._told:
+                log.warning("watch: %s", words)
+                self._told.add(words)
+        if mode.lost:
+            narrowest = max(torch.finfo(dtype).eps for _, _, dtype in mode.lost)
+            words = f"the module narrows FP64, so its truth is none: {in_words(mode.lost)}"
+            if narrowest * FINER > (2.0**-8 if precision == "bf16" else 2.0**-24):
+                raise UserError(words)
+            uncovered.append(words)
+        if not np.isfinite(answer.loss):
+            raise UserError(f"the module's loss in FP64 is {answer.loss}")
+        return answer
+
+    def _same_again(self, params: Arrays, wide_batch: Any, batch: Any, first: Answer) -> bool:
+        """Return whether other random numbers give the same bits: they are drawn, and do nothing."""
+        model = copied(self._model, params, torch.float64)
+        torch.manual_seed(random.randrange(2**31))
+        with places(model) as where, KeepWide(where):
+            again, _ = self._run(model, wide_batch, batch)
+        same = (np.array_equal(first.grads[name], again.grads[name], equal_nan=True) for name in first.grads)
+        return first.loss == again.loss and all(same)
+
+    def _run(self, model: nn.Module, batch: Any, given: Any) -> tuple[Answer, bool]:
+        """Loss and gradients of a step, and whether random numbers were drawn. given: the batch as the user has it."""
+        parts, weights = self._parts(batch, given)
+        total, outputs, before = 0.0, dict[str, np.ndarray](), _random_state()
+        model.zero_grad(set_to_none=True)
+        with torch.autograd.graph.saved_tensors_hooks(_Room(), lambda x: x):
+            for part, weight in zip(parts, weights, strict=True):
+                value = self._loss(model, part)
+                if isinstance(value, tuple):
+                    value, found = value
+                    outputs = {name: array_of(x) for name, x in found.items()}
+                if not isinstance(value, Tensor) or value.numel() != 1:
+                    raise UserError("loss= returns a scalar tensor, or that and a mapping of outputs")
+                self._look_at(value, model)
+                value = value / len(parts) if self._accumulate == "mean" else value if weight == 1 else value * weight
+                value.backward()
+                total += float(value.detach())
+        grads = {
+            name: array_of(p.grad if p.grad is not None else torch.zeros_like(p))
+            for name, p in parameters_of(model).items()
+            if p.requires_grad
+        }
+        drawn = any(one != other for one, other in zip(before, _random_state(), strict=True))
+        return Answer(total, grads, outputs if len(parts) == 1 else {}), drawn
+
+    def _look_at(self, value: Tensor, model: nn.Module) -> None:
+        """Raise UserError unless a backward pass reaches the copy, and nothing of the user's."""
+        leaves = _leaves(value)
+        if leaves & {id(p) for p in unwrapped(self._model).parameters()}:
+            raise UserError("loss= computes with the model that trains, in place of the module that it is given")
+        if not leaves & {id(p) for p in model.parameters()}:
+            raise UserError("the loss does not depend on the parameters of the module that loss= is given")
+
+    def _parts(self, batch: Any, given: Any) -> tuple[Sequence[Any], Sequence[float]]:
+        """The micro-batches of a step and the weight of each. Raises UserError for what is no list of them."""
+        if self._accumulate is None:
+            return [batch], [1.0]
+        if not isinstance(batch, (list, tuple)) or not batch:
+            raise UserError("accumulate= was given, so step takes the list of the step's micro-batches")
+        weights = list(map(float, self._accumulate(given))) if callable(self._accumulate) else [1.0] * len(batch)
+        if len(weights) != len(batch):
+            raise UserError(f"accumulate= returned {len(weights)} weights for {len(batch)} micro-batches")
+        return batch, weights
+
+
+def _leaves(value: Tensor) -> set[int]:
+    """The ids of the tensors into which a backward pass from here would write gradients."""
+    found, seen, todo = set[int](), set[Any](), [value.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        todo += [following for following, _ in node.next_functions]
+    return found
+
+
+class _Room:
+    """Refuses an activation that would not leave `LEAST_FREE` bytes of memory."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._bytes += x.numel() * x.element_size()
+        if self._bytes >= LOOK_EVERY:
+            self._bytes = 0
+            if 0 < (free := available_memory_bytes()) < LEAST_FREE:
+                raise UserError(f"the copy's activations do not fit into memory, of which {free / 1e9:.1f} GB are free")
+        return x
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Compute eagerly, with gradients and without autocast, and leave every random state as it is."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autocast("cpu", enabled=False))
+            stack.enter_context(torch.device("cpu"))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def in_fp64() -> Iterator[None]:
+    """Compute as the truth does: FP64 by default, and attention by its formula."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with undisturbed(), sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+@contextmanager
+def as_it_trains(precision: Precision, model: nn.Module) -> Iterator[None]:
+    """Compute as the candidate declares: under autocast where it is in bf16 and its weights are in FP32."""
+    dtypes = {p.dtype for p in unwrapped(model).parameters() if p.is_floating_point()}
+    with (
+        undisturbed(),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16" and dtypes == {torch.float32}),
+    ):
+        yield
+
+
+def _random_state() -> tuple[Any, ...]:
+    """Everything that a module may draw from, as values that compare."""
+    numpy: Mapping[str, Any] = np.random.get_state(legacy=False)
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        str(numpy["state"]["pos"]),
+        numpy["state"]["key"].tobytes(),
+    )
+
+
+def _dropouts(model: nn.Module) -> str:
+    """Modules that are named dropout and are on, in words."""
+    found = [
+        f"{name} (p={p:g})"
+        for name, module in model.named_modules()
+        if module.training and isinstance(p := getattr(module, "p", None), float) and p > 0
+    ]
+    return f" ({', '.join(found[:5])}{', …' if len(found) > 5 else ''})" if found else ""
+
+
+def _changed(model: nn.Module) -> list[str]:
+    """Buffers that were written since the copy was made."""
+    return [name for name, x in model.named_buffers() if x._version]
