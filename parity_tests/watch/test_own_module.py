@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -335,7 +336,7 @@ class Locked(Gpt):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lock = iter(lambda: 1, 0)
+        self.lock = threading.Lock()
 
 
 def test_a_module_that_cannot_be_copied_is_not_judged() -> None:
