@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from lockstep import watch
 from lockstep.core.parity.watch.api import Watcher
@@ -65,6 +64,9 @@ def gpt2_loss(model: Any, batch: Batch) -> Tensor:
 
 
 def gpt2(attention: str) -> nn.Module:
+    # Of a heavy package, and not all tests that use this file need it.
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(
         vocab_size=VOCAB, n_positions=LENGTH, n_embd=WIDTH, n_layer=2, n_head=HEADS, attn_implementation=attention,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,

@@ -14,11 +14,16 @@ from lockstep.core.parity.watch.api import Settings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "watch_loop.py"
+OWN = DOCS / "examples" / "watch_own_module.py"
 
 
 @pytest.fixture
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("watch_loop", EXAMPLE)
+    return loaded(EXAMPLE)
+
+
+def loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -39,7 +44,17 @@ def test_the_example_with_a_tanh_approximation_disagrees(example: ModuleType, mo
     assert example.main().verdict == "disagreed"
 
 
+def test_the_own_module_agrees_in_three_lines_and_disagrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = loaded(OWN)
+    watcher = example.main()
+    assert watcher.headline == "agreed in 4 checks against your own module"
+    added = [line for line in OWN.read_text().splitlines() if "watch" in line and not line.startswith('"""')]
+    assert [line[-3:] for line in added if not line.startswith("    return")] == ["# 1", "# 2", "# 3"]
+    monkeypatch.setattr(example.nn.utils, "clip_grad_norm_", lambda *_: None)
+    assert example.main().verdict == "disagreed"
+
+
 def test_the_page_names_only_what_there_is() -> None:
     page = (DOCS / "guide/watch.md").read_text()
     named = set(re.findall(r"^\| `(\w+)=", page, re.M))
-    assert named == {"reference", *Settings.__dataclass_fields__}
+    assert named == {"loss", "reference", "accumulate", *Settings.__dataclass_fields__}

@@ -138,6 +138,8 @@ def parameters_of(model: Any) -> dict[str, Any]:
     Raises UserError if there are none.
     """
     found = {plain_name(name): p for name, p in model.named_parameters()}
+    while type(model).__name__ == "OptimizedModule":
+        model = model._orig_mod
     if type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
         found = {name.removeprefix("module."): p for name, p in found.items()}
     if not found:
