@@ -37,6 +37,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
+def ranks_of(model: Any) -> int:
+    """How many ranks' gradients DistributedDataParallel averages; 1 without it."""
+    while type(model).__name__ == COMPILED:
+        model = model._orig_mod
+    group = getattr(model, "process_group", None) if type(model).__name__ == REPLICATED[0] else None
+    return int(group.size()) if group is not None else 1
+
+
 def copied(model: nn.Module, values: Mapping[str, np.ndarray], dtype: torch.dtype | None) -> nn.Module:
     """Copy the user's own module at these values of its parameters, by name.
 

@@ -25,7 +25,7 @@ from lockstep.core.parity.watch.snapshot import Answer, array_of, parameters_of
 from lockstep.core.parity.watch.uncovered import Uncovered
 from lockstep.torch_backend.watch.batches import on_cpu
 from lockstep.torch_backend.watch.keep_wide import KeepWide, in_words, places
-from lockstep.torch_backend.watch.module_copy import copied, hooked, unwrapped
+from lockstep.torch_backend.watch.module_copy import copied, hooked, ranks_of, unwrapped
 
 log = logging.getLogger("lockstep.watch")
 
@@ -57,6 +57,11 @@ class OwnModule:
         Raises UserError for a module that cannot be copied, does not fit into memory or draws random numbers.
         """
         uncovered.append(OUT_OF_SIGHT)
+        if (ranks := ranks_of(self._model)) > 1 and self._accumulate is None:
+            raise UserError(
+                f"gradients are the mean of {ranks} ranks', and a batch is one rank's: with accumulate='mean', step "
+                "takes the list of the batches of all"
+            )
         if names := hooked(self._model):
             uncovered.append(f"hooks on the gradients of parameters: {', '.join(names[:5])}")
         truth = self._truth(params, batch, precision, uncovered)
