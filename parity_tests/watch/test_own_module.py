@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from lockstep.parity_tests.watch.own import (
     Gpt,
     batches,
     gpt_loss,
+    nothing,
     train,
 )
 from lockstep.torch_backend.watch import own_module
@@ -100,6 +102,41 @@ def test_a_gradient_longer_by_a_hundredth_is_caught(tensor: str, precision: str)
     watcher = train("gpt", precision, 1, spoil=scaled(tensor, 1.01))
     (check,) = watcher.checks
     assert [f.tap for f in check.findings if not f.ok] == [tensor], watcher
+
+
+@pytest.mark.parametrize("trains", PRECISIONS)
+@pytest.mark.parametrize("name", ["gpt2, eager", "gpt2, sdpa"])
+def test_a_gradient_of_gpt2_longer_by_a_hundredth_is_caught(name: str, trains: str) -> None:
+    tensor = "transformer.h.0.mlp.c_fc.weight"
+    watcher = train(name, trains, 1, spoil=scaled(tensor, 1.01))
+    assert [f.tap for f in watcher.checks[0].findings if not f.ok] == [tensor], watcher
+
+
+def test_autocast_inside_the_loss_is_the_twins_as_well() -> None:
+    def narrow(model: Any, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return gpt_loss(model, batch)
+
+    for spoil in (nothing, scaled("blocks.0.up.weight", 1.05)):
+        torch.manual_seed(0)
+        model = Gpt()
+        optimizer = torch.optim.AdamW(model.parameters())
+        watcher = watch(model, optimizer, loss=narrow, precision="bf16")
+        (batch,) = batches(1)
+        loss = narrow(model, batch)
+        loss.backward()
+        spoil(model, 0)
+        with watcher.step(batch, loss):
+            optimizer.step()
+        assert watcher.verdict == ("agreed" if spoil is nothing else "disagreed"), watcher
+
+
+def test_a_check_does_not_compile_anew() -> None:
+    """The truth runs the compiled module eagerly, and leaves what was compiled."""
+    torch._dynamo.reset()
+    counted = torch._dynamo.testing.CompileCounter()
+    watcher = train(wrap=lambda model: torch.compile(model, backend=counted))
+    assert watcher.verdict == "agreed" and counted.frame_count == 1
 
 
 @contextmanager

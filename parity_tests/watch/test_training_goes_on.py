@@ -209,6 +209,18 @@ def test_sharded_parameters_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None
     assert watcher.headline.startswith("could_not in 1 checks; step: not judged (a tensor that is sharded over ranks")
 
 
+class FullyShardedDataParallel(Tagger):
+    """Goes by its name."""
+
+
+def test_fsdp_is_told_of() -> None:
+    watcher = train(FullyShardedDataParallel(), on_alarm="stop")
+    assert (
+        watcher.headline
+        == "could_not in 3 checks; step: not judged (parameters that FSDP shards over ranks cannot be watched)"
+    )
+
+
 @pytest.mark.parametrize("wrapper", ["accelerate", "lightning"])
 def test_an_optimizer_behind_a_wrapper_is_watched(wrapper: str) -> None:
     """Of accelerate itself, and of a class that passes `step` on as Lightning's does."""

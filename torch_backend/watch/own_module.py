@@ -101,9 +101,8 @@ class OwnModule:
         return answer
 
     def _same_again(self, params: Arrays, wide_batch: Any, batch: Any, first: Answer) -> bool:
-        """Return whether other random numbers give the same bits: they are drawn, and do nothing."""
+        """Return whether the random numbers that come next give the same bits: they are drawn, and do nothing."""
         model = copied(self._model, params, torch.float64)
-        torch.manual_seed(random.randrange(2**31))
         with places(model) as where, KeepWide(where):
             again, _ = self._run(model, wide_batch, batch)
         same = (np.array_equal(first.grads[name], again.grads[name], equal_nan=True) for name in first.grads)

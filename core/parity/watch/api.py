@@ -272,6 +272,8 @@ class Watcher:
 
     def _read(self, batch: Any, loss: Any, outputs: Mapping[str, Any], uncovered: Uncovered, started: float) -> None:
         """Copy what the step starts from, and listen to its optimizers. Raises whatever cannot be read."""
+        if type(self._model).__name__ == "FullyShardedDataParallel":
+            raise UserError("parameters that FSDP shards over ranks cannot be watched")
         params = parameters_of(self._model)
         if params.keys() != self._dtypes.keys():
             raise UserError("the model's parameters are not those that watch() saw: build the watcher after the model")
