@@ -30,6 +30,7 @@ LISTED = tuple(frozenset(registry) - FORMATS.keys() for registry in REGISTRIES)
 HOMES = (
     "core/components/",
     "core/parity/reference/closed_forms.py",
+    "core/parity/watch/library_rules.py",
     "torch_backend/attention.py",
     "torch_backend/kernels/library_heads.py",
     "torch_backend/optim.py",

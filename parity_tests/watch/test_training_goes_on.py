@@ -19,6 +19,7 @@ from lockstep.parity_tests.watch.stranger import FP32, Tagger, batches, torch_lo
 # Where an error is planted → the link that is then not judged. In each, the others still are.
 PLACES: dict[str, tuple[Any, str, str]] = {
     "reading the step": (api, "gradients_of", "step"),
+    "listening to the optimizer": (api, "listen", "step"),
     "reading in the optimizer's step": (listen, "snapshot", "update"),
     "the reference": (api.Watcher, "_answers", "loss and gradients"),
     "judging gradients": (judge.Judge, "_gradient", "gradients"),

@@ -315,10 +315,10 @@ class Watcher:
         """
         pending, failed = self._pending, self._failed
         self._drop()
-        if pending is None:
-            if failed is None:
-                return None
+        if failed is not None:
             check = failed.check()
+        elif pending is None:
+            return None
         else:
             findings, cause = list[Finding](), None
             # One that no more narrow guard caught: a defect of Lockstep's, and still no end of somebody's training.

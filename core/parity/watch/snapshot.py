@@ -91,11 +91,9 @@ def array_of(tensor: Any) -> np.ndarray:
 
 
 def _in_codes(tensor: Any) -> bool:
-    """Return whether a tensor is of a class of a library's own that stands for numbers in codes, as torchao's are."""
-    return not type(tensor).__module__.startswith("torch.") and "dequantize" in {
-        name for kind in type(tensor).__mro__ if not kind.__module__.startswith("torch") or "torchao" in kind.__module__
-        for name in vars(kind)
-    }  # fmt: skip
+    """Return whether a tensor is of a library's own class that stands for numbers in codes, as torchao's are."""
+    libraries = [kind for kind in type(tensor).__mro__ if kind.__module__.partition(".")[0] != "torch"]
+    return any("dequantize" in vars(kind) for kind in libraries)
 
 
 def dtype_of(tensor: Any) -> str:
