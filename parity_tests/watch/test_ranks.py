@@ -23,7 +23,7 @@ from lockstep.torch_backend.watch import own_module
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    store = dist.distributed_c10d.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
