@@ -64,7 +64,7 @@ def gpt2_loss(model: Any, batch: Batch) -> Tensor:
 
 
 def gpt2(attention: str) -> nn.Module:
-    # Of a heavy package, and not all tests that use this file need it.
+    # The package is heavy, and not all tests that use this file need it.
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(

@@ -363,7 +363,7 @@ def test_a_twin_that_is_worse_than_the_candidate_is_called_that() -> None:
 
 
 def test_gradients_of_bf16_weights_are_rounded_in_the_twin() -> None:
-    """Of what is exact but for that rounding, the twin's bits are the candidate's."""
+    """The twin's bits are the candidate's, where nothing differs but that rounding."""
     torch.manual_seed(0)
     model = nn.Linear(12, 5).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -224,7 +224,7 @@ def test_fsdp_is_told_of() -> None:
 
 @pytest.mark.parametrize("wrapper", ["accelerate", "lightning"])
 def test_an_optimizer_behind_a_wrapper_is_watched(wrapper: str) -> None:
-    """Of accelerate itself, and of a class that passes `step` on as Lightning's does."""
+    """Accelerate's own, and a class that passes `step` on as Lightning's does."""
 
     class Passes:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:

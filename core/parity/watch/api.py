@@ -333,7 +333,7 @@ class Watcher:
         return check
 
     def _finish(self, pending: Pending, params: Mapping[str, Any]) -> Step:
-        """What was read, with the state now where an optimizer did not step."""
+        """Put together what was read, with the state now where an optimizer did not step."""
         before, after, fired, rules = list[Snapshot](), list[Snapshot](), list[int](), list[Rule | None]()
         kinds: list[str] = []
         unread = "update" in pending.uncovered.skipped
