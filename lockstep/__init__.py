@@ -1,7 +1,8 @@
 """Lockstep: a language model pretrains in PyTorch while an independent JAX implementation checks the step.
 
 This package is the one import name. In a checkout it holds links to the folders of the repository; installed, the
-folders themselves. `watch` checks a training loop of one's own; `python -m lockstep` is the command line.
+folders themselves. `watch` checks a training loop of one's own, `assert_honest` a kernel; `python -m lockstep` is the
+command line.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.core.parity.honest.report import NotHonest as NotHonest
     from lockstep.core.parity.watch.api import Disagreed as Disagreed
     from lockstep.core.parity.watch.api import Watcher as Watcher
+    from lockstep.honest import assert_honest as assert_honest
     from lockstep.torch_backend.watch.api import watch as watch
 
-__all__ = ["Disagreed", "Watcher", "watch"]
+__all__ = ["Disagreed", "NotHonest", "Watcher", "assert_honest", "watch"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +25,10 @@ def __getattr__(name: str) -> Any:
         from lockstep.torch_backend.watch.api import watch
 
         return watch
+    if name in ("NotHonest", "assert_honest"):
+        from lockstep import honest
+
+        return getattr(honest, name)
     if name in __all__:
         from lockstep.core.parity.watch import api
 

@@ -1,0 +1,1 @@
+"""`lockstep.assert_honest`: one function of a user's own, forward and backward, against its plain writing."""

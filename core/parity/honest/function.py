@@ -1,0 +1,125 @@
+"""A function under test as the engine sees it: arrays in, arrays out; a backend runs it (its tools/honest.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from lockstep.core.errors import UserError
+from lockstep.core.parity.watch.snapshot import array_of, dtype_of
+from lockstep.core.parity.watch.update_rules import ROUNDINGS
+
+__tracebackhide__ = True
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# Spacing of numbers just above 1, smallest exponent of a normal number.
+EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
+SMALLEST = {"bfloat16": -126, "float16": -14, "float32": -126, "float64": -1022}
+
+
+@dataclass(frozen=True)
+class Given:
+    """One input of the user's.
+
+    original: as it was handed in. values: float64, rounded to the dtype under test; None for what is not floating,
+    which goes to the function as it is. once: the shape with 1 on axes along which a tensor was expanded, whose
+    elements are one number in memory. parameter: a module's own, which is no argument.
+    """
+
+    name: str
+    original: Any
+    values: np.ndarray | None
+    once: tuple[int, ...]
+    differentiate: bool
+    parameter: bool = False
+
+
+@dataclass(frozen=True)
+class Value:
+    """An output or a gradient: float64 numbers, or integers and booleans as they are. dtype: as it was computed."""
+
+    array: np.ndarray
+    dtype: str
+
+    @property
+    def floating(self) -> bool:
+        """Return whether it holds floating-point numbers."""
+        return self.array.dtype.kind == "f"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One call, forward and backward.
+
+    outputs: by name. grads: by input; None where no gradient reached it. backward: False if the outputs were not those
+    whose gradients were given, so that there was none. written: inputs whose values the call changed. narrowed: with
+    `look`, operations that read FP64 and write only narrower numbers.
+    """
+
+    outputs: dict[str, Value]
+    grads: dict[str, Value | None]
+    backward: bool = True
+    written: tuple[str, ...] = ()
+    narrowed: tuple[str, ...] = ()
+
+
+# Shapes of the floating outputs by name → their gradients, float64; an output that is left out gets none.
+Cotangents = Callable[[Mapping[str, tuple[int, ...]]], Mapping[str, np.ndarray]]
+
+
+class Function(Protocol):
+    """A torch or JAX function on the user's inputs."""
+
+    def __call__(
+        self, values: Mapping[str, np.ndarray], dtype: str, cotangents: Cotangents, look: bool = False
+    ) -> Answer:
+        """Call it with floating inputs of these values in `dtype`, a key of `EPS`, and go back through it."""
+        ...
+
+
+def dtype_named(dtype: Any) -> str:
+    """Return `bfloat16`, `float16` or `float32`, from a name of `DTYPES` or a dtype of torch, JAX or numpy.
+
+    Raises UserError for any other.
+    """
+    word = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype).rpartition(".")[2]
+    found = DTYPES.get(word, word)
+    if found not in DTYPES.values():
+        raise UserError(f"dtype={dtype!r}: it is bf16, fp16 or fp32, or such a dtype of torch or JAX")
+    return found
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Float64 values to the nearest number of a dtype, as float64."""
+    with np.errstate(over="ignore"):
+        return ROUNDINGS[dtype](np.asarray(x)).reshape(np.shape(x))
+
+
+def spacing(x: np.ndarray, dtype: str) -> np.ndarray:
+    """The distance between neighbouring numbers of a dtype at these values; float64 of the same shape."""
+    _, exponent = np.frexp(x)
+    return np.ldexp(EPS[dtype], np.maximum(exponent - 1, SMALLEST[dtype]))
+
+
+def given(name: str, original: Any, dtype: str, differentiate: bool, parameter: bool = False) -> Given:
+    """Read one input. Raises UserError for complex numbers, and for numbers outside the dtype's range."""
+    inside = original.values() if isinstance(original, dict) else original
+    if isinstance(inside, (list, tuple)) and any(hasattr(x, "dtype") for x in inside):
+        raise UserError(f"inputs: {name} holds arrays in a {type(original).__name__}: hand in each by itself")
+    if not hasattr(original, "dtype") or not hasattr(original, "shape"):
+        return Given(name, original, None, (), False)
+    kind = dtype_of(original)
+    if "complex" in kind:
+        raise UserError(f"inputs: {name} is {kind}; floating-point numbers, integers and booleans can be compared")
+    if "float" not in kind:
+        return Given(name, original, None, (), False, parameter)
+    exact = array_of(original).astype(np.float64)
+    values = rounded(exact, dtype)
+    if np.any(np.isfinite(exact) & ~np.isfinite(values)):
+        raise UserError(f"inputs: {name} has numbers outside the range of {dtype}")
+    strides = original.stride() if callable(getattr(original, "stride", None)) else (1,) * values.ndim
+    once = tuple(1 if stride == 0 else size for size, stride in zip(values.shape, strides, strict=True))
+    return Given(name, original, values, once, differentiate, parameter)

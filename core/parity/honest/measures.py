@@ -1,0 +1,285 @@
+"""Excess, gain, distance and peaks of one result over all draws, and bounds that the plain function's own draws set.
+
+With candidate c, twin w (the plain function at the dtype), truth t (the plain function in FP64) and draws k, the unit
+of every measure is the twin's own error, floored by what no kernel can do without::
+
+    rounding      ulp(t)²/12, the variance of one rounding of the result to its dtype, and (2 ulp of FP32 · t)²
+    summation     ρ²·(n/2)·(t² + κ²), the variance of n FP32 additions one after another
+
+n is how many numbers of one input, or of one output's gradient, a number of the result depends on, found by changing
+one number of each. κ is the result's response to independent relative changes of everything that goes in. ρ = 0.21 ulp
+is the root mean square of one rounding. Of n terms of size τ, κ = √n·τ. If their signs differ, a partial sum of k terms
+is √k·τ large and the roundings' variance is ρ²·n²·τ²/2 = ρ²·(n/2)·κ²; if all have one sign, k·τ, and ρ²·n³·τ²/3 =
+ρ²·(n/3)·t². Other orders of summation do better::
+
+    excess   √(Σ_k ‖c − t‖² / Σ_k ‖w − t‖²)
+    lengths  the same of the errors' parts along the truth, row by row: Σ_r ⟨c − t, t⟩_r² / ‖t‖_r²
+    row      max over rows r of √(Σ_k ‖c − t‖_r² / max(Σ_k ‖w − t‖_r², mean over rows of the same)); column likewise
+    largest  max over elements and draws of |c − t| / u, in units of the twin's; u² from the twin's rows and columns
+    gain     ⟨c − w, t⟩ / ⟨t, t⟩
+
+A row is what stands along the last axis. What rounds once a row, such as the reciprocal norm or the sum of a softmax,
+makes a row longer or shorter as a whole; beside as many roundings as it has elements it drowns in all but `lengths`.
+
+**Bounds.** Each draw of the twin is measured against the other draws as if it were a kernel's. The largest that it
+reaches, and 1 at least, is what chance does. A bound is that, times ROOM, times MARGIN raised to the scatter of few
+numbers. ROOM: a kernel may round at ROUNDINGS places where the plain function rounds at one, as flash attention's
+gradient of k does: the output that its row sums come from, the weights, their gradient, the result. Variances add, √4,
+and so FlashAttention's own tests allow twice the plain error. For `largest`, chance is how far the largest of the draws
+stands above the middle one, for where few elements carry the error, another kernel's may stand as far above it. The
+largest of n single roundings is half an ulp; that of sums of several is nearer to what n normal numbers reach,
+√(2·ln(n/RARE)), so its bound is at least ROOM times that. There is no lower bound: a kernel that is better passes.
+Errors beside t, and not beside w, are held to bounds: end to end, a kernel and its twin round independently, and each
+is only as near to the truth as its roundings let it be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from lockstep.core.parity.honest.function import EPS, spacing
+from lockstep.core.parity.measures.distances import FLOOR_ULPS, Distances, Sums
+from lockstep.core.parity.measures.peaks import Norms
+from lockstep.core.parity.measures.scatter import scatter
+from lockstep.core.parity.measures.verdict import Measure
+
+ROUNDINGS = 4
+ROOM = math.sqrt(ROUNDINGS)
+# The ratio of two honest errors of many numbers, over several comparisons at once.
+MARGIN = 1.1
+# The chance that the largest of n normal numbers lies beyond its bound.
+RARE = 1e-6
+# Standard deviations of a length's honest error.
+DEVIATIONS = 6.0
+# Root mean square of a rounding, relative to the number, in ulp at 1: √(∫ m⁻³ dm / ln 2 / 12) over a binade.
+ROUNDING = math.sqrt(3 / 8 / math.log(2) / 12)
+# One rounding's largest error in units of its root mean square: half an ulp, and ulp/√12.
+LARGEST_ROUNDING = math.sqrt(3.0)
+
+NAMES = ("excess", "largest", "lengths", "row", "column", "gain")
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A result on every draw, finite numbers of one shape: candidate, twin, truth. dtype: the twin's result's.
+
+    response: mean square of the truth's response to relative changes. terms: n of this module.
+    """
+
+    candidate: Sequence[np.ndarray]
+    twin: Sequence[np.ndarray]
+    truth: Sequence[np.ndarray]
+    dtype: str
+    response: np.ndarray
+    terms: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measures with their bounds, the pooled distances, and where the candidate is worst: index and draw.
+
+    own: the twin's error, relative to the truth. ratio, residual: as `Sums.along_the_truth`.
+    """
+
+    measures: tuple[Measure, ...]
+    distances: Distances
+    worst: tuple[int, ...]
+    draw: int
+    own: float
+    ratio: float
+    residual: float
+
+
+class Units:
+    """The twin's error by element, row and column of a table, from some draws of its squares."""
+
+    def __init__(self, squares: np.ndarray, floor: np.ndarray) -> None:
+        """squares: mean over draws, (rows, columns). floor: of the same shape."""
+        self.rows = np.maximum(squares.sum(1), floor.sum(1))
+        self.columns = np.maximum(squares.sum(0), floor.sum(0))
+        self.total = max(float(squares.sum()), float(floor.sum()), np.finfo(np.float64).tiny)
+        mean = self.total / squares.size
+        self.elements = np.maximum(self.rows[:, None] * self.columns[None] / self.total, mean)
+
+    def excess(self, squares: np.ndarray) -> float:
+        """Of mean squares of errors (rows, columns)."""
+        return math.sqrt(float(squares.sum()) / self.total)
+
+    def lines(self, squares: np.ndarray, axis: int) -> np.ndarray:
+        """The same by row (axis 1 is summed) or by column, each in units of its own or of the mean line's."""
+        own = self.rows if axis == 1 else self.columns
+        return np.sqrt(squares.sum(axis) / np.maximum(own, self.total / len(own)))
+
+    def shares(self, squares: np.ndarray, floor: np.ndarray) -> np.ndarray:
+        """Squares of errors of one draw, with its floor, in units of each element."""
+        return squares / np.maximum(self.elements, floor)
+
+
+def floor_of(sides: Sides, draw: int) -> np.ndarray:
+    """The variance that a kernel cannot do without, by element, on one draw; (rows, columns)."""
+    t = sides.truth[draw]
+    dtype = sides.dtype if sides.dtype != "float64" else "float32"
+    one_rounding = np.square(spacing(t, dtype)) / 12 + np.square(FLOOR_ULPS * EPS["float32"] * t)
+    summed = (ROUNDING * EPS["float32"]) ** 2 * sides.terms / 2
+    return (one_rounding + summed * (np.square(t) + sides.response)).reshape(table_of(t.shape))
+
+
+def table_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows, along the last axis, and columns."""
+    return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
+
+
+class Errors:
+    """Errors of one side on every draw, as tables of squares and of parts along the truth by row."""
+
+    def __init__(self, side: Sequence[np.ndarray], truth: Sequence[np.ndarray], table: tuple[int, int]) -> None:
+        self._pairs, self._table = list(zip(side, truth, strict=True)), table
+        self.mean = sum((self.squares(k) for k in range(len(self._pairs))), np.zeros(table)) / len(self._pairs)
+        self.along = [self._along(k) for k in range(len(self._pairs))]
+
+    def squares(self, draw: int) -> np.ndarray:
+        """Squares of errors, (rows, columns)."""
+        x, t = self._pairs[draw]
+        return np.square(x - t).reshape(self._table)
+
+    def _along(self, draw: int) -> float:
+        x, t = (one.reshape(self._table) for one in self._pairs[draw])
+        power = np.square(t).sum(1)
+        parts = np.square(((x - t) * t).sum(1)) / np.where(power > 0, power, 1.0)
+        return float(parts.sum())
+
+
+@dataclass
+class Honest:
+    """What single draws of the twin reach against the others.
+
+    reached: by measure; of `largest`, how far the largest of the draws stands above the middle one. largest: itself, in
+    units of the elements. along: the twin's squares along the truth.
+    """
+
+    reached: dict[str, float]
+    largest: float
+    along: float
+
+    @classmethod
+    def of(cls, twin: Errors, floors: Callable[[int], np.ndarray], floor: np.ndarray, along_floor: float) -> Honest:
+        """Measure each draw of the twin against the others. floors: by draw; floor: their mean."""
+        count = len(twin.along)
+        reached, largest = dict.fromkeys(NAMES, 1.0), list[float]()
+        along = max(sum(twin.along) / count, along_floor, np.finfo(np.float64).tiny)
+        for k in range(count):
+            own = twin.squares(k)
+            others = Units(np.maximum(twin.mean * count - own, 0.0) / (count - 1), floor)
+            of_others = max((sum(twin.along) - twin.along[k]) / (count - 1), along_floor, np.finfo(np.float64).tiny)
+            found = {
+                "excess": others.excess(own),
+                "lengths": math.sqrt(twin.along[k] / of_others),
+                "row": float(others.lines(own, 1).max()),
+                "column": float(others.lines(own, 0).max()),
+            }
+            reached |= {name: max(reached[name], value) for name, value in found.items()}
+            largest.append(max(LARGEST_ROUNDING, math.sqrt(float(others.shares(own, floors(k)).max()))))
+        reached["largest"] = max(largest) / float(np.median(largest))
+        return cls(reached, max(largest), along)
+
+
+def measure(sides: Sides, given: Mapping[str, float], reason: str) -> Measured:
+    """Measure one result on two draws or more. given: bounds of the user's own by name, and their reason."""
+    shape = sides.truth[0].shape
+    rows, columns = table = table_of(shape)
+    count = len(sides.truth)
+    floors = partial(floor_of, sides)
+    floor = sum((floors(k) for k in range(count)), np.zeros(table)) / count
+    twin, candidate = (Errors(side, sides.truth, table) for side in (sides.twin, sides.candidate))
+    units = Units(twin.mean, floor)
+    variance = np.maximum(twin.mean, floor)
+    honest = Honest.of(twin, floors, floor, _along_by_chance(variance, sides.truth[0].reshape(table)))
+    peaks = [units.shares(candidate.squares(k), floors(k)) for k in range(count)]
+    worst = int(np.argmax([peak.max() for peak in peaks]))
+    largest = math.sqrt(float(peaks[worst].max()))
+    sums = Sums()
+    for c, w, t in zip(sides.candidate, sides.twin, sides.truth, strict=True):
+        sums.add(c, w, t)
+    d = sums.distances(np.float32, Norms(whole=math.sqrt(count * float(floor.sum()))))
+    effective = min(variance.size, round(_participating(variance) * (1 + 2 / count)))
+    values = {"excess": (d.excess, effective), "largest": (largest / honest.largest, effective)}
+    where = {}
+    if rows > 1 and columns > 1:
+        values["lengths"] = math.sqrt(sum(candidate.along) / count / honest.along), min(rows, effective)
+        for name, axis, numbers in (("row", 1, columns), ("column", 0, rows)):
+            line = units.lines(candidate.mean, axis)
+            values[name] = float(line.max()), numbers
+            where[name] = f"; it is number {int(line.argmax()):,} of {len(line):,}, from 0"
+    found = []
+    for name, (value, numbers) in values.items():
+        width = MARGIN ** scatter(max(1, numbers))
+        reached, of = honest.reached[name], f"in {count} draws of plain"
+        if (
+            name == "largest"
+            and (normal := math.sqrt(2 * math.log(floor.size * count / RARE)) / honest.largest) > reached
+        ):
+            reached, of = normal, f"as {floor.size * count:,} normal numbers reach"
+        basis = f"{ROOM:g} for {ROUNDINGS} roundings where plain has one, {reached:.3g} {of}, margin {width:.3g}"
+        found.append(Measure(name, value, None, ROOM * reached * width, basis + where.get(name, "")))
+    reach, basis = _reach(sides, variance)
+    found.append(Measure("gain", d.gain_difference, -reach, reach, basis))
+    index = np.unravel_index(int(peaks[worst].argmax()), shape) if shape else ()
+    ratio, residual = sums.along_the_truth()
+    power = math.sqrt(sums.power)
+    return Measured(
+        tuple(_given(m, given, reason) for m in found),
+        d,
+        tuple(int(i) for i in index),
+        worst,
+        math.sqrt(sums.of_twin) / power if power else (math.inf if sums.of_twin else 0.0),
+        ratio,
+        residual,
+    )
+
+
+def _given(m: Measure, bounds: Mapping[str, float], reason: str) -> Measure:
+    if m.name not in bounds:
+        return m
+    low = -bounds[m.name] if m.low is not None else None
+    return Measure(m.name, m.value, low, bounds[m.name], f"given by bounds=: {reason}")
+
+
+def _along_by_chance(variance: np.ndarray, truth: np.ndarray) -> float:
+    """The part along the truth, row by row, of errors that are independent: Σ_r Σ v·t² / Σ t²."""
+    squares = np.square(truth)
+    power = squares.sum(1)
+    return float(((variance * squares).sum(1) / np.where(power > 0, power, 1.0)).sum())
+
+
+def _participating(variance: np.ndarray) -> float:
+    """About how many elements carry the error: (Σv)² / Σv²."""
+    scale = float(variance.max(initial=0.0))
+    if not scale:
+        return variance.size
+    share = variance / scale
+    return float(share.sum()) ** 2 / float(np.square(share).sum())
+
+
+def _reach(sides: Sides, variance: np.ndarray) -> tuple[float, str]:
+    """The bound on the gain, from the gains of the twin by draw and the scatter of its elements' errors."""
+    t = sides.truth[0].reshape(variance.shape)
+    power = float(np.square(t).sum())
+    if not power:
+        return math.inf, "the truth is zero: it has no length"
+    gains = [
+        float(((w - x) * x).sum()) / p
+        for w, x in zip(sides.twin, sides.truth, strict=True)
+        if (p := float((x * x).sum()))
+    ]
+    by_draw = math.sqrt(sum(g * g for g in gains) / len(gains))
+    by_element = math.sqrt(float((variance * np.square(t)).sum())) / power
+    unit = math.hypot(by_draw, by_element, FLOOR_ULPS * EPS["float32"])
+    basis = (
+        f"{DEVIATIONS:g}σ of {ROOM:.2f} · {unit:.2g}: plain's gains by draw {by_draw:.2g}, by element {by_element:.2g}"
+    )
+    return DEVIATIONS * ROOM * unit, basis

@@ -1,0 +1,120 @@
+"""The truth: the plain function in FP64, which must not narrow it, and how its results answer to small changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import numpy as np
+
+from lockstep.core.errors import UserError
+from lockstep.core.parity.honest.draws import SMALL, Draws
+from lockstep.core.parity.honest.function import Answer, Function, Value
+from lockstep.core.parity.honest.sides import Functions, gradient_name
+
+__tracebackhide__ = True
+
+# So many different numbers, none of them whole, that all are of FP32, are not so by chance: 2⁻²⁹ each.
+ENOUGH = 4
+RESPONSES = 2
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The truth of the given draw, and by result the terms of a sum and the square of its response (measures.py)."""
+
+    answer: Answer
+    terms: dict[str, float]
+    response: dict[str, np.ndarray]
+
+
+def truth_of(functions: Functions, draws: Draws, dtype: str) -> Truth:
+    """Call the truth's function on the given inputs and beside them.
+
+    Raises UserError if it refuses FP64 where plain runs at its dtype, if it narrows FP64, or has no numbers to compare.
+    """
+    truth, values = functions.truth, draws.values(0)
+    cotangents = partial(draws.cotangents, 0)
+    try:
+        exact = truth(values, "float64", cotangents, True)
+    except UserError:
+        raise
+    except Exception as error:
+        try:
+            functions.plain(values, dtype, cotangents)
+        except Exception:
+            raise error from None  # it fails at either: no matter of FP64
+        words = str(error).strip().splitlines() or [""]
+        raise UserError(
+            f"plain does not run in FP64 ({type(error).__name__}: {words[0]}): let it compute in the dtype of its "
+            "inputs, or give a function that does as truth="
+        ) from error
+    if exact.narrowed:
+        _refuse(f"({', '.join(exact.narrowed)})")
+    base = _floating(exact)
+    if not base:
+        raise UserError("nothing was compared: plain has no floating-point output")
+    if narrow := sorted(name for name, one in base.items() if one.dtype != "float64"):
+        _refuse(f"({', '.join(narrow)} is {base[narrow[0]].dtype})")
+    squares = {name: np.zeros(one.array.shape) for name, one in base.items()}
+    for salt in range(RESPONSES):
+        given = draws.responding(draws.cotangents(0, _shapes(exact)), RESPONSES + salt) if exact.grads else {}
+        moved = _floating(truth(draws.responding(values, salt), "float64", partial(_these, given)))
+        if salt == 0 and (narrow := sorted(n for n, one in moved.items() if _of_fp32(one.array))):
+            _refuse(f"(all numbers of {', '.join(narrow)} are FP32's)")
+        with np.errstate(invalid="ignore"):
+            for name, one in moved.items():
+                off = (one.array - base[name].array) / SMALL
+                squares[name] += np.square(np.where(np.isfinite(off), off, 0.0)) / RESPONSES
+    return Truth(exact, _terms(truth, draws, values, exact, base), squares)
+
+
+def _shapes(answer: Answer) -> dict[str, tuple[int, ...]]:
+    return {name: one.array.shape for name, one in answer.outputs.items() if one.floating}
+
+
+def _refuse(where: str) -> NoReturn:
+    raise UserError(
+        f"plain narrows FP64 inside {where}, so it cannot give the truth: let it compute in the dtype of its inputs, "
+        "or give a function that does as truth="
+    )
+
+
+def _of_fp32(x: np.ndarray) -> bool:
+    """Return whether all numbers are FP32's, where what went in are not; whole numbers and few numbers tell nothing."""
+    found = np.unique(x[np.isfinite(x) & (x != np.rint(x))])
+    with np.errstate(over="ignore"):
+        return found.size >= ENOUGH and bool(np.all(found.astype(np.float32) == found))
+
+
+def _floating(answer: Answer) -> dict[str, Value]:
+    found = {**answer.outputs, **{gradient_name(n): g for n, g in answer.grads.items() if g is not None}}
+    return {name: one for name, one in found.items() if one.floating and one.array.size}
+
+
+def _these(given: Mapping[str, np.ndarray], _: Mapping[str, tuple[int, ...]]) -> Mapping[str, np.ndarray]:
+    return given
+
+
+def _terms(
+    truth: Function, draws: Draws, values: Mapping[str, np.ndarray], exact: Answer, base: Mapping[str, Value]
+) -> dict[str, float]:
+    """How many numbers of one input, or of one output's gradient, a number of a result depends on, at most."""
+    terms = dict.fromkeys(base, 1.0)
+    grads = draws.cotangents(0, _shapes(exact)) if exact.grads else {}
+
+    def see(answer: Answer, size: int) -> None:
+        for name, one in _floating(answer).items():
+            if name in base and one.array.shape == base[name].array.shape:
+                changed = np.count_nonzero(one.array != base[name].array)
+                terms[name] = max(terms[name], size * changed / one.array.size)
+
+    for i, (name, x) in enumerate(values.items()):
+        if (changed := draws.one_changed(x, i)) is not None:
+            see(truth({**values, name: changed}, "float64", partial(_these, grads)), x.size)
+    for i, (name, g) in enumerate(grads.items()):
+        if (changed := draws.one_changed(g, len(values) + i)) is not None:
+            see(truth(values, "float64", partial(_these, {**grads, name: changed})), g.size)
+    return terms
