@@ -77,7 +77,7 @@ def assert_honest(
     chosen = _bounds(bounds, reason)
     if draws is not None and draws < 2:
         raise UserError(f"draws={draws}: bounds come from one draw beside others, so there are 2 at least")
-    values, keywords = _by_name(inputs, plain)
+    values, keywords = _by_name(inputs, mine, plain)
     default: Framework = "torch" if any(_is_torch(x) for x in values.values()) else "jax"
     places = mine_in or default, plain_in or default
     if unknown := [place for place in places if place not in FRAMEWORKS]:
@@ -120,22 +120,24 @@ def _is_torch(x: Any) -> bool:
     return type(x).__module__.partition(".")[0] == "torch" or hasattr(x, "requires_grad")
 
 
-def _by_name(inputs: Any, plain: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
-    """Inputs by name: a mapping's keys, else the names of plain's parameters."""
+def _by_name(inputs: Any, mine: Callable[..., Any], plain: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
+    """Inputs by name: a mapping's keys, else the names of plain's parameters, or of mine's."""
     if isinstance(inputs, Mapping):
         return dict(inputs), True
     if hasattr(inputs, "dtype") or not isinstance(inputs, Sequence):
         raise UserError("inputs is a sequence or a mapping of tensors; write [x] for one")
-    try:
-        known = [
-            p.name
-            for p in inspect.signature(getattr(plain, "forward", plain)).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-    except (TypeError, ValueError):
-        known = []
+    known = _parameters(plain) or _parameters(mine)
     names = [known[i] if i < len(known) else str(i) for i in range(len(inputs))]
     return dict(zip(names, inputs, strict=True)), False
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """Names of positional parameters; none of what is written in C."""
+    try:
+        found = inspect.signature(getattr(function, "forward", function)).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _differentiated(values: Mapping[str, Any], asked: bool | Sequence[str | int] | None) -> set[str]:

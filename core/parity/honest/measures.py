@@ -61,6 +61,7 @@ ROUNDING = math.sqrt(3 / 8 / math.log(2) / 12)
 # One rounding's largest error in units of its root mean square: half an ulp, and ulp/√12.
 LARGEST_ROUNDING = math.sqrt(3.0)
 
+GIVEN = "given by bounds="
 NAMES = ("excess", "largest", "lengths", "row", "column", "gain")
 
 
@@ -218,13 +219,13 @@ def measure(sides: Sides, given: Mapping[str, float], reason: str) -> Measured:
     found = []
     for name, (value, numbers) in values.items():
         width = MARGIN ** scatter(max(1, numbers))
-        reached, of = honest.reached[name], f"in {count} draws of plain"
+        reached, of = honest.reached[name], f"{count} draws of plain"
         if (
             name == "largest"
             and (normal := math.sqrt(2 * math.log(floor.size * count / RARE)) / honest.largest) > reached
         ):
-            reached, of = normal, f"as {floor.size * count:,} normal numbers reach"
-        basis = f"{ROOM:g} for {ROUNDINGS} roundings where plain has one, {reached:.3g} {of}, margin {width:.3g}"
+            reached, of = normal, f"{floor.size * count:,} normal numbers"
+        basis = f"{ROOM:g} ({ROUNDINGS} roundings for 1) × {reached:.3g} ({of}) × {width:.3g} (few numbers)"
         found.append(Measure(name, value, None, ROOM * reached * width, basis + where.get(name, "")))
     reach, basis = _reach(sides, variance)
     found.append(Measure("gain", d.gain_difference, -reach, reach, basis))
@@ -246,7 +247,7 @@ def _given(m: Measure, bounds: Mapping[str, float], reason: str) -> Measure:
     if m.name not in bounds:
         return m
     low = -bounds[m.name] if m.low is not None else None
-    return Measure(m.name, m.value, low, bounds[m.name], f"given by bounds=: {reason}")
+    return Measure(m.name, m.value, low, bounds[m.name], f"{GIVEN}: {reason}")
 
 
 def _along_by_chance(variance: np.ndarray, truth: np.ndarray) -> float:
@@ -280,6 +281,7 @@ def _reach(sides: Sides, variance: np.ndarray) -> tuple[float, str]:
     by_element = math.sqrt(float((variance * np.square(t)).sum())) / power
     unit = math.hypot(by_draw, by_element, FLOOR_ULPS * EPS["float32"])
     basis = (
-        f"{DEVIATIONS:g}σ of {ROOM:.2f} · {unit:.2g}: plain's gains by draw {by_draw:.2g}, by element {by_element:.2g}"
+        f"{ROOM:g} ({ROUNDINGS} roundings for 1) × {DEVIATIONS:g}σ of {unit:.2g} (plain's gain by draw {by_draw:.1g}, "
+        f"by element {by_element:.1g})"
     )
     return DEVIATIONS * ROOM * unit, basis

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lockstep.core.parity.honest.judged import Judged
+from lockstep.core.parity.honest.measures import GIVEN
+from lockstep.core.parity.measures.verdict import Measure
 
 __tracebackhide__ = True
 
@@ -68,13 +70,9 @@ def _lines(one: Judged) -> Iterator[str]:
         shown = [_number(m.value, n) if m else "" for n, m in of.items()]
         shown += [_number(d.twin_distance, "distance"), f"{d.unequal:.0%}"]
         yield f"{name:{NAME}}" + "".join(f"{cell:>10}" for cell in shown) + ("" if one.ok else "  !")
-        most = [_number(m.high, n) if m and m.high is not None else "" for n, m in of.items()]
+        most = [_bound(m) for m in of.values()]
         yield f"{'  at most':{NAME}}" + "".join(f"{cell:>10}" for cell in most)
-        for m in by_name.values():
-            if not m.ok:
-                yield from _wrapped(f"WRONG {m.name} {_number(m.value, m.name)}: {m.basis}")
-            elif m.basis.startswith("given by"):
-                yield from _wrapped(f"{m.name} {m.basis}")
+        yield from _broken(one, by_name)
     if one.untold:
         yield from _wrapped(f"not told: {one.untold}")
     for failure in one.failures:
@@ -89,8 +87,23 @@ def _lines(one: Judged) -> Iterator[str]:
         yield from _wrapped(f"assert_close {one.default[1]}")
 
 
+def _broken(one: Judged, by_name: dict[str, Measure]) -> Iterator[str]:
+    """Name the broken measures, and say where the bound of the worst comes from, or that bounds were given."""
+    if one.broken:
+        worst = by_name[one.broken[0]]
+        yield from _wrapped(f"WRONG in {', '.join(one.broken)}")
+        yield from _wrapped(f"{worst.name} {_number(worst.value, worst.name)}, at most {_bound(worst)} = {worst.basis}")
+    for m in by_name.values():
+        if m.basis.startswith(GIVEN):
+            yield from _wrapped(f"{m.name} {m.basis}")
+
+
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def _bound(m: Measure | None) -> str:
+    return _number(m.high, m.name).lstrip("+") if m is not None and m.high is not None else ""
 
 
 def _number(x: float, name: str) -> str:
