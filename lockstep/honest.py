@@ -40,6 +40,7 @@ def assert_honest(
     *,
     grad: Any = None,
     differentiate: bool | Sequence[str | int] | None = None,
+    keep: Sequence[str | int] = (),
     truth: Callable[..., Any] | None = None,
     draws: int | None = None,
     seed: int = 0,
@@ -61,6 +62,7 @@ def assert_honest(
             Default: seeded normal numbers.
         differentiate: inputs whose gradients are compared, by name or place; True for all floating ones, False for
             none. Default: those with `requires_grad` if any has it, else all floating ones.
+        keep: inputs, by name or place, that keep their own dtype: an FP32 weight beside bf16 activations.
         truth: a function that can run in FP64, where `plain` cannot; called as `plain` is.
         draws: inputs beside the given ones that are tried, these included; 2 or more. Default: 8, 32 of few numbers.
         seed: of draws and random gradients. Nobody else's random state is touched.
@@ -83,14 +85,15 @@ def assert_honest(
     if unknown := [place for place in places if place not in FRAMEWORKS]:
         raise UserError(f"mine_in, plain_in: {unknown[0]!r} is neither 'torch' nor 'jax'")
     wanted = _differentiated(values, differentiate)
-    prepared = [given(key, x, name, key in wanted) for key, x in values.items()]
+    kept = _named(values, keep, "keep")
+    prepared = [given(key, x, None if key in kept else name, key in wanted) for key, x in values.items()]
     prepared += _own(mine, plain, truth, places, name, prepared, differentiate)
     numbers = sum(one.values.size for one in prepared if one.values is not None)
     count = draws or draws_of(numbers)
     pairs = ((mine, places[0]), (plain, places[1]), (truth or plain, places[1]))
     functions = Functions(*(_function(f, where, prepared, keywords) for f, where in pairs))
     prepared_draws = Draws(prepared, name, seed, _gradients(grad))
-    found = judge(functions, prepared, name, prepared_draws, count, chosen, reason)
+    found = judge(functions, prepared, prepared_draws, count, chosen, reason)
     report = Report(dtype if isinstance(dtype, str) else name, count, found, _notes(prepared))
     if not report.ok:
         raise NotHonest(report)
@@ -140,20 +143,27 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _differentiated(values: Mapping[str, Any], asked: bool | Sequence[str | int] | None) -> set[str]:
-    floating = {n for n, x in values.items() if hasattr(x, "shape") and "float" in str(getattr(x, "dtype", ""))}
-    if asked is None:
-        marked = {n for n in floating if getattr(values[n], "requires_grad", False)}
-        return marked or floating
-    if isinstance(asked, bool):
-        return floating if asked else set()
-    names = list(values)
+def _floating(values: Mapping[str, Any]) -> set[str]:
+    return {n for n, x in values.items() if hasattr(x, "shape") and "float" in str(getattr(x, "dtype", ""))}
+
+
+def _named(values: Mapping[str, Any], asked: Sequence[str | int], argument: str) -> set[str]:
+    """Floating inputs by name, from names and places. Raises UserError for what is none."""
+    names, floating = list(values), _floating(values)
     found = {names[one] if isinstance(one, int) and one < len(names) else str(one) for one in asked}
     if unknown := sorted(found - floating):
-        raise UserError(
-            f"differentiate= names {unknown[0]}, which is no floating input; there are {', '.join(sorted(floating))}"
-        )
+        there = ", ".join(sorted(floating))
+        raise UserError(f"{argument}= names {unknown[0]}, which is no floating input; there are {there}")
     return found
+
+
+def _differentiated(values: Mapping[str, Any], asked: bool | Sequence[str | int] | None) -> set[str]:
+    floating = _floating(values)
+    if asked is None:
+        return {n for n in floating if getattr(values[n], "requires_grad", False)} or floating
+    if isinstance(asked, bool):
+        return floating if asked else set()
+    return _named(values, asked, "differentiate")
 
 
 def _own(

@@ -25,18 +25,17 @@ class JaxFunction:
         self._function, self._inputs, self._keywords = function, inputs, keywords
 
     def __call__(
-        self, values: Mapping[str, np.ndarray], dtype: str, cotangents: Cotangents, look: bool = False
+        self, values: Mapping[str, np.ndarray], exact: bool, cotangents: Cotangents, look: bool = False
     ) -> Answer:
         """As in `Function`. Doubles are switched on for FP64's call alone, and products are never made in less."""
-        exact = dtype == "float64"
         with (
             jax.enable_x64(True) if exact else nullcontext(),
             jax.default_matmul_precision("highest") if exact else nullcontext(),
         ):
-            return self._both_ways(values, dtype, cotangents, look)
+            return self._both_ways(values, exact, cotangents, look)
 
-    def _both_ways(self, values: Mapping[str, np.ndarray], dtype: str, cotangents: Cotangents, look: bool) -> Answer:
-        arrays = {one.name: self._argument(one, values, dtype) for one in self._inputs}
+    def _both_ways(self, values: Mapping[str, np.ndarray], exact: bool, cotangents: Cotangents, look: bool) -> Answer:
+        arrays = {one.name: self._argument(one, values, exact) for one in self._inputs}
         wanted = {one.name: arrays[one.name] for one in self._inputs if one.differentiate}
 
         def f(wanted: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
@@ -63,9 +62,9 @@ class JaxFunction:
             return self._function(**arrays)
         return self._function(*arrays.values())
 
-    def _argument(self, one: Given, values: Mapping[str, np.ndarray], dtype: str) -> Any:
+    def _argument(self, one: Given, values: Mapping[str, np.ndarray], exact: bool) -> Any:
         if one.values is not None:
-            return jnp.asarray(values[one.name], jnp.dtype(dtype))
+            return jnp.asarray(values[one.name], jnp.dtype("float64" if exact else one.dtype))
         is_array = hasattr(one.original, "dtype") and hasattr(one.original, "shape")
         return jnp.asarray(array_of(one.original)) if is_array else one.original
 

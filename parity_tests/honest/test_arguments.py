@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+MLX: Any = "mlx"
 X, W = numbers(12, 16), numbers(16, seed=1)
 
 
@@ -64,6 +65,25 @@ def test_what_is_differentiated_can_be_said(asked: Any, found: list[str]) -> Non
 
 def _renamed(asked: Any) -> Any:
     return ["up" if one == "b" else one for one in asked] if isinstance(asked, list) else asked
+
+
+def test_an_input_may_keep_its_own_dtype() -> None:
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return (wide(x) * weight).to(x.dtype)
+
+    def mine(x: Tensor, weight: Tensor) -> Tensor:
+        seen.append((x.dtype, weight.dtype))
+        return plain(x, weight)
+
+    seen: list[Any] = []
+    assert_honest(mine, plain, [X, W], "bf16", keep=["weight"])
+    assert set(seen) == {(torch.bfloat16, torch.float32)}
+    with pytest.raises(NotHonest, match="grad weight"):
+        assert_honest(lambda x, weight: plain(x, weight.to(x.dtype)), plain, [X, W], "bf16", keep=[1])
+    with pytest.raises(UserError, match="keep= names weight, which is float64; inputs keep bfloat16"):
+        assert_honest(mine, plain, [X, W.double()], "bf16", keep=["weight"])
+    with pytest.raises(UserError, match="keep= names y, which is no floating input"):
+        assert_honest(mine, plain, [X, W], "bf16", keep=["y"])
 
 
 def test_inputs_that_require_a_gradient_are_those_that_get_one() -> None:
@@ -240,7 +260,7 @@ def there_and_back(x: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (lambda: assert_honest(gelu, gelu, [X], "fp8"), "it is bf16, fp16 or fp32"),
     "fp64": (lambda: assert_honest(gelu, gelu, [X], torch.float64), "it is bf16, fp16 or fp32"),
-    "one tensor": (lambda: assert_honest(gelu, gelu, X, "bf16"), r"write \[x\] for one"),
+    "one tensor": (lambda: assert_honest(gelu, gelu, cast(Any, X), "bf16"), r"write \[x\] for one"),
     "a list in the inputs": (lambda: assert_honest(gelu, gelu, [[X, X]], "bf16"), "hand in each by itself"),
     "complex": (lambda: assert_honest(gelu, gelu, [X.to(torch.complex64)], "bf16"), "complex64"),
     "out of range": (lambda: assert_honest(gelu, gelu, [X * 1e6], "fp16"), "outside the range of float16"),
@@ -248,7 +268,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no reason": (lambda: assert_honest(gelu, gelu, [X], "bf16", bounds={"excess": 2.0}), "comes with reason="),
     "one draw": (lambda: assert_honest(gelu, gelu, [X], "bf16", draws=1), "2 at least"),
     "a stranger": (lambda: assert_honest(gelu, gelu, [X], "bf16", differentiate=["y"]), "names y, which is no"),
-    "a framework": (lambda: assert_honest(gelu, gelu, [X], "bf16", mine_in="mlx"), "neither 'torch' nor 'jax'"),
+    "a framework": (lambda: assert_honest(gelu, gelu, [X], "bf16", mine_in=MLX), "neither 'torch' nor 'jax'"),
     "no output": (lambda: assert_honest(lambda x: None, lambda x: (), [X], "bf16"), "nothing was compared|returned"),
     "no number": (lambda: assert_honest(lambda x: x > 0, lambda x: x > 0, [X], "bf16"), "nothing was compared"),
     "a float": (lambda: assert_honest(lambda x: 1.0, lambda x: 1.0, [X], "bf16"), "returned float"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from lockstep.core.parity.honest.function import Answer, Cotangents, Given, Valu
 
 __tracebackhide__ = True
 
-DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
+DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
 # Elements before a view's first that are kept: more than any alignment that kernels ask for.
 OFFSET = 64
 
@@ -33,13 +33,12 @@ class TorchFunction:
         self._device = tensors[0].device if tensors else torch.device("cpu")
 
     def __call__(
-        self, values: Mapping[str, np.ndarray], dtype: str, cotangents: Cotangents, look: bool = False
+        self, values: Mapping[str, np.ndarray], exact: bool, cotangents: Cotangents, look: bool = False
     ) -> Answer:
         """As in `Function`. Grad mode, default dtype and random state are set for the call alone."""
-        exact = dtype == "float64"
         narrowing = Narrowing()
         with _aside(self._device, exact):
-            arguments = {one.name: self._argument(one, values, dtype) for one in self._inputs}
+            arguments = {one.name: self._argument(one, values, exact) for one in self._inputs}
             if look:
                 with narrowing:
                     outputs, grads, backward = self._both_ways(arguments, cotangents)
@@ -82,7 +81,7 @@ class TorchFunction:
             return torch.func.functional_call(self._function, own, positional, by_name)
         return self._function(*positional, **by_name)
 
-    def _argument(self, one: Given, values: Mapping[str, np.ndarray], dtype: str) -> Any:
+    def _argument(self, one: Given, values: Mapping[str, np.ndarray], exact: bool) -> Any:
         if one.values is None:
             if isinstance(one.original, Tensor):
                 return one.original.detach().clone()
@@ -90,7 +89,8 @@ class TorchFunction:
                 return torch.from_numpy(np.array(one.original)).to(self._device)
             return one.original
         like = one.original if isinstance(one.original, Tensor) else None
-        tensor = _laid_out(torch.from_numpy(np.array(values[one.name])), like, DTYPES[dtype], self._device)
+        dtype = torch.float64 if exact else DTYPES[one.dtype]
+        tensor = _laid_out(torch.from_numpy(np.array(values[one.name])), like, dtype, self._device)
         return tensor.requires_grad_(one.differentiate)
 
 
@@ -151,7 +151,7 @@ def _aside(device: torch.device, exact: bool) -> Iterator[None]:
         torch.random.fork_rng(devices),
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.autocast(device.type, enabled=torch.is_autocast_enabled(device.type) and not exact),
+        torch.autocast(device.type, enabled=False) if exact else nullcontext(),
     ):
         torch.manual_seed(0)
         try:

@@ -59,9 +59,8 @@ class Draws:
             if (mine := self._grad[name]) is not None:
                 if mine.shape != shape:
                     raise UserError(f"grad= of {name} has shape {mine.shape}, the output {shape}")
-                found[name] = self._beside(
-                    rounded(mine, self._dtype), np.random.default_rng([self._seed, draw, 1, i]), draw
-                )
+                random = np.random.default_rng([self._seed, draw, 1, i])
+                found[name] = self._beside(rounded(mine, self._dtype), random, draw, self._dtype)
         return found
 
     def responding(self, values: Mapping[str, np.ndarray], salt: int) -> dict[str, np.ndarray]:
@@ -95,13 +94,13 @@ class Draws:
     def _near(self, x: np.ndarray, draw: int, index: int) -> np.ndarray:
         name = list(self._inputs)[index]
         random = np.random.default_rng([self._seed, draw, 0, index])
-        return self._beside(x, random, draw, self._once(name, x))
+        return self._beside(x, random, draw, self._inputs[name].dtype, self._once(name, x))
 
     def _beside(
-        self, x: np.ndarray, random: np.random.Generator, draw: int, once: tuple[int, ...] | None = None
+        self, x: np.ndarray, random: np.random.Generator, draw: int, dtype: str, once: tuple[int, ...] | None = None
     ) -> np.ndarray:
         if not draw:
             return x
-        reach = REACH * EPS[self._dtype]
-        moved = rounded(x * (1 + random.uniform(-reach, reach, x.shape if once is None else once)), self._dtype)
+        reach = REACH * EPS[dtype]
+        moved = rounded(x * (1 + random.uniform(-reach, reach, x.shape if once is None else once)), dtype)
         return np.where(np.isfinite(moved) == np.isfinite(x), moved, x)

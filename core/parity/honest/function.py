@@ -24,14 +24,15 @@ SMALLEST = {"bfloat16": -126, "float16": -14, "float32": -126, "float64": -1022}
 class Given:
     """One input of the user's.
 
-    original: as it was handed in. values: float64, rounded to the dtype under test; None for what is not floating,
-    which goes to the function as it is. once: the shape with 1 on axes along which a tensor was expanded, whose
-    elements are one number in memory. parameter: a module's own, which is no argument.
+    original: as it was handed in. values: float64, rounded to `dtype`, in which the function gets them; None for what
+    is not floating, which goes to the function as it is. once: the shape with 1 on axes along which a tensor was
+    expanded, whose elements are one number in memory. parameter: a module's own, which is no argument.
     """
 
     name: str
     original: Any
     values: np.ndarray | None
+    dtype: str
     once: tuple[int, ...]
     differentiate: bool
     parameter: bool = False
@@ -74,9 +75,12 @@ class Function(Protocol):
     """A torch or JAX function on the user's inputs."""
 
     def __call__(
-        self, values: Mapping[str, np.ndarray], dtype: str, cotangents: Cotangents, look: bool = False
+        self, values: Mapping[str, np.ndarray], exact: bool, cotangents: Cotangents, look: bool = False
     ) -> Answer:
-        """Call it with floating inputs of these values in `dtype`, a key of `EPS`, and go back through it."""
+        """Call it with floating inputs of these values, and go back through it.
+
+        exact: in FP64, and not each in its dtype. look: note what narrows FP64.
+        """
         ...
 
 
@@ -104,22 +108,28 @@ def spacing(x: np.ndarray, dtype: str) -> np.ndarray:
     return np.ldexp(EPS[dtype], np.maximum(exponent - 1, SMALLEST[dtype]))
 
 
-def given(name: str, original: Any, dtype: str, differentiate: bool, parameter: bool = False) -> Given:
-    """Read one input. Raises UserError for complex numbers, and for numbers outside the dtype's range."""
+def given(name: str, original: Any, dtype: str | None, differentiate: bool, parameter: bool = False) -> Given:
+    """Read one input. dtype: None for its own.
+
+    Raises UserError for complex numbers, for numbers outside the dtype's range, and for an own dtype of no `DTYPES`.
+    """
     inside = original.values() if isinstance(original, dict) else original
     if isinstance(inside, (list, tuple)) and any(hasattr(x, "dtype") for x in inside):
         raise UserError(f"inputs: {name} holds arrays in a {type(original).__name__}: hand in each by itself")
     if not hasattr(original, "dtype") or not hasattr(original, "shape"):
-        return Given(name, original, None, (), False)
+        return Given(name, original, None, "", (), False)
     kind = dtype_of(original)
     if "complex" in kind:
         raise UserError(f"inputs: {name} is {kind}; floating-point numbers, integers and booleans can be compared")
     if "float" not in kind:
-        return Given(name, original, None, (), False, parameter)
+        return Given(name, original, None, "", (), False, parameter)
+    if dtype is None and kind not in DTYPES.values():
+        raise UserError(f"keep= names {name}, which is {kind}; inputs keep {', '.join(DTYPES.values())}")
+    dtype = dtype or kind
     exact = array_of(original).astype(np.float64)
     values = rounded(exact, dtype)
     if np.any(np.isfinite(exact) & ~np.isfinite(values)):
         raise UserError(f"inputs: {name} has numbers outside the range of {dtype}")
     strides = original.stride() if callable(getattr(original, "stride", None)) else (1,) * values.ndim
     once = tuple(1 if stride == 0 else size for size, stride in zip(values.shape, strides, strict=True))
-    return Given(name, original, values, once, differentiate, parameter)
+    return Given(name, original, values, dtype, once, differentiate, parameter)

@@ -24,7 +24,6 @@ SAME = 0.1
 def judge(
     functions: Functions,
     inputs: Sequence[Given],
-    dtype: str,
     draws: Draws,
     count: int,
     bounds: Mapping[str, float],
@@ -35,16 +34,16 @@ def judge(
     Raises UserError if `plain` cannot be the truth (it refuses FP64, or narrows it), or nothing could be compared; if
     that holds for a single result, only where no other is wrong.
     """
-    truth = truth_of(functions, draws, dtype)
+    truth = truth_of(functions, draws)
     exact = truth.answer
     sides = Side(), Side(), Side([exact])
     for draw in range(count):
         values = draws.values(draw)
         cotangents = partial(draws.cotangents, draw)
-        sides[0].answers.append(functions.mine(values, dtype, cotangents))
-        sides[1].answers.append(functions.plain(values, dtype, cotangents))
+        sides[0].answers.append(functions.mine(values, False, cotangents))
+        sides[1].answers.append(functions.plain(values, False, cotangents))
         if draw:
-            sides[2].answers.append(functions.truth(values, "float64", cotangents))
+            sides[2].answers.append(functions.truth(values, True, cotangents))
     found = list(_judged(sides, truth, bounds, reason))
     written = sorted(set(sides[0].answers[0].written) - set(sides[1].answers[0].written))
     found += [Judged(f"input {name}", 0, failures=("mine wrote into it, and plain does not",)) for name in written]

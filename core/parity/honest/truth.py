@@ -30,7 +30,7 @@ class Truth:
     response: dict[str, np.ndarray]
 
 
-def truth_of(functions: Functions, draws: Draws, dtype: str) -> Truth:
+def truth_of(functions: Functions, draws: Draws) -> Truth:
     """Call the truth's function on the given inputs and beside them.
 
     Raises UserError if it refuses FP64 where plain runs at its dtype, if it narrows FP64, or has no numbers to compare.
@@ -38,12 +38,12 @@ def truth_of(functions: Functions, draws: Draws, dtype: str) -> Truth:
     truth, values = functions.truth, draws.values(0)
     cotangents = partial(draws.cotangents, 0)
     try:
-        exact = truth(values, "float64", cotangents, True)
+        exact = truth(values, True, cotangents, True)
     except UserError:
         raise
     except Exception as error:
         try:
-            functions.plain(values, dtype, cotangents)
+            functions.plain(values, False, cotangents)
         except Exception:
             raise error from None  # it fails at either: no matter of FP64
         words = str(error).strip().splitlines() or [""]
@@ -61,7 +61,7 @@ def truth_of(functions: Functions, draws: Draws, dtype: str) -> Truth:
     squares = {name: np.zeros(one.array.shape) for name, one in base.items()}
     for salt in range(RESPONSES):
         given = draws.responding(draws.cotangents(0, _shapes(exact)), RESPONSES + salt) if exact.grads else {}
-        moved = _floating(truth(draws.responding(values, salt), "float64", partial(_these, given)))
+        moved = _floating(truth(draws.responding(values, salt), True, partial(_these, given)))
         if salt == 0 and (narrow := sorted(n for n, one in moved.items() if _of_fp32(one.array))):
             _refuse(f"(all numbers of {', '.join(narrow)} are FP32's)")
         with np.errstate(invalid="ignore"):
@@ -113,8 +113,8 @@ def _terms(
 
     for i, (name, x) in enumerate(values.items()):
         if (changed := draws.one_changed(x, i)) is not None:
-            see(truth({**values, name: changed}, "float64", partial(_these, grads)), x.size)
+            see(truth({**values, name: changed}, True, partial(_these, grads)), x.size)
     for i, (name, g) in enumerate(grads.items()):
         if (changed := draws.one_changed(g, len(values) + i)) is not None:
-            see(truth(values, "float64", partial(_these, {**grads, name: changed})), g.size)
+            see(truth(values, True, partial(_these, {**grads, name: changed})), g.size)
     return terms
