@@ -245,8 +245,9 @@ def test_a_plain_function_that_fails_fails_by_itself() -> None:
     def plain(x: Tensor) -> Tensor:
         raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match="mine") as found:
         assert_honest(torch.exp, plain, [X], "bf16")
+    assert {str(entry.path) for entry in found.traceback.filter(found)} == {__file__}
 
 
 def detached(x: Tensor) -> Tensor:

@@ -10,8 +10,6 @@ from lockstep.core.parity.honest.judged import Judged
 from lockstep.core.parity.honest.measures import GIVEN
 from lockstep.core.parity.measures.verdict import Measure
 
-__tracebackhide__ = True
-
 WIDTH = 80
 NAME = 17
 COLUMNS = ("excess", "largest", "line", "gain", "distance", "unequal")
