@@ -83,6 +83,11 @@ COMMANDS = {
         "lockstep.scripts.commands.convert",
         "a checkpoint or a run between torch, JAX and plain safetensors, bit for bit",
     ),
+    "export": ("lockstep.scripts.commands.export", "a run's model as a folder that Hugging Face's transformers loads"),
+    "import": (
+        "lockstep.scripts.commands.import_model",
+        "begin a run from the model in a Hugging Face folder",
+    ),
     "report": ("lockstep.scripts.commands.report", "write a run's report.html"),
     "sample": ("lockstep.scripts.commands.sample", "text from a run's checkpoint, as it is written"),
     "profile": ("lockstep.scripts.commands.profile", "record three training steps, and say where their time goes"),

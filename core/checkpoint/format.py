@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -282,15 +282,15 @@ def read_random(folder: Path) -> dict[str, np.ndarray]:
 
 
 def prune_checkpoints(
-    folder: Path, keep: int, every: int = 0, best: int | None = None, spare: int | None = None
+    folder: Path, keep: int, every: int = 0, besides: Collection[int | None] = (), spare: int | None = None
 ) -> list[Path]:
     """Delete all but the last `keep` checkpoints; returns what was deleted.
 
-    every: those of its multiples stay (0: none). best: a step that stays. spare: a step; the last checkpoint at or
+    every: those of its multiples stay (0: none). besides: steps that stay. spare: a step; the last checkpoint at or
     before it stays, and so does every later one.
     """
     found = {checkpoint_step(path) or 0: path for path in list_checkpoints(folder)}
-    stays = {*list(found)[-keep:], best}
+    stays = {*list(found)[-keep:], *besides}
     if every:
         stays |= {step for step in found if step % every == 0}
     if spare is not None:

@@ -69,6 +69,9 @@ class RunConfig(Section):
         "run", description="name of the run directory"
     )
     seed: Count = Field(0, description="seed of the initial weights")
+    initial: Literal["seed", "imported"] = Field(
+        "seed", description="the initial weights: of the seed, or those that `lockstep import` stored in the run"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the torch backend runs")
     deterministic: bool = Field(False, description="the same bits every time: what cannot promise them ends the run")
     model: ModelConfig = ModelConfig()

@@ -40,7 +40,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _flush_folder(path.parent)
+        flush_folder(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
@@ -141,7 +141,8 @@ def sealed_json(value: dict[str, Any], indent: int | None) -> bytes:
     return text.encode("ascii") + b"\n"
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
+    """Flush a folder to the disk, so that the names in it survive a power cut; a file as well."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -343,7 +343,10 @@ class RunDir:
         """
         self._writer()
         path, kept = pending.commit(), self.config.checkpoint
-        prune_checkpoints(self.path / CHECKPOINTS, kept.keep, kept.keep_every, best if kept.best else None, spare)
+        # Imported weights follow from no seed.
+        first = 0 if self.config.initial == "imported" else None
+        stay = {best if kept.best else None, first}
+        prune_checkpoints(self.path / CHECKPOINTS, kept.keep, kept.keep_every, stay, spare)
         return path
 
     def save_checkpoint(self, state: State, extra: Mapping[str, Any], spare: int | None = None) -> Path:

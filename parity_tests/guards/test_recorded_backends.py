@@ -75,6 +75,8 @@ GIVEN = {
     "mutate": [["RUN"], ["capsule"], ["RUN/config.toml", "--out", "RUN", "--resume", "--only", "no such mutant"]],
     "calibrate": [["RUN"], ["capsule"], ["RUN/config.toml", "--checks", "0"]],
     "convert": [["RUN", "there", "--to", "jax"], ["RUN/checkpoints/step_000002", "plain"]],
+    "export": [["RUN", "out"], ["RUN/checkpoints/step_000002", "plain_out"], ["capsule", "no_out"]],
+    "import": [["RUN", "new"], ["RUN/checkpoints/step_000002", "plain", "--config", "RUN/config.toml"]],
     "report": [["RUN"], ["capsule"], ["RUN", "capsule"]],
     "sample": [["RUN", "--tokens", "2"]],
     "profile": [["RUN"], ["--trace", "RUN/run.json"]],

@@ -77,6 +77,7 @@ ELSEWHERE = {"pyarrow", "orbax"}
 # In the modules that a command imports, for what it does not do: writing a run file, reading a checkpoint.
 NOT_USED = {
     "data prepare": {"tomli_w"},
+    "export": {"tomli_w"},
     "report": {"tomli_w"},
     "sample": {"tomli_w"},
     "profile": {"tomli_w"},

@@ -16,6 +16,7 @@ from lockstep.core.errors import UserError
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.backends import description, on_its_device, open_named
 from lockstep.scripts.shared.failures import in_one_line
+from lockstep.scripts.shared.initial_weights import require_seed
 from lockstep.scripts.shared.open_data import open_data
 from lockstep.scripts.shared.peers import needs_start, on_every_rank, ranks_of_launch, reference_of, start_ranks
 
@@ -74,6 +75,7 @@ def main(argv: list[str]) -> int:
             f"command line: capsules = {options.capsules}: a run's own capsules lie there; name another folder"
         )
     config = load_config(options.config, given)
+    require_seed(config)
     data = open_data(config, options.config, given)
     candidate = open_named(options.candidate)
     if needs_start(config, candidate):

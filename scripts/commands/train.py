@@ -17,6 +17,7 @@ from lockstep.core.files.paths import quoted
 from lockstep.core.run.launch import launched, require_ranks
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.backends import REFERENCE, Maker, on_its_device, open_named, trainer_of
+from lockstep.scripts.shared.initial_weights import require_seed
 from lockstep.scripts.shared.interrupts import interrupts, terminated_as_interrupted
 from lockstep.scripts.shared.open_data import open_data
 from lockstep.scripts.shared.peers import needs_start, opens_ranks, ranks_of_launch, start_ranks
@@ -104,6 +105,8 @@ def main(argv: list[str]) -> int:
     name = trainer_of(resumed, named, ["train", *argv]) if resumed else named or "torch"
     going_on = _going_on(resumed, options, given, name) if resumed else None
     config = going_on.config if going_on else load_config(options.config, given)
+    if not going_on:
+        require_seed(config)
     if launched() is not None:
         require_ranks(config.train.ranks)
     path = resumed.path if resumed else (options.out or RUNS) / config.name

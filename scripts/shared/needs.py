@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 
 # Where the name to install is not that to import.
-DISTRIBUTIONS = {"orbax.checkpoint": "orbax-checkpoint", "tomli_w": "tomli-w"}
+DISTRIBUTIONS = {"orbax.checkpoint": "orbax-checkpoint", "ml_dtypes": "ml-dtypes", "tomli_w": "tomli-w"}
 
 _RUN = ("rich", "safetensors", "tokenizers", "tomli_w")
 # Frameworks are loaded by the backend that a command opens first, optional packages are looked for where a setting asks
@@ -26,6 +26,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "faults": _RUN,
     "mutate": _RUN,
     "convert": ("orbax.checkpoint", "safetensors", "tomli_w"),
+    "export": ("ml_dtypes", "orbax.checkpoint", "safetensors", "tokenizers"),
+    "import": ("ml_dtypes", "safetensors", "tokenizers", "tomli_w"),
     "report": (),
     "sample": ("safetensors", "tokenizers"),
     "profile": ("safetensors", "tokenizers"),

@@ -80,7 +80,8 @@ def data(evidence: Evidence) -> Iterator[Finding]:
 def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     """Names and shapes of weights and moments always; at step 0, the weights' bits against core/model/init.py.
 
-    And what passes changed that only look at the state.
+    Imported weights follow from no seed: a session is held to the stored ones where it takes them over
+    (core/checkpoint/taken_over.py). And what passes changed that only look at the state.
     """
     shapes = parameter_shapes(reference.config.model)
     wrong: dict[str, None] = {}
@@ -92,7 +93,7 @@ def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
             wrong |= dict.fromkeys(f"{kind}/{name}" for name in differing(state.optimizer.get(kind, {}), due))
     basis = "equal names and shapes"
     yield exact("weights", "names", len(wrong), len(shapes), basis, ", ".join(list(wrong)[:5]))
-    if evidence.before.step == 0 and not wrong:
+    if evidence.before.step == 0 and reference.config.initial == "seed" and not wrong:
         model, params = reference.config.model, evidence.before.params
         differ = {
             name: int(np.count_nonzero(params[name] != init_parameter(one, reference.config.seed)))

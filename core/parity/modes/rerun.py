@@ -30,7 +30,7 @@ COMPARED = ("digest", "loss", "loss_weight", "lr", "grad_norm", "clip_coefficien
 
 
 class StoredStates:
-    """Read a run's stored states: its checkpoints, and the initial weights, which follow from the seed."""
+    """Read a run's stored states: its checkpoints, and the initial weights where these follow from the seed."""
 
     def __init__(self, run: RunDir) -> None:
         self._config = run.config_at(1)
@@ -38,11 +38,21 @@ class StoredStates:
 
     @property
     def steps(self) -> list[int]:
-        """Steps done in each stored state, 0 first."""
-        return sorted({0, *self._paths})
+        """Steps done in each stored state, 0 first, which of an imported run is a checkpoint that is always kept."""
+        return sorted({0, *self._paths} if self._config.initial == "seed" else self._paths)
+
+    def nearest(self, done: int) -> int:
+        """The last of `steps` up to `done`. Raises UserError if there is none."""
+        found = [step for step in self.steps if step <= done]
+        if not found:
+            raise UserError(
+                f"no state is stored from which step {done + 1} can be reached: the imported weights, the checkpoint "
+                "of step 0, are gone"
+            )
+        return found[-1]
 
     def load(self, done: int, session: Session | None = None) -> State:
-        """The state after `done` steps. Raises UserError if its checkpoint is damaged.
+        """The state after `done` steps, one of `steps`. Raises UserError if its checkpoint is damaged.
 
         session: reads checkpoints of a format of its own.
         """
@@ -85,7 +95,7 @@ class Rerun:
 
     def to(self, done: int) -> None:
         """Bring the session to the state after `done` steps."""
-        nearest = max(step for step in self._states.steps if step <= done)
+        nearest = self._states.nearest(done)
         if self._done is None or not nearest <= self._done <= done:
             self._load(self._states.load(nearest, self._session), nearest + 1)
             self._done = self.loaded = nearest

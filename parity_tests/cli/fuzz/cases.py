@@ -345,6 +345,8 @@ _COMMAND_OPTIONS = {
     "report": "lockstep.scripts.commands.report:Report",
     "sample": "lockstep.scripts.commands.sample:Sample",
     "convert": "lockstep.scripts.commands.convert:Convert",
+    "export": "lockstep.scripts.commands.export:Export",
+    "import": "lockstep.scripts.commands.import_model:Import",
     "replay": "lockstep.scripts.commands.replay:Replay",
     "bisect": "lockstep.scripts.commands.bisect:Bisect",
     "data prepare": "lockstep.scripts.commands.data_prepare:Prepare",
@@ -374,7 +376,7 @@ TAKES_A_RUN_FILE = (
     "bench peers",
     "bench ladder",
 )
-TAKES_SETTINGS = (*TAKES_A_RUN_FILE, "faults")
+TAKES_SETTINGS = (*TAKES_A_RUN_FILE, "faults", "import")
 TAKES_A_RUN = ("report", "replay", "bisect", "sample")
 
 
@@ -489,9 +491,12 @@ def command_case(draw: st.DrawFn) -> Case:
     argv = []
     if command in TAKES_A_RUN and draw(st.integers(0, 9)):
         argv.append(draw(st.one_of(st.sampled_from(PATHS + DEVICES), st.just("runs/tiny"), st.just("runs/tiny"))))
-    elif command == "convert":
+    elif command in ("convert", "export"):
         places = st.one_of(st.sampled_from(PATHS), st.sampled_from(["runs/tiny", "runs/tiny/checkpoints/step_000002"]))
         argv += [draw(places), draw(st.one_of(st.sampled_from(PATHS), st.just("converted")))]
+    elif command == "import":
+        argv += [draw(st.one_of(st.sampled_from(PATHS), st.just("hub"))), draw(st.sampled_from([*PATHS, "imported"]))]
+        argv += ["--config", draw(st.sampled_from(["tiny.toml", "tiny.toml", *PATHS]))]
     elif command in TAKES_A_RUN_FILE and draw(st.integers(0, 9)):
         argv.append(draw(st.one_of(st.sampled_from(PATHS + DEVICES), st.just("tiny.toml"), st.just("tiny.toml"))))
     elif command == "faults":

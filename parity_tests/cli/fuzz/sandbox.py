@@ -110,6 +110,7 @@ class Sandbox:
             for argv in (
                 ["data", "prepare", "tiny.toml", "--workers", "1"],
                 ["train", "tiny.toml", "--train.steps", "4", "--checkpoint.every", "2", "--parity.record-every", "2"],
+                ["export", "runs/tiny", "hub"],
             ):
                 said = subprocess.run(
                     [sys.executable, "-m", "lockstep", *argv], capture_output=True, env=_environment()

@@ -1,0 +1,13 @@
+"""Families by `model.family`. A new one is a file here and an entry in HUB."""
+
+from __future__ import annotations
+
+from lockstep.core.hub.families import llama
+from lockstep.core.hub.family import HubFamily
+
+HUB: dict[str, HubFamily] = {family.name: family for family in (llama.FAMILY,)}
+
+
+def by_architecture(name: str) -> HubFamily | None:
+    """The family of an architecture as config.json names it, or None."""
+    return next((family for family in HUB.values() if family.architecture == name), None)

@@ -1,0 +1,124 @@
+"""A family of models under both names, ours and Hugging Face's, as data: settings, tensors, and what must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# In the place of `absent`: the key must be there. In the place of `null`: null means what a missing key means.
+REQUIRED, AS_ABSENT = object(), object()
+
+
+@dataclass(frozen=True)
+class Key:
+    """In the place of `absent`: the value of another key of config.json, times a number."""
+
+    name: str
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of the model under both names.
+
+    ours: field of `ModelConfig`. theirs: key of config.json; several of ours may share one, and then are equal.
+    absent: what the architecture takes where the key is missing. null: our value that theirs writes as null.
+    """
+
+    ours: str
+    theirs: str
+    absent: Any = REQUIRED
+    null: Any = AS_ABSENT
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A key of config.json with the one value at which the architecture is our model.
+
+    absent: what the architecture takes where the key is missing or null. or_any: values that mean the same. each: the
+    key, where it is there, holds a list, each of whose elements must be `value`.
+    """
+
+    theirs: str
+    value: Any
+    absent: Any = REQUIRED
+    or_any: tuple[Any, ...] = ()
+    each: bool = False
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A key of config.json that follows from the model. ours: property of `ModelConfig`. Where it is, it must agree."""
+
+    ours: str
+    theirs: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One of their tensors, made of one or several of ours. `{i}` stands for the block.
+
+    ours: canonical names; their rows follow one another in theirs, as those of q, k and v in a fused projection.
+    transposed: theirs is (in, out), as GPT-2's Conv1D keeps it.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+
+
+def same(theirs: str, ours: str) -> tuple[Stored, ...]:
+    """Weight and bias of one module under both names."""
+    return tuple(Stored(f"{theirs}.{part}", (f"{ours}.{part}",)) for part in ("weight", "bias"))
+
+
+def conv1d(theirs: str, *ours: str) -> tuple[Stored, ...]:
+    """Weight (in, out) and bias of a Conv1D that holds one or several of our linear layers side by side."""
+    names = {part: tuple(f"{one}.{part}" for one in ours) for part in ("weight", "bias")}
+    return Stored(f"{theirs}.weight", names["weight"], transposed=True), Stored(f"{theirs}.bias", names["bias"])
+
+
+@dataclass(frozen=True)
+class HubFamily:
+    """A family of models as Hugging Face has it.
+
+    name: `model.family`. architecture, model_type: as config.json has them. settings: both ways. fixed: values that
+    must hold. derived: values that follow. given: fields of ours that the architecture has at one value, without a key.
+    theta: RoPE's base where config.json names none (core/hub/rope.py); None without rotary positions. tensors: all that
+    some model of the family has; a model has those whose parameters are its own. head: their name of the head, tied or
+    not. prefix: of their names, but the head's; files of the trunk alone lack it. constants: endings of tensors that
+    old files hold and nobody reads. dropout: keys of rates that act in training alone, and not in our model. longest:
+    their key of the longest sequence; empty where a setting of the model says it.
+    """
+
+    name: str
+    architecture: str
+    model_type: str
+    settings: tuple[Setting, ...]
+    tensors: tuple[Stored, ...]
+    fixed: tuple[Fixed, ...] = ()
+    derived: tuple[Derived, ...] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
+    theta: float | None = None
+    head: str = "lm_head.weight"
+    prefix: str = "model."
+    constants: tuple[str, ...] = ()
+    dropout: tuple[str, ...] = ()
+    longest: str = "max_position_embeddings"
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The fields of `ModelConfig` that config.json expresses."""
+        rope = {"rope_theta"} if self.theta is not None else set()
+        return frozenset({"family", *rope, *(one.ours for one in self.settings), *self.given})
+
+
+# Keys that change a model of any architecture, at the values at which they change nothing.
+COMMON: tuple[Fixed, ...] = (
+    Fixed("quantization_config", None, None),
+    Fixed("auto_map", None, None, ({},)),
+    Fixed("pruned_heads", None, None, ({},)),
+    Fixed("is_encoder_decoder", False, False),
+    Fixed("add_cross_attention", False, False),
+)
