@@ -50,7 +50,8 @@ class Parity:
     candidate: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "torch"
     """who is judged: torch, jax, FILE.py:NAME or module:NAME"""
     reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
-    """who judges: torch, jax, FILE.py:NAME or module:NAME"""
+    """who judges: torch, jax, hf (transformers' own model: logits, loss, every gradient, under fp32 and fp64),
+    FILE.py:NAME or module:NAME"""
     capsules: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("capsules")
     """where the first step that disagrees is packed, with a script that repeats the fault without Lockstep; what lies
     there already is kept (step_000001-2)"""

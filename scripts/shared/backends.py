@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 TRAINER = "lockstep.torch_backend.backend:TorchBackend"
 REFERENCE = "lockstep.jax_backend.backend:JaxBackend"
 
-BY_NAME = {"torch": TRAINER, "jax": REFERENCE}
+# Hugging Face's own model of a family, which gives an opinion and does not train.
+HUGGING_FACE = "lockstep.torch_backend.tools.hugging_face:HuggingFaceBackend"
+
+BY_NAME = {"torch": TRAINER, "jax": REFERENCE, "hf": HUGGING_FACE}
 
 
 def open_named(name: str) -> Backend:
@@ -43,7 +46,7 @@ def open_named(name: str) -> Backend:
 
 
 def spec(name: str) -> str:
-    """`torch` and `jax` by name; anything else is `module:NAME` or `FILE.py:NAME` already."""
+    """`torch`, `jax` and `hf` by name; anything else is `module:NAME` or `FILE.py:NAME` already."""
     return BY_NAME.get(name, name)
 
 

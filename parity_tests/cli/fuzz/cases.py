@@ -101,7 +101,7 @@ PATHS = [
 # To be read only: a file that is put together aside and renamed would take the device's place.
 DEVICES = ["/dev/null", "/dev/full", "/dev/zero"]
 BACKENDS = [
-    *("torch", "jax", "", ":", ":x", "x:", "torch:", "os:getcwd", "os:nothing", "json:JSONDecoder", "nowhere:X"),
+    *("torch", "jax", "hf", "", ":", ":x", "x:", "torch:", "os:getcwd", "os:nothing", "json:JSONDecoder", "nowhere:X"),
     *("nowhere.deep:X", ".:X", "..:X", ".a:X", "a..b:X", "file:X", "cand.py:Good", "cand.py:Nothing", "cand.py:raises"),
     *("cand.py:exits", "cand.py:number", "bad.py:X", "exits.py:X", "nowhere.py:X", "folder.py:X", "torch.nn:Module"),
     *("builtins:exit", "numpy:ndarray", "\udcff:X", "a\nb:X", "x" * 300 + ":X", "é:é", "cand.py", "tiny.toml:X"),

@@ -8,54 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.core.config.schema import ModelConfig
-from lockstep.core.model.names import parameter_shapes
+from lockstep.core.hub.families import HUB
+from lockstep.core.hub.tensors import stored_tensors
+from lockstep.torch_backend.tools.hugging_face import their_arguments, their_weights
 from lockstep.torch_backend.tools.peers.race import Race, Turn
-
-# Our names to theirs, longest first.
-WORDS = {
-    "attn_norm.": "input_layernorm.",
-    "mlp_norm.": "post_attention_layernorm.",
-    "attn.": "self_attn.",
-    "blocks.": "model.layers.",
-    "embed.": "model.embed_tokens.",
-    "final_norm.": "model.norm.",
-}
-
-
-def their_name(name: str) -> str:
-    """A canonical parameter name as LlamaForCausalLM has it."""
-    for ours, theirs in WORDS.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
-def their_config(model: ModelConfig, length: int) -> dict[str, Any]:
-    """Arguments of LlamaConfig."""
-    return {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn_hidden,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "max_position_embeddings": length,
-        "rms_norm_eps": model.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "tie_word_embeddings": model.tied,
-        "attention_bias": model.qkv_bias,
-        "mlp_bias": model.mlp_bias,
-    }
 
 
 def build(race: Race) -> Any:
     """LlamaForCausalLM with the race's weights, attention by torch's own call."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings = their_config(race.config.model, race.config.train.sequence_length)
+    settings = their_arguments(race.config.model, race.config.train.sequence_length)
     settings |= {"attn_implementation": "sdpa", "use_cache": False}
     model = LlamaForCausalLM(LlamaConfig(**settings))
-    weights = {their_name(name): weight for name, weight in race.weights().items()}
+    weights = their_weights(race.config.model, race.weights())
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and missing == (["lm_head.weight"] if race.config.model.tied else [])
     return model
@@ -87,7 +53,8 @@ def run(race: Race, turn: Turn) -> None:
     config = race.config
     model = build(race)
     theirs = dict(model.named_parameters())
-    optimizer = race.fused_adamw({name: theirs[their_name(name)] for name in parameter_shapes(config.model)})
+    stored = stored_tensors(HUB[config.model.family], config.model)
+    optimizer = race.fused_adamw({one.ours[0]: theirs[one.theirs] for one in stored})
 
     def factor(step: int) -> float:
         return race.rate(step + 1) / config.optim.peak_lr

@@ -1,0 +1,230 @@
+"""Hugging Face's own model of a run's family as a reference: a third opinion, whose mathematics nobody here wrote.
+
+Torch and JAX read the same description of a model, and one misreading written twice agrees with itself. This session
+shows the whole model alone, NLL, logits and every parameter's gradient, in FP32 and in FP64, on the CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.config.sections import ModelConfig
+from lockstep.core.errors import UserError
+from lockstep.core.hub.config import config_of
+from lockstep.core.hub.families import HUB
+from lockstep.core.hub.family import HubFamily
+from lockstep.core.hub.tensors import stored_tensors, to_ours, to_theirs
+from lockstep.core.model.init import init_parameters
+from lockstep.core.model.names import parameter_shapes
+
+LOGITS = "logits"
+# Where transformers' functions look `torch` up besides a model's own module: RoPE's frequencies.
+_ROPE = "transformers.modeling_rope_utils"
+
+
+class _WideTorch(types.ModuleType):
+    """The torch module, except that its names of FP32 mean FP64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def widened(kind: type) -> Iterator[None]:
+    """Let `torch.float32` mean FP64 inside a model's module while the block runs.
+
+    transformers computes norms, softmax and angles in FP32 whatever dtype a model is in. Its code is otherwise
+    untouched. kind: the model's class.
+    """
+    modules: list[Any] = [sys.modules[kind.__module__], sys.modules[_ROPE]]
+    wide = _WideTorch("torch")
+    try:
+        for module in modules:
+            module.torch = wide
+        yield
+    finally:
+        for module in modules:
+            module.torch = torch
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+def architecture_of(family: HubFamily) -> Any:
+    """The class of transformers that computes a family. Raises UserError if transformers is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            f"transformers, which computes {family.architecture}, is not installed: pip install transformers"
+        ) from error
+    return getattr(transformers, family.architecture)
+
+
+def their_arguments(model: ModelConfig, longest: int) -> dict[str, Any]:
+    """Arguments of the configuration class of transformers. longest: tokens of the longest sequence.
+
+    Raises UserError if its architecture cannot express the model.
+    """
+    return config_of(model, HUB[model.family], longest)
+
+
+def their_weights(model: ModelConfig, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their tensors of our parameters, by their names; a tied head has none of its own."""
+    arrays = {name: parameter.detach().cpu().numpy() for name, parameter in params.items()}
+    stored = stored_tensors(HUB[model.family], model)
+    return {one.theirs: torch.from_numpy(to_theirs(one, arrays.__getitem__)) for one in stored}
+
+
+class HuggingFaceSession:
+    """transformers' model with a run's weights, in FP32 or FP64, on the CPU. It trains nothing."""
+
+    def __init__(self, config: RunConfig) -> None:
+        if (family := HUB.get(config.model.family)) is None:
+            raise UserError(f"model.family = {config.model.family!r}: hf computes {', '.join(HUB)}")
+        if config.precision.policy not in ("fp32", "fp64"):
+            raise UserError(
+                f"precision.policy = {config.precision.policy!r}: hf computes in fp32 and fp64, without other casts"
+            )
+        self.config, self._family = config, family
+        self._exact = config.precision.exact
+        self._dtype = torch.float64 if self._exact else torch.float32
+        self._kind = architecture_of(family)
+        self._stored = stored_tensors(family, config.model)
+        self._shapes = parameter_shapes(config.model)
+        arguments = their_arguments(config.model, config.train.longest)
+        with self._precision():
+            made = self._kind.config_class(**arguments, attn_implementation="eager", use_cache=False)
+            self._model = self._kind(made).to(self._dtype).eval()
+        theirs = dict(self._model.named_parameters())
+        due = {one.theirs for one in self._stored}
+        if due != theirs.keys():
+            differ = sorted(due ^ theirs.keys())
+            raise UserError(f"transformers' {family.architecture} has other tensors here: {', '.join(differ[:3])}")
+        self._theirs: dict[str, Tensor] = theirs
+        params = init_parameters(config.model, config.seed)
+        self._state = State(0, {}, {})
+        self.load(State(0, params, {}))
+
+    def _precision(self) -> Any:
+        return widened(self._kind) if self._exact else _as_it_is()
+
+    def state(self) -> State:
+        """The weights it has, under our names; moments as they were given, which it does not use."""
+        params: dict[str, np.ndarray] = {}
+        for one in self._stored:
+            params |= dict(to_ours(one, self._theirs[one.theirs].detach().numpy(), self._shapes))
+        return State(self._state.step, params, self._state.optimizer, self._state.scalars)
+
+    def load(self, state: State) -> None:
+        """Take weights over. Raises ValueError if a shape is not the model's."""
+        with torch.no_grad():
+            for one in self._stored:
+                array = torch.from_numpy(to_theirs(one, state.params.__getitem__))
+                if array.shape != self._theirs[one.theirs].shape:
+                    raise ValueError(f"{one.theirs} has shape {tuple(array.shape)}")
+                self._theirs[one.theirs].copy_(array)
+        self._state = State(state.step, {}, state.optimizer, state.scalars)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """Logits (B, S, V); attention and positions as the run has them of documents."""
+        tokens = torch.from_numpy(np.ascontiguousarray(batch.tokens)).long()
+        more: dict[str, Tensor] = {}
+        documents = batch.documents_for(self.config.attention)
+        if documents is not None:
+            ids = torch.from_numpy(np.ascontiguousarray(documents))
+            alike = ids[:, :, None] == ids[:, None, :]
+            # Given in any case: transformers takes positions that begin anew for documents that do not see each other.
+            seen = (alike if self.config.attention.document_mask else torch.ones_like(alike)).tril()
+            hidden = torch.finfo(self._dtype).min
+            more["attention_mask"] = torch.zeros(seen.shape, dtype=self._dtype).masked_fill(~seen, hidden)[:, None]
+            if self.config.attention.reset_positions:
+                more["position_ids"] = alike.tril(-1).sum(-1)
+        found: Tensor = self._model(input_ids=tokens, **more).logits
+        return found
+
+    def _nll(self, logits: Tensor, batch: Batch) -> Tensor:
+        targets = torch.from_numpy(np.ascontiguousarray(batch.targets)).long()
+        nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        z = self.config.loss.z_loss
+        return nll + z * torch.logsumexp(logits, -1).square() if z else nll
+
+    def gradients(self, batch: Batch) -> Gradients:
+        """Per-token NLL, the loss Σ weight·nll / Σ weight, and the gradient of each parameter under its name."""
+        self._model.zero_grad(set_to_none=True)
+        total = float(batch.weights.sum(dtype=np.float64))
+        loss, nll = 0.0, []
+        with self._precision():
+            for micro in batch.cut(self.config.train):
+                each = self._nll(self._logits(micro), micro)
+                weights = torch.from_numpy(np.ascontiguousarray(micro.weights)).to(each.dtype)
+                part = (each * weights).sum() / total
+                part.backward()  # type: ignore[no-untyped-call]
+                loss += part.item()
+                nll.append(each.detach().numpy())
+        grads: dict[str, np.ndarray] = {}
+        for one in self._stored:
+            gradient = self._theirs[one.theirs].grad
+            assert gradient is not None
+            grads |= dict(to_ours(one, gradient.numpy(), self._shapes))
+        return Gradients(np.concatenate(nll), loss, {name: grads[name] for name in self._shapes})
+
+    def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
+        """The logits, if they are asked for. Raises NotSupported without them: the model is a black box."""
+        if LOGITS not in taps:
+            raise NotSupported("hf shows its logits alone")
+        with torch.no_grad(), self._precision():
+            return {LOGITS: self._logits(batch).numpy()}
+
+    def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
+        """Raise NotSupported: the model is asked for as a whole."""
+        if stage == "update":
+            raise NotSupported("moments and update: hf has no optimizer")
+        raise NotSupported("single stages: hf runs the model as a whole")
+
+    def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
+        """Raise NotSupported: it gives an opinion, and does not train."""
+        raise NotSupported("hf is a reference: it does not train")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class HuggingFaceBackend:
+    """Opens transformers' model of the run's family: `lockstep parity CONFIG --reference hf`."""
+
+    name = "hf"
+
+    def open(self, config: RunConfig) -> HuggingFaceSession:
+        """A session at the initial weights. Raises UserError for another family or precision, or without the library.
+
+        The program is eager, on the CPU, of one process, whatever the run says of these.
+        """
+        return HuggingFaceSession(config)
+
+    def describe(self, config: RunConfig) -> Mapping[str, Any]:
+        """Versions, and what is in force."""
+        import transformers
+
+        return {
+            "backend": self.name,
+            "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
+            "device": "cpu",
+            "device_kind": "cpu",
+            "in_force": {"program": "transformers, eager", "attention": "eager"},
+        }
