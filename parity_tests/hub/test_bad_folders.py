@@ -77,7 +77,7 @@ def sharded(change: Callable[[Path, dict[str, str]], object]) -> Damage:
         (folder / WEIGHTS).unlink()
         names = sorted(found)
         parts = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for file, own in parts.items():
             save_file({name: found[name] for name in own}, folder / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(own, file)
@@ -108,6 +108,16 @@ def only_a_pickle(name: str) -> Damage:
     return damage
 
 
+def instead(name: str, make: Callable[[Path], object]) -> Damage:
+    """Something else in the place of a file."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return damage
+
+
 def index_of_pickles(folder: Path, weight_map: dict[str, str]) -> None:
     for name in weight_map:
         weight_map[name] = "pytorch_model-00001.bin"
@@ -124,7 +134,7 @@ BAD: dict[str, tuple[Damage, str]] = {
     "config is a list": (text("config.json", "[1]"), "must hold an object of JSON, not list"),
     "config is cut short": (in_config("}", ""), "config.json is not JSON"),
     "config is no text": (text("config.json", b"\xff\xfe{}"), "config.json is not JSON"),
-    "config is a pipe": (lambda f: ((f / "config.json").unlink(), os.mkfifo(f / "config.json")), "it is no file"),
+    "config is a pipe": (instead("config.json", os.mkfifo), "it is no file"),
     "config is large": (text("config.json", '{"a": "' + "x" * 2**20 + '"}'), "is larger than 1,048,576 bytes"),
     "config is deep": (text("config.json", nested(100_000)), "config.json is not JSON"),
     "config lies elsewhere": (lambda f: moved_out(f, "config.json"), "config.json is a link that leads out"),
@@ -209,12 +219,9 @@ BAD: dict[str, tuple[Damage, str]] = {
     "a head that is not there": (config(tie_word_embeddings=False), "lm_head.weight: missing"),
     # files of weights
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "has neither model.safetensors nor"),
-    "weights are a folder": (lambda f: ((f / WEIGHTS).unlink(), (f / WEIGHTS).mkdir()), "it is no file"),
+    "weights are a folder": (instead(WEIGHTS, Path.mkdir), "it is no file"),
     "weights lie elsewhere": (lambda f: moved_out(f, WEIGHTS), "is a link that leads out of the folder"),
-    "a link to nothing": (
-        lambda f: ((f / WEIGHTS).unlink(), (f / WEIGHTS).symlink_to("nowhere")),
-        "model.safetensors is missing",
-    ),
+    "a link to nothing": (instead(WEIGHTS, lambda path: path.symlink_to("nowhere")), "model.safetensors is missing"),
     "cut short": (raw(lambda content: content[:-100]), "is damaged, or is no file of safetensors"),
     "longer": (raw(lambda content: content + b"x"), "is damaged, or is no file of safetensors"),
     "empty": (raw(lambda content: b""), "is damaged, or is no file of safetensors"),

@@ -14,7 +14,8 @@ from lockstep.core.arrays import bit_equal
 from lockstep.core.checkpoint.format import load_checkpoint
 from lockstep.core.hub.folder import HubFolder
 from lockstep.core.run.directory import RunDir
-from lockstep.parity_tests.hub.conftest import SHORT, prepare
+from lockstep.parity_tests.hub.conftest import SHORT
+from lockstep.parity_tests.loop.conftest import prepare
 from lockstep.parity_tests.loop.runs import Folder, one_line
 from lockstep.scripts import cli
 

@@ -58,17 +58,18 @@ def test_every_tensor_and_setting_of_transformers_has_its_place(name: str) -> No
     # Keys of another name would be read as absent.
     assert config.model_type == family.model_type
     keys = {*(one.theirs for one in family.settings), *family.dropout, *([family.longest] if family.longest else [])}
-    keys |= {one.theirs for one in (*family.fixed, *family.derived)} - {"layer_types"}
+    keys |= {one.theirs for one in family.fixed if not one.each} | {one.theirs for one in family.derived}
     written = config.to_dict()
     assert keys <= written.keys()
     # What a missing key stands for is what transformers takes.
     default = kind.config_class().to_dict()
-    for one in (*family.settings, *family.fixed):
-        usual = getattr(one, "absent", None)
-        if isinstance(usual, int | float | str) and not getattr(one, "each", False):
-            # transformers puts hidden / heads in the place of a width that is not there.
-            follows = one.theirs == "head_dim" and usual == 0
-            assert follows or default[one.theirs] == usual or default[one.theirs] is None, one.theirs
+    usual = {one.theirs: one.absent for one in family.settings}
+    usual |= {one.theirs: one.absent for one in family.fixed if not one.each}
+    for key, value in usual.items():
+        # transformers puts hidden / heads in the place of a width that is not there.
+        follows = key == "head_dim" and value == 0
+        if isinstance(value, int | float | str) and not follows:
+            assert default[key] in (value, None), key
     for fixed in family.fixed:
         assert fixed.each or written[fixed.theirs] in (fixed.value, None)
 

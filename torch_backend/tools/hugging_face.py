@@ -174,7 +174,7 @@ class HuggingFaceSession:
                 each = self._nll(self._logits(micro), micro)
                 weights = torch.from_numpy(np.ascontiguousarray(micro.weights)).to(each.dtype)
                 part = (each * weights).sum() / total
-                part.backward()  # type: ignore[no-untyped-call]
+                part.backward()
                 loss += part.item()
                 nll.append(each.detach().numpy())
         grads: dict[str, np.ndarray] = {}
