@@ -8,6 +8,8 @@ from lockstep.core.arrays import bit_equal
 
 # Format, as safetensors calls it, that weights may have.
 WEIGHTS = ("F64", "F32", "F16", "BF16")
+# Formats that can be written → their names to numpy and to transformers.
+NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 
 
 def widened(array: np.ndarray, dtype: type[np.floating]) -> np.ndarray | None:
@@ -18,10 +20,8 @@ def widened(array: np.ndarray, dtype: type[np.floating]) -> np.ndarray | None:
     return wide if exact and bool(np.isfinite(wide).all()) else None
 
 
-def narrowed(array: np.ndarray, name: str) -> np.ndarray:
-    """Round to a format: fp64, fp32 or bf16, to nearest, ties to even."""
-    if name == "bf16":
-        import ml_dtypes
+def narrowed(array: np.ndarray, form: str) -> np.ndarray:
+    """Round to a format of NAMES, to nearest, ties to even."""
+    import ml_dtypes  # noqa: F401 - makes bf16 a format of numpy's
 
-        return array.astype(ml_dtypes.bfloat16)
-    return array.astype({"fp32": np.float32, "fp64": np.float64}[name])
+    return array.astype(np.dtype(NAMES[form]))

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.backend import Arrays
+from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.data.tokenizer import TextTokenizer
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import flush_folder
 from lockstep.core.files.new_folder import new_folder
 from lockstep.core.hub.config import config_of
-from lockstep.core.hub.dtypes import narrowed
+from lockstep.core.hub.dtypes import NAMES, narrowed
 from lockstep.core.hub.families import HUB
 from lockstep.core.hub.family import HubFamily
 from lockstep.core.hub.folder import CONFIG, GENERATION, INDEX, WEIGHTS_FILE, HubFolder
@@ -25,8 +26,6 @@ from lockstep.core.hub.read import HubModel
 from lockstep.core.hub.tensors import stored_tensors, to_theirs
 from lockstep.core.hub.tokenizer import write_json, write_tokenizer
 
-# Format → its name in config.json.
-NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 # Rows without a token up to which generation_config.json lists them; beyond, the list would be the larger file.
 MOST_SUPPRESSED = 4096
 
@@ -95,7 +94,7 @@ def _write_weights(
 ) -> tuple[int, int, int, float]:
     """Write the weights; returns the number of files, numbers and tensors, and the largest change by rounding."""
     sizes = {name: np.shape(params[name]) for one in stored_tensors(family, config.model) for name in one.ours}
-    width = {"fp32": 4, "bf16": 2, "fp64": 8}[dtype]
+    width = FORMATS[dtype].bytes
     total = width * sum(int(np.prod(shape)) for shape in sizes.values())
     rounded = 0.0
 

@@ -97,7 +97,7 @@ class HuggingFaceSession:
     def __init__(self, config: RunConfig) -> None:
         if (family := HUB.get(config.model.family)) is None:
             raise UserError(f"model.family = {config.model.family!r}: hf computes {', '.join(HUB)}")
-        if config.precision.policy not in ("fp32", "fp64"):
+        if not (config.precision.chosen.in_fp32 or config.precision.exact):
             raise UserError(
                 f"precision.policy = {config.precision.policy!r}: hf computes in fp32 and fp64, without other casts"
             )
