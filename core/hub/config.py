@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,8 +13,12 @@ from lockstep.core.config.rules import broken_rules
 from lockstep.core.config.sections import ModelConfig
 from lockstep.core.errors import UserError
 from lockstep.core.hub.families import HUB, by_architecture
-from lockstep.core.hub.family import AS_ABSENT, COMMON, REQUIRED, Fixed, HubFamily, Key
-from lockstep.core.hub.rope import rope_keys, rope_settings
+from lockstep.core.hub.family import AS_ABSENT, COMMON, REQUIRED, Fixed, HubFamily, Key, Setting
+from lockstep.core.hub.rope import STRETCH, rope_keys, rope_settings
+from lockstep.core.model.families import as_read
+
+# Two ways to round 1/√n.
+AN_ULP = 1e-15
 
 
 def family_of(config: Mapping[str, Any], origin: str) -> HubFamily:
@@ -47,10 +52,13 @@ def model_of(config: Mapping[str, Any], origin: str) -> tuple[HubFamily, ModelCo
     theirs: dict[str, str] = {}
     for setting in family.settings:
         is_null = setting.null is not AS_ABSENT and config.get(setting.theirs, ...) is None
-        values[setting.ours] = setting.null if is_null else _value(config, setting.theirs, setting.absent, origin)
+        found = setting.null if is_null else _value(config, setting.theirs, setting.absent, origin)
+        values[setting.ours] = _inverse_root(found, setting, origin) if setting.inverse_root else found
         theirs[setting.ours] = setting.theirs
     values |= rope_settings(config, family, origin)
-    model = _checked(values, theirs | {"rope_theta": "rope_theta"}, origin)
+    model = _checked(values, theirs | {"rope_theta": "rope_theta"} | STRETCH, origin)
+    if (types := config.get("layer_types")) is not None and family.layers and types != _layer_types(model, family):
+        raise UserError(f"{origin}: layer_types: {family.architecture} has {', '.join(family.layers)} in turns")
     for derived in family.derived:
         found, due = config.get(derived.theirs), getattr(model, derived.ours)
         if found is not None and not _same(found, due):
@@ -63,7 +71,11 @@ def config_of(model: ModelConfig, family: HubFamily, longest: int) -> dict[str, 
 
     Raises UserError that names the setting which the architecture cannot express.
     """
-    default = ModelConfig()
+    if family.layers and not model.window:
+        raise UserError(
+            f"model.window = 0: {family.architecture} has a window; one as long as all sequences changes nothing"
+        )
+    model, default = as_read(model), ModelConfig()
     for name in ModelConfig.model_fields:
         value = getattr(model, name)
         due = family.given.get(name, getattr(default, name))
@@ -71,7 +83,9 @@ def config_of(model: ModelConfig, family: HubFamily, longest: int) -> dict[str, 
             raise UserError(f"model.{name} = {shortened(value)}: {family.architecture} has it at {due!r} alone")
     keys: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for setting in family.settings:
-        value = getattr(model, setting.ours)
+        value = getattr(model, setting.written or setting.ours)
+        if setting.inverse_root:
+            value = _inverse_square(value, setting, family)
         value = None if setting.null is not AS_ABSENT and value == setting.null else value
         if keys.setdefault(setting.theirs, value) != value:
             others = " and ".join(f"model.{s.ours}" for s in family.settings if s.theirs == setting.theirs)
@@ -80,7 +94,28 @@ def config_of(model: ModelConfig, family: HubFamily, longest: int) -> dict[str, 
     keys |= {derived.theirs: getattr(model, derived.ours) for derived in family.derived}
     keys |= {key: 0.0 for key in family.dropout}
     keys |= {family.longest: longest} if family.longest else {}
-    return keys | (rope_keys(model.rope_theta) if family.theta is not None else {})
+    keys |= {"layer_types": _layer_types(model, family)} if family.layers else {}
+    return keys | (rope_keys(model) if family.theta is not None else {})
+
+
+def _layer_types(model: ModelConfig, family: HubFamily) -> list[str]:
+    return [family.layers[layer % len(family.layers)] for layer in range(model.layers)]
+
+
+def _inverse_root(found: Any, setting: Setting, origin: str) -> float:
+    if type(found) not in (int, float) or found <= 0:
+        raise UserError(f"{origin}: {setting.theirs} = {shortened(found)}: must be a positive number")
+    return float(found**-0.5)
+
+
+def _inverse_square(value: float, setting: Setting, family: HubFamily) -> int:
+    found = round(value**-2)
+    if found < 1 or not math.isclose(found**-0.5, value, rel_tol=AN_ULP):
+        raise UserError(
+            f"model.{setting.ours} = {value!r}: {family.architecture} has 1/√n of a whole number n alone "
+            f"({setting.theirs})"
+        )
+    return found
 
 
 def _require(config: Mapping[str, Any], fixed: Fixed, family: HubFamily, origin: str) -> None:

@@ -24,12 +24,16 @@ class Setting:
 
     ours: field of `ModelConfig`. theirs: key of config.json; several of ours may share one, and then are equal.
     absent: what the architecture takes where the key is missing. null: our value that theirs writes as null.
+    inverse_root: ours is 1/√theirs, a whole number. written: the property of `ModelConfig` that is written in the place
+    of the field.
     """
 
     ours: str
     theirs: str
     absent: Any = REQUIRED
     null: Any = AS_ABSENT
+    inverse_root: bool = False
+    written: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class HubFamily:
 
     name: `model.family`. architecture, model_type: as config.json has them. settings: both ways. fixed: values that
     must hold. derived: values that follow. given: fields of ours that the architecture has at one value, without a key.
+    layers: `layer_types`, in turns, of an architecture that always has a window.
     theta: RoPE's base where config.json names none (core/hub/rope.py); None without rotary positions. tensors: all that
     some model of the family has; a model has those whose parameters are its own. head: their name of the head, tied or
     not. prefix: of their names, but the head's; files of the trunk alone lack it. constants: endings of tensors that
@@ -106,11 +111,13 @@ class HubFamily:
     constants: tuple[str, ...] = ()
     dropout: tuple[str, ...] = ()
     longest: str = "max_position_embeddings"
+    layers: tuple[str, ...] = ()
 
     @property
     def known(self) -> frozenset[str]:
         """The fields of `ModelConfig` that config.json expresses."""
-        rope = {"rope_theta"} if self.theta is not None else set()
+        of_rope = {"rope_theta", "rope_factor", "rope_low", "rope_high", "rope_original"}
+        rope = of_rope if self.theta is not None else set()
         return frozenset({"family", *rope, *(one.ours for one in self.settings), *self.given})
 
 

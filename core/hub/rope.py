@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.core.config.file import shortened
+from lockstep.core.config.sections import ModelConfig
 from lockstep.core.errors import UserError
 from lockstep.core.hub.family import HubFamily
 
 # Rotations that our models compute, by `rope_type`.
-TYPES = ("default",)
+TYPES = ("default", "llama3")
+# Field of `ModelConfig` → its key where the rotation is `llama3`.
+STRETCH = {
+    "rope_factor": "factor",
+    "rope_low": "low_freq_factor",
+    "rope_high": "high_freq_factor",
+    "rope_original": "original_max_position_embeddings",
+}
 
 
 def rope_settings(config: Mapping[str, Any], family: HubFamily, origin: str) -> dict[str, Any]:
@@ -21,9 +29,10 @@ def rope_settings(config: Mapping[str, Any], family: HubFamily, origin: str) -> 
     if family.theta is None:
         return {}
     scaling, parameters = (config.get(key) for key in ("rope_scaling", "rope_parameters"))
-    if scaling and parameters and scaling != parameters:
+    plain = {k: v for k, v in parameters.items() if k != "rope_theta"} if isinstance(parameters, dict) else parameters
+    if scaling and parameters and scaling not in (parameters, plain):
         raise UserError(f"{origin}: rope_scaling and rope_parameters differ: which of them holds?")
-    found = scaling or parameters or {}
+    found = parameters or scaling or {}
     if not isinstance(found, dict):
         raise UserError(f"{origin}: rope_parameters = {shortened(found)}: must be an object")
     kind = found.get("rope_type", found.get("type", "default"))
@@ -34,12 +43,19 @@ def rope_settings(config: Mapping[str, Any], family: HubFamily, origin: str) -> 
     share = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1):
         raise UserError(f"{origin}: partial_rotary_factor = {shortened(share)}: heads are rotated whole here")
-    if others := sorted(found.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}):
+    stretch = STRETCH if kind == "llama3" else {}
+    if others := sorted(found.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *stretch.values()}):
         raise UserError(f"{origin}: rope_parameters.{others[0]} is nothing that the rotation {kind!r} has")
+    if missing := [key for key in stretch.values() if found.get(key) is None]:
+        raise UserError(f"{origin}: rope_parameters.{missing[0]} is missing")
     theta = found.get("rope_theta", config.get("rope_theta"))
-    return {"rope_theta": family.theta if theta is None else theta}
+    return {"rope_theta": family.theta if theta is None else theta, **{o: found[t] for o, t in stretch.items()}}
 
 
-def rope_keys(theta: float) -> dict[str, Any]:
+def rope_keys(model: ModelConfig) -> dict[str, Any]:
     """The keys of config.json that say so, for transformers before version 5 and since."""
-    return {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    theta: dict[str, Any] = {"rope_theta": model.rope_theta}
+    if model.rope_factor == 1:
+        return {**theta, "rope_parameters": {"rope_type": "default", **theta}}
+    stretched = {"rope_type": "llama3", **{theirs: getattr(model, ours) for ours, theirs in STRETCH.items()}}
+    return {**theta, "rope_scaling": stretched, "rope_parameters": {**stretched, **theta}}

@@ -25,6 +25,7 @@ from lockstep.core.hub.folder import CONFIG, GENERATION, INDEX, WEIGHTS_FILE, Hu
 from lockstep.core.hub.read import HubModel
 from lockstep.core.hub.tensors import stored_tensors, to_theirs
 from lockstep.core.hub.tokenizer import write_json, write_tokenizer
+from lockstep.core.model.families import as_read
 
 # Rows without a token up to which generation_config.json lists them; beyond, the list would be the larger file.
 MOST_SUPPRESSED = 4096
@@ -165,7 +166,7 @@ def _save(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 def _require_bits(folder: Path, config: RunConfig, params: Arrays, dtype: str) -> None:
     """Read the folder as a stranger's, and raise UserError unless it is this model, bit for bit."""
     found = HubModel.of(HubFolder(folder))
-    if found.model != config.model:
+    if as_read(found.model) != as_read(config.model):
         raise UserError(f"{folder / CONFIG} does not describe the model that was written")
     if differing := found.differences({name: narrowed(params[name], dtype) for name in params}):
         raise UserError(f"{folder} does not hold the bits of the checkpoint: {', '.join(differing[:3])}")

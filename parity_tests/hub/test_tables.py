@@ -18,7 +18,6 @@ from lockstep.core.hub.family import Fixed, HubFamily, Key, Setting, Stored, con
 from lockstep.core.hub.tensors import stored_tensors, their_shape, to_ours, to_theirs
 from lockstep.core.model.names import parameter_shapes
 
-# Those that are not registered yet as well.
 NAMES = ("llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma2")
 SMALL: dict[str, Any] = {
     "vocab_size": 40,

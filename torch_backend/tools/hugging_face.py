@@ -47,17 +47,30 @@ def widened(kind: type) -> Iterator[None]:
     """Let `torch.float32` mean FP64 inside a model's module while the block runs.
 
     transformers computes norms, softmax and angles in FP32 whatever dtype a model is in. Its code is otherwise
-    untouched. kind: the model's class.
+    untouched. `Tensor.float` gives FP64 as well, in this process, until the block ends. kind: the model's class.
     """
     modules: list[Any] = [sys.modules[kind.__module__], sys.modules[_ROPE]]
-    wide = _WideTorch("torch")
+    wide, narrow = _WideTorch("torch"), Tensor.float
     try:
         for module in modules:
             module.torch = wide
+        Tensor.float = Tensor.double  # type: ignore[method-assign]
         yield
     finally:
+        Tensor.float = narrow  # type: ignore[method-assign]
         for module in modules:
             module.torch = torch
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    """Let tensors that a constructor makes of numbers, as Gemma's √hidden, have this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager
@@ -108,7 +121,7 @@ class HuggingFaceSession:
         self._stored = stored_tensors(family, config.model)
         self._shapes = parameter_shapes(config.model)
         arguments = their_arguments(config.model, config.train.longest)
-        with self._precision():
+        with self._precision(), _default(self._dtype):
             made = self._kind.config_class(**arguments, attn_implementation="eager", use_cache=False)
             self._model = self._kind(made).to(self._dtype).eval()
         theirs = dict(self._model.named_parameters())
@@ -144,19 +157,29 @@ class HuggingFaceSession:
     def _logits(self, batch: Batch) -> Tensor:
         """Logits (B, S, V); attention and positions as the run has them of documents."""
         tokens = torch.from_numpy(np.ascontiguousarray(batch.tokens)).long()
-        more: dict[str, Tensor] = {}
+        more: dict[str, Any] = {}
         documents = batch.documents_for(self.config.attention)
         if documents is not None:
             ids = torch.from_numpy(np.ascontiguousarray(documents))
             alike = ids[:, :, None] == ids[:, None, :]
             # Given in any case: transformers takes positions that begin anew for documents that do not see each other.
             seen = (alike if self.config.attention.document_mask else torch.ones_like(alike)).tril()
-            hidden = torch.finfo(self._dtype).min
-            more["attention_mask"] = torch.zeros(seen.shape, dtype=self._dtype).masked_fill(~seen, hidden)[:, None]
+            more["attention_mask"] = self._mask(seen)
             if self.config.attention.reset_positions:
                 more["position_ids"] = alike.tril(-1).sum(-1)
         found: Tensor = self._model(input_ids=tokens, **more).logits
         return found
+
+    def _mask(self, seen_BST: Tensor) -> Tensor | dict[str, Tensor]:
+        """What is added to scores, (B, 1, S, S), windows cut out of it; by type of layer where there are several."""
+        place = torch.arange(seen_BST.shape[1])
+        near_ST = place[:, None] - place < (self.config.model.window or len(place))
+        whole, windowed = (
+            torch.zeros(seen.shape, dtype=self._dtype).masked_fill(~seen, torch.finfo(self._dtype).min)[:, None]
+            for seen in (seen_BST, seen_BST & near_ST)
+        )
+        by_type = {"full_attention": whole, "sliding_attention": windowed}
+        return by_type if self._family.layers else windowed
 
     def _nll(self, logits: Tensor, batch: Batch) -> Tensor:
         targets = torch.from_numpy(np.ascontiguousarray(batch.targets)).long()

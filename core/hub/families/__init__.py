@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from lockstep.core.hub.families import llama
+from lockstep.core.hub.families import gemma2, gpt2, llama, mistral, qwen2, qwen3
 from lockstep.core.hub.family import HubFamily
 
-HUB: dict[str, HubFamily] = {family.name: family for family in (llama.FAMILY,)}
+HUB: dict[str, HubFamily] = {
+    family.name: family
+    for family in (llama.FAMILY, gpt2.FAMILY, qwen2.FAMILY, qwen3.FAMILY, mistral.FAMILY, gemma2.FAMILY)
+}
 
 
 def by_architecture(name: str) -> HubFamily | None:

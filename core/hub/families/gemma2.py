@@ -1,8 +1,4 @@
-"""Gemma 2 (`Gemma2ForCausalLM`). Not in HUB yet.
-
-Its norms multiply by 1 + weight, its embeddings by √hidden, and every second layer sees a window. To be settled with
-our model: `attention_scale` is 1 / √query_pre_attn_scalar, which is no setting both ways by equal values.
-"""
+"""Gemma 2 (`Gemma2ForCausalLM`): its gains are stored as ours are, less 1. Every second layer has a window."""
 
 from __future__ import annotations
 
@@ -22,21 +18,21 @@ FAMILY = HubFamily(
     model_type="gemma2",
     settings=(
         *SIZES,
-        Setting("head_width", "head_dim", 256),
-        Setting("window", "sliding_window", 4096, null=0),
+        Setting("head_width", "head_dim", 256, written="head_dim"),
+        Setting("attention_scale", "query_pre_attn_scalar", 256, inverse_root=True, written="score_scale"),
+        Setting("window", "sliding_window", 4096),
         Setting("attention_cap", "attn_logit_softcapping", 50.0, null=0.0),
         Setting("logits_cap", "final_logit_softcapping", 30.0, null=0.0),
         Setting("norm_eps", "rms_norm_eps", 1e-6),
         Setting("tied", "tie_word_embeddings", True),
-        Setting("qkv_bias", "attention_bias", False),
-        Setting("o_bias", "attention_bias", False),
     ),
-    given={"mlp_bias": False},
     fixed=(
+        Fixed("attention_bias", False, False),
         Fixed("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),
         Fixed("use_bidirectional_attention", False, False),
     ),
     theta=10_000.0,
     tensors=(*(one for one in TENSORS if "post_attention_layernorm" not in one.theirs), *_NORMS),
     dropout=("attention_dropout",),
+    layers=("sliding_attention", "full_attention"),
 )

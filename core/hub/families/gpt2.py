@@ -1,4 +1,4 @@
-"""GPT-2 (`GPT2LMHeadModel`): Conv1D keeps matrices as (in, out), and q, k and v are one of them. Not in HUB yet."""
+"""GPT-2 (`GPT2LMHeadModel`): Conv1D keeps matrices as (in, out), and q, k and v are one of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ FAMILY = HubFamily(
         Setting("norm_eps", "layer_norm_epsilon", 1e-5),
         Setting("tied", "tie_word_embeddings", True),
     ),
-    given={"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     fixed=(
         Fixed("activation_function", "gelu_new", "gelu_new", ("gelu_pytorch_tanh",)),
         Fixed("scale_attn_weights", True, True),

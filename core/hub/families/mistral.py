@@ -1,4 +1,4 @@
-"""Mistral (`MistralForCausalLM`): Llama whose tokens see a window of those before. Not in HUB yet."""
+"""Mistral (`MistralForCausalLM`): Llama whose tokens see a window of those before."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ FAMILY = HubFamily(
     model_type="mistral",
     settings=(
         *SIZES,
-        Setting("head_width", "head_dim", 0, null=0),
+        Setting("head_width", "head_dim", 0, null=0, written="head_dim"),
         # A token sees itself and the window − 1 tokens before.
         Setting("window", "sliding_window", 4096, null=0),
         Setting("norm_eps", "rms_norm_eps", 1e-6),
         Setting("tied", "tie_word_embeddings", False),
     ),
-    given={"qkv_bias": False, "o_bias": False, "mlp_bias": False},
     fixed=(Fixed("hidden_act", "silu", "silu"),),
     theta=10_000.0,
     tensors=TENSORS,

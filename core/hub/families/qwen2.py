@@ -1,4 +1,4 @@
-"""Qwen 2 (`Qwen2ForCausalLM`): Llama with biases on queries, keys and values. Not in HUB yet: our models lack it."""
+"""Qwen 2 (`Qwen2ForCausalLM`): Llama with biases on queries, keys and values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ FAMILY = HubFamily(
         Setting("norm_eps", "rms_norm_eps", 1e-6),
         Setting("tied", "tie_word_embeddings", False),
     ),
-    given={"qkv_bias": True, "o_bias": False, "mlp_bias": False},
     fixed=(Fixed("hidden_act", "silu", "silu"), *NO_WINDOW),
     theta=10_000.0,
     tensors=TENSORS,

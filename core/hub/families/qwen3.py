@@ -1,4 +1,4 @@
-"""Qwen 3 (`Qwen3ForCausalLM`): Llama with a norm of each head's queries and keys. Not in HUB yet."""
+"""Qwen 3 (`Qwen3ForCausalLM`): Llama with a norm of each head's queries and keys."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ FAMILY = HubFamily(
     model_type="qwen3",
     settings=(
         *SIZES,
-        Setting("head_width", "head_dim", 128),
+        Setting("head_width", "head_dim", 128, null=0, written="head_dim"),
         Setting("norm_eps", "rms_norm_eps", 1e-6),
         Setting("tied", "tie_word_embeddings", False),
-        Setting("qkv_bias", "attention_bias", False),
-        Setting("o_bias", "attention_bias", False),
     ),
-    given={"mlp_bias": False},
-    fixed=(Fixed("hidden_act", "silu", "silu"), *NO_WINDOW),
+    fixed=(Fixed("hidden_act", "silu", "silu"), Fixed("attention_bias", False, False), *NO_WINDOW),
     theta=10_000.0,
     tensors=(
         *TENSORS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -41,3 +42,20 @@ def traits_of(model: ModelConfig) -> Traits:
     """
     family = FAMILIES[model.family]
     return family.traits if isinstance(family, Transformer) else llama.TRAITS
+
+
+def as_read(model: ModelConfig) -> ModelConfig:
+    """The model with everything that changes nothing at its default: two models that are one function are then equal.
+
+    What its family does not read, RoPE's stretch without a factor, and widths and scales that are the usual ones.
+    """
+    default = ModelConfig()
+    unread = set(traits_of(model).unread)
+    if model.rope_factor == default.rope_factor:
+        unread |= {"rope_low", "rope_high", "rope_original"}
+    if model.head_width * model.heads == model.hidden:
+        unread.add("head_width")
+    # 1/√E is rounded in one way or another.
+    if math.isclose(model.attention_scale, model.head_dim**-0.5, rel_tol=1e-15):
+        unread.add("attention_scale")
+    return model.model_copy(update={name: getattr(default, name) for name in unread})

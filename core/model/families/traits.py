@@ -37,3 +37,10 @@ class Traits:
         """Return whether a family has Llama's operations; biases, window and first weights may differ."""
         own = replace(self, qkv_bias=None, o_bias=None, mlp_bias=None, window_every=1, narrow_start=False)
         return own == Traits()
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Return the fields of `ModelConfig` that a family does not read."""
+        of_rope = frozenset({"rope_theta", "rope_factor", "rope_low", "rope_high", "rope_original"})
+        fixed = {name for name in ("qkv_bias", "o_bias", "mlp_bias") if getattr(self, name) is not None}
+        return (frozenset({"positions"}) if self.rotary else of_rope) | fixed
