@@ -217,9 +217,8 @@ def _wiring(subjects: Subjects) -> Iterator[Finding]:
     truth = subjects.at("fp64")
     params = truth.session.state().params
     batch = uneven_weights(_batch(truth.config, np.ones((ROWS, LENGTH), np.float32)), 0)
-    names = observed_names(truth.config)
-    taps = truth.session.observe(batch, names)
-    if unseen := [name for name in names if name not in taps]:
+    taps = truth.session.observe(batch, observed_names(truth.config))
+    if unseen := [one.tap for one in stages_of(truth.config) if one.tap not in taps]:
         raise NotSupported(f"it shows no {unseen[0]}")
     # Shared tensors have several senders, and what is 0 in exact arithmetic has no digits to compare.
     shared = {one.name for one in shared_tensors(truth.config)} | cancelled(truth.config.model).keys()
