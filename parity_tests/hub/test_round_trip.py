@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 
 from lockstep.core.arrays import bit_equal
 from lockstep.core.checkpoint.format import load_checkpoint
+from lockstep.core.config.sections import ModelConfig
 from lockstep.core.hub.folder import HubFolder
+from lockstep.core.model.families import as_read
 from lockstep.core.run.directory import RunDir
 from lockstep.parity_tests.hub.conftest import SHORT
 from lockstep.parity_tests.loop.conftest import prepare
@@ -20,6 +23,17 @@ from lockstep.parity_tests.loop.runs import Folder, one_line
 from lockstep.scripts import cli
 
 Imported = Callable[..., int]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model.rope_factor": 8.0, "model.rope_original": 16},
+    "gpt2": {"model.kv_heads": 4, "model.positions": 70},
+    "qwen2": {"model.rope_theta": 1e4},
+    "qwen3": {"model.head_width": 24, "model.tied": False},
+    "mistral": {"model.window": 9},
+    "gemma2": {
+        **{"model.window": 9, "model.head_width": 24, "model.attention_scale": 20**-0.5},
+        **{"model.attention_cap": 2.0, "model.logits_cap": 3.0},
+    },
+}
 BIASED = {"model.qkv_bias": True, "model.o_bias": True, "model.mlp_bias": True, "model.tied": False}
 
 
@@ -42,8 +56,9 @@ def same_tensors(one: Path, other: Path) -> bool:
         ({}, ("--shard-gb", "0.0001")),
         (BIASED, ()),
         ({"precision.policy": "fp64", "model.kv_heads": 1}, ("--dtype", "fp64")),
+        *(({"model.family": family, **own}, ()) for family, own in FAMILIES.items()),
     ],
-    ids=["tied", "sharded", "untied and biased", "fp64"],
+    ids=["tied", "sharded", "untied and biased", "fp64", *FAMILIES],
 )
 def test_a_run_goes_out_and_in_with_the_same_bits(
     folder: Folder, imported: Imported, settings: dict[str, Any], more: tuple[str, ...], tmp_path: Path
@@ -55,7 +70,8 @@ def test_a_run_goes_out_and_in_with_the_same_bits(
     assert imported(out, tmp_path / "two", *policy) == 0
     due, found = params_of(tmp_path / "one", 2), params_of(tmp_path / "two", 0)
     assert due.keys() == found.keys() and all(bit_equal(due[name], found[name]) for name in due)
-    assert RunDir.open(tmp_path / "one").config.model == RunDir.open(tmp_path / "two").config.model
+    one, two = (as_read(RunDir.open(tmp_path / name).config.model) for name in ("one", "two"))
+    assert one == two
     files = sorted(path.name for path in out.glob("*.safetensors"))
     if "--shard-gb" in more:
         count = len(files)
@@ -137,6 +153,46 @@ def test_both_write_the_same_text(
     assert cli.run(words) == 0
     # Bytes that are no text: what both make of them is compared, too.
     assert capsys.readouterr().out == "import " + text_of(tmp_path / "out", theirs) + "\n"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_write_the_same_text_of_every_family(
+    family: str, tokens: Path, imported: Imported, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As above, of a model that transformers makes and saves; the text is longer than the windows."""
+    sizes = {"vocab_size": 300, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_hidden": 96, "tied": False}
+    own = {key.removeprefix("model."): value for key, value in FAMILIES[family].items()}
+    model = ModelConfig.model_validate({"family": family, **sizes, **own})
+    saved_by_transformers(model, tmp_path / "hub")
+    shutil.copy(tokens / "tokenizer.json", tmp_path / "hub")
+    assert imported(tmp_path / "hub", tmp_path / "run", "--train.sequence-length", "64") == 0
+    assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert same_tensors(tmp_path / "hub", tmp_path / "out")
+    theirs = generated(tmp_path / "out", "import ", 40)
+    # GPT-2 of such weights soon repeats itself.
+    assert len(set(theirs)) > (3 if family == "gpt2" else 15)
+    capsys.readouterr()
+    words = ["sample", str(tmp_path / "run"), "--prompt", "import ", "--temperature", "0", "--tokens", "40"]
+    assert cli.run(words) == 0
+    assert capsys.readouterr().out == "import " + text_of(tmp_path / "out", theirs) + "\n"
+
+
+def saved_by_transformers(model: ModelConfig, folder: Path) -> None:
+    """Save transformers' own model with large random weights."""
+    import torch
+
+    from lockstep.core.hub.families import HUB
+    from lockstep.torch_backend.tools.hugging_face import architecture_of, their_arguments
+
+    kind = architecture_of(HUB[model.family])
+    torch.manual_seed(0)
+    made = kind(kind.config_class(**their_arguments(model, 64), bos_token_id=0, eos_token_id=0))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            gain = name.endswith("norm.weight") or ".ln_" in name
+            spread = 0.3 if parameter.ndim > 1 else 0.2
+            parameter.copy_(torch.randn(parameter.shape) * spread + (gain and model.family != "gemma2"))
+    made.save_pretrained(folder)
 
 
 def test_the_tokenizer_is_the_runs(exported: Path, tokens: Path) -> None:
