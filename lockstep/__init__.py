@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from lockstep.core.parity.watch.api import Disagreed as Disagreed
     from lockstep.core.parity.watch.api import Watcher as Watcher
     from lockstep.honest import assert_honest as assert_honest
+    from lockstep.torch_backend.watch.adapters.trainer import watch_trainer as watch_trainer
     from lockstep.torch_backend.watch.api import watch as watch
 
-__all__ = ["Disagreed", "NotHonest", "Watcher", "assert_honest", "watch"]
+__all__ = ["Disagreed", "NotHonest", "Watcher", "assert_honest", "watch", "watch_trainer"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,6 +26,10 @@ def __getattr__(name: str) -> Any:
         from lockstep.torch_backend.watch.api import watch
 
         return watch
+    if name == "watch_trainer":
+        from lockstep.torch_backend.watch.adapters.trainer import watch_trainer
+
+        return watch_trainer
     if name in ("NotHonest", "assert_honest"):
         from lockstep import honest
 

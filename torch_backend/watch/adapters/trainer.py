@@ -1,0 +1,200 @@
+"""`watch_trainer`: transformers' `Trainer` against a copy of the module that it trains, and a loss stated here.
+
+    trainer = Trainer(model, args, train_dataset=data)
+    watcher = watch_trainer(trainer, every=100)
+    trainer.train()
+    print(watcher)
+
+A callback is given neither micro-batches nor gradients from before clipping. `training_step` is therefore replaced on
+the instance while it trains, by one that keeps what it was given and calls the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.core.errors import UserError
+from lockstep.torch_backend.watch.adapters.late import LateWatcher, replace_on
+from lockstep.torch_backend.watch.api import watch
+from lockstep.torch_backend.watch.own_module import Accumulate, Loss
+
+# The value of a label that is no target (transformers' convention, and the default of torch's cross_entropy).
+NO_TARGET = -100
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+
+def watch_trainer(
+    trainer: Any, *, loss: Loss | None = None, accumulate: Accumulate = None, **settings: Any
+) -> LateWatcher:
+    """Watch the runs of a `transformers.Trainer`, from the next `train()` on.
+
+    Clipping (`max_grad_norm`), bf16 autocast, and the optimizer's hyperparameters and schedule as its arguments declare
+    them are read off the trainer. By default the loss of a step is, for causal language models, the sum of the
+    cross-entropies of all its micro-batches over the number of their targets: labels that follow a token and are not
+    -100.
+
+    Args:
+        trainer: of one process and one device.
+        loss: `(model, inputs) -> loss` in place of that one: of one micro-batch.
+        accumulate: with `loss`, how micro-batches become a step, as `watch` has it. Default: their mean.
+        settings: as `watch` has them; they come before what is read off the trainer.
+
+    Raises UserError for what cannot be watched, and settings that cannot work when training begins.
+    """
+    from transformers import TrainerCallback
+
+    _refuse(trainer, loss)
+    if loss is None:
+        if accumulate is not None:
+            raise UserError("accumulate= goes with loss=: the default loss knows its micro-batches' targets")
+        loss, accumulate = token_losses, one_over_targets
+    watched = Watched(trainer, loss, accumulate or "mean", settings)
+
+    class Watching(TrainerCallback):
+        """Pass the trainer's events on."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watched.begin()
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watched.parts.clear()
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watched.stepped()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watched.restore()
+
+    trainer.add_callback(Watching())
+    return watched
+
+
+class Watched(LateWatcher):
+    """The watcher of a trainer. Built by `watch_trainer`.
+
+    parts: each micro-batch of the step so far, with its loss.
+    """
+
+    def __init__(self, trainer: Any, loss: Loss, accumulate: Accumulate, settings: Mapping[str, Any]) -> None:
+        self.parts: list[tuple[dict[str, Any], Any]] = []
+        self._trainer, self._loss, self._accumulate, self._settings = trainer, loss, accumulate, settings
+        self._made_by_trainer = trainer.optimizer is None
+        self._put_back: Callable[[], None] | None = None
+
+    def begin(self) -> None:
+        """Build the watcher, now that there is an optimizer, and look over `training_step`."""
+        self.restore()
+        trainer, args = self._trainer, self._trainer.args
+        found = {
+            "precision": "bf16" if args.bf16 else None,
+            "clip_norm": args.max_grad_norm if args.max_grad_norm > 0 else None,
+            "declared": declared_by(trainer) if self._made_by_trainer else None,
+            "start": trainer.state.global_step,
+        }
+        self.watcher = watch(
+            trainer.model,
+            trainer.optimizer,
+            loss=self._loss,
+            accumulate=self._accumulate,
+            **found | self._settings,
+        )
+        original = trainer.training_step
+
+        def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            given = dict(inputs)
+            value = original(model, inputs, *args, **kwargs)
+            self.parts.append((given, value))
+            if trainer.accelerator.sync_gradients and self.watcher is not None:
+                self.watcher.before_step([part for part, _ in self.parts], sum(value for _, value in self.parts))
+            return value
+
+        self._put_back = replace_on(trainer, "training_step", training_step)
+
+    def stepped(self) -> None:
+        """Judge the step, if it is checked."""
+        assert self.watcher is not None
+        try:
+            self.watcher.after_step()
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        """Give the trainer its own `training_step` back."""
+        if self._put_back is not None:
+            self._put_back()
+        self._put_back = None
+
+
+def token_losses(model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """Sum the cross-entropies of a micro-batch: logits [rows, length, vocabulary] against the token that follows."""
+    given = {key: value for key, value in inputs.items() if key not in ("labels", "shift_labels")}
+    logits: Tensor = model(**given).logits
+    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    targets = targets_of(inputs)
+    return F.cross_entropy(
+        logits[:, : targets.shape[1]].flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum"
+    )
+
+
+def targets_of(inputs: Mapping[str, Any]) -> Tensor:
+    """The token that follows each: [rows, length - 1], or [rows, length] where a collator has shifted by itself."""
+    if "shift_labels" in inputs:
+        return inputs["shift_labels"]
+    return inputs["labels"][:, 1:]
+
+
+def one_over_targets(parts: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Weigh each micro-batch's sum by the number of targets of the whole step."""
+    count = sum(int((targets_of(part) != NO_TARGET).sum()) for part in parts)
+    return [1.0 / count if count else 0.0] * len(parts)
+
+
+def declared_by(trainer: Any) -> Callable[[str, int], dict[str, Any]]:
+    """Hyperparameters by parameter and step, as the trainer's arguments declare them.
+
+    The learning rate is that of the step's number, where the schedule is a function of it. Decay is for those
+    parameters that the trainer lists.
+    """
+    args, scheduler = trainer.args, trainer.lr_scheduler
+    scheduler = getattr(scheduler, "scheduler", scheduler)
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+
+    def declared(name: str, step: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if type(scheduler) is torch.optim.lr_scheduler.LambdaLR:
+            found["lr"] = args.learning_rate * scheduler.lr_lambdas[0](step - 1)
+        if args.optim in ADAMW:
+            found |= {
+                "betas": (args.adam_beta1, args.adam_beta2),
+                "eps": args.adam_epsilon,
+                "weight_decay": args.weight_decay if name in decayed else 0.0,
+            }
+        return found
+
+    return declared
+
+
+def _refuse(trainer: Any, loss: Loss | None) -> None:
+    """Raise UserError for a trainer that cannot be watched, with the reason."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    args = trainer.args
+    if args.world_size > 1 or args.n_gpu > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise UserError("watch_trainer takes a Trainer of one process and one device")
+    if args.fp16:
+        raise UserError("watch_trainer takes no fp16: gradients are scaled where they would be read; bf16 works")
+    if loss is not None:
+        return
+    kind = type(trainer.model).__name__
+    if kind not in set(CAUSAL.values()):
+        raise UserError(f"{kind} is no causal language model of transformers: say loss=, of a model and inputs")
+    if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+        raise UserError("compute_loss_func and label smoothing are losses of your own: say loss= and accumulate=")
+    if getattr(trainer.model.config, "output_router_logits", False):
+        raise UserError("output_router_logits adds a loss of the router's: say loss= and accumulate=")
