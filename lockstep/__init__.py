@@ -14,10 +14,21 @@ if TYPE_CHECKING:
     from lockstep.core.parity.watch.api import Disagreed as Disagreed
     from lockstep.core.parity.watch.api import Watcher as Watcher
     from lockstep.honest import assert_honest as assert_honest
+    from lockstep.torch_backend.watch.adapters.accelerate import watch_accelerate as watch_accelerate
+    from lockstep.torch_backend.watch.adapters.lightning import watch_lightning as watch_lightning
     from lockstep.torch_backend.watch.adapters.trainer import watch_trainer as watch_trainer
     from lockstep.torch_backend.watch.api import watch as watch
 
-__all__ = ["Disagreed", "NotHonest", "Watcher", "assert_honest", "watch", "watch_trainer"]
+__all__ = [
+    "Disagreed",
+    "NotHonest",
+    "Watcher",
+    "assert_honest",
+    "watch",
+    "watch_accelerate",
+    "watch_lightning",
+    "watch_trainer",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +37,14 @@ def __getattr__(name: str) -> Any:
         from lockstep.torch_backend.watch.api import watch
 
         return watch
+    if name == "watch_accelerate":
+        from lockstep.torch_backend.watch.adapters.accelerate import watch_accelerate
+
+        return watch_accelerate
+    if name == "watch_lightning":
+        from lockstep.torch_backend.watch.adapters.lightning import watch_lightning
+
+        return watch_lightning
     if name == "watch_trainer":
         from lockstep.torch_backend.watch.adapters.trainer import watch_trainer
 

@@ -308,6 +308,19 @@ class Watcher:
         for i, optimizer in enumerate(self._optimizers):
             listen(pending, i, optimizer, params, self._guard)
 
+    def in_closure(self, loss: Any = None) -> None:
+        """Read gradients now: inside the closure of `optimizer.step(closure)`, after its backward and before it clips.
+
+        Args:
+            loss: as `step` takes it; the closure's own result is that of one micro-batch.
+        """
+        if self._pending is None:
+            return
+        with self._guard.link(self._pending.uncovered, "gradients"):
+            self._pending.grads = gradients_of(parameters_of(self._model))
+            self._pending.loss = loss_of(loss)
+            self._pending.early = True
+
     def after_step(self) -> WatchCheck | None:
         """The second half of `step`: judges what was read, where this step is checked.
 

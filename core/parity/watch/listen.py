@@ -23,7 +23,8 @@ class Pending:
     """One step that is being checked: what was read so far.
 
     before, after: around each optimizer's own step; None where they could not be read. stale: parameters whose
-    gradients a closure made after another optimizer had moved the weights.
+    gradients a closure made after another optimizer had moved the weights. early: gradients and loss were read inside
+    the closure, before it clips.
     """
 
     number: int
@@ -40,6 +41,7 @@ class Pending:
     uncovered: Uncovered
     stale: set[str] = field(default_factory=set)
     handles: list[Any] = field(default_factory=list)
+    early: bool = False
 
 
 def listen(pending: Pending, i: int, optimizer: Any, params: Mapping[str, Any], guard: Guard) -> None:
@@ -57,7 +59,7 @@ def listen(pending: Pending, i: int, optimizer: Any, params: Mapping[str, Any], 
                 held = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 pending.stale |= {name for name, p in params.items() if id(p) in held}
                 pending.grads = {name: g for name, g in pending.grads.items() if name not in pending.stale}
-            else:
+            elif not pending.early:
                 pending.grads = gradients_of(params)
                 pending.loss = pending.loss if (number := number_of(result)) is None else number
         read()

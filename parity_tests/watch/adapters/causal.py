@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -27,7 +29,7 @@ def llama() -> nn.Module:
 
 def gpt2_that_shifts() -> nn.Module:
     """GPT-2 with the attribute by which Trainer tells that labels are shifted (FINDING in test_trainer.py)."""
-    model = gpt2()
+    model: Any = gpt2()
     model.loss_type = "ForCausalLM"
     return model
 

@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from lockstep import Disagreed, watch_trainer
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.watch.adapters.causal import MODELS, gpt2, llama, rows
-from lockstep.torch_backend.watch.adapters.late import NOT_BEGUN, LateWatcher
+from lockstep.torch_backend.watch.adapters.library_watcher import NOT_BEGUN, LibraryWatcher
 
 CLIP, ROWS, STEPS = 0.5, 2, 3
 AGREED = "agreed in 3 checks against your own module"
@@ -36,13 +36,13 @@ def built(
     return kind(model=MODELS[model](), args=args, train_dataset=rows(count))
 
 
-def run(trainer: Trainer, **settings: Any) -> LateWatcher:
+def run(trainer: Trainer, **settings: Any) -> LibraryWatcher:
     watcher = watch_trainer(trainer, every=1, **settings)
     trainer.train()
     return watcher
 
 
-def broken(watcher: LateWatcher) -> tuple[int, set[str], str]:
+def broken(watcher: LibraryWatcher) -> tuple[int, set[str], str]:
     """The first step that disagreed, the stages that broke in it, and the cause that it names."""
     check = next(check for check in watcher.checks if check.verdict == "disagreed")
     return check.step, {f.stage for f in check.findings if not f.ok}, check.cause or ""

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.core.errors import UserError
-from lockstep.torch_backend.watch.adapters.late import LateWatcher, replace_on
+from lockstep.torch_backend.watch.adapters.library_watcher import LibraryWatcher, replace_on
 from lockstep.torch_backend.watch.api import watch
 from lockstep.torch_backend.watch.own_module import Accumulate, Loss
 
@@ -30,7 +30,7 @@ ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 def watch_trainer(
     trainer: Any, *, loss: Loss | None = None, accumulate: Accumulate = None, **settings: Any
-) -> LateWatcher:
+) -> LibraryWatcher:
     """Watch the runs of a `transformers.Trainer`, from the next `train()` on.
 
     Clipping (`max_grad_norm`), bf16 autocast, and the optimizer's hyperparameters and schedule as its arguments declare
@@ -74,13 +74,14 @@ def watch_trainer(
     return watched
 
 
-class Watched(LateWatcher):
+class Watched(LibraryWatcher):
     """The watcher of a trainer. Built by `watch_trainer`.
 
     parts: each micro-batch of the step so far, with its loss.
     """
 
     def __init__(self, trainer: Any, loss: Loss, accumulate: Accumulate, settings: Mapping[str, Any]) -> None:
+        super().__init__()
         self.parts: list[tuple[dict[str, Any], Any]] = []
         self._trainer, self._loss, self._accumulate, self._settings = trainer, loss, accumulate, settings
         self._made_by_trainer = trainer.optimizer is None

@@ -1,4 +1,4 @@
-"""A watcher of a library's loop, whose optimizer does not exist yet where the user asks for it."""
+"""A watcher of a library's loop, which may make its optimizer after the user asked for the watcher."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from lockstep.core.parity.watch.uncovered import WatchCheck
 NOT_BEGUN = "could_not in 0 checks; training has not begun"
 
 
-class LateWatcher:
+class LibraryWatcher:
     """Hold the watcher of the run that began last: `verdict`, `headline`, `checks`, `to_json()` are its own."""
 
-    watcher: Watcher | None = None
+    def __init__(self, watcher: Watcher | None = None) -> None:
+        self.watcher = watcher
 
     @property
     def verdict(self) -> Outcome:

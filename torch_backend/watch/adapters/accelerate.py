@@ -1,0 +1,79 @@
+"""`watch_accelerate`: a loop of one's own with accelerate's `Accelerator`, its accumulation among it.
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    watcher = watch_accelerate(accelerator, model, optimizer, loss=my_loss, every=100)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = my_loss(model, batch)
+            accelerator.backward(loss)
+            with watcher.step(batch, loss):
+                optimizer.step()
+            optimizer.zero_grad()
+
+accelerate's optimizer leaves `step` out while gradients accumulate. The block collects micro-batches until it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lockstep.core.errors import UserError
+from lockstep.core.parity.watch.api import Watcher
+from lockstep.torch_backend.watch.adapters.library_watcher import LibraryWatcher
+from lockstep.torch_backend.watch.api import watch
+from lockstep.torch_backend.watch.own_module import Accumulate, Loss
+
+
+def watch_accelerate(
+    accelerator: Any, model: Any, optimizer: Any, *, loss: Loss, accumulate: Accumulate = "mean", **settings: Any
+) -> AccelerateWatcher:
+    """Watch what `accelerator.prepare` returned, whose gradients come from `accelerator.backward`.
+
+    Args:
+        accelerator: of one process; bf16 is read off it.
+        model: as prepared.
+        optimizer: as prepared.
+        loss: `(model, batch) -> loss` of one micro-batch, as `watch` has it.
+        accumulate: how the micro-batches of a step become its loss, as `watch` has it: by default the mean of those
+            that there are.
+        settings: as `watch` has them.
+
+    Raises UserError for settings that cannot work.
+    """
+    if accelerator.num_processes > 1:
+        raise UserError("watch_accelerate takes one process: watch(accumulate=) takes the batches of all ranks")
+    if accelerator.scaler is not None:
+        raise UserError("watch_accelerate takes no fp16: gradients are scaled where they would be read; bf16 works")
+    found = {"precision": "bf16" if accelerator.mixed_precision == "bf16" else None}
+    return AccelerateWatcher(accelerator, watch(model, optimizer, loss=loss, accumulate=accumulate, **found | settings))
+
+
+class AccelerateWatcher(LibraryWatcher):
+    """Collect micro-batches into steps. Built by `watch_accelerate`."""
+
+    def __init__(self, accelerator: Any, watcher: Watcher) -> None:
+        super().__init__(watcher)
+        self._step, self._accelerator = watcher.step, accelerator
+        self._parts: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def step(self, batch: Any, loss: Any = None) -> Iterator[None]:
+        """Around clipping and `optimizer.step()`, after every `accelerator.backward(loss)`.
+
+        Args:
+            batch: the micro-batch.
+            loss: as `accelerator.backward` got it, which divides it by `gradient_accumulation_steps`.
+
+        Raises Disagreed under `on_alarm="stop"`, as `Watcher.step`.
+        """
+        self._parts.append((batch, loss.detach() if hasattr(loss, "detach") else loss))
+        if not self._accelerator.sync_gradients:
+            yield
+            return
+        parts, self._parts = self._parts, []
+        losses = [loss for _, loss in parts if loss is not None]
+        total = sum(losses) / self._accelerator.gradient_accumulation_steps if len(losses) == len(parts) else None
+        with self._step([part for part, _ in parts], total):
+            yield

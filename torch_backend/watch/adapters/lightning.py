@@ -1,0 +1,132 @@
+"""`watch_lightning`: Lightning's automatic optimisation against a copy of the LightningModule's own `training_step`.
+
+    watcher = watch_lightning(every=100)
+    trainer = L.Trainer(callbacks=[watcher])
+    trainer.fit(module, loader)
+    print(watcher)
+
+Lightning runs forward and backward inside `optimizer.step(closure)`, and clips there. The module's `optimizer_step` is
+replaced on the instance while it trains, by one with the watcher around the original; `on_before_optimizer_step` is
+where gradients are complete and not yet clipped.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.core.errors import UserError
+from lockstep.torch_backend.watch.adapters.library_watcher import LibraryWatcher, replace_on
+from lockstep.torch_backend.watch.api import watch
+from lockstep.torch_backend.watch.own_module import Accumulate, Loss
+
+
+def watch_lightning(*, loss: Loss | None = None, accumulate: Accumulate = "mean", **settings: Any) -> LibraryWatcher:
+    """Make a callback for `lightning.Trainer` that watches its runs.
+
+    Accumulation, clipping by norm (`gradient_clip_val`) and bf16 are read off the trainer.
+
+    Args:
+        loss: `(module, batch) -> loss` in place of the module's `training_step`: of one micro-batch.
+        accumulate: how the micro-batches of a step become its loss, as `watch` has it: by default the mean of those
+            that there are.
+        settings: as `watch` has them; they come before what is read off the trainer.
+
+    Raises UserError where training begins, for settings that cannot work and a trainer that cannot be watched.
+    """
+    from lightning.pytorch.callbacks import Callback
+
+    class WatchLightning(Watched, Callback):
+        """The watcher, and Lightning's callback."""
+
+    return WatchLightning(loss, accumulate, settings)
+
+
+class Watched(LibraryWatcher):
+    """The events of a run. Built by `watch_lightning`."""
+
+    def __init__(self, loss: Loss | None, accumulate: Accumulate, settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._loss, self._accumulate, self._settings = loss, accumulate, settings
+        self._parts: list[Any] = []
+        self._total: Any = 0.0
+        self._put_back: Callable[[], None] | None = None
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Build the watcher, now that there is an optimizer, and stand around the module's `optimizer_step`."""
+        self._restore()
+        _refuse(trainer, module)
+        found = {
+            "precision": "bf16" if trainer.precision.startswith("bf16") else None,
+            "clip_norm": trainer.gradient_clip_val or None,
+            "start": trainer.global_step,
+        }
+        self.watcher = watcher = watch(
+            module,
+            trainer.optimizers[0],
+            loss=self._loss or own_loss,
+            accumulate=self._accumulate,
+            **found | self._settings,
+        )
+        original = module.optimizer_step
+
+        def optimizer_step(*args: Any, **kwargs: Any) -> None:
+            with watcher.step(self._parts):
+                original(*args, **kwargs)
+            self._parts, self._total = [], 0.0
+
+        self._put_back = replace_on(module, "optimizer_step", optimizer_step)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Keep the micro-batch."""
+        self._parts.append((batch, batch_idx) if self._loss is None else batch)
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        """Add up the loss whose gradient is taken: Lightning has divided it by `accumulate_grad_batches`."""
+        self._total = self._total + loss.detach()
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        """Read gradients before they are clipped."""
+        if self.watcher is not None:
+            self.watcher.in_closure(self._total)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        """Give the module its own `optimizer_step` back."""
+        self._restore()
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """Give the module its own `optimizer_step` back."""
+        self._restore()
+
+    def _restore(self) -> None:
+        self._parts, self._total = [], 0.0
+        if self._put_back is not None:
+            self._put_back()
+        self._put_back = None
+
+
+def own_loss(module: Any, part: tuple[Any, int]) -> Any:
+    """Call the module's `training_step` with a micro-batch and its number. Returns its loss, a scalar tensor."""
+    batch, number = part
+    takes_number = len(inspect.signature(module.training_step).parameters) > 1
+    with warnings.catch_warnings():
+        # A copy of the module has no trainer, and `self.log` of such a module does nothing but warn.
+        warnings.filterwarnings("ignore", message=r"You are trying to `self\.log")
+        found = module.training_step(batch, number) if takes_number else module.training_step(batch)
+    return found["loss"] if isinstance(found, Mapping) else found
+
+
+def _refuse(trainer: Any, module: Any) -> None:
+    """Raise UserError for a run that cannot be watched, with the reason."""
+    if not module.automatic_optimization:
+        raise UserError("manual optimisation is a loop of your own: watch() goes around its optimizer.step()")
+    if trainer.world_size > 1:
+        raise UserError("watch_lightning takes one process: watch(accumulate=) takes the batches of all ranks")
+    if len(trainer.optimizers) != 1:
+        raise UserError(f"watch_lightning takes one optimizer; this module has {len(trainer.optimizers)}")
+    if trainer.precision.startswith("16"):
+        raise UserError("watch_lightning takes no fp16: gradients are scaled where they would be read; bf16 works")
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+        raise UserError("gradients that are clipped by value cannot be watched: by norm they can")
