@@ -114,6 +114,40 @@ def test_the_closures_loss_is_compared() -> None:
     assert [f.tap for f in watcher.checks[0].findings if not f.ok] == ["loss"]
 
 
+class ReadsEarly(Automatic):
+    """Lightning's `on_before_optimizer_step` stands between the closure's backward and its clipping."""
+
+    times = 1.0
+    read = True
+
+    def closure(self, batch: Batch) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss(batch)
+        (self.times * loss).backward()
+        if self.read:
+            self.watcher.in_closure(loss)
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        return loss.detach() + 1  # not the loss of the step
+
+
+def test_gradients_that_are_read_before_the_closure_clips() -> None:
+    assert ReadsEarly(clip_norm=CLIP).fit().headline == "agreed in 3 checks"
+    unchecked = ReadsEarly(clip_norm=CLIP)
+    unchecked.watcher.in_closure(1.0)  # outside of a step there is nothing to read
+    assert unchecked.watcher.checks == []
+
+
+@pytest.mark.parametrize(("read", "seen"), [(True, True), (False, False)])
+def test_a_common_factor_is_seen_before_the_closure_clips_alone(read: bool, seen: bool) -> None:
+    class Doubled(ReadsEarly):
+        times = 2.0
+
+    Doubled.read = read
+    check = Doubled(clip_norm=CLIP).fit(1).checks[0]
+    assert any(f.stage == "gradients" and not f.ok for f in check.findings) == seen
+    assert ("2 times the right length" in (check.cause or "")) == seen
+
+
 def test_a_closure_by_name_and_one_that_is_called_again() -> None:
     """LBFGS calls its closure many times: the first call is at the weights that the step started from."""
     torch.manual_seed(0)

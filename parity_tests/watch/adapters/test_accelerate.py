@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import watch_accelerate
 from lockstep.core.errors import UserError
-from lockstep.parity_tests.watch.own import Batch, Gpt, batches, gpt_loss
+from lockstep.parity_tests.watch.own import Gpt, batches, gpt_loss
 from lockstep.torch_backend.watch.adapters.accelerate import AccelerateWatcher
 
 CLIP, STEPS, PARTS = 0.5, 3, 2
@@ -50,8 +50,8 @@ def run(
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=PARTS, mixed_precision=mixed)
     plain = Gpt()
-    data: list[Batch] = batches(STEPS * PARTS - spare)
-    loader = DataLoader(data, batch_size=None)
+    data: Any = batches(STEPS * PARTS - spare)
+    loader: Any = DataLoader(data, batch_size=None)
     model, optimizer, loader = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), loader)
     watcher = watch_accelerate(accelerator, model, optimizer, loss=gpt_loss, every=1, clip_norm=CLIP, **settings)
     for batch in loader:

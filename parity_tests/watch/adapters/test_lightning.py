@@ -68,7 +68,9 @@ class NeverZeroes(Module):
 
 class ScalesOne(Module):
     def on_after_backward(self) -> None:
-        self.gpt.blocks[0].qkv.weight.grad.mul_(1.05)
+        gradient = dict(self.named_parameters())["gpt.blocks.0.qkv.weight"].grad
+        assert gradient is not None
+        gradient.mul_(1.05)
 
 
 class Manual(Module):
@@ -107,7 +109,8 @@ def run(
         **{"gradient_clip_val": CLIP} | settings,
     )  # fmt: skip
     try:
-        trainer.fit(module, DataLoader(batches(STEPS * parts - spare), batch_size=None))
+        data: Any = batches(STEPS * parts - spare)
+        trainer.fit(module, DataLoader(data, batch_size=None))
     finally:
         assert "optimizer_step" not in vars(module)
     return watcher

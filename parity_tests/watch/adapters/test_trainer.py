@@ -80,7 +80,7 @@ class TimesAccumulation(Trainer):
 
 
 class CountsFirstLabels(Trainer):
-    """As transformers 4.46 to 4.57: labels are counted before they are shifted."""
+    """As transformers 5.23 does for GPT-2: labels are counted before they are shifted."""
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
         return sum((batch["labels"] != -100).sum() for batch in batch_samples)

@@ -47,7 +47,9 @@ def watch_accelerate(
     if accelerator.scaler is not None:
         raise UserError("watch_accelerate takes no fp16: gradients are scaled where they would be read; bf16 works")
     found = {"precision": "bf16" if accelerator.mixed_precision == "bf16" else None}
-    return AccelerateWatcher(accelerator, watch(model, optimizer, loss=loss, accumulate=accumulate, **found | settings))
+    return AccelerateWatcher(
+        accelerator, watch(model, optimizer, loss=loss, accumulate=accumulate, **(found | settings))
+    )
 
 
 class AccelerateWatcher(LibraryWatcher):

@@ -34,9 +34,13 @@ def watch_lightning(*, loss: Loss | None = None, accumulate: Accumulate = "mean"
             that there are.
         settings: as `watch` has them; they come before what is read off the trainer.
 
-    Raises UserError where training begins, for settings that cannot work and a trainer that cannot be watched.
+    Raises UserError without Lightning, and where training begins for settings that cannot work and a trainer that
+    cannot be watched.
     """
-    from lightning.pytorch.callbacks import Callback
+    try:
+        from lightning.pytorch.callbacks import Callback
+    except ModuleNotFoundError as error:
+        raise UserError("watch_lightning needs lightning: pip install 'lockstep[lightning]'") from error
 
     class WatchLightning(Watched, Callback):
         """The watcher, and Lightning's callback."""
@@ -68,7 +72,7 @@ class Watched(LibraryWatcher):
             trainer.optimizers[0],
             loss=self._loss or own_loss,
             accumulate=self._accumulate,
-            **found | self._settings,
+            **(found | dict(self._settings)),
         )
         original = module.optimizer_step
 

@@ -102,7 +102,7 @@ class Watched(LibraryWatcher):
             trainer.optimizer,
             loss=self._loss,
             accumulate=self._accumulate,
-            **found | self._settings,
+            **(found | dict(self._settings)),
         )
         original = trainer.training_step
 

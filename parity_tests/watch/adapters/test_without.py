@@ -1,0 +1,18 @@
+"""An adapter whose library is not installed says so in one line, and how it is."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from lockstep import watch_lightning
+from lockstep.core.errors import UserError
+
+
+def test_watch_lightning_without_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    with pytest.raises(UserError, match=r"pip install 'lockstep\[lightning\]'"):
+        watch_lightning(every=1)
