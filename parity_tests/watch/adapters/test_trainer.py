@@ -27,10 +27,16 @@ def built(
 ) -> Trainer:
     """A Trainer of 3 steps. spare: micro-batches that are missing in the last."""
     torch.manual_seed(0)
-    given = {"gradient_accumulation_steps": 1, "max_grad_norm": CLIP, "learning_rate": 1e-2, "weight_decay": 0.1}
+    given: dict[str, Any] = {
+        "save_strategy": "no",
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": CLIP,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+    }
     args = TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=ROWS, num_train_epochs=1, report_to=[], use_cpu=True,
-        save_strategy="no", logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, **given | settings,
+        logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, **given | settings,
     )  # fmt: skip
     count = ROWS * (STEPS * args.gradient_accumulation_steps - spare)
     return kind(model=MODELS[model](), args=args, train_dataset=rows(count))
@@ -208,6 +214,16 @@ def test_steps_that_are_not_checked_are_counted(tmp_path: Path) -> None:
     assert [check.step for check in watcher.checks] == [1, 3]
     trainer.train()  # a second run has a watcher of its own
     assert [check.step for check in watcher.checks] == [1, 3]
+
+
+def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
+    """Number and schedule go on: a rate that is declared for another step would disagree."""
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    built(tmp_path, **settings).train()
+    watcher = watch_trainer(trainer := built(tmp_path, **settings), every=1)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert watcher.headline == "agreed in 1 checks against your own module", str(watcher)
+    assert [check.step for check in watcher.checks] == [3]
 
 
 def other_model(trainer: Trainer) -> None:
