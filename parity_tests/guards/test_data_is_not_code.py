@@ -400,6 +400,7 @@ DOORS: dict[str, dict[str, str]] = {
     "scripts/studies/cuda_rehearsal/build.py": {"subprocess.run": "gcc and nm, and that Python"},
     "scripts/studies/cuda_rehearsal/worker.py": {"ctypes.CDLL": "the stand-in that is loaded already"},
     "scripts/studies/large_vocabulary.py": {"subprocess.run": "this Python"},
+    "scripts/studies/families.py": {"subprocess.run": "this Python"},
     "scripts/studies/parity_matrix.py": {"subprocess.run": "this Python"},
     "scripts/studies/chaos_process.py": {"subprocess.Popen": "this Python"},
     "scripts/studies/peaks.py": {"subprocess.Popen": "this Python"},

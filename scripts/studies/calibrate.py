@@ -231,8 +231,8 @@ def page(table: dict[str, Any]) -> str:
         f"({platform.system()}), CPU.",
         f"{len(CALIBRATION_DRAWS)} random model and batch shapes for the bounds and {len(HELD_OUT_DRAWS)} others held "
         f"out, {SEEDS} runs each, {CHECKS} checked steps a run with {BETWEEN} training steps in between, uneven loss "
-        "weights, real text as bytes (scripts/studies/clean_runs.py). Stages that no Llama has: 16 shapes of four families "
-        "(gpt2, qwen3, mistral, gemma2) and four held out, 2026-11-27.",
+        "weights, real text as bytes (scripts/studies/clean_runs.py). Stages that no Llama has: 16 shapes of four "
+        "families (gpt2, qwen3, mistral, gemma2) and four held out, 2026-11-27.",
         "",
         f"A bound is the calibration's extreme times {calibrated_bounds.MARGIN:g} on the logarithm of the excess, on "
         "the distance "
