@@ -68,8 +68,12 @@ def _head_caps(cap: float, head: str) -> str | None:
     return None
 
 
-def _casts_suit_family(casts: str, family: str) -> str | None:
-    if family in FAMILIES and read_plan(casts).changed and not traits_of(ModelConfig(family=family)).as_llama:
+def _casts_suit_family(casts: str, family: str, window: int) -> str | None:
+    if family not in FAMILIES or not read_plan(casts).changed:
+        return None
+    if window:
+        return "no clean runs of a window under other casts were measured; take 'lockstep'"
+    if not traits_of(ModelConfig(family=family)).as_llama:
         like = [name for name in FAMILIES if traits_of(ModelConfig(family=name)).as_llama]
         return f"plans of casts are known for Llama's operations ({', '.join(like)}); take 'lockstep'"
     return None
@@ -286,7 +290,7 @@ RULES = (
     Rule(("model.rope_factor", "model.rope_low", "model.rope_high"), _rope_is_stretched_between),
     Rule(("model.attention_cap", "attention.kernel"), _kernel_caps),
     Rule(("model.logits_cap", "loss.head"), _head_caps),
-    Rule(("precision.casts", "model.family"), _casts_suit_family),
+    Rule(("precision.casts", "model.family", "model.window"), _casts_suit_family),
     Rule(("model.heads", "model.kv_heads"), _kv_heads_divide_heads),
     Rule(("train.batch_size", "train.ranks", "train.micro_batch_size"), _batch_divides),
     Rule(("train.curriculum", "train.sequence_length", "train.micro_batch_size", "train.steps"), problem),

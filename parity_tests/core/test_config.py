@@ -218,7 +218,8 @@ BROKEN = {
         {"model.logits_cap": "30", "loss.head": "one_kernel", "precision.policy": "bf16"},
         {"model.logits_cap": "30", "loss.head": "torch"},
     ],
-    ("precision.casts", "model.family"): [
+    ("precision.casts", "model.family", "model.window"): [
+        {"precision.casts": "autocast", "model.window": "20"},
         {"precision.casts": "autocast", "model.family": "gpt2"},
         {"precision.casts": "residual=bf16", "model.family": "qwen3"},
     ],

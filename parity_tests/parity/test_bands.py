@@ -12,6 +12,7 @@ from lockstep.core.backend import Batch
 from lockstep.core.components.cast_plan import PLANS, VALUES, CastPlan, plan_text
 from lockstep.core.config.schema import LossConfig, OptimConfig, RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.model.families import FAMILIES
 from lockstep.core.parity.judge.end_to_end import errors_of_loss
 from lockstep.core.parity.measures import calibrated_bounds, peak_bounds
 from lockstep.core.parity.measures.distances import Distances
@@ -22,6 +23,14 @@ RECIPES = [f"{policy}/{program}" for policy in ("fp32", "bf16") for program in (
 
 
 FULL = tiny_config("bf16", tied=False, qkv_bias=True, o_bias=True, mlp_bias=True)
+
+
+def of_every_family(recipe):
+    """A run of each family whose stages were measured under a recipe: all under FP32 and bf16. With window and cap."""
+    more = {"window": 8, "logits_cap": 1.0}
+    others = [FULL.model.model_copy(update={"family": name, **more}) for name in FAMILIES]
+    models = [FULL.model, *(others if recipe.partition("/")[0] in ("fp32", "bf16") else [])]
+    return [FULL.model_copy(update={"model": model}) for model in models]
 
 
 def distances(excess: float = 1.0, gain: float = 0.0, distance: float = 0.0, relative: float = 1e-3) -> Distances:
@@ -36,9 +45,8 @@ def test_every_comparison_of_every_recipe_was_measured(recipe):
     of_layers = {kind for kind in found if kind.endswith(calibrated_bounds.OVER_LAYERS)}
     of_others = {kind for kind in found if kind.endswith(calibrated_bounds.OTHER_PLAN)}
     rest = found - of_casts - of_layers - of_others
-    here = {
-        kind for kind in calibrated_bounds.all_kinds(FULL) if calibrated_bounds.measured_under(recipe, kind) == recipe
-    }
+    every = set().union(*map(calibrated_bounds.all_kinds, of_every_family(recipe)))
+    here = {kind for kind in every if calibrated_bounds.measured_under(recipe, kind) == recipe}
     assert here == {kind for kind in rest if not kind.startswith(apart)}
 
 
@@ -54,10 +62,11 @@ def test_every_comparison_of_every_recipe_was_measured(recipe):
     ],
 )
 def test_every_mean_over_layers_was_measured(recipe):
-    of_many = {"embed", "final_norm", "logits", "nll", "together", "vocabulary"}
+    outside = {"embed_scale", "position", "final_layer_norm", "final_centered_norm", "logits_cap"}
+    of_many = {"embed", "final_norm", "logits", "nll", "together", "vocabulary", *outside}
     each = {
         kind
-        for kind in calibrated_bounds.all_kinds(FULL)
+        for kind in set().union(*map(calibrated_bounds.all_kinds, of_every_family(recipe)))
         if kind.startswith(("gradients/", "end_to_end/")) and kind.rpartition("/")[2] not in of_many
     }
     measured = {kind for kind in calibrated_bounds.table()[recipe] if kind.endswith(calibrated_bounds.OVER_LAYERS)}
@@ -80,7 +89,11 @@ def test_every_choice_of_a_plan_of_casts_was_measured(recipe):
 
 def test_a_whole_step_of_a_compiled_program_was_measured_under_other_casts():
     rows = calibrated_bounds.table()["bf16/compiled"]
-    of_a_step = {kind for kind in rows if kind.startswith(calibrated_bounds.OF_A_STEP)}
+    # Other families have Lockstep's own casts alone.
+    every = set().union(*map(calibrated_bounds.all_kinds, of_every_family("bf16/compiled")))
+    of_llama = calibrated_bounds.all_kinds(FULL)
+    own = {kind for kind in rows if kind.removesuffix(calibrated_bounds.OVER_LAYERS) not in every - of_llama}
+    of_a_step = {kind for kind in own if kind.startswith(calibrated_bounds.OF_A_STEP)}
     others = {kind for kind in of_a_step if kind.endswith(calibrated_bounds.OTHER_PLAN)}
     assert others == {kind + calibrated_bounds.OTHER_PLAN for kind in of_a_step - others}
 

@@ -6,6 +6,7 @@ import pytest
 
 from lockstep.core.components.loss_heads import LOSS_HEADS
 from lockstep.core.config.schema import LossConfig
+from lockstep.core.model.families import FAMILIES
 from lockstep.core.model.names import parameter_shapes, tap_names
 from lockstep.core.parity.reference.stages import chain, forward_stages, library_heads, stages_of
 from lockstep.parity_tests.tiny import tiny_config
@@ -30,9 +31,14 @@ def test_every_parameter_is_read(options):
 
 
 def test_ids_stand_in_the_order_of_the_chain():
-    ids = [stage.id for stage in forward_stages(tiny_config(layers=1).model)]
-    assert ids == sorted(ids, key=chain().order.__getitem__)
-    assert set(ids) == {stage for stage, phase in chain().phases.items() if phase == "forward"} - {
+    found = set()
+    for family in FAMILIES:
+        for more in ({}, {"window": 8, "logits_cap": 1.0}):
+            model = tiny_config(layers=1).model.model_copy(update={"family": family, **more})
+            ids = [stage.id for stage in forward_stages(model)]
+            assert ids == sorted(ids, key=chain().order.__getitem__), family
+            found |= set(ids)
+    assert found == {stage for stage, phase in chain().phases.items() if phase == "forward"} - {
         "loss",
         "evaluation",
         "sampling",
