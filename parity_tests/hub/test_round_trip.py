@@ -231,7 +231,7 @@ def test_what_export_says(folder: Folder, tmp_path: Path, capsys: pytest.Capture
         "trained under precision.policy = 'bf16'",
         "trained with attention.document_mask: transformers knows no documents",
         "loss.z_loss: a loss that transformers computes is without it",
-        "max_position_embeddings = 32",
+        "max_position_embeddings: the longest sequence that it was trained on has 32 tokens",
     ):
         assert part in said
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"

@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 def notes(config: RunConfig, tokenizer: TextTokenizer, done: Exported, dtype: str) -> Iterator[str]:
     """Describe what transformers computes otherwise than the run did, a line each."""
-    from lockstep.core.hub.write import MOST_SUPPRESSED
+    from lockstep.core.hub.write import MOST_SUPPRESSED, require_family
 
     if done.rounded:
         yield f"rounded to {dtype}: a number has changed by up to {done.rounded:.1e} of itself"
@@ -95,7 +95,9 @@ def notes(config: RunConfig, tokenizer: TextTokenizer, done: Exported, dtype: st
     if unused := config.model.vocab_size - tokenizer.vocab_size:
         drawn = "may draw them" if unused > MOST_SUPPRESSED else "draws none of them (generation_config.json)"
         yield f"{unused:,} rows of the vocabulary stand for no token: `generate` {drawn}"
-    yield f"max_position_embeddings = {config.train.longest}: the longest sequence that it was trained on"
+    longest = f"the longest sequence that it was trained on has {config.train.longest} tokens"
+    # GPT-2's own table says how long one may be.
+    yield f"max_position_embeddings: {longest}" if require_family(config).longest else longest
 
 
 def _source(options: Export) -> tuple[Path, RunConfig, TextTokenizer]:
