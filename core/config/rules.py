@@ -28,7 +28,7 @@ class Rule:
 
 def _heads_divide_hidden(hidden: int, heads: int, width: int) -> str | None:
     if not width and hidden % heads:
-        return f"{heads} heads do not divide hidden = {hidden}; or set model.head_width"
+        return f"{heads} heads do not divide hidden = {hidden}"
     return None
 
 
