@@ -102,8 +102,8 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         "",
         f"Made by `python -m lockstep.scripts.studies.families` (resumable; rows: [families.jsonl](families.jsonl)): "
         f"{agreed} of {len(CELLS)} cells agree. Each is `lockstep parity {CONFIG} --steps {STEPS} --quick` with a "
-        "model of two blocks, two micro-batches of [8, 64] tokens and the settings of its family below. Times had "
-        f"other work beside them. torch {version('torch').split('+')[0]}, jax {version('jax')}, {platform.machine()} "
+        "model of two blocks, two micro-batches of [8, 64] tokens and the settings of its family below. Two cells "
+        f"ran at a time. torch {version('torch').split('+')[0]}, jax {version('jax')}, {platform.machine()} "
         f"{platform.system()}, CPU.",
         "",
         "| family | program | precision | verdict | comparisons | nearest to a bound on the distance | time |",
