@@ -317,7 +317,7 @@ class Block(nnx.Module):
         self.mlp_post_norm = norm(config.hidden, config.norm_eps) if traits.post_norms else None
 
     def normed(self, norm: nnx.Module | None, x_BSD: Array, policy: Policy, tap: Tap, name: str) -> Array:
-        """What attention or MLP adds to the residual stream, (B, S, D), in the stream dtype."""
+        """Return the part that attention or MLP adds to the residual stream, (B, S, D), in the stream dtype."""
         x_BSD = policy.read(x_BSD, "linear")
         return x_BSD if norm is None else policy.read(tap(name, policy.kept(norm(x_BSD), "norm")), "norm")
 

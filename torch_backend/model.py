@@ -305,7 +305,7 @@ class Block(nn.Module):
         self.mlp_post_norm = norm(config.hidden, config.norm_eps) if traits.post_norms else None
 
     def normed(self, norm: nn.Module | None, x_BSD: Tensor, policy: Policy, tap: Tap, name: str) -> Tensor:
-        """What attention or MLP adds to the residual stream, (B, S, D), in the stream dtype."""
+        """Return the part that attention or MLP adds to the residual stream, (B, S, D), in the stream dtype."""
         x_BSD = policy.read(x_BSD, "linear")
         return x_BSD if norm is None else policy.read(tap(name, policy.kept(norm(x_BSD), "norm")), "norm")
 

@@ -22,7 +22,7 @@ CONFIG, GENERATION, WEIGHTS_FILE, INDEX = (
     "model.safetensors",
     "model.safetensors.index.json",
 )
-# What pickles are called there.
+# Endings of pickles there.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Ten times what the largest of their kinds take.
 _LARGEST_CONFIG, _LARGEST_INDEX = 1 << 20, 1 << 26

@@ -74,7 +74,7 @@ def _narrowed(f: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:
 
 
 def named(result: Any) -> dict[str, jax.Array]:
-    """What a function returned, by name; None is no output. Raises UserError for what is no array."""
+    """Return the outputs of a function by name; None is no output. Raises UserError for what is no array."""
     if isinstance(result, Mapping):
         parts = {str(key): value for key, value in result.items()}
     elif isinstance(result, (tuple, list)):

@@ -235,7 +235,7 @@ def test_a_fault_of_a_family_is_found_in_its_first_step_and_named(fault):
     assert (check.origin.stage, check.origin.phase) == (stage, "forward")
 
 
-# What no plain Llama computes.
+# Stages that no plain Llama has.
 STAGES = {
     *("position", "embed_scale", "q_norm", "k_norm", "q_rope", "window_attn", "gelu_act", "gated_gelu_act"),
     *("attn_layer_norm", "final_layer_norm", "attn_centered_norm", "mlp_post_centered_norm", "attn", "logits_cap"),
@@ -287,7 +287,7 @@ def test_a_cap_far_above_all_scores_is_not_exercised():
 
 
 def test_the_bias_of_keys_without_a_rotation_has_no_gradient():
-    """Of GPT-2's, all; a rotation, a norm of heads or a cap makes it matter."""
+    """All of GPT-2's have none; a rotation, a norm of heads or a cap makes it matter."""
     assert set(cancelled(config_of("gpt2").model)) == {f"blocks.{i}.attn.k_proj.bias" for i in range(2)}
     assert not cancelled(config_of("qwen2").model)
     config = config_of("gpt2")

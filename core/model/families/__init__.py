@@ -47,7 +47,7 @@ def traits_of(model: ModelConfig) -> Traits:
 def as_read(model: ModelConfig) -> ModelConfig:
     """The model with everything that changes nothing at its default: two models that are one function are then equal.
 
-    What its family does not read, RoPE's stretch without a factor, and widths and scales that are the usual ones.
+    These are fields that its family does not read, RoPE's stretch without a factor, and the usual widths and scales.
     """
     default = ModelConfig()
     unread = set(traits_of(model).unread)

@@ -139,7 +139,7 @@ def _what_it_is(own: Sequence[np.ndarray], exact: Sequence[np.ndarray], found: M
 
 
 def assert_close_says(own: Value, twin: Value) -> tuple[bool, str]:
-    """Whether `torch.testing.assert_close(mine, plain)` lets a result through, by its default tolerances, and why."""
+    """Return whether `torch.testing.assert_close(mine, plain)` lets a result through by default, and why."""
     if own.dtype != twin.dtype:
         return False, f"rejects it: dtypes {own.dtype} and {twin.dtype}"
     relative, absolute = DEFAULTS[twin.dtype]

@@ -108,7 +108,7 @@ class Units:
         self.elements = np.maximum(self.rows[:, None] * self.columns[None] / self.total, mean)
 
     def excess(self, squares: np.ndarray) -> float:
-        """Of mean squares of errors (rows, columns)."""
+        """Take mean squares of errors (rows, columns)."""
         return math.sqrt(float(squares.sum()) / self.total)
 
     def lines(self, squares: np.ndarray, axis: int) -> np.ndarray:
@@ -157,7 +157,7 @@ class Errors:
 
 @dataclass
 class Honest:
-    """What single draws of the twin reach against the others.
+    """Hold the values that single draws of the twin reach against the others.
 
     reached: by measure; of `largest`, how far the largest of the draws stands above the middle one. largest: itself, in
     units of the elements. along: the twin's squares along the truth.

@@ -1,4 +1,4 @@
-"""What a check came to, as data and as a table of 80 columns; the error that a failed one raises."""
+"""Report a check, as data and as a table of 80 columns; the error that a failed one raises."""
 
 from __future__ import annotations
 
