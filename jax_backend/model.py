@@ -23,6 +23,7 @@ from lockstep.core.model.families import traits_of
 from lockstep.core.model.families.transformer import UNCAPPED, has_window
 from lockstep.jax_backend.attention import Mask, Scores, attention, document_mask, window_mask
 from lockstep.jax_backend.kernels.float8 import Float8
+from lockstep.jax_backend.kernels.layer_norm import layer_norm
 from lockstep.jax_backend.loss import negative_log_likelihood, weighted_mean
 from lockstep.jax_backend.policy import Policy, Times, as_it_is
 from lockstep.jax_backend.precision import STREAMS, head, linear
@@ -72,13 +73,8 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], self.eps)
 
 
-class CenteredNorm(nnx.Module):
+class CenteredNorm(RMSNorm):
     """x / √(mean(x²) + eps) · (1 + w)."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nnx.Param(jnp.empty(width))
 
     def __call__(self, x: Array) -> Array:
         """X (…, D) → (…, D)."""
@@ -128,12 +124,6 @@ class Linear(nnx.Module):
         """X (…, in) → (…, out)."""
         bias = None if self.bias is None else self.bias[...]
         return linear(x, self.weight[...], bias, policy, self.float8)
-
-
-def layer_norm(x: Array, gain: Array, bias: Array, eps: float) -> Array:
-    """(X − mean) / √(var + eps) · gain + bias, written out: x (…, D), gain and bias (D,)."""
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps) * gain + bias
 
 
 def rope_tables(
@@ -193,13 +183,13 @@ class Attention(nnx.Module):
         self.rotary, self.windowed = traits.rotary, has_window(traits, config, layer)
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         wide, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        qkv_bias = config.qkv_bias if traits.qkv_bias is None else traits.qkv_bias
+        qkv_bias = traits.biased(config, "qkv_bias")
         self.q_proj = Linear(config.hidden, wide, qkv_bias)
         self.k_proj = Linear(config.hidden, kv, qkv_bias)
         self.v_proj = Linear(config.hidden, kv, qkv_bias)
         self.q_norm = HeadNorm(config.head_dim, config.norm_eps) if traits.head_norms else None
         self.k_norm = HeadNorm(config.head_dim, config.norm_eps) if traits.head_norms else None
-        self.o_proj = Linear(wide, config.hidden, config.o_bias if traits.o_bias is None else traits.o_bias)
+        self.o_proj = Linear(wide, config.hidden, traits.biased(config, "o_bias"))
 
     def rotate(self, x_BSHE: Array, rope: Rope) -> Array:
         """Rotate each pair (i, i + E/2) of a head by its position's angle, paired as in Hugging Face's Llama."""
@@ -313,7 +303,7 @@ class Block(nnx.Module):
         self.attn = Attention(run, layer)
         self.attn_post_norm = norm(config.hidden, config.norm_eps) if traits.post_norms else None
         self.mlp_norm = norm(config.hidden, config.norm_eps)
-        self.mlp = MLPS[traits.activation](config, config.mlp_bias if traits.mlp_bias is None else traits.mlp_bias)
+        self.mlp = MLPS[traits.activation](config, traits.biased(config, "mlp_bias"))
         self.mlp_post_norm = norm(config.hidden, config.norm_eps) if traits.post_norms else None
 
     def normed(self, norm: nnx.Module | None, x_BSD: Array, policy: Policy, tap: Tap, name: str) -> Array:

@@ -21,8 +21,9 @@ from lockstep.core.parity.reference.operations import aligned
 from lockstep.core.parity.reference.stages import stages_of
 from lockstep.jax_backend.attention import document_mask, window_mask
 from lockstep.jax_backend.kernels.float8 import Float8
+from lockstep.jax_backend.kernels.layer_norm import layer_norm
 from lockstep.jax_backend.kernels.library_heads import library_nll
-from lockstep.jax_backend.model import Transformer, layer_norm, positions, rms_norm, rope_at
+from lockstep.jax_backend.model import Transformer, positions, rms_norm, rope_at
 from lockstep.jax_backend.policy import Policy
 from lockstep.jax_backend.precision import head, linear
 

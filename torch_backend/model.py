@@ -22,6 +22,7 @@ from lockstep.core.model.families.transformer import UNCAPPED, has_window
 from lockstep.torch_backend.attention import Kernel, Mask
 from lockstep.torch_backend.kernels.embedding import embedding
 from lockstep.torch_backend.kernels.float8 import Float8
+from lockstep.torch_backend.kernels.layer_norm import layer_norm
 from lockstep.torch_backend.kernels.recompute_products import gated, rms_norm
 from lockstep.torch_backend.kernels.rotary import rotated
 from lockstep.torch_backend.loss import negative_log_likelihood, weighted_mean
@@ -66,13 +67,8 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class CenteredNorm(nn.Module):
+class CenteredNorm(RMSNorm):
     """x / √(mean(x²) + eps) · (1 + w)."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
         """X (…, D) → (…, D)."""
@@ -121,14 +117,6 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
         """X (…, in) → (…, out)."""
         return linear(x, self.weight, self.bias, policy, self.float8)
-
-
-def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(X − mean) / √(var + eps) · gain + bias, by torch's own kernel: x (…, D), gain and bias (D,)."""
-    if x.dtype == gain.dtype:
-        return F.layer_norm(x, gain.shape, gain, bias, eps)
-    # Under another policy than the run's own (`evaluate`); the kernel promotes nothing.
-    return F.layer_norm(x, gain.shape, None, None, eps) * gain + bias
 
 
 def rope_tables(
@@ -186,13 +174,13 @@ class Attention(nn.Module):
         self.rotary, self.windowed = traits.rotary, has_window(traits, config, layer)
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         wide, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        qkv_bias = config.qkv_bias if traits.qkv_bias is None else traits.qkv_bias
+        qkv_bias = traits.biased(config, "qkv_bias")
         self.q_proj = Linear(config.hidden, wide, qkv_bias)
         self.k_proj = Linear(config.hidden, kv, qkv_bias)
         self.v_proj = Linear(config.hidden, kv, qkv_bias)
         self.q_norm = HeadNorm(config.head_dim, config.norm_eps) if traits.head_norms else None
         self.k_norm = HeadNorm(config.head_dim, config.norm_eps) if traits.head_norms else None
-        self.o_proj = Linear(wide, config.hidden, config.o_bias if traits.o_bias is None else traits.o_bias)
+        self.o_proj = Linear(wide, config.hidden, traits.biased(config, "o_bias"))
 
     def rotate(self, x_BSHE: Tensor, rope: Rope) -> Tensor:
         """Rotate each pair (i, i + E/2) of a head by its position's angle, paired as in Hugging Face's Llama."""
@@ -301,7 +289,7 @@ class Block(nn.Module):
         self.attn = Attention(run, layer)
         self.attn_post_norm = norm(config.hidden, config.norm_eps) if traits.post_norms else None
         self.mlp_norm = norm(config.hidden, config.norm_eps)
-        self.mlp = MLPS[traits.activation](config, config.mlp_bias if traits.mlp_bias is None else traits.mlp_bias)
+        self.mlp = MLPS[traits.activation](config, traits.biased(config, "mlp_bias"))
         self.mlp_post_norm = norm(config.hidden, config.norm_eps) if traits.post_norms else None
 
     def normed(self, norm: nn.Module | None, x_BSD: Tensor, policy: Policy, tap: Tap, name: str) -> Tensor:

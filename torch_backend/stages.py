@@ -22,9 +22,10 @@ from lockstep.core.model.graph import KINDS
 from lockstep.core.parity.reference.stages import stages_of
 from lockstep.torch_backend.kernels.embedding import embedding
 from lockstep.torch_backend.kernels.float8 import Float8
+from lockstep.torch_backend.kernels.layer_norm import layer_norm
 from lockstep.torch_backend.kernels.library_heads import library_nll
 from lockstep.torch_backend.kernels.recompute_products import rms_norm
-from lockstep.torch_backend.model import Block, Transformer, layer_norm, positions, rope_at
+from lockstep.torch_backend.model import Block, Transformer, positions, rope_at
 from lockstep.torch_backend.precision import Policy, head, linear
 
 Inputs = Mapping[str, Tensor]

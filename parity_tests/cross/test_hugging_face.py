@@ -69,7 +69,7 @@ def opinions(config, state, batch, backends=tuple(BACKENDS)):
         session = BACKENDS[name]().open(config)
         session.load(state)
         gradients = session.gradients(batch)
-        # Of what is 0 in exact arithmetic there are no digits.
+        # A gradient that is 0 in exact arithmetic has no digits to compare.
         grads = {f"grad {n}": g for n, g in gradients.grads.items() if n not in cancelled(config.model)}
         logits = session.observe(batch, ["logits"])["logits"]
         found[name] = {"logits": logits, "nll": gradients.nll, "loss": np.asarray(gradients.loss), **grads}
@@ -109,8 +109,7 @@ def test_ours_is_their_function(ours):
 def test_every_family_is_their_function(name, attention):
     """FP64 to 1e-12 and FP32 to 1e-5: logits, NLL, loss and every gradient.
 
-    Measured 1.9e-14 at most, and 2.3e-6; of GPT-2 9.6e-6, in gradients of queries and keys, which other kernels' sums
-    may take over the limit.
+    Measured 1.9e-14 at most, and 2.3e-6; of GPT-2 9.6e-6, in gradients of queries and keys, which cancel most.
     """
     config = config_of(**FAMILIES[name]).model_copy(update={"attention": AttentionConfig(**attention)})
     batch, state = uneven_weights(text_batch(config), 0), shaken_state(config.model)
@@ -119,9 +118,8 @@ def test_every_family_is_their_function(name, attention):
     assert not too_far(apart(found["jax"], found["hf"]), FP64)
     narrow = config.model_copy(update={"precision": tiny_config("fp32").precision})
     found = opinions(narrow, in_fp32(state), batch)
-    for ours in ("torch", "jax"):
-        far = too_far(apart(found[ours], found["hf"]), FP32)
-        assert all("q_proj" in one or "k_proj" in one for one in far) and not too_far(far, 3 * FP32), far
+    assert not too_far(apart(found["torch"], found["hf"]), FP32)
+    assert not too_far(apart(found["jax"], found["hf"]), FP32)
 
 
 def test_every_family_has_an_opinion():

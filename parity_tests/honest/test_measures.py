@@ -13,7 +13,7 @@ from lockstep.core.parity.watch.update_rules import to_bfloat16
 
 DRAWS = 8
 NOISE = 2.0**-8
-# What a kernel's error is, from honest noise of its own, the truth and the draw's random numbers.
+# A kernel's error, from honest noise of its own, the truth and the draw's random numbers.
 Error = Callable[[np.ndarray, np.ndarray, np.random.Generator], np.ndarray]
 
 

@@ -125,7 +125,7 @@ def table_and_ids(generator: torch.Generator) -> list[Tensor]:
 
 NORM = normal((5, 33, 64), (64,))
 
-# Of what a gradient of a weight sums over many rows, little may be left.
+# A gradient of a weight sums over many rows, and little may be left of it.
 MAY = {"grad weight", "grad x"}
 # Kind, and results that must be accused; nothing else may be, but what MAY names where a fault stands in MANY.
 MANY = ("an epsilon", "RMS norm in bf16")

@@ -292,7 +292,7 @@ def test_a_bad_folder_is_refused_by_name(
 
 
 def test_sound_folders_of_the_same_making_are_taken(copied: Path, imported: Callable[..., int], tmp_path: Path) -> None:
-    """What the damages above are made of is no damage by itself, and pickles beside the weights are left alone."""
+    """A folder with the damages' ingredients alone is sound, and pickles beside the weights are left alone."""
     config(head_dim=None, rope_theta=5e5, rope_parameters=None, rope_scaling="null", hidden_act="swish")(copied)
     tensors(lambda t: put(t, "lm_head.weight", t["model.embed_tokens.weight"]))(copied)
     tensors(lambda t: put(t, "model.layers.0.self_attn.rotary_emb.inv_freq", np.ones(8, "f4")))(copied)

@@ -48,7 +48,7 @@ def test_every_tensor_and_setting_of_transformers_has_its_place(name: str) -> No
     named = [one.theirs.format(i=i) for one in family.tensors for i in range(2 if "{i}" in one.theirs else 1)]
     assert len(named) == len(set(named)) and set(model.state_dict()) <= set(named)
     assert family.head in named
-    # What the table calls transposed has its outputs last.
+    # A tensor that the table calls transposed has its outputs last.
     for one in family.tensors:
         if one.transposed:
             found = model.state_dict()[one.theirs.format(i=0)]
@@ -60,7 +60,7 @@ def test_every_tensor_and_setting_of_transformers_has_its_place(name: str) -> No
     keys |= {one.theirs for one in family.fixed if not one.each} | {one.theirs for one in family.derived}
     written = config.to_dict()
     assert keys <= written.keys()
-    # What a missing key stands for is what transformers takes.
+    # A missing key stands for the value that transformers takes.
     default = kind.config_class().to_dict()
     usual = {one.theirs: one.absent for one in family.settings}
     usual |= {one.theirs: one.absent for one in family.fixed if not one.each}

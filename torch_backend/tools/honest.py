@@ -109,7 +109,7 @@ def _laid_out(values: Tensor, like: Tensor | None, dtype: torch.dtype, device: t
 
 
 def named(result: Any) -> dict[str, Tensor]:
-    """What a function returned, by name; None is no output. Raises UserError for what is no tensor."""
+    """Return the outputs of a function by name; None is no output. Raises UserError for what is no tensor."""
     if isinstance(result, Tensor):
         return {"output": result}
     if isinstance(result, Mapping):

@@ -171,7 +171,7 @@ class HuggingFaceSession:
         return found
 
     def _mask(self, seen_BST: Tensor) -> Tensor | dict[str, Tensor]:
-        """What is added to scores, (B, 1, S, S), windows cut out of it; by type of layer where there are several."""
+        """Return the mask that scores get, (B, 1, S, S), windows cut out; by type of layer where there are several."""
         place = torch.arange(seen_BST.shape[1])
         near_ST = place[:, None] - place < (self.config.model.window or len(place))
         whole, windowed = (

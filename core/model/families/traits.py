@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lockstep.core.config.sections import ModelConfig
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -37,6 +39,11 @@ class Traits:
         """Return whether a family has Llama's operations; biases, window and first weights may differ."""
         own = replace(self, qkv_bias=None, o_bias=None, mlp_bias=None, window_every=1, narrow_start=False)
         return own == Traits()
+
+    def biased(self, model: ModelConfig, projections: Literal["qkv_bias", "o_bias", "mlp_bias"]) -> bool:
+        """Return whether projections have biases: as the family says, or else the run file."""
+        fixed: bool | None = getattr(self, projections)
+        return bool(getattr(model, projections)) if fixed is None else fixed
 
     @property
     def unread(self) -> frozenset[str]:

@@ -108,7 +108,7 @@ class _Block:
     def _attention(self) -> list[Operation]:
         traits, model = self.traits, self.model
         hidden, wide, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
-        biased = model.qkv_bias if traits.qkv_bias is None else traits.qkv_bias
+        biased = traits.biased(model, "qkv_bias")
         found = [
             self._project("q", "attention", "attn.q", "attn_norm", hidden, wide, biased),
             self._project("k", "attention", "attn.k", "attn_norm", hidden, kv, biased),
@@ -124,7 +124,7 @@ class _Block:
         attend = self._plain(id, "attention", "attention", "attn.out", (wide,), reads, seen)
         # Scores and values, each 2 · wide FLOPs a key, over the S/2 keys that a token sees on average.
         found.append(replace(attend, flops=(0.0, 2.0 * wide)))
-        biased = model.o_bias if traits.o_bias is None else traits.o_bias
+        biased = traits.biased(model, "o_bias")
         found.append(self._project("o_proj", "attention", "attn.o_proj", "attn.out", wide, hidden, biased))
         return found
 
@@ -148,7 +148,7 @@ class _Block:
 
     def _mlp(self) -> list[Operation]:
         traits, hidden, ffn = self.traits, self.model.hidden, self.model.ffn_hidden
-        biased = self.model.mlp_bias if traits.mlp_bias is None else traits.mlp_bias
+        biased = traits.biased(self.model, "mlp_bias")
         found, reads = [], {"up": "mlp.up"} if traits.activation == "gelu" else {"gate": "mlp.gate", "up": "mlp.up"}
         for role in reads:
             found.append(self._project(role, "mlp", f"mlp.{role}", "mlp_norm", hidden, ffn, biased))

@@ -1,0 +1,14 @@
+"""LayerNorm (Ba et al. 2016). Twin: jax_backend/kernels/layer_norm.py."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(X − mean) / √(var + eps) · gain + bias, by torch's own kernel: x (…, D), gain and bias (D,)."""
+    if x.dtype == gain.dtype:
+        return F.layer_norm(x, gain.shape, gain, bias, eps)
+    # Under another policy than the run's own (`evaluate`); the kernel promotes nothing.
+    return F.layer_norm(x, gain.shape, None, None, eps) * gain + bias
