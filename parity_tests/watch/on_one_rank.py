@@ -1,0 +1,40 @@
+"""Loops under DistributedDataParallel on one gloo rank, watched: run as a program, whose process had no group before.
+
+It prints the headline, the verdict and the taps of the first check of each case.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.parity_tests.watch.own import train
+from lockstep.torch_backend.watch import own_module
+
+
+def compiled(model: nn.Module) -> Any:
+    """Wrap a model in both, the compiler outermost."""
+    return torch.compile(DistributedDataParallel(model), backend="eager")
+
+
+def main() -> None:
+    """Train each case."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    watchers = {"plain": train(wrap=DistributedDataParallel), "compiled": train(wrap=compiled)}
+    setattr(own_module, "ranks_of", lambda model: 2)  # noqa: B010 - a name that the module imports
+    watchers["one of two"] = train(wrap=DistributedDataParallel, on_alarm="stop")
+    dist.destroy_process_group()
+    found = {}
+    for case, watcher in watchers.items():
+        taps = [f.tap for f in watcher.checks[0].findings]
+        found[case] = {"headline": watcher.headline, "verdict": watcher.verdict, "taps": taps}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
