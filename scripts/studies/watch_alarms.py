@@ -1,0 +1,430 @@
+"""How often does `watch` accuse a clean trainer? Foreign trainers × families × precisions. Resumable.
+
+    python -m lockstep.scripts.studies.watch_alarms            run what is missing, write docs/results/watch_alarms.md
+    python -m lockstep.scripts.studies.watch_alarms --page     only write the page from what has been run
+
+A run is a few steps of a small model of transformers, from random weights, on this repository's sources as text; every
+step is checked against the model itself. Sizes, rows, clipping, accumulation and schedule are drawn from its number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from lockstep.scripts.studies.repository import ROOT
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import tyro
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lockstep import watch, watch_accelerate, watch_lightning, watch_trainer
+from lockstep.core.files.jsonl import JsonLines, read_lines
+from lockstep.torch_backend.watch.adapters.trainer import one_over_targets, token_losses
+
+RESULTS, PAGE = ROOT / "docs/results/watch_alarms.jsonl", ROOT / "docs/results/watch_alarms.md"
+STEPS, VOCABULARY = 4, 257
+# Tokens of the shortest row.
+LEAST = 3
+# One gradient is so much too long in the runs with a planted fault.
+TOO_LONG = 1.05
+# Links without which a check says too little to be counted.
+JUDGED = {"loss", "gradients", "update"}
+PRECISIONS = ("fp32", "autocast", "bf16")
+PACKAGES = ("torch", "transformers", "accelerate", "lightning")
+
+Rows = list[dict[str, Tensor]]
+# Trainer, family, precision, number, and whether a fault is planted.
+Cell = tuple[str, str, str, int, bool]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What the number of a run decides. parts: micro-batches of a step. rows: of a micro-batch."""
+
+    number: int
+    hidden: int
+    layers: int
+    heads: int
+    length: int
+    rows: int
+    parts: int
+    clip_norm: float | None
+    rate: float
+    attention: str
+    tied: bool
+
+    @classmethod
+    def of(cls, number: int) -> Draw:
+        """Draw from a number."""
+        rng = random.Random(number)
+        heads = rng.choice((2, 4))
+        return cls(
+            number=number,
+            hidden=heads * rng.choice((8, 16, 24)),
+            layers=rng.choice((1, 2, 3)),
+            heads=heads,
+            length=rng.choice((9, 16, 33, 64)),
+            rows=rng.choice((1, 2, 4)),
+            parts=rng.choice((1, 2, 3)),
+            clip_norm=rng.choice((None, 0.1, 1.0)),
+            rate=rng.choice((1e-4, 1e-3, 1e-2)),
+            attention=rng.choice(("eager", "sdpa")),
+            tied=rng.random() < 0.5,
+        )
+
+
+def model_of(family: str, draw: Draw) -> nn.Module:
+    """Return a transformers model of a family, with random weights of a fixed seed."""
+    import transformers as t
+
+    torch.manual_seed(draw.number)
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        # transformers has caps of scores in its eager attention alone
+        "attn_implementation": "eager" if family == "gemma2" else draw.attention,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "tie_word_embeddings": draw.tied,
+    }
+    if family == "gpt2":
+        config: Any = t.GPT2Config(
+            n_positions=draw.length, n_embd=draw.hidden, n_layer=draw.layers, n_head=draw.heads, resid_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0, **common,
+        )  # fmt: skip
+    else:
+        kinds = {
+            "llama": t.LlamaConfig, "qwen2": t.Qwen2Config, "qwen3": t.Qwen3Config, "mistral": t.MistralConfig,
+            "gemma2": t.Gemma2Config,
+        }  # fmt: skip
+        own: dict[str, Any] = {
+            "mistral": {"sliding_window": 7},
+            "gemma2": {"sliding_window": 7, "query_pre_attn_scalar": draw.hidden // draw.heads},
+        }.get(family, {})
+        config = kinds[family](
+            hidden_size=draw.hidden, intermediate_size=3 * draw.hidden, num_hidden_layers=draw.layers,
+            num_attention_heads=draw.heads, num_key_value_heads=draw.heads // 2, max_position_embeddings=draw.length,
+            head_dim=draw.hidden // draw.heads, **common, **own,
+        )  # fmt: skip
+    model: Any = t.AutoModelForCausalLM.from_config(config)
+    model.loss_type = (
+        "ForCausalLM"  # of GPT-2, whose Trainer counts labels before they are shifted (docs/guide/watch.md)
+    )
+    found: nn.Module = model
+    return found
+
+
+@cache
+def text() -> bytes:
+    """Return this repository's Python sources."""
+    return b"".join(path.read_bytes() for path in sorted((ROOT / "core").rglob("*.py")))
+
+
+def rows_of(draw: Draw, count: int) -> Rows:
+    """Cut rows of text, some shorter than others: padding is masked, and no target.
+
+    Each begins with other tokens: attention to equal ones has no gradient, and a fault in it would do nothing.
+    """
+    rng, found = random.Random(draw.number), list[dict[str, Tensor]]()
+    while len(found) < count:
+        start = rng.randrange(len(text()) - draw.length)
+        cut = text()[start : start + draw.length]
+        if len(set(cut[:LEAST])) < LEAST:
+            continue
+        ids, real = torch.tensor(list(cut)), torch.arange(draw.length) < rng.randint(LEAST, draw.length)
+        found.append({"input_ids": ids * real, "attention_mask": real.long(), "labels": torch.where(real, ids, -100)})
+    return found
+
+
+def stacked(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Make one micro-batch of rows."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def micro_batches(draw: Draw) -> list[dict[str, Tensor]]:
+    """Make the micro-batches of all steps."""
+    rows = rows_of(draw, STEPS * draw.parts * draw.rows)
+    return [stacked(rows[i : i + draw.rows]) for i in range(0, len(rows), draw.rows)]
+
+
+def mean_loss(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Compute the cross-entropy of a micro-batch over its own targets."""
+    total = token_losses(model, inputs)
+    return total / (inputs["labels"][:, 1:] != -100).sum()
+
+
+def optimizer_of(model: nn.Module, draw: Draw) -> torch.optim.Optimizer:
+    """Make one of torch's optimizers, as the run's number has it."""
+    kinds: list[Callable[[], torch.optim.Optimizer]] = [
+        lambda: torch.optim.AdamW(model.parameters(), lr=draw.rate),
+        lambda: torch.optim.Adam(model.parameters(), lr=draw.rate),
+        lambda: torch.optim.SGD(model.parameters(), lr=10 * draw.rate, momentum=0.9),
+        lambda: torch.optim.Adafactor(model.parameters(), lr=draw.rate),
+    ]
+    return kinds[draw.number % len(kinds)]()
+
+
+def loop(model: nn.Module, precision: str, draw: Draw) -> Any:
+    """Train in a loop as anybody writes it, over the tokens of a step."""
+    optimizer = optimizer_of(model, draw)
+    autocast = precision == "autocast"
+    watcher = watch(
+        model, optimizer, loss=token_losses, accumulate=one_over_targets, every=1, clip_norm=draw.clip_norm,
+        precision="bf16" if autocast else None,
+    )  # fmt: skip
+    batches = micro_batches(draw)
+    for first in range(0, len(batches), draw.parts):
+        parts, losses = batches[first : first + draw.parts], []
+        for part, weight in zip(parts, one_over_targets(parts), strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = token_losses(model, part) * weight
+            loss.backward()
+            losses.append(loss.detach())
+        with watcher.step(parts, sum(losses)):
+            if draw.clip_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), draw.clip_norm)
+            optimizer.step()
+        optimizer.zero_grad()
+    return watcher
+
+
+def trainer(model: nn.Module, precision: str, draw: Draw) -> Any:
+    """Train by transformers' Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder, per_device_train_batch_size=draw.rows, gradient_accumulation_steps=draw.parts,
+            max_steps=STEPS, max_grad_norm=draw.clip_norm or 0.0, learning_rate=draw.rate, weight_decay=0.1,
+            lr_scheduler_type="cosine", warmup_steps=2, bf16=precision == "autocast", use_cpu=True, report_to=[],
+            save_strategy="no", logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+        )  # fmt: skip
+        rows: Any = rows_of(draw, STEPS * draw.parts * draw.rows)
+        own = Trainer(model=model, args=args, train_dataset=rows)
+        watcher = watch_trainer(own, every=1)
+        own.train()
+    return watcher
+
+
+def accelerate(model: nn.Module, precision: str, draw: Draw) -> Any:
+    """Train in a loop with accelerate."""
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+    mixed = "bf16" if precision == "autocast" else "no"
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=draw.parts, mixed_precision=mixed)
+    batches: Any = micro_batches(draw)
+    loader: Any = DataLoader(batches, batch_size=None)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model, draw), loader)
+    watcher = watch_accelerate(accelerator, model, optimizer, loss=mean_loss, every=1, clip_norm=draw.clip_norm)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            # accelerate puts autocast around the model's own call alone
+            loss = mean_loss(model, batch)
+            accelerator.backward(loss)
+            with watcher.step(batch, loss):
+                if accelerator.sync_gradients and draw.clip_norm:
+                    accelerator.clip_grad_norm_(model.parameters(), draw.clip_norm)
+                optimizer.step()
+            optimizer.zero_grad()
+    return watcher
+
+
+def lightning(model: nn.Module, precision: str, draw: Draw) -> Any:
+    """Train by Lightning's Trainer, with automatic optimisation."""
+    import lightning as L  # type: ignore[import-not-found,unused-ignore]
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(L.LightningModule):  # type: ignore[misc,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return mean_loss(self.inner, batch)
+
+        def configure_optimizers(self) -> Any:
+            return optimizer_of(self, draw)
+
+    watcher = watch_lightning(every=1)
+    batches: Any = micro_batches(draw)
+    own = L.Trainer(
+        callbacks=[watcher], max_steps=STEPS, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=draw.parts,
+        gradient_clip_val=draw.clip_norm, precision="bf16-mixed" if precision == "autocast" else None,
+    )  # fmt: skip
+    own.fit(Module(), DataLoader(batches, batch_size=None))
+    return watcher
+
+
+TRAINERS: dict[str, Callable[[nn.Module, str, Draw], Any]] = {
+    "loop": loop,
+    "Trainer": trainer,
+    "accelerate": accelerate,
+    "Lightning": lightning,
+}
+FAMILIES = ("llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma2")
+
+
+def plant(model: nn.Module, number: int) -> str:
+    """Make the gradient of one matrix too long. Returns its name."""
+    matrices = [(name, p) for name, p in model.named_parameters() if p.ndim == 2]
+    name, parameter = matrices[number % len(matrices)]
+    parameter.register_hook(lambda gradient: gradient * TOO_LONG)
+    return name
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    """Train one cell. Returns its row: checks, comparisons, and who was accused of what."""
+    torch.set_num_threads(1)
+    logging.getLogger("lockstep.watch").setLevel(logging.ERROR)
+    _forget()
+    name, family, precision, number, planted = cell
+    draw = Draw.of(number)
+    model = model_of(family, draw)
+    if precision == "bf16":
+        model = model.to(torch.bfloat16)
+    fault = plant(model, number) if planted else ""
+    started = time.perf_counter()
+    watcher = TRAINERS[name](model, precision, draw)
+    whole = [check for check in watcher.checks if {f.stage for f in check.findings} >= JUDGED]
+    accused = [
+        {"step": check.step, "cause": check.cause, "broken": [f"{f.stage} {f.tap}" for f in check.findings if not f.ok]}
+        for check in watcher.checks
+        if check.verdict == "disagreed"
+    ]
+    return {
+        "cell": list(cell),
+        "fault": fault,
+        "checks": len(whole),
+        "left_out": sorted({line for check in watcher.checks for line in check.not_judged}),
+        "comparisons": sum(len(check.findings) for check in whole),
+        "accused": accused,
+        "nearest": nearest(whole),
+        "draw": {key: value for key, value in vars(draw).items() if key != "number"},
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def _forget() -> None:
+    """Let the next run choose anew: accelerate keeps its first settings for the process."""
+    from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def nearest(checks: Sequence[Any]) -> float:
+    """How far the distance of any comparison came towards its bound: 1 is at it."""
+    measures = (m for check in checks for f in check.findings for m in f.measures if m.name == "twin_distance")
+    return max((m.value / m.high for m in measures if m.high), default=0.0)
+
+
+def named(row: Mapping[str, Any]) -> bool:
+    """Whether the first step accused the gradient with the fault, and no other gradient."""
+    broken = [line for check in row["accused"] if check["step"] == 1 for line in check["broken"]]
+    gradients = [line for line in broken if line.startswith("gradients ")]
+    return len(gradients) == 1 and gradients[0].endswith(row["fault"])
+
+
+def page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return docs/results/watch_alarms.md."""
+    clean, faulty = [row for row in rows if not row["fault"]], [row for row in rows if row["fault"]]
+    checks, accused = sum(row["checks"] for row in clean), sum(len(row["accused"]) for row in clean)
+    lines = [
+        "# False alarms of `watch`: clean trainers of others that were accused",
+        "",
+        "Made by `python -m lockstep.scripts.studies.watch_alarms` (resumable; its lines are "
+        f"[watch_alarms.jsonl](watch_alarms.jsonl)) with {_packages()}, {platform.machine()} {platform.system()}, CPU. "
+        f"**{accused} of {checks:,} checks were accused.** A check is one verdict on one step; it counts if loss, "
+        f"gradients and update were judged. Each run is {STEPS} steps of a model of transformers with random weights "
+        "(1–3 layers, 16–96 hidden, tied or not, eager or SDPA attention, 9–64 tokens a row, rows of uneven length), 1 "
+        "to 3 micro-batches a step, clipped or not; all steps are checked against the model itself. `autocast` is bf16 "
+        "over weights in FP32, `bf16` weights in bf16. So that the zeros mean something: in "
+        f"{len(faulty)} more runs, one of each trainer, family and precision, the gradient of one matrix is "
+        f"{TOO_LONG - 1:.0%} too long. **{sum(map(named, faulty))} of them accused that gradient and no other, in the "
+        "first step.**",
+        "",
+        "| trainer | family | fp32 | autocast | bf16 | nearest to a bound on the distance |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for name, family in itertools.product(TRAINERS, FAMILIES):
+        own = [row for row in clean if row["cell"][:2] == [name, family]]
+        counts = []
+        for precision in PRECISIONS:
+            these = [row for row in own if row["cell"][2] == precision]
+            counts.append(f"{sum(len(r['accused']) for r in these)} of {sum(r['checks'] for r in these)}")
+        near = max((row["nearest"] for row in own), default=0.0)
+        lines.append(f"| {name} | {family} | {' | '.join(counts)} | {near:.2f} |")
+    if left := sorted({line for row in rows for line in row["left_out"]}):
+        lines += ["", "Not judged in some run:", "", *(f"* {line}" for line in left)]
+    return "\n".join([*lines, ""])
+
+
+def _packages() -> str:
+    """The libraries' versions, in words."""
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name).split('+')[0]}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+@dataclass
+class WatchAlarms:
+    """Run the cells that are missing, and write the page."""
+
+    page: bool = False
+    """only write the page from the rows that are there"""
+    draws: int = 10
+    """clean runs of each trainer, family and precision; one more has a fault"""
+    jobs: int = 2
+    """runs at a time; each computes on one thread"""
+
+
+def main() -> int:
+    """Run, keep every row as it comes, write the page; 0 if no clean check was accused, and every fault was."""
+    options = tyro.cli(WatchAlarms)
+    rows = read_lines(RESULTS) if RESULTS.exists() else []
+    if not options.page:
+        os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        names = [name for name in TRAINERS if name != "Lightning" or find_spec("lightning")]
+        kinds = list(itertools.product(names, FAMILIES, PRECISIONS))
+        numbers = range(options.draws * len(kinds))
+        cells: list[Cell] = [(*kinds[n % len(kinds)], n, False) for n in numbers]
+        cells += [(*kind, n, True) for n, kind in enumerate(kinds)]
+        done = {tuple(row["cell"]) for row in rows}
+        writer = JsonLines(RESULTS)
+        with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+            for row in pool.imap_unordered(run, [cell for cell in cells if cell not in done]):
+                writer.append(row)
+                rows.append(row)
+                said = f"accused: {json.dumps(row['accused'])[:300]}" if row["accused"] else "agreed"
+                print(*row["cell"], f"{row['checks']} checks, {said}, {row['seconds']:.0f} s", flush=True)
+        writer.close()
+    PAGE.write_text(page(rows), encoding="utf-8")
+    return int(any(not named(row) if row["fault"] else row["accused"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
