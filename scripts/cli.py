@@ -79,6 +79,10 @@ COMMANDS = {
         "lockstep.scripts.commands.mutate",
         "make the trainer wrong in many ways by machine, and count what a check finds",
     ),
+    "museum": (
+        "lockstep.scripts.commands.museum",
+        "run silent bugs that shipped, from the released packages, with the bug and without",
+    ),
     "convert": (
         "lockstep.scripts.commands.convert",
         "a checkpoint or a run between torch, JAX and plain safetensors, bit for bit",

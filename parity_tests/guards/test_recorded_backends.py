@@ -74,6 +74,7 @@ GIVEN = {
     "faults": [["--config", "RUN"], ["RUN"]],
     "mutate": [["RUN"], ["capsule"], ["RUN/config.toml", "--out", "RUN", "--resume", "--only", "no such mutant"]],
     "calibrate": [["RUN"], ["capsule"], ["RUN/config.toml", "--checks", "0"]],
+    "museum": [["RUN"], ["--repro", "RUN"], ["--environments", "RUN", "--json", "RUN/run.json", "first_label"]],
     "convert": [["RUN", "there", "--to", "jax"], ["RUN/checkpoints/step_000002", "plain"]],
     "export": [["RUN", "out"], ["RUN/checkpoints/step_000002", "plain_out"], ["capsule", "no_out"]],
     "import": [["RUN", "new"], ["RUN/checkpoints/step_000002", "plain", "--config", "RUN/config.toml"]],

@@ -25,6 +25,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "bisect": _RUN,
     "faults": _RUN,
     "mutate": _RUN,
+    "museum": (),
     "convert": ("orbax.checkpoint", "safetensors", "tomli_w"),
     "export": ("ml_dtypes", "orbax.checkpoint", "safetensors", "tokenizers"),
     "import": ("ml_dtypes", "safetensors", "tokenizers", "tomli_w"),

@@ -352,6 +352,7 @@ _COMMAND_OPTIONS = {
     "data prepare": "lockstep.scripts.commands.data_prepare:Prepare",
     "faults": "lockstep.scripts.commands.faults:Faults",
     "mutate": "lockstep.scripts.commands.mutate:Mutate",
+    "museum": "lockstep.scripts.commands.museum:Museum",
     "calibrate": "lockstep.scripts.commands.calibrate:Calibrate",
     "profile": "lockstep.scripts.commands.profile:Profile",
     "plan": "lockstep.scripts.commands.plan:Plan",

@@ -195,7 +195,8 @@ def _refuse(trainer: Any, loss: Loss | None) -> None:
     kind = type(trainer.model).__name__
     if kind not in set(CAUSAL.values()):
         raise UserError(f"{kind} is no causal language model of transformers: say loss=, of a model and inputs")
-    if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+    # transformers 4.45 and before have no compute_loss_func.
+    if getattr(trainer, "compute_loss_func", None) is not None or trainer.label_smoother is not None:
         raise UserError("compute_loss_func and label smoothing are losses of your own: say loss= and accumulate=")
     if getattr(trainer.model.config, "output_router_logits", False):
         raise UserError("output_router_logits adds a loss of the router's: say loss= and accumulate=")

@@ -1,0 +1,154 @@
+"""`lockstep museum`."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from lockstep.core.errors import UserError
+from lockstep.scripts.shared.arguments import check_file, parse
+
+if TYPE_CHECKING:
+    from lockstep.scripts.museum.exhibit import Exhibit
+    from lockstep.scripts.museum.run import Told
+
+WIDTH = 80
+NAME, VERSION, SAID = 23, 22, 12
+
+
+@dataclass
+class Museum:
+    """Run silent bugs that shipped, from the released packages: with the bug, and beside it without.
+
+    Without a name, list them. Ends 0 if everything was caught or missed as its exhibit says, 1 otherwise, 2 if
+    something could not run.
+    """
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = ()
+    """exhibits to run"""
+    all: bool = False
+    """run every exhibit"""
+    install: bool = False
+    """let pip put packages that are missing into the folder of environments; nothing else is installed or changed"""
+    environments: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: in the cache folder)"),
+    ] = None
+    """where the released packages lie"""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
+    """write what was found here, a line an exhibit, as it comes; lines of other exhibits are kept"""
+    repro: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: not written)")] = None
+    """run nothing: write scripts of unfixed bugs into this folder, for the makers of the package"""
+
+
+def main(argv: list[str]) -> int:
+    """List, write scripts, or run; return the exit code."""
+    from lockstep.scripts.museum.exhibit import chosen, exhibits
+
+    options, _ = parse(Museum, "museum", argv, with_settings=False)
+    if options.all and options.names:
+        raise UserError("command line: all: runs every exhibit, and names are given")
+    wanted = chosen(tuple(exhibits()) if options.all else options.names)
+    if options.repro is not None:
+        return write_repros(wanted or list(exhibits().values()), options.repro, named=bool(options.names))
+    if not wanted:
+        return list_them(list(exhibits().values()))
+    check_file("json", options.json)
+    return run_them(wanted, options.environments or default_folder(), options.install, options.json)
+
+
+def list_them(them: Sequence[Exhibit]) -> int:
+    """Print every exhibit with its version and title."""
+    for one in them:
+        print(f"{one.name:<{NAME}} {one.version('shipped'):<{VERSION}} {'unfixed' if one.unfixed else ''}".rstrip())
+        print(textwrap.fill(one.title, WIDTH, initial_indent="  ", subsequent_indent="  "))
+    print(f"{len(them)} exhibits; lockstep museum NAME… or --all runs them")
+    return 0
+
+
+def default_folder() -> Path:
+    """`lockstep/museum` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "museum"
+
+
+def run_them(them: Sequence[Exhibit], environments: Path, install: bool, file: Path | None) -> int:
+    """Install what is missing if that was asked for, run, print and record; return the exit code."""
+    from lockstep.scripts.museum import environments as packages
+    from lockstep.scripts.museum.run import missing, run_exhibit
+
+    print(f"{'exhibit':<{NAME}} {'version':<{VERSION}} {'said':<{SAID}} {'fixed':<{SAID}} caught")
+    unexpected = failed = 0
+    for exhibit in them:
+        try:
+            for requirements, folder in missing(exhibit, environments):
+                if not install:
+                    raise UserError(
+                        f"{exhibit.name}: {' '.join(requirements)} missing in {environments}; --install puts them there"
+                    )
+                print(f"pip install --no-deps --target {folder} {' '.join(requirements)}")
+                packages.install(requirements, folder)
+            told = run_exhibit(exhibit, environments)
+        except UserError as error:
+            failed += 1
+            for line in error.lines:
+                print(textwrap.fill(f"could not: {line}", WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+            continue
+        unexpected += not told.as_expected
+        print_told(told)
+        if file is not None:
+            record(told, file)
+    ran = len(them) - failed
+    print(f"{ran} ran, {ran - unexpected} as expected; {failed} could not run")
+    return 1 if unexpected else 2 if failed else 0
+
+
+def print_told(told: Told) -> None:
+    """Print one row, and what was said of the bug."""
+    e, shipped, fixed = told.exhibit, told.shipped, told.fixed
+    caught = "yes" if told.caught else "no"
+    said = " ".join(filter(None, [caught, "" if told.as_expected else "(UNEXPECTED)"]))
+    row = f"{e.name:<{NAME}} {e.version('shipped'):<{VERSION}} {verdict(shipped):<{SAID}} {verdict(fixed):<{SAID}}"
+    print(f"{row} {said}")
+    words = shipped["headline"] if shipped["step"] in (None, 0) else shipped["words"]
+    shown = textwrap.fill(words, WIDTH, initial_indent="  ", subsequent_indent="  ", max_lines=6, placeholder=" …")
+    print(shown)
+
+
+def verdict(found: Mapping[str, Any]) -> str:
+    """A verdict in a word or two: `agreed`, `step 6`, or `not honest`."""
+    if found["verdict"] != "disagreed":
+        return str(found["verdict"]).replace("_", " ")
+    return f"step {found['step']}" if found["step"] else "not honest"
+
+
+def record(told: Told, file: Path) -> None:
+    """Write an exhibit's line into the file, in the place of its older one."""
+    from lockstep.core.files.atomic import write_atomically
+
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    kept = [line for line in lines if f'"exhibit": "{told.exhibit.name}"' not in line]
+    write_atomically(file, ["\n".join([*kept, json.dumps(told.to_json()), ""]).encode()])
+
+
+def write_repros(them: Sequence[Exhibit], folder: Path, named: bool) -> int:
+    """Copy the scripts of exhibits. Raises UserError for a named one without a script, and for files that are there."""
+    from lockstep.scripts.museum.repro import repro_of
+
+    texts = {one.name: repro_of(one.name) for one in them}
+    if named and (without := [name for name, text in texts.items() if text is None]):
+        raise UserError(f"{without[0]} is fixed, and has no script for its makers")
+    files = {folder / f"{name}.py": text for name, text in texts.items() if text is not None}
+    if there := [path for path in files if path.exists()]:
+        raise UserError(f"{there[0]} is there already")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in files.items():
+        path.write_text(str(text), encoding="utf-8")
+        print(path)
+    return 0

@@ -1,0 +1,1 @@
+"""Silent bugs that shipped, run from the released packages: `lockstep museum`."""

@@ -1,0 +1,48 @@
+"""Run one side of one exhibit in its environment: `python -m lockstep.scripts.museum.child LOOP SETTINGS FILE`.
+
+The process was started with the packages of that side ahead on its path. What it found goes into FILE as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# What a line of a loop holds that is there for Lockstep.
+OURS = re.compile(r"\b(watch(_\w+)?|watcher|assert_honest|NotHonest)\b")
+
+
+def lines_of_lockstep(source: str) -> int:
+    """Count the lines of a loop that mention Lockstep's names, the import with them, but not what is returned."""
+    lines = (line.partition("#")[0].strip() for line in source.splitlines())
+    return sum(bool(OURS.search(line)) for line in lines if not line.startswith(("return ", '"""', "from __future__")))
+
+
+def run(loop: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Import a loop's module, run it, and return what was seen."""
+    module = importlib.import_module(loop)
+    started = time.perf_counter()
+    seen = module.loop(**settings).to_json()
+    source = Path(str(module.__file__)).read_text(encoding="utf-8")
+    return seen | {"seconds": time.perf_counter() - started, "lines": lines_of_lockstep(source)}
+
+
+def main() -> None:
+    """Write what the loop found, with the versions of the packages that were named."""
+    loop, given, packages, file = sys.argv[1:]
+    import torch
+
+    torch.set_num_threads(1)
+    found = run(loop, json.loads(given))
+    versions = {name: metadata.version(name) for name in json.loads(packages)}
+    Path(file).write_text(json.dumps(found | {"versions": versions}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
