@@ -506,7 +506,9 @@ def command_case(draw: st.DrawFn) -> Case:
     elif command == "bench parity":
         argv += ["--config", draw(st.sampled_from(["tiny.toml", *PATHS, *DEVICES]))]
     for _ in range(draw(st.integers(0, 3))):
-        name, kind = draw(st.sampled_from(sorted(options_of(command).items())))
+        # Exhibits run for minutes, and pip reaches out of the sandbox.
+        options = {n: k for n, k in options_of(command).items() if command != "museum" or n in ("json", "repro")}
+        name, kind = draw(st.sampled_from(sorted(options.items())))
         if "bool" in kind:
             argv.append("--" + name.replace("_", "-"))
         else:
