@@ -112,10 +112,13 @@ def run_them(them: Sequence[Exhibit], environments: Path, install: bool, file: P
 def print_told(told: Told) -> None:
     """Print one row, and what was said of the bug."""
     e, shipped, fixed = told.exhibit, told.shipped, told.fixed
-    caught = "yes" if told.caught else "no"
-    said = " ".join(filter(None, [caught, "" if told.as_expected else "(UNEXPECTED)"]))
     row = f"{e.name:<{NAME}} {e.version('shipped'):<{VERSION}} {verdict(shipped):<{SAID}} {verdict(fixed):<{SAID}}"
-    print(f"{row} {said}")
+    print(f"{row} {'yes' if told.caught else 'no'}")
+    if not told.as_expected:
+        due = f"step {e.acts_at}, {e.stage}, {e.words!r}" if e.caught else "agreed"
+        print(
+            textwrap.fill(f"UNEXPECTED: due is {due}; then agreed", WIDTH, initial_indent="  ", subsequent_indent="  ")
+        )
     words = shipped["headline"] if shipped["step"] in (None, 0) else shipped["words"]
     shown = textwrap.fill(words, WIDTH, initial_indent="  ", subsequent_indent="  ", max_lines=6, placeholder=" …")
     print(shown)

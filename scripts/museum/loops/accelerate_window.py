@@ -13,7 +13,7 @@ from lockstep import watch_accelerate
 from lockstep.scripts.museum import small
 from lockstep.scripts.museum.seen import Seen
 
-MICRO_BATCHES, ACCUMULATION = 22, 4
+MICRO_BATCHES, ACCUMULATION, EPOCHS = 22, 4, 2
 
 
 def loss_of(model: Any, batch: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def loss_of(model: Any, batch: Tensor) -> Tensor:
 
 
 def loop(mended: bool = False) -> Seen:
-    """Train for 2 epochs. mended: leave the micro-batches out that make no whole step."""
+    """Train for some epochs. mended: leave the micro-batches out that make no whole step."""
     count = MICRO_BATCHES // ACCUMULATION * ACCUMULATION if mended else MICRO_BATCHES
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION, cpu=True)
     model = small.llama()
@@ -32,7 +32,7 @@ def loop(mended: bool = False) -> Seen:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
     watcher = watch_accelerate(accelerator, model, optimizer, loss=loss_of, every=1)
-    for _ in range(2):
+    for _ in range(EPOCHS):
         for batch in loader:
             with accelerator.accumulate(model):
                 loss = loss_of(model, batch)

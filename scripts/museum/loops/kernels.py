@@ -13,6 +13,9 @@ from torch import Tensor
 from lockstep import NotHonest, assert_honest
 from lockstep.scripts.museum.seen import Seen
 
+# Rows and tokens of the inputs whose errors are shown, and of those that are judged.
+SHOWN, JUDGED, LARGE = 65_536, 8192, 2**26
+
 
 def loop(kernel: str, mended: bool = False) -> Seen:
     """Hold one function to the honest error of another. mended: with the work-around."""
@@ -38,8 +41,8 @@ def layer_norm(mended: bool) -> Seen:
     def inputs(count: int) -> list[Tensor]:
         return [torch.randn(count, 64, generator=seeded()), torch.ones(64), torch.zeros(64)]
 
-    shown = errors_of(mine, plain, inputs(65_536), ["", "dweight", "dbias"])
-    return Seen(honest(mine, plain, inputs(4096), "bf16", draws=4), shown=shown)
+    shown = errors_of(mine, plain, inputs(SHOWN), ["", "dweight", "dbias"])
+    return Seen(honest(mine, plain, inputs(JUDGED // 2), "bf16", draws=4), shown=shown)
 
 
 def embedding(mended: bool) -> Seen:
@@ -57,8 +60,8 @@ def embedding(mended: bool) -> Seen:
         words = torch.multinomial(1 / torch.arange(1.0, 257), count, replacement=True, generator=seeded())
         return [torch.randn(256, 32, generator=seeded()), words]
 
-    shown = errors_of(mine, plain, inputs(65_536), ["dtable"])
-    return Seen(honest(mine, plain, inputs(8192), "bf16", draws=4), shown=shown)
+    shown = errors_of(mine, plain, inputs(SHOWN), ["dtable"])
+    return Seen(honest(mine, plain, inputs(JUDGED), "bf16", draws=4), shown=shown)
 
 
 def vector_norm(mended: bool) -> Seen:
@@ -70,12 +73,10 @@ def vector_norm(mended: bool) -> Seen:
     def plain(x: Tensor) -> Tensor:
         return (x * x).sum().sqrt()
 
-    x = torch.randn(2**26, generator=seeded())
+    x = torch.randn(LARGE, generator=seeded())
     exact = sum(float(part.double().square().sum()) for part in x.split(2**22)) ** 0.5
-    shown = {"error of the norm of 67 million numbers": abs(float(mine(x)) / exact - 1)}
-    del x
-    one = torch.randn(2**26, generator=seeded())
-    return Seen(honest(mine, plain, [one], "fp32", draws=2, differentiate=False), shown=shown)
+    shown = {"error of the norm": abs(float(mine(x)) / exact - 1)}
+    return Seen(honest(mine, plain, [x], "fp32", draws=2, differentiate=False), shown=shown)
 
 
 def fused_cross_entropy(mended: bool) -> Seen:
