@@ -1,1 +1,1 @@
-"""`lockstep museum`: its data, its command on a stub, and the exhibits whose packages are in the present environment."""
+"""`lockstep museum`: its data, its command on a stub, and exhibits whose packages are present."""

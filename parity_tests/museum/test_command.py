@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_the_bug_is_caught_in_the_step_in_which_it_acts_and_the_fixed_version_ag
     [{"acts_at": 1}, {"stage": "moments"}, {"words": "3 times the right length"}, {"caught": False, "missed": "no"}],
     ids=str,
 )
-def test_another_promise_than_what_was_said_is_unexpected(told: Told, promised: dict[str, object]) -> None:
+def test_another_promise_than_what_was_said_is_unexpected(told: Told, promised: dict[str, Any]) -> None:
     assert not replace(told, exhibit=replace(STUB, **promised)).as_expected
 
 

@@ -13,7 +13,7 @@ import pytest
 from lockstep.parity_tests.repository import REPO
 from lockstep.scripts.museum.environments import is_present
 from lockstep.scripts.museum.exhibit import exhibits
-from lockstep.scripts.museum.loops import accelerate_window, kernels, packed, packed_plain, seq2seq, trainer
+from lockstep.scripts.museum.loops import accelerate_window, clip_bf16, kernels, packed, packed_plain, seq2seq, trainer
 from lockstep.scripts.museum.run import Told
 
 # Modules and their sizes for a test.
@@ -22,6 +22,7 @@ SMALL: dict[str, tuple[tuple[Any, dict[str, int]], ...]] = {
     "t5_accumulation": ((seq2seq, {"STEPS": 1}),),
     "packed_use_cache": ((packed_plain, {"STEPS": 1}), (packed, {"STEPS": 1})),
     "accelerate_last_window": ((accelerate_window, {"EPOCHS": 1}),),
+    "torch_clip_bf16": ((clip_bf16, {"STEPS": 1}),),
     "torch_layer_norm": ((kernels, {"SHOWN": 64, "JUDGED": 2048}),),
     "torch_embedding": ((kernels, {"SHOWN": 64, "JUDGED": 4096}),),
 }

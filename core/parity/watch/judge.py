@@ -18,6 +18,7 @@ from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.watch.library_rules import RULES
 from lockstep.core.parity.watch.limits import LOSS_UNITS, Extremes, Limits, Precision
+from lockstep.core.parity.watch.one_coefficient import FORMATS, coefficients
 from lockstep.core.parity.watch.snapshot import Answer, Snapshot
 from lockstep.core.parity.watch.uncovered import Uncovered
 from lockstep.core.parity.watch.update_rules import EPSILON, EXACT, OF_SUMS, ROUNDINGS, Arithmetic, Rule
@@ -29,6 +30,9 @@ SUMS = 3
 LEAST_TWIN_ERROR_BF16 = 1e-5
 WORSE_TWIN = "the twin is worse than the candidate"
 NARROW = ("bfloat16", "float16")
+# Roundings to the gradients' format between them and a coefficient: a tensor's norm, that of the norms, and a quotient;
+# each is half a unit, twice as much in relative terms just above a power of two.
+AS_NARROW = 3
 
 
 @dataclass(frozen=True)
@@ -242,12 +246,12 @@ def clipping(step: Step, clip_norm: float | None) -> Iterator[Finding]:
         yield exact("clip_coefficient", "gradients", len(changed), max(len(step.grads), 1), basis, note, "update")
     elif not math.isfinite(old):
         return
-    elif changed or old > clip_norm * (1 + _norm_slack(step)):
+    elif changed or old > clip_norm * (1 + _coefficient_slack(step)):
         dot = math.fsum(float(np.vdot(step.grads[n].astype(np.float64), stepped[n])) for n in shared)
         k = dot / old**2 if old else 1.0
         apart = {n: stepped[n].astype(np.float64) - k * step.grads[n].astype(np.float64) for n in shared}
         due = old * min(1.0, clip_norm / (old + 1e-6))
-        yield _clip_finding(step, clip_norm, due, k * old, _norm(apart) / new if new else 0.0)
+        yield _clip_finding(step, clip_norm, due, k * old, _norm(apart) / new if new else 0.0, exactly=stepped)
 
 
 def skipped_by_scaler(step: Step) -> str:
@@ -409,11 +413,30 @@ def _clipped_before(step: Step, t: Arrays, clip_norm: float) -> bool:
     return _norm(t) > clip_norm * (1 + slack) and abs(_norm(step.grads) / clip_norm - 1) <= slack
 
 
-def _clip_finding(step: Step, clip_norm: float, due: float, new: float, apart: float, note: str = "") -> Finding:
-    """The norm is `new` where `due` is right; tensors are `apart` from their common multiple, relative to the norm."""
+def _clip_finding(
+    step: Step, clip_norm: float, due: float, new: float, apart: float, note: str = "", exactly: Arrays | None = None
+) -> Finding:
+    """The norm is `new` where `due` is right; tensors are `apart` from their common multiple, relative to the norm.
+
+    exactly: the clipped gradients, which confine the coefficient where they are narrow.
+    """
+    error, slack = abs(new / due - 1) if due else 0.0, _norm_slack(step)
+    basis = "a norm summed in the gradients' precision, as in core/parity/measures/scalar_bounds.py"
+    if exactly is not None and due and _narrow(step):
+        old = _norm({name: step.grads[name] for name in exactly if name in step.grads})
+        wanted, slack = due / old, _coefficient_slack(step)
+        basis = "a norm summed in FP32, and a product that is rounded a few times"
+        if (found_at := coefficients(step.grads, exactly, step.dtypes)) is not None:
+            low, high = found_at
+            error = max(low / wanted - 1, 1 - high / wanted, 0.0)
+            slack = _norm_slack(step, EPSILON["float32"])
+            basis = (
+                f"a norm summed in FP32; the bits tell of a coefficient of {low:.6g} to {high:.6g}, due is {wanted:.6g}"
+            )
+            if slack < error <= AS_NARROW * _eps(step):
+                note = f"as far off as a norm in {' or '.join(_narrow(step))} is, as torch's clip_grad_norm_ takes it"
     found = (
-        Measure("norm_error", abs(new / due - 1) if due else 0.0, None, _norm_slack(step) + 1e-6 / clip_norm,
-                "a norm summed in the gradients' precision, as in core/parity/measures/scalar_bounds.py"),
+        Measure("norm_error", error, None, slack + 1e-6 / clip_norm, basis),
         Measure(
             "ulp", apart / _eps(step), None, scalar_bounds.FEW_ULPS, "all gradients times one coefficient, rounded once"
         ),
@@ -424,11 +447,29 @@ def _clip_finding(step: Step, clip_norm: float, due: float, new: float, apart: f
     )  # fmt: skip
 
 
-def _norm_slack(step: Step) -> float:
-    """Relative error that an honest norm of these gradients may have (core/parity/measures/scalar_bounds.py)."""
+def _narrow(step: Step) -> list[str]:
+    """The formats narrower than FP32 among the gradients'."""
+    return sorted({step.dtypes[name] for name in step.grads} & set(FORMATS))
+
+
+def _coefficient_slack(step: Step) -> float:
+    """Relative error that the ratio of clipped gradients to those before may have, whatever was rounded on the way.
+
+    Narrow gradients are rounded a few times, by half a unit each; the norm is one of FP32.
+    """
+    if not _narrow(step):
+        return _norm_slack(step)
+    return _norm_slack(step, EPSILON["float32"]) + scalar_bounds.FEW_ULPS * _eps(step) / 2
+
+
+def _norm_slack(step: Step, eps: float | None = None) -> float:
+    """Relative error that an honest norm of these gradients may have (core/parity/measures/scalar_bounds.py).
+
+    eps: of the format in which it is summed. Default: the widest unit among the gradients.
+    """
     terms = max((g.size for g in step.grads.values()), default=1) + len(step.grads)
     chain = min(terms, scalar_bounds.LONGEST_RUN) / scalar_bounds.LANES
-    return (scalar_bounds.sum_bound(terms)[0] + chain / 4 + 2 * scalar_bounds.FEW_ULPS) * _eps(step)
+    return (scalar_bounds.sum_bound(terms)[0] + chain / 4 + 2 * scalar_bounds.FEW_ULPS) * (eps or _eps(step))
 
 
 def _eps(step: Step) -> float:
