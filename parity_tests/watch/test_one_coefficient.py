@@ -61,7 +61,11 @@ def test_a_norm_in_bf16_is_caught_and_named(seed: int) -> None:
     error = found.measures[0]
     # A norm that happens to be a number of bf16 nearly would be right.
     assert error.name == "norm_error" and error.value < LARGEST
-    assert found.ok == (error.value <= error.high) and (found.ok or "as torch's clip_grad_norm_" in found.note)
+    assert (
+        error.high is not None
+        and found.ok == (error.value <= error.high)
+        and (found.ok or "as torch's clip_grad_norm_" in found.note)
+    )
     assert not found.ok, "no seed here has such a norm"
     assert {f.stage for f in check.findings if not f.ok} == {"clip_coefficient"}
 
