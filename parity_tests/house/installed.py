@@ -25,6 +25,7 @@ SHIPPED = (
     "scripts/__init__.py",
     "scripts/cli.py",
     "scripts/commands",
+    "scripts/museum",
     "scripts/shared",
     "torch_backend",
 )

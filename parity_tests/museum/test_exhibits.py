@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from lockstep.scripts.commands.museum import NAME, VERSION
 from lockstep.scripts.museum.child import lines_of_lockstep
 from lockstep.scripts.museum.exhibit import Exhibit, chosen, exhibits, read_exhibit
 from lockstep.scripts.museum.repro import repro_of
+from lockstep.scripts.studies.real_bugs import PAGE, ROWS, page
 
 GOOD = """
 title = "A bug"
@@ -24,8 +26,6 @@ stage = "gradients"
 words = "twice"
 what = "It doubles."
 """
-# An unfixed bug of the CPU kernels, or one whose package is gone, needs no link; a fixed one does.
-NOBODY_TO_TELL = {"adamw_own"}
 
 
 def test_a_dozen_and_more_of_which_at_most_two_are_missed() -> None:
@@ -40,7 +40,18 @@ def test_an_exhibit_is_complete(exhibit: Exhibit) -> None:
     re.compile(exhibit.words)
     source = REPO / "scripts/museum/loops" / f"{exhibit.loop}.py"
     assert 1 <= lines_of_lockstep(source.read_text()) <= 3
-    assert (repro_of(exhibit.name) is not None) == (exhibit.unfixed and exhibit.name not in NOBODY_TO_TELL)
+    assert (repro_of(exhibit.name) is not None) == exhibit.unfixed
+
+
+def test_the_page_is_of_these_exhibits_and_all_was_as_promised() -> None:
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    assert all(row["as_expected"] for row in rows)
+    made = page(rows)
+    assert all(f"## {name}\n" in made and f"## {name}\n" in PAGE.read_text() for name in exhibits())
+    with pytest.raises(ValueError, match="rows and exhibits differ"):
+        page(rows[1:])
+    with pytest.raises(ValueError, match="the row is of"):
+        page([*rows[1:], rows[0] | {"packages": ["one==1.0"]}])
 
 
 def test_a_good_file_is_read() -> None:

@@ -28,6 +28,7 @@ class Exhibit:
     acts_at: the step in which the bug acts first; 0 for a single function, which has no steps.
     stage: what the verdict must name. words: a regular expression that must be found in what it says.
     caught: whether a check finds it. missed: why not, if not.
+    gone: the part of the package that had the bug is no more.
     what: what the bug does to training, for the page.
     """
 
@@ -45,11 +46,17 @@ class Exhibit:
     words: str = ""
     caught: bool = True
     missed: str = ""
+    gone: bool = False
+
+    @property
+    def is_mended(self) -> bool:
+        """Return whether the run without the bug is one of the same packages, which goes around it."""
+        return self.packages == self.fixed
 
     @property
     def unfixed(self) -> bool:
-        """Return whether no released version is without the bug."""
-        return self.packages == self.fixed
+        """Return whether the newest version that was tried has the bug."""
+        return self.is_mended and not self.gone
 
     def requirements(self, side: Side) -> tuple[str, ...]:
         """Packages that one side runs with, each as `name==version`."""
@@ -75,7 +82,7 @@ def read_exhibit(name: str, text: str) -> Exhibit:
         if loose := [one for one in given[key] if one.count("==") != 1]:
             raise UserError(f"exhibit {name}: {loose[0]}: write a package as name==version")
     made = Exhibit(name, **given)
-    if made.unfixed and not made.mended:
+    if made.is_mended and not made.mended:
         raise UserError(f"exhibit {name}: without `fixed` it says under `mended` what its second run does otherwise")
     if made.caught == bool(made.missed):
         raise UserError(f"exhibit {name}: it is caught, or `missed` says why not")

@@ -80,7 +80,7 @@ def run_exhibit(exhibit: Exhibit, environments: Path, loops: str = LOOPS) -> Tol
 
 def run_side(exhibit: Exhibit, side: Side, folder: Path | None, loops: str) -> dict[str, Any]:
     """Run one side's loop with its packages. Raises UserError with the last line that it said, if it fails."""
-    settings = dict(exhibit.settings or {}) | ({"mended": side == "fixed"} if exhibit.unfixed else {})
+    settings = dict(exhibit.settings or {}) | ({"mended": side == "fixed"} if exhibit.is_mended else {})
     names = [one.partition("==")[0] for one in exhibit.requirements(side)]
     with tempfile.TemporaryDirectory(prefix="lockstep-museum-") as scratch:
         file = Path(scratch) / "found.json"

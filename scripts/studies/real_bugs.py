@@ -42,7 +42,7 @@ def page(rows: Sequence[Row]) -> str:
     )
     made = (
         f"torch {version('torch').split('+')[0]}, Python {platform.python_version()}, {platform.machine()} "
-        f"{platform.system()}, CPU, one thread. torch and Lockstep are those of the present environment; the packages of "
+        f"{platform.system()}, CPU, one thread. torch and Lockstep are those of the present environment; packages of "
         "an exhibit lie ahead of them on the path. Models have random weights, and texts are of Python's standard "
         "library. *Lines* are those of Lockstep in the loop, its import with them; the loops are in "
         "[scripts/museum/loops](../../scripts/museum/loops)."
@@ -66,7 +66,7 @@ def page(rows: Sequence[Row]) -> str:
         "",
         *filled(
             f"Unfixed in the newest version that was tried ({len(unfixed)}): a script for the makers of the package "
-            "needs nothing of Lockstep, prints what is off and what would be right, and ends with 1 while the bug lasts. "
+            "needs nothing of Lockstep, prints what is off and what would be right, and ends with 1 while it lasts. "
             "`lockstep museum NAME --repro FOLDER` writes it."
         ),
     ]
@@ -77,7 +77,7 @@ def page(rows: Sequence[Row]) -> str:
 
 def table_row(one: Exhibit, row: Row) -> str:
     """Return one row of the table."""
-    fixed = "unfixed" if one.unfixed else one.version("fixed")
+    fixed = "unfixed" if one.unfixed else "gone" if one.gone else one.version("fixed")
     cells = [
         f"[{one.name}](#{one.name})", one.version("shipped"), verdict(row["shipped"]), fixed, verdict(row["fixed"]),
         row["shipped"]["lines"], "yes" if row["caught"] else "no",
@@ -93,13 +93,13 @@ def about(one: Exhibit, row: Row) -> Iterator[str]:
     links = [f"[{'/'.join(one.link.split('/')[3:5])}#{one.link.rsplit('/', 1)[1]}]({one.link})"] if one.link else []
     links += [f"[script for its makers]({REPROS}/{one.name}.py)"] if repro_of(one.name) else []
     sides = f"{one.version('shipped')}; " + (
-        f"beside it: {one.mended}" if one.unfixed else f"fixed in {one.version('fixed')}"
+        f"beside it: {one.mended}" if one.is_mended else f"fixed in {one.version('fixed')}"
     )
     yield from filled(f"**{one.title}.** {sides}. {', '.join(links)}".strip())
     yield ""
     yield from filled(" ".join(one.what.split()))
     yield ""
-    if shown := shown_by(shipped, fixed, "beside it" if one.unfixed else "fixed"):
+    if shown := shown_by(shipped, fixed, "beside it" if one.is_mended else "fixed"):
         yield from filled(shown)
         yield ""
     if one.missed:
@@ -121,7 +121,8 @@ def shown_by(shipped: Row, fixed: Row, other: str) -> str:
         held = f"{shipped['held_out']:.4f} with the bug, {fixed['held_out']:.4f} {other}"
         return f"Loss of the log, value 1: {first}; value {count}: {last}. Held-out loss at the end: {held}."
     parts = [f"{key} {x:.2%} with the bug, {fixed['shown'][key]:.2g} {other}" for key, x in shipped["shown"].items()]
-    return f"The output is what it should be. {'; '.join(parts)}." if parts else ""
+    right = "Measured: " if "output" in shipped["stages"] else "The output, and so the loss, is what it should be: "
+    return f"{right}{'; '.join(parts)}." if parts else ""
 
 
 def said(words: str) -> Iterator[str]:

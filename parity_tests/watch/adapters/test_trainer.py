@@ -71,6 +71,13 @@ def test_a_last_step_of_fewer_micro_batches_agrees(tmp_path: Path) -> None:
     assert watcher.headline == AGREED, watcher
 
 
+def test_a_trainer_of_before_compute_loss_func_is_watched(tmp_path: Path) -> None:
+    """Transformers 4.45 and older: exhibits of `lockstep museum` run there."""
+    trainer = built(tmp_path)
+    del trainer.compute_loss_func
+    assert watch_trainer(trainer).headline == NOT_BEGUN
+
+
 class MeanOfMeans(Trainer):
     """As transformers 4.45.2: each micro-batch's own mean, and their mean."""
 
