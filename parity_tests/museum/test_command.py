@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from lockstep.core.errors import UserError
 from lockstep.parity_tests.cli.workspace import Done
 from lockstep.scripts import cli
 from lockstep.scripts.commands import museum
+from lockstep.scripts.museum import environments as environments_of
 from lockstep.scripts.museum import exhibit as data
 from lockstep.scripts.museum import run as running
 from lockstep.scripts.museum.environments import folder_of, install
@@ -140,6 +142,19 @@ def test_a_pip_that_fails_is_one_line_and_leaves_nothing(tmp_path: Path, monkeyp
     with pytest.raises(UserError, match=rf"^pip install {PACKAGE}==1.0: ERROR: No matching distribution") as refused:
         install(STUB.packages, tmp_path / "there")
     assert len(refused.value.lines) == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_what_a_broken_installation_left_is_not_taken_for_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(words: list[str], **_: Any) -> Any:
+        Path(words[words.index("--target") + 1]).mkdir()
+        return subprocess.CompletedProcess(words, 1, "", "WARNING: slow\nERROR: no space left\n")
+
+    monkeypatch.setattr(environments_of.subprocess, "run", half)
+    with pytest.raises(UserError, match=rf"^pip install {PACKAGE}==1.0: ERROR: no space left$"):
+        install(STUB.packages, tmp_path / "there")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_loop_that_fails_is_one_line(environments: Path) -> None:
