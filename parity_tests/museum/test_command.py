@@ -15,7 +15,6 @@ from lockstep.core.errors import UserError
 from lockstep.parity_tests.cli.workspace import Done
 from lockstep.scripts import cli
 from lockstep.scripts.commands import museum
-from lockstep.scripts.museum import environments as environments_of
 from lockstep.scripts.museum import exhibit as data
 from lockstep.scripts.museum import run as running
 from lockstep.scripts.museum.environments import folder_of, install
@@ -151,7 +150,7 @@ def test_what_a_broken_installation_left_is_not_taken_for_whole(
         Path(words[words.index("--target") + 1]).mkdir()
         return subprocess.CompletedProcess(words, 1, "", "WARNING: slow\nERROR: no space left\n")
 
-    monkeypatch.setattr(environments_of.subprocess, "run", half)
+    monkeypatch.setattr(subprocess, "run", half)
     with pytest.raises(UserError, match=rf"^pip install {PACKAGE}==1.0: ERROR: no space left$"):
         install(STUB.packages, tmp_path / "there")
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# What a line of a loop holds that is there for Lockstep.
+# Names in a line that is there for Lockstep.
 OURS = re.compile(r"\b(watch(_\w+)?|watcher|assert_honest|NotHonest)\b")
 
 
