@@ -1,6 +1,6 @@
 """Run one side of one exhibit in its environment: `python -m lockstep.scripts.museum.child LOOP SETTINGS FILE`.
 
-The process was started with the packages of that side ahead on its path. What it found goes into FILE as JSON.
+The process was started with the packages of that side ahead on its path. Its findings go into FILE as JSON.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Told:
 
 
 def missing(exhibit: Exhibit, environments: Path) -> list[tuple[Sequence[str], Path]]:
-    """What must be installed before an exhibit runs: requirements and folder, none twice.
+    """Return what must be installed before an exhibit runs: requirements and folder, none twice.
 
     Raises UserError if the present environment has not the torch or the JAX that it is of.
     """

@@ -1,4 +1,4 @@
-"""What one run of an exhibit's loop showed: the loss, and what Lockstep says."""
+"""Results of one run of an exhibit's loop: the loss, and the words of Lockstep."""
 
 from __future__ import annotations
 
