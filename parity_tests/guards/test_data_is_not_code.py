@@ -374,6 +374,10 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.distributed.broadcast_object_list": "the same",
         "torch.distributed.gather_object": "the same",
     },
+    "torch_backend/watch/ranks.py": {
+        "torch.distributed.broadcast_object_list": "ranks of the training that is watched",
+        "torch.distributed.gather_object": "the same",
+    },
     "scripts/shared/peers.py": {"torch.distributed.launcher.api.elastic_launch": "this Python, with Lockstep"},
     "core/bench/suite.py": {"subprocess.Popen": "this Python, with a module of Lockstep's"},
     "core/bench/turns.py": {"subprocess.Popen": "this Python, with a module of Lockstep's"},

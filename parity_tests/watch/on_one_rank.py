@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.parity_tests.watch.own import train
@@ -25,7 +26,11 @@ def compiled(model: nn.Module) -> Any:
 def main() -> None:
     """Train each case."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    watchers = {"plain": train(wrap=DistributedDataParallel), "compiled": train(wrap=compiled)}
+    watchers = {
+        "plain": train(wrap=DistributedDataParallel),
+        "compiled": train(wrap=compiled),
+        "fully_shard": train(wrap=fully_shard),
+    }
     setattr(own_module, "ranks_of", lambda model: 2)  # noqa: B010 - a name that the module imports
     watchers["one of two"] = train(wrap=DistributedDataParallel, on_alarm="stop")
     dist.destroy_process_group()

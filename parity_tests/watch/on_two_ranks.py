@@ -25,7 +25,7 @@ def train(case: str, rank: int, store: str) -> Watcher:
         model = torch.compile(model, backend="eager")
     optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
     declared: Any = None if case == "one batch" else "mean"
-    watcher = watch(model, optimizer, loss=gpt_loss, accumulate=declared, every=1)
+    watcher = watch(model, optimizer, loss=gpt_loss, accumulate=declared, ranks="given", every=1)
     for pair in zip(batches(3, 0), batches(3, 1), strict=True):
         loss = gpt_loss(model, pair[rank])
         loss.backward()

@@ -28,9 +28,9 @@ def alone() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["plain", "compiled"])
+@pytest.mark.parametrize("case", ["plain", "compiled", "fully_shard"])
 def test_one_rank(case: str, alone: dict[str, Any]) -> None:
-    """Its wrapper is taken off, and that of a compiler around it."""
+    """Its wrapper is taken off, and that of a compiler around it, and what FSDP2 adds to the module."""
     assert alone[case]["headline"] == "agreed in 3 checks against your own module"
     assert "embed.weight" in alone[case]["taps"]
 

@@ -15,10 +15,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from lockstep.core.errors import UserError
 from lockstep.core.parity.watch import api
 from lockstep.core.parity.watch.api import Watcher
+from lockstep.torch_backend.watch.module_copy import unwrapped
 from lockstep.torch_backend.watch.own_module import Accumulate, Loss, OwnModule
+from lockstep.torch_backend.watch.ranks import How, ranks_that_train
+from lockstep.torch_backend.watch.sharded_module import shards
 
 
 def watch(
@@ -28,33 +33,50 @@ def watch(
     loss: Loss | None = None,
     reference: Any = None,
     accumulate: Accumulate = None,
+    ranks: How | None = None,
     **settings: Any,
 ) -> Watcher:
     """A watcher of `model` (any torch module) and `optimizer` (one, or a sequence of them).
 
     Args:
-        model: what trains, wrapped as it is: torch.compile, DistributedDataParallel, accelerate.
+        model: what trains, wrapped as it is: torch.compile, DistributedDataParallel, fully_shard (FSDP2), accelerate.
         optimizer: its groups' hyperparameters and its state are read around its step.
         loss: `(model, batch) -> loss`, a scalar tensor, or `(loss, outputs)`. It is called with a copy of the module,
             on the CPU: in FP64 for the truth, as the module trains for the twin.
         reference: in place of `loss`: an independent function, as core/parity/watch/api.py takes it.
         accumulate: with `loss`, for steps that accumulate gradients: `step` gets the list of micro-batches, and the
             step's loss is their mean (`mean`), their sum (`sum`) or their sum with the weights that a function of the
-            list returns.
+            list returns. Over several ranks the list holds all ranks' micro-batches, in the order of ranks.
+        ranks: with `loss`, of a model that several ranks train: `gather`, where every rank has a watcher and calls
+            `step` with its own batch and loss, and one verdict is given for all; or `given`, where `step` gets the
+            batches of all ranks, and each rank judges alone. Default: `gather` for FSDP2 and without `accumulate`.
         settings: all others, as core/parity/watch/api.py has them.
 
     Raises UserError for settings that cannot work.
     """
     if (loss is None) == (reference is None):
         raise UserError("watch takes loss=, a function of the model and a batch, or reference=: one of them")
+    sharded = shards(unwrapped(model)) if isinstance(model, nn.Module) else False
     if reference is not None:
-        if accumulate is not None:
-            raise UserError("accumulate= goes with loss=: a reference gets the batches of a step as it wants them")
-        return api.watch(model, optimizer, reference=reference, **settings)
+        if accumulate is not None or ranks is not None:
+            given = "accumulate=" if accumulate is not None else "ranks="
+            raise UserError(f"{given} goes with loss=: a reference gets the batches of a step as it wants them")
+        together = ranks_that_train(model, gathers=False) if sharded else None
+        return api.watch(model, optimizer, reference=reference, together=together, **settings)
     if not callable(loss):
         raise UserError(f"loss={loss!r}: it is a function of the model and a batch")
     if not (accumulate in (None, "mean", "sum") or callable(accumulate)):
         raise UserError(f"accumulate={accumulate!r}: it is 'mean', 'sum' or a function of the list of micro-batches")
+    if ranks not in (None, "gather", "given"):
+        raise UserError(f"ranks={ranks!r}: it is 'gather' or 'given'")
     if settings.get("names"):
         raise UserError("names= goes with reference=: a copy of the module has the module's names")
-    return api.watch(model, optimizer, reference=OwnModule(model, loss, accumulate), **settings)
+    if sharded and ranks == "given":
+        raise UserError("ranks='given' is for weights that every rank has whole: these are cut over ranks")
+    own = OwnModule(model, loss, accumulate)
+    if own.casts and settings.get("precision") is None:
+        settings["precision"] = "bf16"
+    gathers = ranks == "gather" or (ranks is None and (sharded or accumulate is None))
+    together = ranks_that_train(model, gathers=True) if gathers else None
+    own.divisor = together.divisor if together else 1.0
+    return api.watch(model, optimizer, reference=own, together=together, **settings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,21 +19,22 @@ from torch import Tensor, nn
 from lockstep.core.errors import UserError
 from lockstep.core.parity.watch.snapshot import parameters_of, plain_name
 from lockstep.core.parity.watch.uncovered import reason
+from lockstep.torch_backend.watch.sharded_module import fill, is_sharded, put_empty
 
 COMPILED = "OptimizedModule"
 REPLICATED = ("DistributedDataParallel", "DataParallel")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside torch.compile's and DistributedDataParallel's. Raises UserError for FSDP."""
+    """The user's own module inside torch.compile's and DistributedDataParallel's. Raises UserError for FSDP1."""
     while True:
         kind = type(model).__name__
         if kind == COMPILED:
             model = model._orig_mod  # type: ignore[assignment]
         elif kind in REPLICATED:
             model = model.module  # type: ignore[assignment]
-        elif kind == "FullyShardedDataParallel" or hasattr(model, "_get_fsdp_state"):
-            raise UserError("parameters that FSDP shards over ranks are not copied")
+        elif kind == "FullyShardedDataParallel":
+            raise UserError("FullyShardedDataParallel is not copied: fully_shard (FSDP2) is")
         else:
             return model
 
@@ -45,26 +47,36 @@ def ranks_of(model: Any) -> int:
     return int(group.size()) if group is not None else 1
 
 
-def copied(model: nn.Module, values: Mapping[str, np.ndarray], dtype: torch.dtype | None) -> nn.Module:
+def copied(
+    model: nn.Module,
+    values: Mapping[str, np.ndarray],
+    dtype: torch.dtype | None,
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+) -> nn.Module:
     """Copy the user's own module at these values of its parameters, by name.
 
-    dtype: of all floating tensors; None keeps each its own. Raises UserError for what cannot be copied.
+    dtype: of all floating tensors; None keeps each its own, but for parameters whose dtype stands in `dtypes`. Raises
+    UserError for what cannot be copied.
     """
     own = unwrapped(model)
     memo: dict[int, Any] = {}
     for name, p in parameters_of(own).items():
         if type(p) is not nn.Parameter and not isinstance(p, nn.Parameter):
             raise UserError(f"{name} is a {type(p).__name__}, of which there is no copy in FP64")
-        memo[id(p)] = nn.Parameter(torch.from_numpy(values[name]).to(dtype or p.dtype), requires_grad=p.requires_grad)
+        kept = dtype or dtypes.get(name) or p.dtype
+        memo[id(p)] = nn.Parameter(torch.from_numpy(values[name]).to(kept), requires_grad=p.requires_grad)
     for module in own.modules():
         tensors = [*module._buffers.values(), *(x for x in vars(module).values() if isinstance(x, Tensor))]
         for x in tensors:
             if x is not None and id(x) not in memo:
                 memo[id(x)] = x.detach().to("cpu", dtype if dtype and x.is_floating_point() else x.dtype, copy=True)
+    sharded = [module for module in own.modules() if is_sharded(module)]
     try:
+        put_empty(sharded, memo)
         for module in own.modules():
             if type(module).__name__ == COMPILED and id(module) not in memo:
                 memo[id(module)] = copy.deepcopy(module._orig_mod, memo)
+        fill(sharded, memo)
         found: nn.Module = copy.deepcopy(own, memo)
     except Exception as error:
         raise UserError(f"copy.deepcopy of the module failed: {reason(error)}") from error

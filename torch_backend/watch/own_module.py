@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +21,19 @@ from lockstep.core.backend import Arrays
 from lockstep.core.data.memory import available_memory_bytes
 from lockstep.core.errors import UserError
 from lockstep.core.parity.watch.limits import Precision
-from lockstep.core.parity.watch.snapshot import Answer, array_of, parameters_of
+from lockstep.core.parity.watch.snapshot import Answer, array_of
+from lockstep.core.parity.watch.together import Gathered
 from lockstep.core.parity.watch.uncovered import Uncovered
 from lockstep.torch_backend.watch.batches import on_cpu
 from lockstep.torch_backend.watch.keep_wide import KeepWide, in_words, places
 from lockstep.torch_backend.watch.module_copy import copied, hooked, ranks_of, unwrapped
+from lockstep.torch_backend.watch.parts import Accumulate as Accumulate
+from lockstep.torch_backend.watch.parts import Sums, parts_of
+from lockstep.torch_backend.watch.sharded_module import NO_CASTS, Casts, casts_of
 
 log = logging.getLogger("lockstep.watch")
 
 Loss = Callable[[Any, Any], Any]
-Weights = Callable[[Sequence[Any]], Sequence[float]]
-Accumulate = Literal["mean", "sum"] | Weights | None
 
 OUT_OF_SIGHT = "a misread architecture is out of sight: the truth is your own module"
 # Activations may take all memory but so much of it.
@@ -49,6 +51,7 @@ class OwnModule:
 
     def __init__(self, model: nn.Module, loss: Loss, accumulate: Accumulate) -> None:
         self._model, self._loss, self._accumulate = model, loss, accumulate
+        self.casts, self.divisor = casts_of(unwrapped(model)), 1.0
         self._told: set[str] = set()
 
     def answers(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> tuple[Answer, Answer]:
@@ -57,19 +60,21 @@ class OwnModule:
         Raises UserError for a module that cannot be copied, does not fit into memory or draws random numbers.
         """
         uncovered.append(OUT_OF_SIGHT)
-        if (ranks := ranks_of(self._model)) > 1 and self._accumulate is None:
+        if (ranks := ranks_of(self._model)) > 1 and self._accumulate is None and not isinstance(batch, Gathered):
             raise UserError(
-                f"gradients are the mean of {ranks} ranks', and a batch is one rank's: with accumulate='mean', step "
-                "takes the list of the batches of all"
+                f"gradients are the mean of {ranks} ranks', and a batch is one rank's: ranks='gather' takes each "
+                "rank's own, and with accumulate='mean', step takes the list of the batches of all"
             )
         if names := hooked(self._model):
             uncovered.append(f"hooks on the gradients of parameters: {', '.join(names[:5])}")
         truth = self._truth(params, batch, precision, uncovered)
         if precision == "fp64":
             return truth, truth
-        with as_it_trains(precision, self._model):
-            model = copied(self._model, params, None)
-            twin, _ = self._run(model, on_cpu(batch, None), batch)
+        casts = self.casts if precision == "bf16" else NO_CASTS
+        with as_it_trains(precision, self._model, casts):
+            model = copied(self._model, params, None, casts.weights)
+            casts.put_on(model)
+            twin, _ = self._run(model, on_cpu(batch, None), batch, casts)
         return truth, twin
 
     def _truth(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> Answer:
@@ -108,30 +113,31 @@ class OwnModule:
         same = (np.array_equal(first.grads[name], again.grads[name], equal_nan=True) for name in first.grads)
         return first.loss == again.loss and all(same)
 
-    def _run(self, model: nn.Module, batch: Any, given: Any) -> tuple[Answer, bool]:
-        """Loss and gradients of a step, and whether random numbers were drawn. given: the batch as the user has it."""
-        parts, weights = self._parts(batch, given)
+    def _run(self, model: nn.Module, batch: Any, given: Any, casts: Casts = NO_CASTS) -> tuple[Answer, bool]:
+        """Loss and gradients of a step, and whether random numbers were drawn.
+
+        given: the batch as the user has it. casts: those of FSDP that the copy computes with.
+        """
+        parts = parts_of(batch, given, self._accumulate, self.divisor)
         total, outputs, before = 0.0, dict[str, np.ndarray](), _random_state()
         model.zero_grad(set_to_none=True)
+        sums = Sums(model, casts, parts.divisor)
         with torch.autograd.graph.saved_tensors_hooks(_Room(), lambda x: x):
-            for part, weight in zip(parts, weights, strict=True):
+            for i, part in enumerate(parts.batches):
                 value = self._loss(model, part)
                 if isinstance(value, tuple):
                     value, found = value
-                    outputs = {name: array_of(x) for name, x in found.items()}
+                    outputs = outputs or {name: array_of(x) for name, x in found.items()}
                 if not isinstance(value, Tensor) or value.numel() != 1:
                     raise UserError("loss= returns a scalar tensor, or that and a mapping of outputs")
                 self._look_at(value, model)
-                value = value / len(parts) if self._accumulate == "mean" else value if weight == 1 else value * weight
+                value = parts.scaled(value, i)
                 value.backward()
-                total += float(value.detach())
-        grads = {
-            name: array_of(p.grad if p.grad is not None else torch.zeros_like(p))
-            for name, p in parameters_of(model).items()
-            if p.requires_grad
-        }
+                sums.after_part(parts.last[i])
+                total += float(value.detach()) / parts.divisor
         drawn = any(one != other for one, other in zip(before, _random_state(), strict=True))
-        return Answer(total, grads, outputs if len(parts) == 1 else {}), drawn
+        alone = self._accumulate is None or len(parts.batches) == 1
+        return Answer(total, sums.gradients(), outputs if alone else {}), drawn
 
     def _look_at(self, value: Tensor, model: nn.Module) -> None:
         """Raise UserError unless a backward pass reaches the copy, and nothing of the user's."""
@@ -140,17 +146,6 @@ class OwnModule:
             raise UserError("loss= computes with the model that trains, in place of the module that it is given")
         if not leaves & {id(p) for p in model.parameters()}:
             raise UserError("the loss does not depend on the parameters of the module that loss= is given")
-
-    def _parts(self, batch: Any, given: Any) -> tuple[Sequence[Any], Sequence[float]]:
-        """The micro-batches of a step and the weight of each. Raises UserError for what is no list of them."""
-        if self._accumulate is None:
-            return [batch], [1.0]
-        if not isinstance(batch, (list, tuple)) or not batch:
-            raise UserError("accumulate= was given, so step takes the list of the step's micro-batches")
-        weights = list(map(float, self._accumulate(given))) if callable(self._accumulate) else [1.0] * len(batch)
-        if len(weights) != len(batch):
-            raise UserError(f"accumulate= returned {len(weights)} weights for {len(batch)} micro-batches")
-        return batch, weights
 
 
 def _leaves(value: Tensor) -> set[int]:
@@ -213,12 +208,12 @@ def in_fp64() -> Iterator[None]:
 
 
 @contextmanager
-def as_it_trains(precision: Precision, model: nn.Module) -> Iterator[None]:
-    """Compute as the candidate declares: under autocast where it is in bf16 and its weights are in FP32."""
+def as_it_trains(precision: Precision, model: nn.Module, casts: Casts) -> Iterator[None]:
+    """Compute as the candidate declares: under autocast where it is bf16, with weights in FP32 that FSDP leaves so."""
     dtypes = {p.dtype for p in unwrapped(model).parameters() if p.is_floating_point()}
     with (
         undisturbed(),
-        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16" and dtypes == {torch.float32}),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16" and dtypes == {torch.float32} and not casts),
     ):
         yield
 

@@ -51,6 +51,7 @@ from lockstep.core.parity.watch.snapshot import (
     snapshot,
     unwrapped,
 )
+from lockstep.core.parity.watch.together import Cut, Ranks, Reading, owner_of, put_together, told_to_all
 from lockstep.core.parity.watch.uncovered import Guard, Uncovered, WatchCheck
 from lockstep.core.parity.watch.update_rules import ROUNDINGS, Rule
 from lockstep.core.parity.watch.words import headline, in_words
@@ -60,6 +61,9 @@ log = logging.getLogger("lockstep.watch")
 # Memory that a check takes for each number of the model, in bytes: weights and gradients, both and two moments before
 # and after the update, then truth and twin with the copies in which they are compared.
 BYTES_A_NUMBER = 80
+# The same for a rank that does not judge, of the numbers that it holds: those that are cut over ranks are copied until
+# they have been sent, namely weights and gradients, both and two moments before, weights and two moments after.
+BYTES_A_NUMBER_ELSEWHERE = 40
 
 OnAlarm = Literal["log", "stop"] | Callable[[Check], None]
 Declared = Mapping[str, Any] | Callable[[str, int], Mapping[str, Any]]
@@ -88,6 +92,7 @@ def watch(
     calibrate: int = 0,
     on_alarm: OnAlarm = "log",
     start: int = 0,
+    together: Ranks | None = None,
 ) -> Watcher:
     """A watcher of `model` (any torch module) and `optimizer` (one, or a sequence of them).
 
@@ -107,6 +112,8 @@ def watch(
         calibrate: the first so many checks only measure loss and gradients; their extremes with a margin become bounds.
         on_alarm: a check that disagrees is logged, or raises `Disagreed` after the step, or is handed to a function.
         start: steps done before the watcher's first, for a resumed run.
+        together: the ranks that train the model with this one, each with a watcher of its own, for one judgement of
+            all. Default: this rank judges alone.
 
     Raises UserError for settings that cannot work. Later nothing is raised but Disagreed, where it was asked for: what
     cannot be judged is logged, and listed in the verdict.
@@ -121,6 +128,7 @@ def watch(
         [unwrapped(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])],
         made,
         Settings(every, precision, names, clip_norm, declared, rule, bounds, calibrate, on_alarm, start),
+        together,
     )
 
 
@@ -162,17 +170,14 @@ class Failed:
     uncovered: Uncovered
     started: float
 
-    def check(self) -> WatchCheck:
-        """Return its check, which judges nothing."""
-        seconds = time.perf_counter() - self.started
-        return WatchCheck(self.number, (), self.uncovered.not_covered, seconds, not_judged=self.uncovered.not_judged)
-
 
 class Watcher:
     """Built by `watch`. `checks` holds every check so far, in order."""
 
-    def __init__(self, model: Any, optimizers: Sequence[Any], reference: Any, settings: Settings) -> None:
-        self.settings, self.reference = settings, reference
+    def __init__(
+        self, model: Any, optimizers: Sequence[Any], reference: Any, settings: Settings, together: Ranks | None = None
+    ) -> None:
+        self.settings, self.reference, self._together = settings, reference, together
         self._own = isinstance(reference, StepReference) and reference.own
         self.steps, self.checks = settings.start, list[WatchCheck]()
         self._model, self._optimizers = model, optimizers
@@ -193,6 +198,7 @@ class Watcher:
         given = RULES[settings.rule] if isinstance(settings.rule, str) else settings.rule
         self._rules = [given or rule_of(optimizer) for optimizer in optimizers]
         self._pending: Pending | None = None
+        self._reading = Reading(together)
         self._failed: Failed | None = None
         self._guard = Guard()
         self._last: tuple[int, str] | None = None  # step, digest of the moments after it
@@ -265,7 +271,7 @@ class Watcher:
         if check is False or not (check or first or self.steps % self.settings.every == 0):
             return
         started, uncovered = time.perf_counter(), Uncovered()
-        self._failed = Failed(self.steps, uncovered, started)
+        self._failed, self._reading = Failed(self.steps, uncovered, started), Reading(self._together)
         with self._guard.link(uncovered, "step"):
             self._read(batch, loss, outputs or {}, uncovered, started)
             self._failed = None
@@ -273,11 +279,11 @@ class Watcher:
     def _read(self, batch: Any, loss: Any, outputs: Mapping[str, Any], uncovered: Uncovered, started: float) -> None:
         """Copy what the step starts from, and listen to its optimizers. Raises whatever cannot be read."""
         if type(self._model).__name__ == "FullyShardedDataParallel":
-            raise UserError("parameters that FSDP shards over ranks cannot be watched")
+            raise UserError("FullyShardedDataParallel cannot be watched: fully_shard (FSDP2) can")
         params = parameters_of(self._model)
         if params.keys() != self._dtypes.keys():
             raise UserError("the model's parameters are not those that watch() saw: build the watcher after the model")
-        needed, free = BYTES_A_NUMBER * sum(p.numel() for p in params.values()), available_memory_bytes()
+        needed, free = self._needed([p.numel() for p in params.values()]), available_memory_bytes()
         if 0 < free < needed:
             raise UserError(
                 f"a check takes {needed / 1e9:.3g} GB of memory for copies, and {free / 1e9:.3g} GB are free"
@@ -289,13 +295,14 @@ class Watcher:
         given = {}
         with self._guard.link(uncovered, "outputs"):
             given = {name: array_of(x) for name, x in outputs.items()}
+        reading, read = self._reading, self._reading.at("before")
         self._pending = pending = Pending(
             self.steps,
             batch,
             number,
             given,
-            {name: array_of(p) for name, p in params.items()},
-            gradients_of(params),
+            {name: read("weights", name, p) for name, p in params.items()},
+            gradients_of(params, reading.at("backward")),
             [None] * count,
             [None] * count,
             [0] * count,
@@ -304,9 +311,15 @@ class Watcher:
             uncovered,
         )
         with self._guard.link(uncovered, "moments between steps"):
-            pending.between.extend(self._between(params))
+            pending.between.extend(self._between(params, reading.at("between")))
         for i, optimizer in enumerate(self._optimizers):
-            listen(pending, i, optimizer, params, self._guard)
+            listen(pending, i, optimizer, params, self._guard, reading.at)
+
+    def _needed(self, sizes: Sequence[int]) -> int:
+        """Bytes that a check takes on this rank."""
+        if self._together is None or self._together.rank == 0:
+            return BYTES_A_NUMBER * sum(sizes)
+        return BYTES_A_NUMBER_ELSEWHERE * sum(sizes) // len(self._together.members)
 
     def in_closure(self, loss: Any = None) -> None:
         """Read gradients now: inside the closure of `optimizer.step(closure)`, after its backward and before it clips.
@@ -317,7 +330,7 @@ class Watcher:
         if self._pending is None:
             return
         with self._guard.link(self._pending.uncovered, "gradients"):
-            self._pending.grads = gradients_of(parameters_of(self._model))
+            self._pending.grads = gradients_of(parameters_of(self._model), self._reading.at("backward"))
             self._pending.loss = loss_of(loss)
             self._pending.early = True
 
@@ -328,27 +341,33 @@ class Watcher:
         """
         pending, failed = self._pending, self._failed
         self._drop()
-        if failed is not None:
-            check = failed.check()
-        elif pending is None:
+        if (of_step := failed or pending) is None:
             return None
-        else:
-            findings, cause = list[Finding](), None
-            # One that no more narrow guard caught: a defect of Lockstep's, and still no end of somebody's training.
-            with self._guard.link(pending.uncovered, "step"):
+        number, uncovered, started = of_step.number, of_step.uncovered, of_step.started
+        pending = pending if failed is None else None
+        findings, cause = list[Finding](), None
+        # Errors that no more narrow guard caught: defects of Lockstep's, and still no end of somebody's training.
+        if pending is not None:
+            with self._guard.link(uncovered, "step"):
+                self._complete(pending, parameters_of(self._model))
+        with self._guard.link(uncovered, "step"):
+            if self._together is not None:
+                pending = put_together(self._together, number, pending, uncovered, self._reading)
+            if pending is not None:
                 cause = self._check(pending, findings)
-            check = WatchCheck(
-                pending.number, tuple(findings), pending.uncovered.not_covered, time.perf_counter() - pending.started,
-                cause, not_judged=pending.uncovered.not_judged,
-            )  # fmt: skip
+        check = WatchCheck(
+            number, tuple(findings), uncovered.not_covered, time.perf_counter() - started, cause,
+            not_judged=uncovered.not_judged,
+        )  # fmt: skip
+        if self._together is not None:
+            with self._guard.link(Uncovered(), "the other ranks"):
+                check, self._judged = told_to_all(self._together, check, self._judged)
         self.checks.append(check)
         self._tell(check)
         return check
 
-    def _finish(self, pending: Pending, params: Mapping[str, Any]) -> Step:
-        """Put together what was read, with the state now where an optimizer did not step."""
-        before, after, fired, rules = list[Snapshot](), list[Snapshot](), list[int](), list[Rule | None]()
-        kinds: list[str] = []
+    def _complete(self, pending: Pending, params: Mapping[str, Any]) -> None:
+        """Read the state now where an optimizer did not step, and keep what the next step should start from."""
         unread = "update" in pending.uncovered.skipped
         for i, optimizer in enumerate(self._optimizers):
             hooked = hasattr(optimizer, "register_step_post_hook")
@@ -358,17 +377,28 @@ class Watcher:
                     why = "optimizer.step(closure) did not call its closure"
                     self._guard.tell("update", why)
                     pending.uncovered.skip("update", why)
+                pending.before[i] = pending.after[i] = None
                 continue
-            now = None
+            pending.fired[i] = count
             if pending.before[i] is None or pending.after[i] is None:
                 with self._guard.link(pending.uncovered, "update"):
-                    now = snapshot(params, [optimizer])
-            first, last = pending.before[i] or now, pending.after[i] or now
+                    now = snapshot(params, [optimizer], self._reading.at("after"))
+                    pending.before[i] = pending.before[i] or now
+                    pending.after[i] = pending.after[i] or now
+        self._last = None
+        if self.settings.every == 1 and all(pending.before) and all(pending.after):
+            self._last = (pending.number, _digest([after for after in pending.after if after is not None]))
+
+    def _finish(self, pending: Pending, params: Mapping[str, Any]) -> Step:
+        """Put together what was read."""
+        before, after, fired, rules = list[Snapshot](), list[Snapshot](), list[int](), list[Rule | None]()
+        kinds: list[str] = []
+        for i, (first, last) in enumerate(zip(pending.before, pending.after, strict=True)):
             if first is None or last is None:
                 continue
             before.append(first)
             after.append(last)
-            fired.append(count)
+            fired.append(pending.fired[i])
             rules.append(self._rules[i])
             kinds.append(type(self._optimizers[i]).__name__)
         frozen = frozenset(name for name, p in params.items() if not p.requires_grad)
@@ -383,9 +413,6 @@ class Watcher:
         params = parameters_of(self._model)
         step = self._finish(pending, params)
         findings += pending.between
-        self._last = None
-        if self.settings.every == 1 and len(step.after) == len(self._optimizers):
-            self._last = (step.number, _digest(step.after))
         skipped = judge.skipped_by_scaler(step)
         compared: list[Finding] = []
         truth: Answer | None = None
@@ -396,8 +423,9 @@ class Watcher:
             uncovered.skip("gradients", skipped)
         elif left_out:
             uncovered.skip("gradients", "a closure made some after another optimizer had moved the weights")
-        with guard.link(uncovered, "loss and gradients"):
-            truth, twin = self._answers(step.params, pending.batch, uncovered)
+        if "loss and gradients" not in uncovered.skipped:
+            with guard.link(uncovered, "loss and gradients"):
+                truth, twin = self._answers(step.params, pending.batch, uncovered)
         if truth is not None:
             with guard.link(uncovered, "gradients"):
                 clip_norm = self.settings.clip_norm
@@ -431,6 +459,10 @@ class Watcher:
         if truth is not None:
             with guard.link(uncovered, "cause"):
                 cause = judge.cause_of(step, truth, compared, self.precision)
+                broken = [f.tap for f in compared if f.stage == "gradients" and not f.ok and f.tap in step.grads]
+                cause = cause or next((f.note for f in findings if f.tap == "ranks" and not f.ok), None)
+                if where := owner_of(broken, step.grads, twin.grads, pending.layouts):
+                    cause = f"{cause}; {where}" if cause else where
         return cause
 
     def _calibrated(self, missing: Uncovered) -> list[Finding]:
@@ -466,22 +498,23 @@ class Watcher:
             sides.append(Answer(answer.loss, {back.get(n, n): g for n, g in answer.grads.items()}, answer.outputs))
         return sides[0], sides[-1]
 
-    def _between(self, params: Mapping[str, Any]) -> Iterator[Finding]:
+    def _between(self, params: Mapping[str, Any], read: Callable[..., np.ndarray]) -> Iterator[Finding]:
         """Return whether the moments are those that the last step left; True if that step was not checked."""
         if self._last is not None and self._last[0] == self.steps - 1:
-            now = _digest([snapshot(params, [optimizer]) for optimizer in self._optimizers])
+            now = _digest([snapshot(params, [optimizer], read) for optimizer in self._optimizers])
             basis = "equal bits of optimizer state after one step and before the next"
             yield judge.exact("moments", "state", int(now != self._last[1]), 1, basis, phase="state")
 
     def _tell(self, check: WatchCheck) -> None:
+        here = self._together is None or self._together.rank == 0
         if check.verdict != "disagreed":
-            log.info("%s", in_words(check))
+            log.log(logging.INFO if here else logging.DEBUG, "%s", in_words(check))
         elif callable(self.settings.on_alarm):
             self.settings.on_alarm(check)
         elif self.settings.on_alarm == "stop":
             raise Disagreed(check)
         else:
-            log.warning("%s", in_words(check))
+            log.log(logging.WARNING if here else logging.DEBUG, "%s", in_words(check))
 
     def _drop(self) -> None:
         """Forget a step that is not finished, and stop listening."""
@@ -501,6 +534,7 @@ def _digest(states: Sequence[Snapshot]) -> str:
     for state in states:
         for kind, by_name in sorted(state.moments.items()):
             for name, moment in sorted(by_name.items()):
-                digest.update(f"{kind}/{name}".encode() + moment.tobytes())
+                own = moment.local if isinstance(moment, Cut) else moment
+                digest.update(f"{kind}/{name}".encode() + own.tobytes())
         digest.update(repr(sorted(state.steps.items())).encode())
     return digest.hexdigest()

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from lockstep.core.backend import Arrays
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures.verdict import Finding
-from lockstep.core.parity.watch.snapshot import Snapshot, array_of, gradients_of, snapshot
+from lockstep.core.parity.watch.snapshot import Snapshot, array_of, gradients_of, plainly, snapshot
 from lockstep.core.parity.watch.uncovered import Guard, Uncovered
 
 
@@ -24,7 +26,7 @@ class Pending:
 
     before, after: around each optimizer's own step; None where they could not be read. stale: parameters whose
     gradients a closure made after another optimizer had moved the weights. early: gradients and loss were read inside
-    the closure, before it clips.
+    the closure, before it clips. layouts: of gradients that are cut over ranks (core/parity/watch/together.py).
     """
 
     number: int
@@ -42,15 +44,27 @@ class Pending:
     stale: set[str] = field(default_factory=set)
     handles: list[Any] = field(default_factory=list)
     early: bool = False
+    layouts: dict[str, Any] = field(default_factory=dict)
 
 
-def listen(pending: Pending, i: int, optimizer: Any, params: Mapping[str, Any], guard: Guard) -> None:
-    """Copy what the update reads right before it, and what it wrote right after; clipping and schedules lie around."""
+def alone(moment: str) -> Callable[..., np.ndarray]:
+    """How a rank that is alone reads, at any moment."""
+    return plainly
+
+
+def listen(
+    pending: Pending, i: int, optimizer: Any, params: Mapping[str, Any], guard: Guard,
+    at: Callable[[str], Callable[..., np.ndarray]] = alone,
+) -> None:  # fmt: skip
+    """Copy what the update reads right before it, and what it wrote right after; clipping and schedules lie around.
+
+    at: moment of the step → the function that reads a tensor there (core/parity/watch/together.py).
+    """
     depth = 0  # a subclass's step that calls its parent's fires inside itself
 
     def read() -> None:
         with guard.link(pending.uncovered, "update"):
-            pending.before[i] = snapshot(params, [optimizer])
+            pending.before[i] = snapshot(params, [optimizer], at("update"))
 
     def after_closure(result: Any) -> None:
         """Read what the closure's backward pass left, before the optimizer uses it."""
@@ -60,7 +74,7 @@ def listen(pending: Pending, i: int, optimizer: Any, params: Mapping[str, Any], 
                 pending.stale |= {name for name, p in params.items() if id(p) in held}
                 pending.grads = {name: g for name, g in pending.grads.items() if name not in pending.stale}
             elif not pending.early:
-                pending.grads = gradients_of(params)
+                pending.grads = gradients_of(params, at("backward"))
                 pending.loss = pending.loss if (number := number_of(result)) is None else number
         read()
 
@@ -84,7 +98,7 @@ def listen(pending: Pending, i: int, optimizer: Any, params: Mapping[str, Any], 
         if depth == 0:
             pending.fired[i] += 1
             with guard.link(pending.uncovered, "update"):
-                pending.after[i] = snapshot(params, [optimizer])
+                pending.after[i] = snapshot(params, [optimizer], at("after"))
 
     if hasattr(optimizer, "register_step_post_hook"):
         pending.handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]

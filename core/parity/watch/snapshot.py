@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -77,11 +78,14 @@ class FromCallable:
 
 
 def array_of(tensor: Any) -> np.ndarray:
-    """A copy of a tensor's values; dtypes that numpy lacks (bfloat16) as float32, which holds them exactly."""
+    """A copy of a tensor's values; dtypes that numpy lacks (bfloat16) as float32, which holds them exactly.
+
+    One that is cut over ranks (DTensor) is put together, which is a collective call.
+    """
     if not hasattr(tensor, "detach"):
         return np.array(tensor)
-    if hasattr(tensor, "device_mesh"):
-        raise UserError("a tensor that is sharded over ranks (DTensor, FSDP) cannot be watched")
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
     if _in_codes(tensor):
         tensor = tensor.dequantize()
     tensor = tensor.detach()
@@ -177,12 +181,19 @@ class Snapshot:
     coded: frozenset[str] = frozenset()
 
 
-def gradients_of(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def plainly(kind: str, name: str, tensor: Any, make: Callable[[Any], np.ndarray] = array_of) -> np.ndarray:
+    """Read a tensor as one rank does that is alone. kind: `weights`, `gradients` or a kind of moment."""
+    return make(tensor)
+
+
+def gradients_of(params: Mapping[str, Any], read: Callable[..., np.ndarray] = plainly) -> dict[str, np.ndarray]:
     """Copies of those gradients that there are."""
-    return {name: array_of(p.grad) for name, p in params.items() if p.grad is not None}
+    return {name: read("gradients", name, p.grad) for name, p in params.items() if p.grad is not None}
 
 
-def snapshot(params: Mapping[str, Any], optimizers: Sequence[Any]) -> Snapshot:
+def snapshot(
+    params: Mapping[str, Any], optimizers: Sequence[Any], read: Callable[..., np.ndarray] = plainly
+) -> Snapshot:
     """Copy everything that an update by these optimizers reads or writes."""
     moments: dict[str, dict[str, np.ndarray]] = {}
     steps: dict[str, float] = {}
@@ -208,14 +219,15 @@ def snapshot(params: Mapping[str, Any], optimizers: Sequence[Any]) -> Snapshot:
                     elif kind.startswith(("qmap", "absmax")) or not hasattr(value, "shape"):
                         continue
                     elif tuple(value.shape) == tuple(p.shape) or len(value.shape):
-                        kept = _from_codes(entry, kind) if f"qmap{kind[-1]}" in entry else array_of(value)
-                        moments.setdefault(kind, {})[name] = kept
+                        in_codes = f"qmap{kind[-1]}" in entry
+                        make = partial(_from_codes, entry, kind) if in_codes else array_of
+                        moments.setdefault(kind, {})[name] = read(kind, name, value, make)
     held = {name: params[name] for name in groups}
-    return Snapshot({n: array_of(p) for n, p in held.items()}, gradients_of(held), moments, steps, groups,
-                    frozenset(coded))  # fmt: skip
+    weights = {name: read("weights", name, p) for name, p in held.items()}
+    return Snapshot(weights, gradients_of(held, read), moments, steps, groups, frozenset(coded))
 
 
-def _from_codes(entry: Mapping[str, Any], kind: str) -> np.ndarray:
+def _from_codes(entry: Mapping[str, Any], kind: str, _: Any = None) -> np.ndarray:
     """A moment of bitsandbytes, `state1` or `state2`, from its codes, its map and the scale of each block."""
     codes, levels, scale = (array_of(entry[f"{what}{kind[-1]}"]) for what in ("state", "qmap", "absmax"))
     flat = levels[codes.reshape(-1)] * scale.repeat(BLOCK)[: codes.size]

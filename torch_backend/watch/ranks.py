@@ -1,0 +1,109 @@
+"""The ranks that train a watched model together: those of DistributedDataParallel's group, or of FSDP2's mesh.
+
+They speak over a gloo group of their own, on the CPU: the training's collectives are not touched, and its time limits
+do not end a wait for rank 0's judgement.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.core.errors import UserError
+from lockstep.core.parity.watch.snapshot import array_of, parameters_of
+from lockstep.core.parity.watch.together import Cut
+from lockstep.core.parity.watch.uncovered import reason
+from lockstep.torch_backend.watch.batches import on_cpu
+from lockstep.torch_backend.watch.module_copy import COMPILED, REPLICATED, unwrapped
+from lockstep.torch_backend.watch.sharded_module import divisor, shards
+
+How = Literal["gather", "given"]
+# Rank 0 judges while the others wait. One that dies is noticed at once, so this ends a wait for one that hangs.
+LONGEST_WAIT = timedelta(days=1)
+
+
+def ranks_that_train(model: nn.Module, gathers: bool) -> GlooRanks | None:
+    """The ranks of a model under DistributedDataParallel or FSDP2; None where it is one.
+
+    A collective call where it is more. Raises UserError for a layout that is not watched.
+    """
+    members, factor = _members(model)
+    return GlooRanks(members, factor, gathers) if len(members) > 1 else None
+
+
+def _members(model: Any) -> tuple[list[int], float]:
+    while type(model).__name__ == COMPILED:
+        model = model._orig_mod
+    if type(model).__name__ == REPLICATED[0]:
+        members = dist.get_process_group_ranks(model.process_group)
+        return members, float(len(members))
+    own = unwrapped(model)
+    if not shards(own):
+        return [0], 1.0
+    layouts = {
+        tuple(map(str, p.placements)): p.device_mesh for p in parameters_of(own).values() if hasattr(p, "device_mesh")
+    }
+    meshes = list(dict.fromkeys(layouts.values()))
+    if len(meshes) != 1 or any(_dims_of(names) is None for names in layouts):
+        raise UserError(
+            "parameters are cut over ranks in a way that is not watched: fully_shard over one mesh is, of one axis or "
+            "with copies along another"
+        )
+    members = sorted(meshes[0].mesh.flatten().tolist())
+    return members, divisor(own, len(members))
+
+
+def _dims_of(placements: Sequence[str]) -> tuple[int | None, ...] | None:
+    """The axis that is cut over each axis of the mesh; None for a layout that data-parallel training does not give."""
+    kinds = [name.partition("(")[0] for name in placements]
+    if kinds not in (["S"], ["Shard"], ["R", "S"], ["Replicate", "Shard"]):
+        return None
+    return tuple(int(name.partition("(")[2].rstrip(")")) if "(" in name else None for name in placements)
+
+
+class GlooRanks:
+    """Ranks of `torch.distributed`, as core/parity/watch/together.py has them. A collective call."""
+
+    def __init__(self, members: Sequence[int], divisor: float, gathers: bool) -> None:
+        self.members, self.divisor, self.gathers = members, divisor, gathers
+        self.rank = list(members).index(dist.get_rank())
+        self._group = dist.new_group(
+            list(members), timeout=LONGEST_WAIT, backend="gloo", use_local_synchronization=True
+        )
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Every rank's object on rank 0, in the order of members; empty on other ranks."""
+        found: list[Any] | None = [None] * len(self.members) if self.rank == 0 else None
+        dist.gather_object(mine, found, group_dst=0, group=self._group)
+        return found or []
+
+    def of_first(self, mine: Any) -> Any:
+        """Rank 0's object."""
+        found = [mine]
+        dist.broadcast_object_list(found, group_src=0, group=self._group)
+        return found[0]
+
+    def portable(self, batch: Any) -> Any:
+        """Copy a batch to the CPU. Raises UserError for one that cannot be sent."""
+        found = on_cpu(batch, None)
+        try:
+            torch.save(found, io.BytesIO())
+        except Exception as error:
+            raise UserError(f"the batch cannot be sent to another rank: {reason(error)}") from error
+        return found
+
+    def part(self, tensor: Any) -> Cut:
+        """Copy this rank's part of a DTensor. Raises UserError for a layout that is not watched."""
+        dims = tuple(getattr(placement, "dim", None) for placement in tensor.placements)
+        if any(type(placement).__name__ not in ("Shard", "Replicate") for placement in tensor.placements):
+            raise UserError(f"a tensor is cut over ranks as {tensor.placements}, which is not put together")
+        if len(cut := [dim for dim in dims if dim is not None]) != len(set(cut)):
+            raise UserError(f"a tensor is cut twice along one axis, {tensor.placements}: that is not put together")
+        return Cut(array_of(tensor.to_local()), np.asarray(tensor.device_mesh.mesh.cpu()), dims)
