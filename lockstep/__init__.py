@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lockstep.honest import assert_honest as assert_honest
     from lockstep.torch_backend.watch.adapters.accelerate import watch_accelerate as watch_accelerate
     from lockstep.torch_backend.watch.adapters.lightning import watch_lightning as watch_lightning
+    from lockstep.torch_backend.watch.adapters.torchtitan import watch_torchtitan as watch_torchtitan
     from lockstep.torch_backend.watch.adapters.trainer import watch_trainer as watch_trainer
     from lockstep.torch_backend.watch.api import watch as watch
 
@@ -27,6 +28,7 @@ __all__ = [
     "watch",
     "watch_accelerate",
     "watch_lightning",
+    "watch_torchtitan",
     "watch_trainer",
 ]
 
@@ -45,6 +47,10 @@ def __getattr__(name: str) -> Any:
         from lockstep.torch_backend.watch.adapters.lightning import watch_lightning
 
         return watch_lightning
+    if name == "watch_torchtitan":
+        from lockstep.torch_backend.watch.adapters.torchtitan import watch_torchtitan
+
+        return watch_torchtitan
     if name == "watch_trainer":
         from lockstep.torch_backend.watch.adapters.trainer import watch_trainer
 

@@ -22,6 +22,7 @@ from lockstep.core.parity.watch.uncovered import reason
 from lockstep.torch_backend.watch.sharded_module import fill, is_sharded, put_empty
 
 COMPILED = "OptimizedModule"
+REDISTRIBUTES = "torchtitan.protocols.module"
 REPLICATED = ("DistributedDataParallel", "DataParallel")
 
 
@@ -89,10 +90,14 @@ def copied(
 def _without_wrapper(name: str, module: nn.Module) -> None:
     """Take off a `forward` that was put on the instance: a function there would run the original module.
 
-    accelerate's is taken off, for what it adds is autocast. Raises UserError for others.
+    accelerate's is taken off, for what it adds is autocast, and torchtitan's, which moves tensors over ranks around its
+    class's own. Raises UserError for others.
     """
     forward = module.__dict__.get("forward")
     if forward is None or isinstance(forward, types.MethodType):
+        return
+    if getattr(forward, "__module__", "") == REDISTRIBUTES:
+        del module.__dict__["forward"]
         return
     if "_original_forward" not in module.__dict__:
         raise UserError(
