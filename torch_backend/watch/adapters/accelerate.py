@@ -32,24 +32,32 @@ def watch_accelerate(
     """Watch what `accelerator.prepare` returned, whose gradients come from `accelerator.backward`.
 
     Args:
-        accelerator: of one process; bf16 is read off it.
+        accelerator: of one process, or of several under DistributedDataParallel; bf16 is read off it.
         model: as prepared.
         optimizer: as prepared.
         loss: `(model, batch) -> loss` of one micro-batch, as `watch` has it.
-        accumulate: how the micro-batches of a step become its loss, as `watch` has it: by default the mean of those
-            that there are.
+        accumulate: how the micro-batches of a step, those of all processes, become its loss, as `watch` has it: by
+            default the mean of those that there are.
         settings: as `watch` has them.
 
     Raises UserError for settings that cannot work.
     """
-    if accelerator.num_processes > 1:
-        raise UserError("watch_accelerate takes one process: watch(accumulate=) takes the batches of all ranks")
+    if not replicates(accelerator):
+        kind = accelerator.distributed_type.value
+        raise UserError(f"watch_accelerate takes one process, or several under DistributedDataParallel; not {kind}")
     if accelerator.scaler is not None:
         raise UserError("watch_accelerate takes no fp16: gradients are scaled where they would be read; bf16 works")
     found = {"precision": "bf16" if accelerator.mixed_precision == "bf16" else None}
     return AccelerateWatcher(
-        accelerator, watch(model, optimizer, loss=loss, accumulate=accumulate, **(found | settings))
+        accelerator,
+        watch(model, optimizer, loss=loss, accumulate=accumulate, **(found | {"ranks": "gather"} | settings)),
     )
+
+
+def replicates(accelerator: Any) -> bool:
+    """Return whether an Accelerator is of one process, or wraps its model in DistributedDataParallel."""
+    kind = str(accelerator.distributed_type.value)
+    return accelerator.num_processes == 1 or kind.startswith("MULTI_")
 
 
 class AccelerateWatcher(LibraryWatcher):

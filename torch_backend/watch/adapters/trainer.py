@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.core.errors import UserError
+from lockstep.torch_backend.watch.adapters.accelerate import replicates
 from lockstep.torch_backend.watch.adapters.library_watcher import LibraryWatcher, replace_on
 from lockstep.torch_backend.watch.api import watch
 from lockstep.torch_backend.watch.own_module import Accumulate, Loss
@@ -35,11 +36,11 @@ def watch_trainer(
 
     Clipping (`max_grad_norm`), bf16 autocast, and the optimizer's hyperparameters and schedule as its arguments declare
     them are read off the trainer. By default the loss of a step is, for causal language models, the sum of the
-    cross-entropies of all its micro-batches over the number of their targets: labels that follow a token and are not
-    -100.
+    cross-entropies of all its micro-batches, those of all processes, over the number of their targets: labels that
+    follow a token and are not -100.
 
     Args:
-        trainer: of one process and one device.
+        trainer: of one process and one device, or of several processes under DistributedDataParallel.
         loss: `(model, inputs) -> loss` in place of that one: of one micro-batch.
         accumulate: with `loss`, how micro-batches become a step, as `watch` has it. Default: their mean.
         settings: as `watch` has them; they come before what is read off the trainer.
@@ -96,9 +97,10 @@ class Watched(LibraryWatcher):
             "clip_norm": args.max_grad_norm if args.max_grad_norm > 0 else None,
             "declared": declared_by(trainer) if self._made_by_trainer else None,
             "start": trainer.state.global_step,
+            "ranks": "gather",
         }
         self.watcher = watch(
-            trainer.model,
+            trainer.model_wrapped if args.world_size > 1 else trainer.model,
             trainer.optimizer,
             loss=self._loss,
             accumulate=self._accumulate,
@@ -186,8 +188,10 @@ def _refuse(trainer: Any, loss: Loss | None) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     args = trainer.args
-    if args.world_size > 1 or args.n_gpu > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise UserError("watch_trainer takes a Trainer of one process and one device")
+    if args.n_gpu > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or not replicates(trainer.accelerator):
+        raise UserError(
+            "watch_trainer takes a Trainer of one process and one device, or of several under DistributedDataParallel"
+        )
     if args.fp16:
         raise UserError("watch_trainer takes no fp16: gradients are scaled where they would be read; bf16 works")
     if loss is not None:

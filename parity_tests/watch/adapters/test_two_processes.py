@@ -1,0 +1,57 @@
+"""`watch_trainer` and `watch_accelerate` on two gloo processes, with the real packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.parity_tests.repository import REPO
+
+AGREED = "agreed in 2 checks against your own module"
+CASES: dict[str, tuple[str, int | None, set[str], str]] = {
+    "accelerate": (AGREED, None, set(), ""),
+    "accelerate, past it": ("disagreed", 1, {"gradients"}, "right direction, 2 times the right length"),
+    "trainer": (AGREED, None, set(), ""),
+    "trainer, bf16": (AGREED, None, set(), ""),
+    "trainer, own tokens": ("disagreed", 1, {"gradients", "loss"}, ""),
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Run on_two_processes.py; what each process says, by case."""
+    folder: Path = tmp_path_factory.mktemp("two")
+    module = "lockstep.parity_tests.watch.adapters.on_two_processes"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(number), str(folder)],
+            cwd=REPO,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    said = [process.communicate(timeout=240) for process in processes]
+    assert all(process.returncode == 0 for process in processes), said
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_give_one_verdict(case: str, told: list[dict[str, Any]]) -> None:
+    """Past the accelerator, gradients are twice the mean; own tokens are each process's, in place of all processes'."""
+    headline, step, stages, words = CASES[case]
+    found = told[0][case]
+    assert found == told[1][case]
+    assert found["headline"].startswith(headline), found
+    assert found["step"] == step
+    assert set(found["stages"]) == stages
+    assert words in (found["cause"] or "")
+    assert {"loss/loss", "weights/ranks", "reduction/ranks", "update/ranks"} <= set(found["compared"])
