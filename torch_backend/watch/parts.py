@@ -115,6 +115,9 @@ class Sums:
                 grad = self._total.get(name)
                 found[name] = array_of(torch.zeros_like(p, dtype=self._kept(name)) if grad is None else grad)
                 continue
-            grad = p.grad if p.grad is not None else torch.zeros_like(p)
-            found[name] = array_of(grad / self._divisor if self._divisor != 1 else grad)
+            grad, p.grad = p.grad if p.grad is not None else torch.zeros_like(p), None
+            grad = grad / self._divisor if self._divisor != 1 else grad
+            # Nobody else holds the gradient, so its memory need not be copied.
+            shared = grad.dtype in (torch.float32, torch.float64) and grad.is_contiguous()
+            found[name] = grad.detach().numpy() if shared else array_of(grad)
         return found

@@ -414,6 +414,11 @@ class Watcher:
         step = self._finish(pending, params)
         findings += pending.between
         skipped = judge.skipped_by_scaler(step)
+        # The update comes first: what was read around it is dropped before the reference takes memory.
+        uncovered_late = Uncovered()
+        late = self._update(step, pending, params, skipped, uncovered_late)
+        for read in (step.before, step.after, pending.before, pending.after):
+            read.clear()
         compared: list[Finding] = []
         truth: Answer | None = None
         calibrating = self._judge.limits is None
@@ -431,22 +436,8 @@ class Watcher:
                 clip_norm = self.settings.clip_norm
                 compared.extend(self._judge.forward_backward(step, truth, twin, clip_norm, uncovered, left_out))
         findings += compared
-        with guard.link(uncovered, "update"):
-            alone, strangers = outside(params, self._optimizers)
-            basis = "every trainable parameter stands in an optimizer's group"
-            findings.append(
-                judge.exact("update", "names", len(alone), len(params), basis, ", ".join(alone[:5]), "update")
-            )
-            if strangers:
-                uncovered.append(f"{strangers} tensors that the optimizer holds and the model does not")
-        all_read = len(step.before) == len(self._optimizers) and not pending.stale
-        if not skipped and all_read and all(count == 1 for count in step.fired):
-            with guard.link(uncovered, "clip_coefficient"):
-                findings.extend(judge.clipping(step, self.settings.clip_norm))
-        with guard.link(uncovered, "hyperparameters"):
-            findings.extend(judge.hyperparameters(step, self.settings.declared, uncovered))
-        with guard.link(uncovered, "update"):
-            findings.extend(judge.update(step, skipped, uncovered))
+        findings += late
+        uncovered.extend(uncovered_late)
         if self.settings.every > 1:
             uncovered.append("optimizer state between checked steps (every=1 compares it)")
         judged = any(f.stage == "gradients" and f.tap != "names" for f in compared)
@@ -464,6 +455,29 @@ class Watcher:
                 if where := owner_of(broken, step.grads, twin.grads, pending.layouts):
                     cause = f"{cause}; {where}" if cause else where
         return cause
+
+    def _update(
+        self, step: Step, pending: Pending, params: Mapping[str, Any], skipped: str, uncovered: Uncovered
+    ) -> list[Finding]:
+        """Return the findings of what is around the update and of itself."""
+        guard, findings = self._guard, list[Finding]()
+        with guard.link(uncovered, "update"):
+            alone, strangers = outside(params, self._optimizers)
+            basis = "every trainable parameter stands in an optimizer's group"
+            findings.append(
+                judge.exact("update", "names", len(alone), len(params), basis, ", ".join(alone[:5]), "update")
+            )
+            if strangers:
+                uncovered.append(f"{strangers} tensors that the optimizer holds and the model does not")
+        all_read = len(step.before) == len(self._optimizers) and not pending.stale
+        if not skipped and all_read and all(count == 1 for count in step.fired):
+            with guard.link(uncovered, "clip_coefficient"):
+                findings.extend(judge.clipping(step, self.settings.clip_norm))
+        with guard.link(uncovered, "hyperparameters"):
+            findings.extend(judge.hyperparameters(step, self.settings.declared, uncovered))
+        with guard.link(uncovered, "update"):
+            findings.extend(judge.update(step, skipped, uncovered))
+        return findings
 
     def _calibrated(self, missing: Uncovered) -> list[Finding]:
         """Count one measuring check in; it judges nothing, and so does not agree."""

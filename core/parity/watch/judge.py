@@ -49,8 +49,8 @@ class Step:
     outputs: Arrays
     params: Arrays
     grads: Arrays
-    before: Sequence[Snapshot]
-    after: Sequence[Snapshot]
+    before: list[Snapshot]
+    after: list[Snapshot]
     fired: Sequence[int]
     frozen: frozenset[str]
     dtypes: Mapping[str, str]
@@ -93,9 +93,9 @@ class Judge:
         if step.frozen:
             missing.append(f"gradients of {len(step.frozen)} frozen parameters: {_few(sorted(step.frozen))}")
         both = [name for name in trainable if name in truth.grads and name in twin.grads]
-        t = {name: truth.grads[name].astype(np.float64) for name in both}
+        t: Arrays = Widened({name: truth.grads[name] for name in both})
         # A gradient of narrow weights is itself narrow, however its reference computed it.
-        w = {name: _as_kept(twin.grads[name].astype(np.float64), step.dtypes[name]) for name in both}
+        w: Arrays = Widened({name: twin.grads[name] for name in both}, step.dtypes)
         error = _relative(w, t)
         if self.precision == "bf16" and both and error < LEAST_TWIN_ERROR_BF16:
             raise UserError(
@@ -113,7 +113,7 @@ class Judge:
             yield _clip_finding(
                 step, clip_norm, clip_norm, own, 0.0, "the gradients were clipped before they were read"
             )
-            t, w = _scaled(t, own / _norm(t)), _scaled(w, own / _norm(w))
+            t, w = Widened(t, factor=own / _norm(t)), Widened(w, factor=own / _norm(w))
         held = self._by_itself(step, w) if self.own and self.limits is not None else self.limits
         # In the order of the backward pass, as far as the order of registration tells: the first broken is the origin.
         better: list[str] = []
@@ -249,9 +249,9 @@ def clipping(step: Step, clip_norm: float | None) -> Iterator[Finding]:
     elif changed or old > clip_norm * (1 + _coefficient_slack(step)):
         dot = math.fsum(float(np.vdot(step.grads[n].astype(np.float64), stepped[n])) for n in shared)
         k = dot / old**2 if old else 1.0
-        apart = {n: stepped[n].astype(np.float64) - k * step.grads[n].astype(np.float64) for n in shared}
+        apart = math.sqrt(math.fsum(_squares(stepped[n], k, step.grads[n]) for n in shared))
         due = old * min(1.0, clip_norm / (old + 1e-6))
-        yield _clip_finding(step, clip_norm, due, k * old, _norm(apart) / new if new else 0.0, exactly=stepped)
+        yield _clip_finding(step, clip_norm, due, k * old, apart / new if new else 0.0, exactly=stepped)
 
 
 def skipped_by_scaler(step: Step) -> str:
@@ -392,6 +392,27 @@ def _in_bf16(gradient: np.ndarray) -> bool:
     return not (numbers.view(np.uint32) & 0xFFFF).any()
 
 
+class Widened(Mapping[str, np.ndarray]):
+    """Arrays by name in FP64, times a factor, widened when they are looked at: no more than one takes memory at a time.
+
+    dtypes: of the weights, to which gradients are rounded where that is narrow.
+    """
+
+    def __init__(self, arrays: Arrays, dtypes: Mapping[str, str] | None = None, factor: float = 1.0) -> None:
+        self._arrays, self._dtypes, self._factor = arrays, dtypes, factor
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        found = self._arrays[name].astype(np.float64, copy=False)
+        found = _as_kept(found, self._dtypes[name]) if self._dtypes else found
+        return self._factor * found if self._factor != 1 else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
 def _as_kept(gradient: np.ndarray, dtype: str) -> np.ndarray:
     """A gradient as `.grad` holds it, in the dtype of its weights."""
     return ROUNDINGS[dtype](gradient) if dtype in NARROW else gradient
@@ -482,11 +503,12 @@ def _norm(arrays: Arrays) -> float:
 
 def _relative(w: Arrays, t: Arrays) -> float:
     size = _norm(t)
-    return _norm({name: w[name] - t[name] for name in t}) / size if size else 0.0
+    return math.sqrt(math.fsum(_squares(w[name], 1.0, t[name]) for name in t)) / size if size else 0.0
 
 
-def _scaled(arrays: Arrays, by: float) -> dict[str, np.ndarray]:
-    return {name: by * array for name, array in arrays.items()}
+def _squares(c: np.ndarray, k: float, t: np.ndarray) -> float:
+    """Sum (c − k·t)² in FP64, one tensor at a time: those of a large model together take as much memory as it does."""
+    return float(np.square(c.astype(np.float64) - k * t.astype(np.float64)).sum())
 
 
 def _few(names: Sequence[str]) -> str:

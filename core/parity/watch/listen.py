@@ -16,7 +16,7 @@ import numpy as np
 from lockstep.core.backend import Arrays
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures.verdict import Finding
-from lockstep.core.parity.watch.snapshot import Snapshot, array_of, gradients_of, plainly, snapshot
+from lockstep.core.parity.watch.snapshot import Snapshot, array_of, gradients_of, plainly, share_equal, snapshot
 from lockstep.core.parity.watch.uncovered import Guard, Uncovered
 
 
@@ -64,7 +64,9 @@ def listen(
 
     def read() -> None:
         with guard.link(pending.uncovered, "update"):
-            pending.before[i] = snapshot(params, [optimizer], at("update"))
+            pending.before[i] = found = snapshot(params, [optimizer], at("update"))
+            share_equal(found.params, pending.params)
+            share_equal(found.grads, pending.grads)
 
     def after_closure(result: Any) -> None:
         """Read what the closure's backward pass left, before the optimizer uses it."""
@@ -98,7 +100,7 @@ def listen(
         if depth == 0:
             pending.fired[i] += 1
             with guard.link(pending.uncovered, "update"):
-                pending.after[i] = snapshot(params, [optimizer], at("after"))
+                pending.after[i] = snapshot(params, [optimizer], at("after"), gradients=False)
 
     if hasattr(optimizer, "register_step_post_hook"):
         pending.handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]

@@ -192,9 +192,12 @@ def gradients_of(params: Mapping[str, Any], read: Callable[..., np.ndarray] = pl
 
 
 def snapshot(
-    params: Mapping[str, Any], optimizers: Sequence[Any], read: Callable[..., np.ndarray] = plainly
+    params: Mapping[str, Any],
+    optimizers: Sequence[Any],
+    read: Callable[..., np.ndarray] = plainly,
+    gradients: bool = True,
 ) -> Snapshot:
-    """Copy everything that an update by these optimizers reads or writes."""
+    """Copy everything that an update by these optimizers reads or writes. gradients: or only what it writes."""
     moments: dict[str, dict[str, np.ndarray]] = {}
     steps: dict[str, float] = {}
     groups: dict[str, dict[str, Any]] = {}
@@ -224,7 +227,7 @@ def snapshot(
                         moments.setdefault(kind, {})[name] = read(kind, name, value, make)
     held = {name: params[name] for name in groups}
     weights = {name: read("weights", name, p) for name, p in held.items()}
-    return Snapshot(weights, gradients_of(held, read), moments, steps, groups, frozenset(coded))
+    return Snapshot(weights, gradients_of(held, read) if gradients else {}, moments, steps, groups, frozenset(coded))
 
 
 def _from_codes(entry: Mapping[str, Any], kind: str, _: Any = None) -> np.ndarray:
@@ -233,6 +236,19 @@ def _from_codes(entry: Mapping[str, Any], kind: str, _: Any = None) -> np.ndarra
     flat = levels[codes.reshape(-1)] * scale.repeat(BLOCK)[: codes.size]
     # The library gives a block of zeros the code 0, of −0.993, and the scale 0: together −0, where there was 0.
     return flat.reshape(codes.shape) + np.float32(0)
+
+
+def share_equal(arrays: dict[str, Any], others: Mapping[str, Any]) -> None:
+    """Let two copies of the same bits be one."""
+    for name, array in arrays.items():
+        if isinstance(array, np.ndarray) and _same_bits(array, others.get(name)):
+            arrays[name] = others[name]
+
+
+def _same_bits(a: np.ndarray, b: Any) -> bool:
+    if not isinstance(b, np.ndarray) or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
 
 
 def outside(params: Mapping[str, Any], optimizers: Sequence[Any]) -> tuple[list[str], int]:

@@ -46,6 +46,14 @@ class Uncovered:
         if why not in reasons:
             reasons.append(why)
 
+    def extend(self, other: Uncovered) -> None:
+        """Take over what another left out."""
+        for link, reasons in other.skipped.items():
+            for why in reasons:
+                self.skip(link, why)
+        for text in other.listed:
+            self.append(text)
+
     @property
     def not_judged(self) -> tuple[str, ...]:
         """`update: not judged (NAdam has no rule)`, a link each."""
