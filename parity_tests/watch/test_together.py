@@ -66,6 +66,7 @@ OTHERS = {
     "fsdp, compiled blocks": Expected(AGREED),
     "fsdp, summed": Expected(AGREED),
     "fsdp, bf16 sums": Expected(AGREED),
+    "fsdp, bf16 blocks": Expected(AGREED),
     "fsdp, bf16, accumulated": Expected(AGREED),
     "fsdp, tokens": Expected(AGREED),
     "fsdp, half the clip": disagrees(1, "clip_coefficient"),

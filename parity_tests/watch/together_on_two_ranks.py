@@ -34,6 +34,12 @@ def fsdp(own: Any, **policy: Any) -> Any:
     return fully_shard(own, mp_policy=MixedPrecisionPolicy(**policy))
 
 
+def fsdp_narrow_blocks(own: Any, **policy: Any) -> Any:
+    for block in own.blocks:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(**policy))
+    return fully_shard(own)
+
+
 def fsdp_root_alone(own: nn.Module, **policy: Any) -> Any:
     return fully_shard(own, mp_policy=MixedPrecisionPolicy(**policy))
 
@@ -168,6 +174,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp, summed": {"wrap": fsdp_summed, "weigh": lambda _, loss: loss / 2},
     "fsdp, bf16": {"wrap": fsdp, "policy": BF16, "clip": clips, "clip_norm": CLIP},
     "fsdp, bf16 sums": {"wrap": fsdp, "policy": {"param_dtype": torch.bfloat16}},
+    "fsdp, bf16 blocks": {"wrap": fsdp_narrow_blocks, "policy": BF16 | {"output_dtype": torch.float32}},
     "fsdp, bf16, accumulated": {"wrap": fsdp, "policy": BF16, "parts": 2, "accumulate": "mean"},
     "fsdp, tokens": {"wrap": fsdp, "make": uneven, "weigh": weighted_by_tokens, "accumulate": counted},
     "fsdp, mean of means": {"wrap": fsdp, "make": uneven, "accumulate": counted},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -53,19 +53,21 @@ def copied(
     values: Mapping[str, np.ndarray],
     dtype: torch.dtype | None,
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+    as_read: Collection[str] = (),
 ) -> nn.Module:
     """Copy the user's own module at these values of its parameters, by name.
 
-    dtype: of all floating tensors; None keeps each its own, but for parameters whose dtype stands in `dtypes`. Raises
-    UserError for what cannot be copied.
+    dtype: of all floating tensors; None keeps each its own, but for parameters whose dtype stands in `dtypes`. as_read:
+    parameters that are neither widened nor copied. Raises UserError for what cannot be copied.
     """
     own = unwrapped(model)
     memo: dict[int, Any] = {}
     for name, p in parameters_of(own).items():
         if type(p) is not nn.Parameter and not isinstance(p, nn.Parameter):
             raise UserError(f"{name} is a {type(p).__name__}, of which there is no copy in FP64")
-        kept = dtype or dtypes.get(name) or p.dtype
-        memo[id(p)] = nn.Parameter(torch.from_numpy(values[name]).to(kept), requires_grad=p.requires_grad)
+        read = torch.from_numpy(values[name])
+        kept = read.dtype if name in as_read else dtype or dtypes.get(name) or p.dtype
+        memo[id(p)] = nn.Parameter(read.to(kept), requires_grad=p.requires_grad)
     for module in own.modules():
         tensors = [*module._buffers.values(), *(x for x in vars(module).values() if isinstance(x, Tensor))]
         for x in tensors:

@@ -21,14 +21,15 @@ from lockstep.core.backend import Arrays
 from lockstep.core.data.memory import available_memory_bytes
 from lockstep.core.errors import UserError
 from lockstep.core.parity.watch.limits import Precision
-from lockstep.core.parity.watch.snapshot import Answer, array_of
+from lockstep.core.parity.watch.snapshot import Answer, array_of, parameters_of
 from lockstep.core.parity.watch.together import Gathered
-from lockstep.core.parity.watch.uncovered import Uncovered
+from lockstep.core.parity.watch.uncovered import Uncovered, reason
 from lockstep.torch_backend.watch.batches import on_cpu
 from lockstep.torch_backend.watch.keep_wide import KeepWide, in_words, places
 from lockstep.torch_backend.watch.module_copy import copied, hooked, ranks_of, unwrapped
 from lockstep.torch_backend.watch.parts import Accumulate as Accumulate
 from lockstep.torch_backend.watch.parts import Sums, parts_of
+from lockstep.torch_backend.watch.segments import Sink, by_blocks, kept_narrow
 from lockstep.torch_backend.watch.sharded_module import NO_CASTS, Casts, casts_of
 
 log = logging.getLogger("lockstep.watch")
@@ -53,6 +54,7 @@ class OwnModule:
         self._model, self._loss, self._accumulate = model, loss, accumulate
         self.casts, self.divisor = casts_of(unwrapped(model)), 1.0
         self._told: set[str] = set()
+        self._whole = False  # a truth by blocks failed once
 
     def answers(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> tuple[Answer, Answer]:
         """Truth and twin at these parameters; under fp64 the truth is both.
@@ -80,9 +82,18 @@ class OwnModule:
     def _truth(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> Answer:
         wide_batch = on_cpu(batch, torch.float64)
         with in_fp64():
-            model = copied(self._model, params, torch.float64)
-            with places(model) as where, KeepWide(where) as mode:
-                answer, drawn = self._run(model, wide_batch, batch)
+            narrow = frozenset[str]() if self._whole else kept_narrow(unwrapped(self._model))
+            try:
+                model, mode, answer, drawn = self._wide(params, wide_batch, batch, narrow)
+            except UserError:
+                raise
+            except Exception as error:
+                if not narrow:
+                    raise
+                # A block that reads its weights in another way than by attribute, say.
+                log.debug("watch: the truth is computed whole: %s", reason(error), exc_info=True)
+                self._whole, narrow = True, frozenset()
+                model, mode, answer, drawn = self._wide(params, wide_batch, batch, narrow)
             if drawn and not self._same_again(params, wide_batch, batch, answer):
                 raise UserError(
                     f"the forward draws random numbers{_dropouts(model)}: turn that off, or nothing repeats"
@@ -105,18 +116,31 @@ class OwnModule:
             raise UserError(f"the module's loss in FP64 is {answer.loss}")
         return answer
 
+    def _wide(
+        self, params: Arrays, wide_batch: Any, batch: Any, narrow: frozenset[str]
+    ) -> tuple[nn.Module, KeepWide, Answer, bool]:
+        """Run a copy in FP64. narrow: parameters that its blocks widen by themselves (segments.py)."""
+        model = copied(self._model, params, torch.float64, as_read=narrow)
+        sink = by_blocks(model, narrow)
+        with places(model) as where, KeepWide(where) as mode:
+            answer, drawn = self._run(model, wide_batch, batch, sink=sink)
+        if written := sorted(name for name, p in parameters_of(model).items() if name in narrow and p._version):
+            raise UserError(f"the forward writes to {written[0]}")
+        return model, mode, answer, drawn
+
     def _same_again(self, params: Arrays, wide_batch: Any, batch: Any, first: Answer) -> bool:
         """Return whether the random numbers that come next give the same bits: they are drawn, and do nothing."""
-        model = copied(self._model, params, torch.float64)
-        with places(model) as where, KeepWide(where):
-            again, _ = self._run(model, wide_batch, batch)
+        again = self._wide(params, wide_batch, batch, frozenset())[2]
         same = (np.array_equal(first.grads[name], again.grads[name], equal_nan=True) for name in first.grads)
         return first.loss == again.loss and all(same)
 
-    def _run(self, model: nn.Module, batch: Any, given: Any, casts: Casts = NO_CASTS) -> tuple[Answer, bool]:
+    def _run(
+        self, model: nn.Module, batch: Any, given: Any, casts: Casts = NO_CASTS, sink: Sink | None = None
+    ) -> tuple[Answer, bool]:
         """Loss and gradients of a step, and whether random numbers were drawn.
 
-        given: the batch as the user has it. casts: those of FSDP that the copy computes with.
+        given: the batch as the user has it. casts: those of FSDP that the copy computes with. sink: where blocks put
+        gradients that they widen.
         """
         parts = parts_of(batch, given, self._accumulate, self.divisor)
         total, outputs, before = 0.0, dict[str, np.ndarray](), _random_state()
@@ -137,7 +161,7 @@ class OwnModule:
                 total += float(value.detach()) / parts.divisor
         drawn = any(one != other for one, other in zip(before, _random_state(), strict=True))
         alone = self._accumulate is None or len(parts.batches) == 1
-        return Answer(total, sums.gradients(), outputs if alone else {}), drawn
+        return Answer(total, sums.gradients(sink or {}), outputs if alone else {}), drawn
 
     def _look_at(self, value: Tensor, model: nn.Module) -> None:
         """Raise UserError unless a backward pass reaches the copy, and nothing of the user's."""

@@ -107,15 +107,16 @@ class Sums:
         """The dtype of a parameter's gradient where it trains."""
         return self._casts.kept.get(name, self._params[name].dtype)
 
-    def gradients(self) -> dict[str, np.ndarray]:
-        """The gradients of the step; zeros where none came."""
+    def gradients(self, elsewhere: dict[str, Tensor]) -> dict[str, np.ndarray]:
+        """The gradients of the step; zeros where none came. elsewhere: those that are in no `.grad`; it is emptied."""
         found = {}
         for name, p in self._params.items():
             if self._casts:
                 grad = self._total.get(name)
                 found[name] = array_of(torch.zeros_like(p, dtype=self._kept(name)) if grad is None else grad)
                 continue
-            grad, p.grad = p.grad if p.grad is not None else torch.zeros_like(p), None
+            grad, p.grad = elsewhere.pop(name, p.grad), None
+            grad = torch.zeros_like(p) if grad is None else grad
             grad = grad / self._divisor if self._divisor != 1 else grad
             # Nobody else holds the gradient, so its memory need not be copied.
             shared = grad.dtype in (torch.float32, torch.float64) and grad.is_contiguous()

@@ -58,9 +58,10 @@ from lockstep.core.parity.watch.words import headline, in_words
 
 log = logging.getLogger("lockstep.watch")
 
-# Memory that a check takes for each number of the model, in bytes: weights and gradients, both and two moments before
-# and after the update, then truth and twin with the copies in which they are compared.
-BYTES_A_NUMBER = 80
+# Memory that a check takes, in bytes. For each number of the model: weights and gradients as backward left them,
+# clipped gradients, two moments before the update, weights and two moments after it. For each number of the largest
+# tensor: the same in FP64, with twin and truth of its update. Loss and gradients come after, with less.
+BYTES_A_NUMBER, BYTES_OF_LARGEST = 32, 128
 # The same for a rank that does not judge, of the numbers that it holds: those that are cut over ranks are copied until
 # they have been sent, namely weights and gradients, both and two moments before, weights and two moments after.
 BYTES_A_NUMBER_ELSEWHERE = 40
@@ -318,7 +319,7 @@ class Watcher:
     def _needed(self, sizes: Sequence[int]) -> int:
         """Bytes that a check takes on this rank."""
         if self._together is None or self._together.rank == 0:
-            return BYTES_A_NUMBER * sum(sizes)
+            return BYTES_A_NUMBER * sum(sizes) + BYTES_OF_LARGEST * max(sizes)
         return BYTES_A_NUMBER_ELSEWHERE * sum(sizes) // len(self._together.members)
 
     def in_closure(self, loss: Any = None) -> None:

@@ -22,7 +22,7 @@ from lockstep.core.backend import Arrays
 from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.parity.watch import judge
 from lockstep.core.parity.watch.listen import Pending
-from lockstep.core.parity.watch.snapshot import Snapshot, array_of
+from lockstep.core.parity.watch.snapshot import Snapshot, array_of, share_equal
 from lockstep.core.parity.watch.uncovered import Uncovered, WatchCheck, reason
 
 # In the place of a tensor that this rank does not judge.
@@ -193,6 +193,10 @@ def put_together(
         uncovered.skip("step", f"not every rank has read {next(iter(places))}")
     if "step" in uncovered.skipped:
         return None
+    for before in pending.before:
+        if before is not None:
+            share_equal(before.params, pending.params)
+            share_equal(before.grads, pending.grads)
     losses = [share.loss for share in shares if share.loss is not None]
     pending.loss = sum(losses) / ranks.divisor if len(losses) == len(shares) else None
     if ranks.gathers:
