@@ -37,7 +37,7 @@ from lockstep.parity_tests.watch.own import (
     nothing,
     train,
 )
-from lockstep.torch_backend.watch import own_module
+from lockstep.torch_backend.watch import own_module, segments
 from lockstep.torch_backend.watch.module_copy import copied
 
 CLIP = 0.5
@@ -591,11 +591,13 @@ def test_watching_changes_nothing() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
-def test_a_copy_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("large", [segments.LARGE, 0], ids=["whole", "by blocks"])
+def test_a_copy_is_let_go(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "LARGE", large)
     copies: list[weakref.ref[nn.Module]] = []
 
-    def noted(*args: Any) -> nn.Module:
-        copies.append(weakref.ref(found := copied(*args)))
+    def noted(*args: Any, **kwargs: Any) -> nn.Module:
+        copies.append(weakref.ref(found := copied(*args, **kwargs)))
         return found
 
     monkeypatch.setattr(own_module, "copied", noted)
