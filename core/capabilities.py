@@ -380,6 +380,15 @@ class TapsKeepBits(Protocol):
 
 
 @runtime_checkable
+class HidesTaps(Protocol):
+    """A session that cannot show some taps: nothing names the place in its program where they pass."""
+
+    def hidden_taps(self) -> Mapping[str, str]:
+        """The forward taps that `observe` never gives, each with the reason. Their stages are not covered."""
+        ...
+
+
+@runtime_checkable
 class OfRanks(Protocol):
     """A session that several ranks share. peers: those ranks; each holds its own, and makes the same calls on it."""
 

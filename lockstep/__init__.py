@@ -1,8 +1,8 @@
 """Lockstep: a language model pretrains in PyTorch while an independent JAX implementation checks the step.
 
 This package is the one import name. In a checkout it holds links to the folders of the repository; installed, the
-folders themselves. `watch` checks a training loop of one's own, `assert_honest` a kernel; `python -m lockstep` is the
-command line.
+folders themselves. `watch` checks a training loop of one's own, `assert_honest` a kernel, `ModuleCandidate` makes a
+candidate of a module; `python -m lockstep` is the command line.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from lockstep.core.parity.watch.api import Disagreed as Disagreed
     from lockstep.core.parity.watch.api import Watcher as Watcher
     from lockstep.honest import assert_honest as assert_honest
+    from lockstep.torch_backend.candidate.hugging_face import HuggingFaceCandidate as HuggingFaceCandidate
+    from lockstep.torch_backend.candidate.layout import fused as fused
+    from lockstep.torch_backend.candidate.litgpt import LitGptCandidate as LitGptCandidate
+    from lockstep.torch_backend.candidate.module import ModuleCandidate as ModuleCandidate
     from lockstep.torch_backend.watch.adapters.accelerate import watch_accelerate as watch_accelerate
     from lockstep.torch_backend.watch.adapters.lightning import watch_lightning as watch_lightning
     from lockstep.torch_backend.watch.adapters.torchtitan import watch_torchtitan as watch_torchtitan
@@ -22,9 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Disagreed",
+    "HuggingFaceCandidate",
+    "LitGptCandidate",
+    "ModuleCandidate",
     "NotHonest",
     "Watcher",
     "assert_honest",
+    "fused",
     "watch",
     "watch_accelerate",
     "watch_lightning",
@@ -55,6 +63,22 @@ def __getattr__(name: str) -> Any:
         from lockstep.torch_backend.watch.adapters.trainer import watch_trainer
 
         return watch_trainer
+    if name == "ModuleCandidate":
+        from lockstep.torch_backend.candidate.module import ModuleCandidate
+
+        return ModuleCandidate
+    if name == "fused":
+        from lockstep.torch_backend.candidate.layout import fused
+
+        return fused
+    if name == "HuggingFaceCandidate":
+        from lockstep.torch_backend.candidate.hugging_face import HuggingFaceCandidate
+
+        return HuggingFaceCandidate
+    if name == "LitGptCandidate":
+        from lockstep.torch_backend.candidate.litgpt import LitGptCandidate
+
+        return LitGptCandidate
     if name in ("NotHonest", "assert_honest"):
         from lockstep import honest
 

@@ -18,7 +18,7 @@ from lockstep.scripts.commands.replay import (
     write_json,
 )
 from lockstep.scripts.shared.arguments import check_file, parse
-from lockstep.scripts.shared.backends import Maker, open_named
+from lockstep.scripts.shared.backends import Maker, open_candidate
 from lockstep.scripts.shared.peers import needs_start, on_every_rank, ranks_of_launch, reference_of, start_ranks
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     run, data = open_run(options.run, options.branch, options.reference_devices, options.reference_device)
     require_bands(run)
     name = Maker.of_run(run).named("--candidate", options.candidate, ["bisect", *argv])
-    candidate = open_named(name)
+    candidate = open_candidate(name)
     if needs_start(run.config, candidate):
         return start_ranks(run.config.train.ranks, ["bisect", *argv])
     with ranks_of_launch(run.config) as ranks:

@@ -14,7 +14,7 @@ import tyro
 
 from lockstep.core.errors import UserError
 from lockstep.scripts.shared.arguments import check_file, parse
-from lockstep.scripts.shared.backends import description, on_its_device, open_named
+from lockstep.scripts.shared.backends import description, on_its_device, open_candidate
 from lockstep.scripts.shared.failures import in_one_line
 from lockstep.scripts.shared.initial_weights import require_seed
 from lockstep.scripts.shared.open_data import open_data
@@ -48,7 +48,7 @@ class Parity:
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
     """write the verdict here as JSON"""
     candidate: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "torch"
-    """who is judged: torch, jax, FILE.py:NAME or module:NAME"""
+    """who is judged: torch, jax, hf (transformers' own model), litgpt, FILE.py:NAME or module:NAME"""
     reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
     """who judges: torch, jax, hf (transformers' own model: logits, loss, every gradient, under fp32 and fp64),
     FILE.py:NAME or module:NAME"""
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     config = load_config(options.config, given)
     require_seed(config)
     data = open_data(config, options.config, given)
-    candidate = open_named(options.candidate)
+    candidate = open_candidate(options.candidate)
     if needs_start(config, candidate):
         return start_ranks(config.train.ranks, ["parity", *argv])
     with ranks_of_launch(config) as ranks:

@@ -14,7 +14,7 @@ import tyro
 from lockstep.core.errors import UserError
 from lockstep.core.run.ranks import ONE
 from lockstep.scripts.shared.arguments import check_file, parse
-from lockstep.scripts.shared.backends import Maker, on_its_device, open_named
+from lockstep.scripts.shared.backends import Maker, on_its_device, open_candidate
 from lockstep.scripts.shared.failures import in_one_line
 from lockstep.scripts.shared.open_data import open_data
 from lockstep.scripts.shared.peers import needs_start, on_every_rank, ranks_of_launch, reference_of, start_ranks
@@ -109,7 +109,7 @@ def _capsule(console: Console, options: Replay, words: Sequence[str]) -> int:
     calibrated_bounds.require(capsule.config)
     config = on_reference_devices(capsule.config, options.reference_devices, options.reference_device)
     if not kept:
-        candidate = open_named(name)
+        candidate = open_candidate(name)
         config = attempt(lambda: on_device(config, options.device, candidate))
         if needs_start(config, candidate):
             return start_ranks(config.train.ranks, words)
@@ -178,7 +178,7 @@ def _run_of_spike(path: Path, branch: int | None) -> tuple[Path, int | None]:
 def _run(console: Console, options: Replay, words: Sequence[str]) -> int:
     run, data = open_run(options.path, options.branch, options.reference_devices, options.reference_device)
     require_bands(run)
-    named = open_named(options.candidate) if options.candidate and run.config.train.ranks > 1 else None
+    named = open_candidate(options.candidate) if options.candidate and run.config.train.ranks > 1 else None
     if needs_start(run.config, named):
         return start_ranks(run.config.train.ranks, words)
     with ranks_of_launch(run.config) as ranks:

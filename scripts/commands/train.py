@@ -16,7 +16,7 @@ from lockstep.core.files.jsonl import in_ranges
 from lockstep.core.files.paths import quoted
 from lockstep.core.run.launch import launched, require_ranks
 from lockstep.scripts.shared.arguments import parse
-from lockstep.scripts.shared.backends import REFERENCE, Maker, on_its_device, open_named, trainer_of
+from lockstep.scripts.shared.backends import REFERENCE, Maker, on_its_device, open_candidate, open_named, trainer_of
 from lockstep.scripts.shared.initial_weights import require_seed
 from lockstep.scripts.shared.interrupts import interrupts, terminated_as_interrupted
 from lockstep.scripts.shared.open_data import open_data
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
         options.overwrite |= again is not None
         check_free(path, options.overwrite)
     data = open_data(config, options.config or path / CONFIG, given)
-    backend = open_named(name)
+    backend = open_candidate(name)
     if config.train.ranks > 1 and not opens_ranks(backend):
         raise UserError(f"train.ranks = {config.train.ranks}: {name} trains in one process; set train.ranks = 1")
     if needs_start(config):

@@ -33,6 +33,11 @@ REFERENCE = "lockstep.jax_backend.backend:JaxBackend"
 HUGGING_FACE = "lockstep.torch_backend.tools.hugging_face:HuggingFaceBackend"
 
 BY_NAME = {"torch": TRAINER, "jax": REFERENCE, "hf": HUGGING_FACE}
+# By the name of a package, as what trains or is judged: as a reference, `hf` shows its whole model alone.
+CANDIDATES = {
+    "hf": "lockstep.torch_backend.candidate.hugging_face:HuggingFaceCandidate",
+    "litgpt": "lockstep.torch_backend.candidate.litgpt:LitGptCandidate",
+}
 
 
 def open_named(name: str) -> Backend:
@@ -45,6 +50,11 @@ def open_named(name: str) -> Backend:
     return load_backend(spec(name))
 
 
+def open_candidate(name: str) -> Backend:
+    """As `open_named`, of what trains or is judged."""
+    return open_named(CANDIDATES.get(name, name))
+
+
 def spec(name: str) -> str:
     """`torch`, `jax` and `hf` by name; anything else is `module:NAME` or `FILE.py:NAME` already."""
     return BY_NAME.get(name, name)
@@ -52,12 +62,13 @@ def spec(name: str) -> str:
 
 def is_built_in(name: object) -> bool:
     """Return whether a name is that of a backend of Lockstep's own, short or in full."""
-    return isinstance(name, str) and (name in BY_NAME or name in BY_NAME.values())
+    known = (BY_NAME, CANDIDATES)
+    return isinstance(name, str) and any(name in names or name in names.values() for names in known)
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Open the backend that a run's or capsule's file names. file: that file."""
+    """Open the backend that a run's or capsule's file names: what trained, or was judged. file: that file."""
 
     name: object
     file: Path
@@ -99,7 +110,7 @@ class Maker:
 
     def open(self, flag: str, asked: str | None, words: Sequence[str]) -> Backend:
         """Open the backend that `named` gives. Raises UserError as `named` and `open_named` do."""
-        return open_named(self.named(flag, asked, words))
+        return open_candidate(self.named(flag, asked, words))
 
     def __str__(self) -> str:
         return str(self.name)

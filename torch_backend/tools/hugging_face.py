@@ -27,6 +27,7 @@ from lockstep.core.hub.family import HubFamily
 from lockstep.core.hub.tensors import stored_tensors, to_ours, to_theirs
 from lockstep.core.model.init import init_parameters
 from lockstep.core.model.names import parameter_shapes
+from lockstep.torch_backend.tools.import_logging import quiet_import
 
 LOGITS = "logits"
 # Where transformers' functions look `torch` up besides a model's own module: RoPE's frequencies.
@@ -63,10 +64,10 @@ def widened(kind: type) -> Iterator[None]:
 
 
 @contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    """Let tensors that a constructor makes of numbers, as Gemma's √hidden, have this dtype."""
+def default_dtype(exact: bool) -> Iterator[None]:
+    """Let tensors that a constructor makes of numbers, as Gemma's √hidden, be FP64, or FP32 where not `exact`."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.float64 if exact else torch.float32)
     try:
         yield
     finally:
@@ -86,7 +87,8 @@ def architecture_of(family: HubFamily) -> Any:
         raise UserError(
             f"transformers, which computes {family.architecture}, is not installed: pip install transformers"
         ) from error
-    return getattr(transformers, family.architecture)
+    with quiet_import():  # the class's module is imported here, and torchao by it
+        return getattr(transformers, family.architecture)
 
 
 def their_arguments(model: ModelConfig, longest: int) -> dict[str, Any]:
@@ -121,7 +123,7 @@ class HuggingFaceSession:
         self._stored = stored_tensors(family, config.model)
         self._shapes = parameter_shapes(config.model)
         arguments = their_arguments(config.model, config.train.longest)
-        with self._precision(), _default(self._dtype):
+        with self._precision(), default_dtype(self._exact):
             made = self._kind.config_class(**arguments, attn_implementation="eager", use_cache=False)
             self._model = self._kind(made).to(self._dtype).eval()
         theirs = dict(self._model.named_parameters())

@@ -61,6 +61,7 @@ class Evidence:
     step, and when that state has been loaded.
     changed: what passes that only look at the state changed in it, by what they did; empty where that is not told.
     in_a_row: what differs in two steps that are made with nothing between them (core/parity/evidence/in_a_row.py).
+    hidden_taps: forward taps that the session says it cannot show.
     miscounted: parameters of which the optimizer counts another number of updates after the step, in words.
     probed_amaxes, own_amaxes, step_amaxes: of `tapped`, of each of the step's micro-batches (in the step where
     own_in_step, else apart from it), and of the step, what the pass saw, by layer (`ShowsAmaxes`). tapped_amaxes: the
@@ -102,6 +103,7 @@ class Evidence:
     changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     in_a_row: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     miscounted: tuple[str, ...] = ()
+    hidden_taps: tuple[str, ...] = ()
 
     @property
     def given_probe(self) -> Batch | None:

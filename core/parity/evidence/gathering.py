@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, RankReport, Session, State, StepRecord
-from lockstep.core.capabilities import ShowsParts, TapsKeepBits, ask, ranks_of
+from lockstep.core.capabilities import HidesTaps, ShowsParts, TapsKeepBits, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.changed import Changed
 from lockstep.core.parity.evidence.evidence import Accumulation, Evidence
@@ -110,6 +110,7 @@ class Gathering:
             changed=self.changed.found,
             in_a_row=self.in_a_row,
             miscounted=self.miscounted,
+            hidden_taps=_hidden_taps(self.session),
         )
 
 
@@ -146,6 +147,13 @@ def begin(
         sums_before=changed.sums,
         tapped=tapped,
     )
+
+
+def _hidden_taps(session: Session) -> tuple[str, ...]:
+    try:
+        return tuple(ask(session, HidesTaps).hidden_taps())
+    except NotSupported:
+        return ()
 
 
 def _taps_keep_bits(session: Session) -> bool:

@@ -120,6 +120,7 @@ class _Document:
     miscounted: tuple[str, ...] = ()
     moved: tuple[_Moved, ...] = ()
     end_of_text: int | None = None
+    hidden_taps: tuple[str, ...] = ()
 
 
 def store_of(evidence: Evidence) -> FolderStore | None:
@@ -217,6 +218,7 @@ class _Writer:
             evidence.miscounted,
             tuple(map(self._moved, evidence.moved)),
             evidence.batch.end_of_text,
+            evidence.hidden_taps,
         )
 
     def _kind(self, kind: str, arrays: Arrays) -> str:
@@ -326,5 +328,6 @@ def _evidence(document: _Document, store: FolderStore) -> Evidence:
         changed=document.changed,
         in_a_row=document.in_a_row,
         miscounted=document.miscounted,
+        hidden_taps=document.hidden_taps,
         moved=tuple(Moved(one.number, store.arrays(one.grads), state(one.after)) for one in document.moved),
     )

@@ -76,6 +76,9 @@ def stages(
         yield _loss_backward(evidence, reference)
     for stage in filter(chosen, stages_of(reference.config)):
         if absent := [t for t in (*stage.reads.values(), stage.tap) if t not in evidence.taps]:
+            if set(absent) <= set(evidence.hidden_taps):
+                missing += _not_shown(stage, absent, missing)
+                continue
             basis = "every tap that was asked for is there"
             yield exact(stage.id, stage.tap, len(absent), len(absent), basis, ", ".join(absent))
             continue
@@ -368,6 +371,14 @@ def _run(stage: Operation, variant: str, inputs: Arrays, reference: Reference) -
     if "grad" in inputs and any("grad/" + role not in outputs[0] for role in (*stage.reads, *stage.params)):
         raise NotSupported(f"the reference gives no gradients of {stage.id}")
     return outputs[0], outputs[-1]
+
+
+def _not_shown(stage: Operation, absent: Sequence[str], said: Sequence[str]) -> Iterator[str]:
+    """Say that a stage is not judged, once for all blocks: the session declares that it cannot show these taps."""
+    names = (tap if stage.layer is None else tap.removeprefix(f"blocks.{stage.layer}.") for tap in absent)
+    line = f"local checks of {stage.id}: the candidate does not show {', '.join(names)}"
+    if line not in said:
+        yield line
 
 
 def _loss_backward(evidence: Evidence, reference: Reference) -> Finding:

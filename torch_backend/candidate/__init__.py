@@ -1,0 +1,1 @@
+"""Candidates out of any torch module: a map of names, fused tensors, taps by hooks (docs/guide/candidates.md)."""

@@ -1,0 +1,80 @@
+"""transformers' own model of a run's family as a candidate: `lockstep parity CONFIG --candidate hf`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep.core.config.schema import RunConfig
+from lockstep.core.errors import UserError
+from lockstep.core.hub.families import HUB
+from lockstep.core.hub.family import HubFamily
+from lockstep.core.hub.tensors import stored_tensors
+from lockstep.core.model.families import traits_of
+from lockstep.torch_backend.candidate.layout import Layout, layout_of_stored
+from lockstep.torch_backend.candidate.module import ModuleCandidate
+from lockstep.torch_backend.candidate.taps import Where
+from lockstep.torch_backend.tools.hugging_face import architecture_of, default_dtype, their_arguments, widened
+
+
+class HuggingFaceCandidate(ModuleCandidate):
+    """transformers' model of the run's family, with all taps. Names and shapes are those of core/hub/families.
+
+    attention: `attn_implementation`; None: `sdpa`, or `eager` where scores have a cap, which sdpa does not know.
+    """
+
+    name = "hf"
+    taps_keep_bits = True
+    attention: str | None = None
+
+    def build(self, config: RunConfig) -> nn.Module:
+        """The model of the run's settings. Raises UserError if its architecture cannot express them."""
+        kind = architecture_of(_family(config))
+        arguments = their_arguments(config.model, config.train.longest)
+        attention = self.attention or ("eager" if config.model.attention_cap else "sdpa")
+        with default_dtype(config.precision.exact):
+            # No token begins or ends a text here; the defaults may lie outside the vocabulary.
+            none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+            made = kind.config_class(**arguments, **none, attn_implementation=attention, use_cache=False)
+            model: nn.Module = kind(made)
+        return model
+
+    def precision(self, config: RunConfig) -> AbstractContextManager[Any]:
+        """As of any module; in FP64 transformers' own casts to FP32 are widened."""
+        return widened(architecture_of(_family(config))) if config.precision.exact else super().precision(config)
+
+    def layout(self, config: RunConfig) -> Layout:
+        """Where each parameter lies, by the table of the family."""
+        family = _family(config)
+        return layout_of_stored(stored_tensors(family, config.model), family.head, config.model)
+
+    def taps_of(self, config: RunConfig) -> Mapping[str, Where]:
+        """Those of `taps`; embeddings that a module of transformers looks up and scales at once."""
+        scaled = traits_of(config.model).scaled_embedding
+        return {**self.taps, **({"embed_scale": f"{_family(config).prefix}embed_tokens"} if scaled else {})}
+
+    def calls_of(self, config: RunConfig) -> Mapping[Callable[..., Any], Sequence[str]]:
+        """Those of `calls`; RoPE, and the look-up inside a scaled embedding."""
+        traits = traits_of(config.model)
+        module = sys.modules[architecture_of(_family(config)).__module__]
+        rope = {module.apply_rotary_pos_emb: ("attn.q_rope", "attn.k_rope")} if traits.rotary else {}
+        return {**self.calls, **rope, **({F.embedding: ("embed",)} if traits.scaled_embedding else {})}
+
+    def describe(self, config: RunConfig) -> Mapping[str, Any]:
+        """As of any module, and transformers' version."""
+        architecture_of(_family(config))
+        import transformers
+
+        found = super().describe(config)
+        return {**found, "versions": {**found["versions"], "transformers": transformers.__version__}}
+
+
+def _family(config: RunConfig) -> HubFamily:
+    if (family := HUB.get(config.model.family)) is None:
+        raise UserError(f"model.family = {config.model.family!r}: transformers computes {', '.join(HUB)}")
+    return family

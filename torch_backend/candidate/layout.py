@@ -1,0 +1,213 @@
+"""Which rows of which of a module's parameters are which canonical parameter."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.core.config.sections import ModelConfig
+from lockstep.core.errors import UserError
+from lockstep.core.hub.family import Stored
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.graph import Shape
+from lockstep.core.model.names import parameter_shapes
+
+PARTS = ("weight", "bias")
+# The module of the head, also where its weight is the embedding's.
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One of their modules that is made of one or several of ours. Built by `fused`."""
+
+    ours: tuple[str, ...]
+    transposed: bool = False
+    by_group: bool = False
+    neighbours: bool = False
+
+
+def fused(*ours: str, transposed: bool = False, by_group: bool = False, neighbours: bool = False) -> Fused:
+    """One of their modules, made of several of ours whose rows follow one another; or of one in another layout.
+
+    Args:
+        ours: canonical names of modules, as in `ModuleCandidate.modules`.
+        transposed: their weight is (in, out), as GPT-2's Conv1D keeps it.
+        by_group: ours are q, k and v, whose heads come in turns: of each key-value head its query heads, its key, its
+            value, as GPT-NeoX and old litgpt keep them.
+        neighbours: their RoPE turns rows 2i and 2i + 1 of a head together, where ours turns i and i + E/2.
+    """
+    return Fused(ours, transposed, by_group, neighbours)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One of their parameters. rows: canonical name → which of its rows are ours, in our order; all once."""
+
+    theirs: str
+    rows: Mapping[str, np.ndarray]
+    transposed: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Return whether it is one of ours as it is."""
+        return len(self.rows) == 1 and not self.transposed and not self.moved
+
+    @property
+    def moved(self) -> bool:
+        """Return whether rows of one of ours lie in another order."""
+        return any((np.diff(rows) != 1).any() for rows in self.rows.values())
+
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
+        """The shape of theirs. shapes: of ours."""
+        shape = (sum(map(len, self.rows.values())), *shapes[next(iter(self.rows))][1:])
+        return shape[::-1] if self.transposed else shape
+
+    def to_ours(self, theirs: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Our parameters, or their gradients or moments, by name."""
+        whole = theirs.T if self.transposed else theirs
+        for name, rows in self.rows.items():
+            yield name, np.ascontiguousarray(whole[rows])
+
+    def to_theirs(self, ours: Callable[[str], np.ndarray]) -> np.ndarray:
+        """Their tensor of ours, which `ours` gives by name."""
+        parts = {name: ours(name) for name in self.rows}
+        first = next(iter(parts.values()))
+        whole = np.empty((sum(map(len, self.rows.values())), *first.shape[1:]), first.dtype)
+        for name, rows in self.rows.items():
+            whole[rows] = parts[name]
+        return np.ascontiguousarray(whole.T) if self.transposed else whole
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything of a model lies in a module.
+
+    placed: its parameters. modules: canonical module → path of theirs, and the columns of that module's output that are
+    ours, None for all as they are. turned: the order of a head's dimensions where RoPE turns neighbours, else None.
+    """
+
+    placed: tuple[Placed, ...]
+    modules: Mapping[str, tuple[str, np.ndarray | None]]
+    turned: np.ndarray | None = None
+
+
+def layout_of_stored(stored: Iterable[Stored], head: str, model: ModelConfig) -> Layout:
+    """The layout of a family's tensors, as core/hub/families lists them. head: their name of the head."""
+    shapes = parameter_shapes(model)
+    placed: list[Placed] = []
+    modules: dict[str, tuple[str, np.ndarray | None]] = {HEAD: (head.removesuffix(".weight"), None)}
+    for one in stored:
+        rows = _in_turn(one.ours, shapes)
+        placed.append(Placed(one.theirs, rows, one.transposed))
+        modules |= _modules_of(one.theirs, rows)
+    return Layout(tuple(placed), modules)
+
+
+def layout_of(given: Mapping[str, str | Sequence[str] | Fused], model: ModelConfig) -> Layout:
+    """The layout that a map of modules describes (`ModuleCandidate.modules`).
+
+    Raises UserError for a name that the model does not have, and unless each of its parameters stands in one place.
+    """
+    shapes = parameter_shapes(model)
+    placed: list[Placed] = []
+    modules: dict[str, tuple[str, np.ndarray | None]] = {}
+    turned: np.ndarray | None = None
+    for path, value in given.items():
+        one = value if isinstance(value, Fused) else Fused((value,) if isinstance(value, str) else tuple(value))
+        for layer in range(model.layers) if "{i}" in path else (None,):
+            theirs, ours = _at(path, layer), tuple(_ours(name, layer) for name in one.ours)
+            if ours == (HEAD,):
+                modules[HEAD] = theirs, None
+            found = [*_placed(theirs, ours, one, shapes, model)]
+            if not found and ours != (HEAD,):
+                raise UserError(f"modules: {path!r}: {_unknown(ours, shapes, model)}")
+            placed += found
+            for each in found:
+                modules |= _modules_of(each.theirs, each.rows)
+        if one.neighbours:
+            turned = _turned(model)
+    held = [name for one in placed for name in one.rows]
+    for name in shapes:
+        if held.count(name) != 1:
+            where = f"stands in {held.count(name)} of them" if name in held else "is none of them"
+            raise UserError(f"modules: each parameter of the model needs one place, and {name} {where}")
+    return Layout(tuple(placed), modules, turned)
+
+
+def _at(path: str, layer: int | None) -> str:
+    return path if layer is None else path.replace("{i}", str(layer))
+
+
+def _ours(name: str, layer: int | None) -> str:
+    """A canonical name; inside a block it may be given without `blocks.{i}.`."""
+    if layer is None:
+        return name
+    name = name.replace("{i}", str(layer))
+    return name if name.startswith("blocks.") else f"blocks.{layer}.{name}"
+
+
+def _unknown(ours: Sequence[str], shapes: Mapping[str, Shape], model: ModelConfig) -> str:
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
+    wrong = next((name for name in ours if name not in modules and name not in shapes), None)
+    if wrong is None:
+        return f"some of {', '.join(ours)} have a bias, and some have none"
+    near = difflib.get_close_matches(wrong, [*modules, HEAD], n=1)
+    return f"a {model.family} model has no {wrong}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _placed(
+    theirs: str, ours: Sequence[str], how: Fused, shapes: Mapping[str, Shape], model: ModelConfig
+) -> Iterator[Placed]:
+    """Weight and bias of a module, or the parameter itself, where the name is one's."""
+    if all(name in shapes for name in ours):
+        yield Placed(theirs, _rows(ours, how, shapes, model), how.transposed and len(shapes[ours[0]]) > 1)
+        return
+    for part in PARTS:
+        names = tuple(f"{name}.{part}" for name in ours)
+        there = [name for name in names if name in shapes]
+        if there and len(there) < len(names):
+            raise UserError(f"modules: {theirs!r}: {_unknown(ours, shapes, model)}")
+        if there:
+            transposed = how.transposed and part == "weight"
+            yield Placed(f"{theirs}.{part}", _rows(names, how, shapes, model), transposed)
+
+
+def _rows(names: Sequence[str], how: Fused, shapes: Mapping[str, Shape], model: ModelConfig) -> dict[str, np.ndarray]:
+    rows = _by_group(names, model) if how.by_group else _in_turn(names, shapes)
+    if how.neighbours:
+        order, into_scores = _turned(model), graph_of(model).into_scores
+        for name in rows.keys() & into_scores:
+            rows[name] = rows[name].reshape(-1, model.head_dim)[:, order].ravel()
+    return rows
+
+
+def _turned(model: ModelConfig) -> np.ndarray:
+    """Where dimension n of our head lies in one whose neighbours turn together."""
+    return np.arange(model.head_dim).reshape(-1, 2).T.ravel()
+
+
+def _in_turn(names: Sequence[str], shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+    ends = np.cumsum([shapes[name][0] for name in names])
+    return {name: np.arange(end - shapes[name][0], end) for name, end in zip(names, ends, strict=True)}
+
+
+def _by_group(names: Sequence[str], model: ModelConfig) -> dict[str, np.ndarray]:
+    """Rows of q, k and v: of each key-value head its query heads, its key, its value."""
+    if len(names) != 3:
+        raise UserError(f"modules: by_group is for q, k and v, not for {', '.join(names)}")
+    queries, wide = model.heads // model.kv_heads, model.head_dim
+    groups = np.arange(model.kv_heads * (queries + 2) * wide).reshape(model.kv_heads, queries + 2, wide)
+    parts = groups[:, :queries], groups[:, queries], groups[:, queries + 1]
+    return {name: part.ravel() for name, part in zip(names, parts, strict=True)}
+
+
+def _modules_of(theirs: str, rows: Mapping[str, np.ndarray]) -> dict[str, tuple[str, np.ndarray | None]]:
+    path, _, part = theirs.rpartition(".")
+    if part != "weight":
+        return {}
+    whole = len(rows) == 1 and not any((np.diff(one) != 1).any() for one in rows.values())
+    return {name.removesuffix(".weight"): (path, None if whole else columns) for name, columns in rows.items()}

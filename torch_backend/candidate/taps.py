@@ -1,0 +1,260 @@
+"""Taps of a module by forward hooks: values, and gradients by hooks on the tensors themselves.
+
+A hook leaves the program's sums as they are. A reader gets a node of its own, whose gradient is that reader's share,
+only where it uses its input once: elsewhere autograd would add up gradients in another order, with other bits.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.config.sections import ModelConfig
+from lockstep.core.errors import UserError
+from lockstep.core.model.families import graph_of
+from lockstep.core.model.graph import Operation
+from lockstep.core.model.names import GRADIENT, probe_shapes
+from lockstep.torch_backend.candidate.layout import HEAD, Layout
+
+View = Callable[[Tensor], Tensor]
+# `path`, `path:input` or `path:output`; with a function that makes ours of theirs, a view: slices, transposes.
+Where = str | tuple[str, View]
+Side = Literal["input", "output"]
+
+# Kinds of operations that are a module, whose output is the tap.
+MODULES = frozenset({"embedding", "norm", "centered_norm", "layer_norm", "head_norm", "linear", "logits"})
+# Norms that are one node of autograd, which uses its input once. RMSNorm is made of several on a CPU.
+ONE_NODE = (nn.LayerNorm,)
+LOGITS, NLL = "logits", "nll"
+
+
+def as_is(x: Tensor) -> Tensor:
+    """Return the tensor: theirs is laid out as ours."""
+    return x
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """(B, H, S, E), as torch's attention takes it → (B, S, H, E)."""
+    return x.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor passes a module. own: a node of its own, for an edge; view: makes ours of theirs."""
+
+    name: str
+    module: str
+    side: Side
+    view: View = as_is
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function whose results are taps. names: of its tensors, call after call, each with the view that makes ours."""
+
+    function: Callable[..., Any]
+    names: tuple[tuple[str, View], ...]
+
+
+class Taps:
+    """The taps of one model in one module, as far as its layout and the candidate say where they pass.
+
+    Raises UserError for a module or function that is not there.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        module: nn.Module,
+        layout: Layout,
+        given: Mapping[str, Where],
+        calls: Mapping[Callable[..., Any], Sequence[str]],
+    ) -> None:
+        self._model, self._module, self._layout = model, module, layout
+        self._paths = dict(module.named_modules(remove_duplicate=False))
+        self._graph = graph_of(model)
+        self._places: dict[str, Place] = {}
+        for name, where in given.items():
+            self._given(name, where)
+        self._calls = [self._call(function, names) for function, names in calls.items()]
+        self._of_modules()
+        known = {*self._places, *self._called, NLL, LOGITS}
+        self.hidden = {tap: "no module and no function was named that shows it" for tap in self._graph.taps}
+        self.hidden = {tap: why for tap, why in self.hidden.items() if tap not in known}
+
+    def _given(self, name: str, where: Where) -> None:
+        path, view = (where, as_is) if isinstance(where, str) else where
+        path, _, side = path.partition(":")
+        if side not in ("", "input", "output"):
+            raise UserError(f"taps: {name}: {side!r} is no side of a module; write {path}:input or {path}:output")
+        for layer in range(self._model.layers) if "{i}" in path else (None,):
+            tap, at = (self._tap(name, layer), path if layer is None else path.replace("{i}", str(layer)))
+            self._require(at, f"taps: {tap}")
+            self._places[tap] = Place(tap, at, "input" if side == "input" else "output", view)
+
+    def _tap(self, name: str, layer: int | None) -> str:
+        """A canonical tap of a block, whose name may leave `blocks.{i}.` out. Raises UserError if there is none."""
+        tap = name if layer is None else name.replace("{i}", str(layer))
+        tap = tap if layer is None or tap.startswith("blocks.") else f"blocks.{layer}.{tap}"
+        if tap not in self._graph.by_tap:
+            near = difflib.get_close_matches(tap, self._graph.taps, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"taps: a {self._model.family} model has no tap {tap}{hint}")
+        return tap
+
+    def _require(self, path: str, of: str) -> None:
+        if path not in self._paths:
+            near = difflib.get_close_matches(path, self._paths, n=1)
+            raise UserError(f"{of}: the model has no module {path}" + (f"; did you mean {near[0]}?" if near else ""))
+
+    def _call(self, function: Callable[..., Any], names: Sequence[str]) -> Call:
+        """A function and the taps that its results are, one after another; of each block, if they are a block's."""
+        outside = all(name in self._graph.by_tap for name in names)
+        layers = (None,) if outside else range(self._model.layers)
+        taps = [self._tap(name, layer) for layer in layers for name in names]
+        return Call(function, tuple((tap, self._view_of(tap)) for tap in taps))
+
+    def _view_of(self, tap: str) -> View:
+        """Functions take queries and keys with their heads before positions, as torch's attention does."""
+        if len(self._graph.by_tap[tap].width) < 2:
+            return as_is
+        return lambda x: self._turned(heads_first(x))
+
+    @property
+    def _called(self) -> set[str]:
+        return {name for call in self._calls for name, _ in call.names}
+
+    def _turned(self, x: Tensor) -> Tensor:
+        return x if self._layout.turned is None else x[..., torch.from_numpy(self._layout.turned)]
+
+    def _of_modules(self) -> None:
+        """The places that follow from the modules of the operations: what each writes, and what is read between."""
+        known = {*self._places, *self._called}
+        at = {one.tap: place for one in self._graph.operations if (place := self._module_of(one)) is not None}
+        for one in self._graph.operations:
+            if one.tap in at and one.tap not in known:
+                path, columns = at[one.tap]
+                self._require(path, f"modules: {one.module}")
+                self._places[one.tap] = Place(one.tap, path, "output", self._view(one, columns))
+        for one in self._graph.operations:
+            if one.tap not in at or "x" not in one.reads:
+                continue
+            (path, columns), read = at[one.tap], one.reads["x"]
+            if read not in known and read not in self._places and self._graph.by_tap[read].kind != "embedding":
+                self._places[read] = Place(read, path, "input")
+            if (edge := one.edges.get("x")) and columns is None and self._reads_once(one, self._paths[path]):
+                self._places[edge] = Place(edge, path, "input", own=True)
+
+    def _module_of(self, one: Operation) -> tuple[str, Any] | None:
+        if one.kind not in MODULES:
+            return None
+        return self._layout.modules.get(HEAD if one.kind == "logits" else one.module or "")
+
+    def _view(self, one: Operation, columns: Any) -> View:
+        if columns is None:
+            return self._turned if one.kind == "head_norm" else as_is
+        picked = torch.from_numpy(columns)
+        return lambda x: x[..., picked.to(x.device)]
+
+    @staticmethod
+    def _reads_once(one: Operation, module: nn.Module) -> bool:
+        return one.kind in ("linear", "logits") or type(module) in ONE_NODE
+
+    @contextmanager
+    def showing(self, shape: tuple[int, ...], take: Callable[[str, Tensor], None]) -> Iterator[Callable[..., Tensor]]:
+        """While it lasts, each tap that passes goes to `take`, and its gradient under `grad/` when that comes.
+
+        Gives a function for a tensor that passes no module, by name. shape: of the tokens, (B, S). Raises UserError for
+        a tensor that cannot be the tap.
+        """
+        shapes = probe_shapes(self._model, shape[0], shape[1])
+        begun: set[str] = set()
+
+        def see(name: str, x: Tensor, view: View = as_is, own: bool = False) -> Tensor:
+            if name in begun:  # a second forward pass, as of activation checkpointing
+                return x
+            begun.add(name)
+            x = x.view_as(x) if own else x
+
+            def ours(theirs: Tensor) -> Tensor:
+                found = view(theirs.detach())
+                if found.numel() != torch.Size(shapes[name]).numel():
+                    raise UserError(f"taps: {name} has shape {tuple(found.shape)} there; ours is {shapes[name]}")
+                return found.reshape(shapes[name])
+
+            if not own:
+                take(name, ours(x))
+            if x.requires_grad:
+                x.register_hook(lambda grad: take(GRADIENT + name, ours(grad)))
+            return x
+
+        with ExitStack() as stack:
+            for place in self._places.values():
+                hook = self._paths[place.module]
+                added = _on_input(hook, place, see) if place.side == "input" else _on_output(hook, place, see)
+                stack.callback(added.remove)
+            for call in self._calls:
+                stack.enter_context(_shown_results(call, self._module, see))
+            if LOGITS not in self._places:
+                root = Place(LOGITS, "", "output")
+                stack.callback(_on_output(self._module, root, see).remove)
+            yield see
+
+
+def _on_input(module: nn.Module, place: Place, see: Callable[..., Tensor]) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], Tensor):
+            return (see(place.name, args[0], place.view, place.own), *args[1:]), kwargs
+        name = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), None)
+        if name is None:
+            raise UserError(f"taps: {place.name}: {place.module} was given no tensor")
+        return args, {**kwargs, name: see(place.name, kwargs[name], place.view, place.own)}
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _on_output(module: nn.Module, place: Place, see: Callable[..., Tensor]) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        found = getattr(output, LOGITS, output)
+        found = found[0] if isinstance(found, tuple) else found
+        if not isinstance(found, Tensor):
+            raise UserError(f"taps: {place.name}: {place.module or 'the model'} gave no tensor")
+        see(place.name, found, place.view)
+
+    return module.register_forward_hook(hook)
+
+
+@contextmanager
+def _shown_results(call: Call, model: nn.Module, see: Callable[..., Tensor]) -> Iterator[None]:
+    """While it lasts, what the function returns passes `see`, under one name after another.
+
+    It is replaced where it was defined, and where the modules of `model` were that look it up.
+    """
+    function, names = call.function, iter(call.names)
+
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        for x in found if isinstance(found, tuple) else (found,):
+            for name, view in islice(names, 1):
+                see(name, x, view)
+        return found
+
+    files = {function.__module__, *(type(one).__module__ for one in model.modules())}
+    name = function.__name__
+    holders = [sys.modules[file] for file in files if getattr(sys.modules.get(file), name, None) is function]
+    try:
+        for holder in holders:
+            setattr(holder, name, shown)
+        yield
+    finally:
+        for holder in holders:
+            setattr(holder, name, function)
