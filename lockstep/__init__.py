@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lockstep.core.parity.honest.report import NotHonest as NotHonest
     from lockstep.core.parity.watch.api import Disagreed as Disagreed
     from lockstep.core.parity.watch.api import Watcher as Watcher
+    from lockstep.family import from_hf as from_hf
     from lockstep.honest import assert_honest as assert_honest
     from lockstep.torch_backend.candidate.hugging_face import HuggingFaceCandidate as HuggingFaceCandidate
     from lockstep.torch_backend.candidate.layout import fused as fused
@@ -32,6 +33,7 @@ __all__ = [
     "NotHonest",
     "Watcher",
     "assert_honest",
+    "from_hf",
     "fused",
     "watch",
     "watch_accelerate",
@@ -79,6 +81,10 @@ def __getattr__(name: str) -> Any:
         from lockstep.torch_backend.candidate.litgpt import LitGptCandidate
 
         return LitGptCandidate
+    if name == "from_hf":
+        from lockstep.family import from_hf
+
+        return from_hf
     if name in ("NotHonest", "assert_honest"):
         from lockstep import honest
 

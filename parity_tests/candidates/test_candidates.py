@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -22,7 +24,7 @@ from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.candidate.hugging_face import HuggingFaceCandidate
 from lockstep.torch_backend.candidate.module import ModuleCandidate
 
-GPT2 = {"family": "gpt2", "kv_heads": 4, "positions": 32, "ffn_hidden": 256}
+GPT2: dict[str, Any] = {"family": "gpt2", "kv_heads": 4, "positions": 32, "ffn_hidden": 256}
 FAMILIES = {
     "llama": {},
     "gpt2": GPT2,
@@ -272,7 +274,7 @@ def test_losses_and_taps_of_other_shapes_are_refused():
 
 NOT_IN_FORCE = {
     "optim.name = 'muon' moves parts of a matrix together, and transformer.h.0.attn.c_attn.weight is laid out": {
-        "optim": {"name": "muon"},
+        "optim": {"name": "muon", "warmup_steps": 3},
         "model": tiny_config(**GPT2).model,
     },
     "precision.policy = 'fp16'": {"precision": {"policy": "fp16"}},

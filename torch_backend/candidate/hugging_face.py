@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.core.config.schema import RunConfig
+from lockstep.core.config.sections import ModelConfig
 from lockstep.core.errors import UserError
 from lockstep.core.hub.families import HUB
 from lockstep.core.hub.family import HubFamily
@@ -55,15 +56,11 @@ class HuggingFaceCandidate(ModuleCandidate):
 
     def taps_of(self, config: RunConfig) -> Mapping[str, Where]:
         """Those of `taps`; embeddings that a module of transformers looks up and scales at once."""
-        scaled = traits_of(config.model).scaled_embedding
-        return {**self.taps, **({"embed_scale": f"{_family(config).prefix}embed_tokens"} if scaled else {})}
+        return {**taps_there(config.model, _family(config)), **self.taps}
 
     def calls_of(self, config: RunConfig) -> Mapping[Callable[..., Any], Sequence[str]]:
         """Those of `calls`; RoPE, and the look-up inside a scaled embedding."""
-        traits = traits_of(config.model)
-        module = sys.modules[architecture_of(_family(config)).__module__]
-        rope = {module.apply_rotary_pos_emb: ("attn.q_rope", "attn.k_rope")} if traits.rotary else {}
-        return {**self.calls, **rope, **({F.embedding: ("embed",)} if traits.scaled_embedding else {})}
+        return {**calls_there(config.model, architecture_of(_family(config))), **self.calls}
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
         """As of any module, and transformers' version."""
@@ -78,3 +75,16 @@ def _family(config: RunConfig) -> HubFamily:
     if (family := HUB.get(config.model.family)) is None:
         raise UserError(f"model.family = {config.model.family!r}: transformers computes {', '.join(HUB)}")
     return family
+
+
+def taps_there(model: ModelConfig, family: HubFamily) -> dict[str, Where]:
+    """Where transformers' model shows taps that are no module's of ours: a scaled embedding is one module there."""
+    return {"embed_scale": f"{family.prefix}embed_tokens"} if traits_of(model).scaled_embedding else {}
+
+
+def calls_there(model: ModelConfig, kind: type) -> dict[Callable[..., Any], Sequence[str]]:
+    """The functions of transformers that return taps: RoPE, and the look-up of a scaled embedding. kind: its class."""
+    traits = traits_of(model)
+    module: Any = sys.modules[kind.__module__]
+    rope = {module.apply_rotary_pos_emb: ("attn.q_rope", "attn.k_rope")} if traits.rotary else {}
+    return {**rope, **({F.embedding: ("embed",)} if traits.scaled_embedding else {})}

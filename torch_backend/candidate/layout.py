@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import nn
 
 from lockstep.core.config.sections import ModelConfig
 from lockstep.core.errors import UserError
@@ -211,3 +212,26 @@ def _modules_of(theirs: str, rows: Mapping[str, np.ndarray]) -> dict[str, tuple[
         return {}
     whole = len(rows) == 1 and not any((np.diff(one) != 1).any() for one in rows.values())
     return {name.removesuffix(".weight"): (path, None if whole else columns) for name, columns in rows.items()}
+
+
+def parameters_there(
+    model: nn.Module, placed: Sequence[Placed], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, nn.Parameter]:
+    """Their parameters by their names. Raises UserError unless each is mapped, is there, and has the shape of ours."""
+    there = dict(model.named_parameters(remove_duplicate=False))
+    for one in placed:
+        ours = ", ".join(one.rows)
+        if one.theirs not in there:
+            near = difflib.get_close_matches(one.theirs, there, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"modules: {ours}: the model has no parameter {one.theirs}{hint}")
+        found, due = tuple(there[one.theirs].shape), one.shape(shapes)
+        if found != due:
+            raise UserError(f"modules: {one.theirs} has shape {found}; of {ours} it would have {due}")
+    mapped = {id(there[one.theirs]) for one in placed}
+    if len(mapped) < len(placed):
+        raise UserError("modules: two names are one parameter of the model: its weights are tied, and ours are not")
+    if left := [name for name, p in there.items() if id(p) not in mapped]:
+        more = f", and {len(left) - 1} more" if len(left) > 1 else ""
+        raise UserError(f"modules: the model's parameter {left[0]}{more} is mapped to nothing")
+    return {one.theirs: there[one.theirs] for one in placed}

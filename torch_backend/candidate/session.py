@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.core.backend import Arrays, Batch, Gradients, NotSupported, State, StepRecord
 from lockstep.core.config.schema import RunConfig
@@ -18,7 +17,7 @@ from lockstep.core.model.init import init_parameters
 from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, tap_names
 from lockstep.core.train.finite import NotFinite, first_place
 from lockstep.core.train.skipped_steps import first_scalars, is_made, leaves_out, own_scalars, scalars_after
-from lockstep.torch_backend.candidate.layout import Placed
+from lockstep.torch_backend.candidate.layout import parameters_there
 from lockstep.torch_backend.candidate.numerics import Numerics
 from lockstep.torch_backend.candidate.taps import NLL, Taps
 from lockstep.torch_backend.checksums import checksums
@@ -39,7 +38,7 @@ class ModuleSession:
         with candidate.precision(config):
             self.model = candidate.build(config).to(self.device, self._stream)
         self._layout = candidate.layout(config)
-        self._parameters = _parameters(self.model, self._layout.placed, parameter_shapes(config.model))
+        self._parameters = parameters_there(self.model, self._layout.placed, parameter_shapes(config.model))
         self.taps = Taps(config.model, self.model, self._layout, candidate.taps_of(config), candidate.calls_of(config))
         self._put(init_parameters(config.model, config.seed))
         # A fused parameter goes by the first of the canonical ones in it.
@@ -233,26 +232,3 @@ class ModuleSession:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def _parameters(
-    model: nn.Module, placed: Sequence[Placed], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, nn.Parameter]:
-    """Their parameters by their names. Raises UserError unless each is mapped, is there, and has the shape of ours."""
-    there = dict(model.named_parameters(remove_duplicate=False))
-    for one in placed:
-        ours = ", ".join(one.rows)
-        if one.theirs not in there:
-            near = difflib.get_close_matches(one.theirs, there, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"modules: {ours}: the model has no parameter {one.theirs}{hint}")
-        found, due = tuple(there[one.theirs].shape), one.shape(shapes)
-        if found != due:
-            raise UserError(f"modules: {one.theirs} has shape {found}; of {ours} it would have {due}")
-    mapped = {id(there[one.theirs]) for one in placed}
-    if len(mapped) < len(placed):
-        raise UserError("modules: two names are one parameter of the model: its weights are tied, and ours are not")
-    if left := [name for name, p in there.items() if id(p) not in mapped]:
-        more = f", and {len(left) - 1} more" if len(left) > 1 else ""
-        raise UserError(f"modules: the model's parameter {left[0]}{more} is mapped to nothing")
-    return {one.theirs: there[one.theirs] for one in placed}

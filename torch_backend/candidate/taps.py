@@ -28,6 +28,8 @@ View = Callable[[Tensor], Tensor]
 # `path`, `path:input` or `path:output`; with a function that makes ours of theirs, a view: slices, transposes.
 Where = str | tuple[str, View]
 Side = Literal["input", "output"]
+# (name, tensor, view, own) → the tensor that goes on.
+See = Callable[..., Any]
 
 # Kinds of operations that are a module, whose output is the tap.
 MODULES = frozenset({"embedding", "norm", "centered_norm", "layer_norm", "head_norm", "linear", "logits"})
@@ -39,6 +41,11 @@ LOGITS, NLL = "logits", "nll"
 def as_is(x: Tensor) -> Tensor:
     """Return the tensor: theirs is laid out as ours."""
     return x
+
+
+def fail(error: Exception) -> None:
+    """Raise an error."""
+    raise error
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -170,31 +177,38 @@ class Taps:
         return one.kind in ("linear", "logits") or type(module) in ONE_NODE
 
     @contextmanager
-    def showing(self, shape: tuple[int, ...], take: Callable[[str, Tensor], None]) -> Iterator[Callable[..., Tensor]]:
+    def showing(
+        self, shape: tuple[int, ...], take: Callable[[str, Tensor], None], failed: Callable[[Exception], None] = fail
+    ) -> Iterator[See]:
         """While it lasts, each tap that passes goes to `take`, and its gradient under `grad/` when that comes.
 
-        Gives a function for a tensor that passes no module, by name. shape: of the tokens, (B, S). Raises UserError for
-        a tensor that cannot be the tap.
+        Gives a function for a tensor that passes no module, by name. shape: of the tokens, (B, S). failed: is given
+        what goes wrong, a UserError for a tensor that cannot be the tap; by default it is raised.
         """
         shapes = probe_shapes(self._model, shape[0], shape[1])
         begun: set[str] = set()
 
-        def see(name: str, x: Tensor, view: View = as_is, own: bool = False) -> Tensor:
-            if name in begun:  # a second forward pass, as of activation checkpointing
-                return x
-            begun.add(name)
-            x = x.view_as(x) if own else x
-
-            def ours(theirs: Tensor) -> Tensor:
+        def give(name: str, under: str, theirs: Tensor, view: View) -> None:
+            try:
                 found = view(theirs.detach())
                 if found.numel() != torch.Size(shapes[name]).numel():
                     raise UserError(f"taps: {name} has shape {tuple(found.shape)} there; ours is {shapes[name]}")
-                return found.reshape(shapes[name])
+                take(under, found.reshape(shapes[name]))
+            except Exception as error:
+                failed(error)
 
+        def see(name: str, x: Any, view: View = as_is, own: bool = False) -> Any:
+            if name in begun:  # a second forward pass, as of activation checkpointing
+                return x
+            begun.add(name)
+            if not isinstance(x, Tensor):
+                failed(UserError(f"taps: {name}: there is no tensor, but {type(x).__name__}"))
+                return x
+            x = x.view_as(x) if own else x
             if not own:
-                take(name, ours(x))
+                give(name, name, x, view)
             if x.requires_grad:
-                x.register_hook(lambda grad: take(GRADIENT + name, ours(grad)))
+                x.register_hook(lambda grad: give(name, GRADIENT + name, grad, view))
             return x
 
         with ExitStack() as stack:
@@ -210,31 +224,26 @@ class Taps:
             yield see
 
 
-def _on_input(module: nn.Module, place: Place, see: Callable[..., Tensor]) -> Any:
+def _on_input(module: nn.Module, place: Place, see: See) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args and isinstance(args[0], Tensor):
+        if args:
             return (see(place.name, args[0], place.view, place.own), *args[1:]), kwargs
-        name = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), None)
-        if name is None:
-            raise UserError(f"taps: {place.name}: {place.module} was given no tensor")
-        return args, {**kwargs, name: see(place.name, kwargs[name], place.view, place.own)}
+        name = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), "")
+        return args, {**kwargs, name: see(place.name, kwargs[name], place.view, place.own)} if name else kwargs
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _on_output(module: nn.Module, place: Place, see: Callable[..., Tensor]) -> Any:
+def _on_output(module: nn.Module, place: Place, see: See) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         found = getattr(output, LOGITS, output)
-        found = found[0] if isinstance(found, tuple) else found
-        if not isinstance(found, Tensor):
-            raise UserError(f"taps: {place.name}: {place.module or 'the model'} gave no tensor")
-        see(place.name, found, place.view)
+        see(place.name, found[0] if isinstance(found, tuple) and found else found, place.view)
 
     return module.register_forward_hook(hook)
 
 
 @contextmanager
-def _shown_results(call: Call, model: nn.Module, see: Callable[..., Tensor]) -> Iterator[None]:
+def _shown_results(call: Call, model: nn.Module, see: See) -> Iterator[None]:
     """While it lasts, what the function returns passes `see`, under one name after another.
 
     It is replaced where it was defined, and where the modules of `model` were that look it up.

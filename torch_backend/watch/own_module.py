@@ -95,9 +95,7 @@ class OwnModule:
                 self._whole, narrow = True, frozenset()
                 model, mode, answer, drawn = self._wide(params, wide_batch, batch, narrow)
             if drawn and not self._same_again(params, wide_batch, batch, answer):
-                raise UserError(
-                    f"the forward draws random numbers{_dropouts(model)}: turn that off, or nothing repeats"
-                )
+                raise UserError(f"the forward draws random numbers{dropouts(model)}: turn that off, or nothing repeats")
         if changed := _changed(model):
             uncovered.append(f"buffers that the forward changes, read after it: {', '.join(changed[:5])}")
         if mode.asked:
@@ -253,7 +251,7 @@ def _random_state() -> tuple[Any, ...]:
     )
 
 
-def _dropouts(model: nn.Module) -> str:
+def dropouts(model: nn.Module) -> str:
     """Modules that are named dropout and are on, in words."""
     found = [
         f"{name} (p={p:g})"

@@ -72,7 +72,7 @@ def stages(
     sent: dict[tuple[str, str], Sent] = {}
     amaxes = amaxes_in_force(reference.config, evidence.before.scalars)
     without_gradient = cancelled(reference.config.model)
-    if has_gradients:
+    if has_gradients and "nll" not in evidence.hidden_taps:
         yield _loss_backward(evidence, reference)
     for stage in filter(chosen, stages_of(reference.config)):
         if absent := [t for t in (*stage.reads.values(), stage.tap) if t not in evidence.taps]:

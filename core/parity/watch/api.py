@@ -39,6 +39,7 @@ from lockstep.core.parity.watch.snapshot import (
     FromCallable,
     Names,
     Reference,
+    ShowsStages,
     Snapshot,
     StepReference,
     array_of,
@@ -204,6 +205,16 @@ class Watcher:
         self._guard = Guard()
         self._last: tuple[int, str] | None = None  # step, digest of the moments after it
         self._judged = False  # whether any check judged gradients
+        if isinstance(reference, ShowsStages):
+            reference.attend(self._due)
+
+    def _due(self) -> int | None:
+        """The number of the step that is being made, None where it is not to be checked."""
+        number = self.steps + 1
+        return number if self._is_checked(number) else None
+
+    def _is_checked(self, number: int) -> bool:
+        return number == self.settings.start + 1 or number % self.settings.every == 0
 
     @property
     def verdict(self) -> Outcome:
@@ -268,8 +279,7 @@ class Watcher:
         """The first half of `step`, for loops where a block does not fit."""
         self._drop()
         self.steps += 1
-        first = self.steps == self.settings.start + 1
-        if check is False or not (check or first or self.steps % self.settings.every == 0):
+        if check is False or not (check or self._is_checked(self.steps)):
             return
         started, uncovered = time.perf_counter(), Uncovered()
         self._failed, self._reading = Failed(self.steps, uncovered, started), Reading(self._together)
@@ -432,6 +442,9 @@ class Watcher:
         if "loss and gradients" not in uncovered.skipped:
             with guard.link(uncovered, "loss and gradients"):
                 truth, twin = self._answers(step.params, pending.batch, uncovered)
+        if isinstance(self.reference, ShowsStages) and not skipped:
+            with guard.link(uncovered, "stages"):
+                findings += self.reference.stages(step.number, step.params, self.precision, uncovered)
         if truth is not None:
             with guard.link(uncovered, "gradients"):
                 clip_norm = self.settings.clip_norm

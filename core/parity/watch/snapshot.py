@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.core.backend import Arrays
 from lockstep.core.components.optimizers import BLOCK
 from lockstep.core.errors import UserError
+from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.parity.watch.uncovered import Uncovered
 
 # Attributes of an optimizer that stand in no group, and that its rule reads.
@@ -52,6 +53,22 @@ class StepReference(Protocol):
 
     def answers(self, params: Arrays, batch: Any, precision: Any, uncovered: Uncovered) -> tuple[Answer, Answer]:
         """Truth and twin; under fp64 the truth is both. Raises UserError for what it cannot judge, with the reason."""
+        ...
+
+
+@runtime_checkable
+class ShowsStages(Protocol):
+    """A reference that also judges the stages of the model, each from what the candidate itself gave it."""
+
+    def attend(self, due: Callable[[], int | None]) -> None:
+        """Begin to record the forward passes of those steps that will be checked.
+
+        due: gives the number of the step that is being made, None where it is not to be checked.
+        """
+        ...
+
+    def stages(self, number: int, params: Arrays, precision: Any, uncovered: Uncovered) -> Sequence[Finding]:
+        """Judge what was recorded of a step. Raises UserError for what cannot be judged, with the reason."""
         ...
 
 
