@@ -29,7 +29,7 @@ SHIPPED = (
     "scripts/shared",
     "torch_backend",
 )
-OWN = ("__init__.py", "__main__.py", "honest.py", "py.typed")
+OWN = ("__init__.py", "__main__.py", "family.py", "honest.py", "py.typed")
 # These lead a process of the project to other modules than those that are installed for it.
 FORGOTTEN = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME", "VIRTUAL_ENV", "MYPYPATH")
 

@@ -83,6 +83,7 @@ NOT_USED = {
     "profile": {"tomli_w"},
     "plan": {"tomli_w"},
     "bench step": {"tomli_w"},
+    "bench best": {"safetensors"},
     "bench peers": {"safetensors", "tomli_w"},
     "bench data": {"safetensors", "tomli_w"},
     "bench ladder": {"safetensors", "tomli_w"},
