@@ -92,7 +92,11 @@ def test_a_clean_candidate_agrees(name):
     check = check_of(kind(), tiny_config("fp32", **model), steps=2)
     assert check.verdict == "agreed"
     seen = {(one.stage, one.phase) for one in check.findings if one.scope == "local"}
-    stages = {"llama": {"q_rope", "attn", "act", "o_proj"}, "gpt2": {"position", "attn", "gelu_act"}}
+    stages = {
+        "llama": {"q_rope", "attn", "act", "o_proj"},
+        "gpt2": {"position", "attn", "gelu_act"},
+        "mistral": {"window_attn"},
+    }
     for stage in stages.get(name, {"attn", "down_proj", "nll"}):
         assert {(stage, "forward"), (stage, "backward")} <= seen
     assert {"checkpoint", "evaluation", "accumulation", "moments", "update"} <= {one.stage for one in check.findings}
