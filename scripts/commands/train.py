@@ -63,7 +63,8 @@ class Train:
     """replace an earlier run of the same name"""
     backend: Annotated[str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: torch)")] = None
     """who trains: torch, jax (the reference itself), hf, litgpt, FILE.py:NAME or module:NAME
-    (docs/guide/candidates.md); with --resume by default who trained so far, unless that is of a file: such code runs only if it is named here"""
+    (docs/guide/candidates.md); with --resume by default who trained so far, unless that is a file or module of
+    somebody's: such code runs only if it is named here"""
 
 
 def main(argv: list[str]) -> int:
