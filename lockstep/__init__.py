@@ -7,6 +7,7 @@ candidate of a module; `python -m lockstep` is the command line.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.torch_backend.watch.adapters.torchtitan import watch_torchtitan as watch_torchtitan
     from lockstep.torch_backend.watch.adapters.trainer import watch_trainer as watch_trainer
     from lockstep.torch_backend.watch.api import watch as watch
+    from lockstep.torch_backend.watch.recompute import watch_operation as watch_operation
 
 __all__ = [
     "Disagreed",
@@ -38,6 +40,7 @@ __all__ = [
     "watch",
     "watch_accelerate",
     "watch_lightning",
+    "watch_operation",
     "watch_torchtitan",
     "watch_trainer",
 ]
@@ -45,10 +48,18 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use: importing one part of Lockstep does not load the others."""
+    if name.startswith("watch"):
+        from lockstep.core.parity.watch.formulas import offer
+
+        offer(_jax_formulas)
     if name == "watch":
         from lockstep.torch_backend.watch.api import watch
 
         return watch
+    if name == "watch_operation":
+        from lockstep.torch_backend.watch.recompute import watch_operation
+
+        return watch_operation
     if name == "watch_accelerate":
         from lockstep.torch_backend.watch.adapters.accelerate import watch_accelerate
 
@@ -94,3 +105,16 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _jax_formulas() -> Mapping[str, Callable[..., Any]]:
+    """Return JAX's formulas of torch's operations, without a change of JAX's settings for the process."""
+    import jax
+
+    config: Any = jax.config
+    before = {key: getattr(config, key) for key in ("jax_enable_x64", "jax_default_matmul_precision")}
+    from lockstep.jax_backend.operations import OPERATIONS
+
+    for key, value in before.items():
+        config.update(key, value)
+    return OPERATIONS

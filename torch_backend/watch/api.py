@@ -21,6 +21,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.watch import api
 from lockstep.core.parity.watch.api import Watcher
 from lockstep.torch_backend.watch.module_copy import unwrapped
+from lockstep.torch_backend.watch.operations import COUNT
 from lockstep.torch_backend.watch.own_module import Accumulate, Loss, OwnModule
 from lockstep.torch_backend.watch.ranks import How, ranks_that_train
 from lockstep.torch_backend.watch.sharded_module import shards
@@ -34,6 +35,7 @@ def watch(
     reference: Any = None,
     accumulate: Accumulate = None,
     ranks: How | None = None,
+    operations: bool | int = False,
     **settings: Any,
 ) -> Watcher:
     """A watcher of `model` (any torch module) and `optimizer` (one, or a sequence of them).
@@ -50,14 +52,22 @@ def watch(
         ranks: with `loss`, of a model that several ranks train: `gather`, where every rank has a watcher and calls
             `step` with its own batch and loss, and one verdict is given for all; or `given`, where `step` gets the
             batches of all ranks, and each rank judges alone. Default: `gather` for FSDP2 and without `accumulate`.
+        operations: with `loss`, judge single operations of forward and backward as well, each from its own inputs:
+            True, or how many a check (200). The loss runs once more, on the module itself; of several ranks that
+            gather, on rank 0 alone. Not for FSDP2.
         settings: all others, as core/parity/watch/api.py has them.
 
     Raises UserError for settings that cannot work.
     """
     if (loss is None) == (reference is None):
         raise UserError("watch takes loss=, a function of the model and a batch, or reference=: one of them")
+    count = _count(operations)
     sharded = shards(unwrapped(model)) if isinstance(model, nn.Module) else False
+    if sharded and count:
+        raise UserError("operations= is for weights that every rank has whole: these are cut over ranks")
     if reference is not None:
+        if count:
+            raise UserError("operations= goes with loss=: it runs your loss on your module once more")
         if accumulate is not None or ranks is not None:
             given = "accumulate=" if accumulate is not None else "ranks="
             raise UserError(f"{given} goes with loss=: a reference gets the batches of a step as it wants them")
@@ -73,10 +83,19 @@ def watch(
         raise UserError("names= goes with reference=: a copy of the module has the module's names")
     if sharded and ranks == "given":
         raise UserError("ranks='given' is for weights that every rank has whole: these are cut over ranks")
-    own = OwnModule(model, loss, accumulate)
+    own = OwnModule(model, loss, accumulate, count)
     if own.casts and settings.get("precision") is None:
         settings["precision"] = "bf16"
     gathers = ranks == "gather" or (ranks is None and (sharded or accumulate is None))
     together = ranks_that_train(model, gathers=True) if gathers else None
     own.divisor = together.divisor if together else 1.0
     return api.watch(model, optimizer, reference=own, together=together, **settings)
+
+
+def _count(operations: bool | int) -> int:
+    """How many operations a check judges. Raises UserError for what is no number of them."""
+    if isinstance(operations, bool):
+        return COUNT if operations else 0
+    if isinstance(operations, int) and operations > 0:
+        return operations
+    raise UserError(f"operations={operations!r}: it is True, False, or how many operations a check judges")

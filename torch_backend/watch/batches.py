@@ -17,24 +17,33 @@ def on_cpu(batch: Any, dtype: torch.dtype | None) -> Any:
 
     A mapping of a class of its own (Hugging Face's BatchEncoding) keeps its class. Whatever else is passed on as it is.
     """
+    return _copied(batch, dtype, "cpu")
+
+
+def copied(batch: Any) -> Any:
+    """Copy a nest as `on_cpu` does, each tensor where it is, as it is."""
+    return _copied(batch, None, None)
+
+
+def _copied(batch: Any, dtype: torch.dtype | None, device: str | None) -> Any:
     if isinstance(batch, Tensor):
         wide = dtype if batch.is_floating_point() else None
-        return batch.detach().to("cpu", wide or batch.dtype, copy=True)
+        return batch.detach().to(device or batch.device, wide or batch.dtype, copy=True)
     if isinstance(batch, np.ndarray):
         floating = dtype is torch.float64 and batch.dtype.kind == "f"
         return batch.astype(np.float64) if floating else batch.copy()
     if isinstance(batch, MutableMapping):
         found = copy.copy(batch)
         for key, value in batch.items():
-            found[key] = on_cpu(value, dtype)
+            found[key] = _copied(value, dtype, device)
         return found
     if isinstance(batch, Mapping):
-        return {key: on_cpu(value, dtype) for key, value in batch.items()}
+        return {key: _copied(value, dtype, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(on_cpu(value, dtype) for value in batch))
+        return type(batch)(*(_copied(value, dtype, device) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(on_cpu(value, dtype) for value in batch)
+        return type(batch)(_copied(value, dtype, device) for value in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = {field.name: on_cpu(getattr(batch, field.name), dtype) for field in dataclasses.fields(batch)}
+        values = {field.name: _copied(getattr(batch, field.name), dtype, device) for field in dataclasses.fields(batch)}
         return dataclasses.replace(batch, **{f.name: values[f.name] for f in dataclasses.fields(batch) if f.init})
     return batch

@@ -21,12 +21,15 @@ from lockstep.core.backend import Arrays
 from lockstep.core.data.memory import available_memory_bytes
 from lockstep.core.errors import UserError
 from lockstep.core.parity.watch.limits import Precision
+from lockstep.core.parity.watch.observed import Observed
 from lockstep.core.parity.watch.snapshot import Answer, array_of, parameters_of
 from lockstep.core.parity.watch.together import Gathered
 from lockstep.core.parity.watch.uncovered import Uncovered, reason
+from lockstep.torch_backend.watch.batches import copied as copied_batch
 from lockstep.torch_backend.watch.batches import on_cpu
 from lockstep.torch_backend.watch.keep_wide import KeepWide, in_words, places
 from lockstep.torch_backend.watch.module_copy import copied, hooked, ranks_of, unwrapped
+from lockstep.torch_backend.watch.operations import Operations
 from lockstep.torch_backend.watch.parts import Accumulate as Accumulate
 from lockstep.torch_backend.watch.parts import Sums, parts_of
 from lockstep.torch_backend.watch.segments import Sink, by_blocks, kept_narrow
@@ -50,11 +53,28 @@ class OwnModule:
 
     own = True
 
-    def __init__(self, model: nn.Module, loss: Loss, accumulate: Accumulate) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, accumulate: Accumulate, operations: int = 0) -> None:
+        """operations: how many operations a check judges by themselves; 0 for none."""
         self._model, self._loss, self._accumulate = model, loss, accumulate
         self.casts, self.divisor = casts_of(unwrapped(model)), 1.0
         self._told: set[str] = set()
         self._whole = False  # a truth by blocks failed once
+        self._operations = Operations(unwrapped(model), operations) if operations else None
+        self._observed = 0
+
+    def observe(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> Observed | None:
+        """Judge single operations of the module itself, where `operations=` asked for it: of one micro-batch, in turn.
+
+        Raises UserError for a batch or a loss that cannot be had.
+        """
+        if self._operations is None:
+            return None
+        own = unwrapped(self._model)
+        parts = parts_of(batch, batch, self._accumulate, 1.0).batches
+        part = parts[self._observed % len(parts)]
+        self._observed += 1
+        # A loss function may write into its batch.
+        return self._operations.observe(lambda: self._loss(own, copied_batch(part)), params, precision, uncovered)
 
     def answers(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> tuple[Answer, Answer]:
         """Truth and twin at these parameters; under fp64 the truth is both.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from lockstep.core.parity.reference.stages import place
+from lockstep.core.parity.reference.stages import is_operation, place
 
 SCHEMA = 2
 
@@ -159,9 +159,11 @@ class Check:
         """
         broken = [f for f in self.findings if not f.ok]
         by_themselves = [f for f in broken if f.scope != "end_to_end"] or broken
-        links: dict[tuple[int, int, int], Finding] = {}
+        links: dict[tuple[Any, ...], Finding] = {}
         for finding in sorted(by_themselves, key=lambda f: (place(f.stage, f.phase, f.layer), f.is_mean)):
-            links.setdefault(place(finding.stage, finding.phase, finding.layer), finding)
+            # Single operations share a place: each of them in each module is a link.
+            own = (finding.stage, finding.tap) if is_operation(finding.stage) else ()
+            links.setdefault((*place(finding.stage, finding.phase, finding.layer), *own), finding)
         return tuple(links.values())
 
     @property

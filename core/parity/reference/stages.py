@@ -120,11 +120,19 @@ def library_heads() -> tuple[str, ...]:
     return tuple(filter(is_library_head, chain().kinds))
 
 
+def is_operation(stage: str) -> bool:
+    """Return whether a stage is a single operation of a program, `aten.gelu`, as `watch(operations=)` judges them."""
+    return "." in stage
+
+
 def place(stage: str, phase: str, layer: int | None) -> tuple[int, int, int]:
     """Return the position of a link in the chain of a step, as a sort key. Backward is the forward chain in reverse.
 
-    Raises KeyError for a stage that no family has.
+    Single operations of a program come before the links that are made of them, and are found in the order in which they
+    ran. Raises KeyError for a stage that no family has.
     """
+    if is_operation(stage):
+        return (1 if phase == "forward" else 2, -LAST_BLOCK, 0)
     links = chain()
     minor = links.order[stage]
     if not is_forward(stage):

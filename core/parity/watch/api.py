@@ -34,6 +34,7 @@ from lockstep.core.parity.watch.judge import Judge, Step
 from lockstep.core.parity.watch.library_rules import RULES, rule_of
 from lockstep.core.parity.watch.limits import Limits, Precision
 from lockstep.core.parity.watch.listen import Pending, listen, loss_of
+from lockstep.core.parity.watch.observed import Observer
 from lockstep.core.parity.watch.snapshot import (
     Answer,
     FromCallable,
@@ -323,6 +324,9 @@ class Watcher:
         )
         with self._guard.link(uncovered, "moments between steps"):
             pending.between.extend(self._between(params, reading.at("between")))
+        if isinstance(self.reference, Observer) and (self._together is None or self._together.rank == 0):
+            with self._guard.link(uncovered, "operations"):
+                pending.observed = self.reference.observe(pending.params, batch, self.precision, uncovered)
         for i, optimizer in enumerate(self._optimizers):
             listen(pending, i, optimizer, params, self._guard, reading.at)
 
@@ -366,9 +370,10 @@ class Watcher:
                 pending = put_together(self._together, number, pending, uncovered, self._reading)
             if pending is not None:
                 cause = self._check(pending, findings)
+        observed = pending.observed if pending is not None else None
         check = WatchCheck(
             number, tuple(findings), uncovered.not_covered, time.perf_counter() - started, cause,
-            not_judged=uncovered.not_judged,
+            not_judged=uncovered.not_judged, operations=observed.coverage if observed else None,
         )  # fmt: skip
         if self._together is not None:
             with self._guard.link(Uncovered(), "the other ranks"):
@@ -424,6 +429,7 @@ class Watcher:
         params = parameters_of(self._model)
         step = self._finish(pending, params)
         findings += pending.between
+        findings += pending.observed.findings if pending.observed else ()
         skipped = judge.skipped_by_scaler(step)
         # The update comes first: what was read around it is dropped before the reference takes memory.
         uncovered_late = Uncovered()

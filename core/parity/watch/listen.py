@@ -16,6 +16,7 @@ import numpy as np
 from lockstep.core.backend import Arrays
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.parity.watch.observed import Observed
 from lockstep.core.parity.watch.snapshot import Snapshot, array_of, gradients_of, plainly, share_equal, snapshot
 from lockstep.core.parity.watch.uncovered import Guard, Uncovered
 
@@ -27,6 +28,7 @@ class Pending:
     before, after: around each optimizer's own step; None where they could not be read. stale: parameters whose
     gradients a closure made after another optimizer had moved the weights. early: gradients and loss were read inside
     the closure, before it clips. layouts: of gradients that are cut over ranks (core/parity/watch/together.py).
+    observed: single operations, which are judged before the weights move.
     """
 
     number: int
@@ -45,6 +47,7 @@ class Pending:
     handles: list[Any] = field(default_factory=list)
     early: bool = False
     layouts: dict[str, Any] = field(default_factory=dict)
+    observed: Observed | None = None
 
 
 def alone(moment: str) -> Callable[..., np.ndarray]:

@@ -10,19 +10,26 @@ from typing import Any
 
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures.verdict import Check
+from lockstep.core.parity.watch.coverage import Coverage
 
 log = logging.getLogger("lockstep.watch")
 
 
 @dataclass(frozen=True)
 class WatchCheck(Check):
-    """A check by `watch`. not_judged: links of the step that were not judged, each with its reason."""
+    """A check by `watch`.
+
+    not_judged: links of the step that were not judged, each with its reason. operations: how many single operations
+    were judged (core/parity/watch/observed.py); None where that was not asked for.
+    """
 
     not_judged: tuple[str, ...] = ()
+    operations: Coverage | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As `Check.to_json`, with `not_judged`."""
-        return super().to_json() | {"not_judged": list(self.not_judged)}
+        """As `Check.to_json`, with `not_judged` and `operations`."""
+        counts = self.operations.to_json() if self.operations else None
+        return super().to_json() | {"not_judged": list(self.not_judged), "operations": counts}
 
 
 @dataclass

@@ -35,4 +35,5 @@ def headline(verdict: Outcome, checks: Sequence[WatchCheck], own: bool) -> str:
         for item, count in left_out.items()
     ]
     against = " against your own module" if own else ""
-    return "; ".join([f"{verdict} in {len(checks)} checks{against}", *items])
+    counts = [str(c.operations) for c in checks if c.operations][-1:]
+    return "; ".join([f"{verdict} in {len(checks)} checks{against}", *counts, *items])

@@ -1,0 +1,34 @@
+"""Formulas of another framework by the name of an ATen operation, which no backend may import from the other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+log = logging.getLogger("lockstep.watch")
+
+# Arguments as in the operation's schema, arrays for tensors; an array, or None, for each result.
+Formula = Callable[..., Sequence[np.ndarray | None]]
+Loader = Callable[[], Mapping[str, Formula]]
+
+_loaders: list[Loader] = []
+
+
+def offer(loader: Loader) -> None:
+    """Offer formulas; `loader` is called when the first operation is judged."""
+    if loader not in _loaders:
+        _loaders.append(loader)
+
+
+def formulas() -> Mapping[str, Formula]:
+    """All formulas on offer; none of a framework that cannot be imported."""
+    found: dict[str, Formula] = {}
+    for loader in _loaders:
+        try:
+            found |= loader()
+        except ImportError as error:
+            log.info("watch: operations are judged without formulas of another framework: %s", error)
+    return found

@@ -1,0 +1,130 @@
+"""One operation's results against the same operation in FP64, from the same inputs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.core.data.memory import available_memory_bytes
+from lockstep.core.parity.honest.function import EPS
+from lockstep.core.parity.measures.verdict import Measure
+from lockstep.core.parity.watch import operation_bounds
+from lockstep.core.parity.watch.formulas import Formula
+from lockstep.core.parity.watch.operation_bounds import BESIDE, DRAWS, Sides
+from lockstep.torch_backend.watch.recompute import BY_KERNEL, Call, NotJudged, Recompute, rounded, terms_of
+
+log = logging.getLogger("lockstep.watch")
+
+# Operations that only move numbers, or round each of them once.
+MOVES = frozenset(
+    "_to_copy clone copy cat stack where masked_fill masked_scatter embedding slice_backward select_backward slice_scatter "
+    "select_scatter constant_pad_nd index gather index_select repeat flip roll tril triu threshold_backward relu neg abs "
+    "repeat_interleave _unsafe_index".split()
+)
+# Copies of inputs and results in FP64 at once, on all sides.
+COPIES = 6
+
+# Measures of one result, its size, the share of numbers unlike the twin's, and its number among the results.
+Judged = tuple[tuple[Measure, ...], int, float | None, int]
+
+
+class JudgeOperation:
+    """Computes operations again and measures them."""
+
+    def __init__(self, formulas: Mapping[str, Formula]) -> None:
+        self._again = Recompute(formulas)
+
+    def __call__(self, call: Call, results: Sequence[Any]) -> tuple[str, list[Judged]]:
+        """Return what gave the truth, and the measures of each result of a call.
+
+        Raises NotJudged, with the reason, if there is no truth.
+        """
+        tensors = [x for x in results if isinstance(x, Tensor)]
+        needed = 8 * COPIES * sum(x.numel() for x in (*call.floating, *tensors))
+        if 0 < (free := available_memory_bytes()) < needed:
+            raise NotJudged(f"copies in FP64 take {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free")
+        values = self._again.values(call)
+        ways, why = self._again.ways(call), ""
+        for way in ways:
+            try:
+                truths = self._again(call, values, True, way)
+                return way, self._judged(call, results, values, truths, way)
+            except NotJudged:
+                raise
+            except Exception as error:
+                # The next way may know these arguments.
+                log.debug("watch: %s %s", call.name, way, exc_info=True)
+                why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise NotJudged(f"{call.name} does not run in FP64 ({why})")
+
+    def _judged(
+        self, call: Call, results: Sequence[Any], values: list[np.ndarray], truths: Sequence[Any], way: str
+    ) -> list[Judged]:
+        if len(truths) < len(results):
+            raise ValueError(f"{len(truths)} results in place of {len(results)}")
+        moves = call.name.partition(".")[2] in MOVES
+        twins = self._twins(call, values, way)
+        found: list[Judged] = []
+        more: list[tuple[Sequence[Any], Sequence[Any]]] = []
+        for i, result in enumerate(results):
+            t = truths[i]
+            if not isinstance(result, Tensor) or t is None or not result.numel():
+                continue
+            own = result.detach().to("cpu")
+            c = (own.double() if own.is_floating_point() else own).numpy()
+            if c.size != t.size:
+                raise ValueError(f"shape {t.shape} in place of {c.shape}")
+            c = c.reshape(t.shape)
+            if not own.is_floating_point():
+                found.append(((operation_bounds.exact(c, t),), c.size, None, i))
+                continue
+            if moves:
+                found.append(((operation_bounds.exact(c, rounded(t, own.dtype)),), c.size, None, i))
+                continue
+            dtype = str(own.dtype).rpartition(".")[2]
+            if dtype not in EPS:
+                raise NotJudged(f"results of dtype {dtype}")
+            terms = terms_of(call, t)
+            w = _rounded(twins, i, own.dtype)
+            measures = operation_bounds.measured(Sides(c, [t], w, dtype, terms))
+            if not all(m.ok for m in measures):
+                # Nothing is accused on one draw, and before its response is known.
+                more = more or [self._beside(call, values, draw, way) for draw in range(DRAWS)]
+                all_truths = [t, *(x for one, _ in more if (x := one[i]) is not None)]
+                all_twins = w + [x for _, two in more for x in _rounded(two, i, own.dtype)]
+                measures = operation_bounds.measured(Sides(c, all_truths, all_twins, dtype, terms))
+            unequal = float(np.mean(c != w[0])) if w else None
+            found.append((measures, c.size, unequal, i))
+        return found
+
+    def _twins(self, call: Call, values: Sequence[np.ndarray], way: str) -> Sequence[Any]:
+        """The results in FP32; none of the candidate's own kernel, nor where a reference does not run in FP32."""
+        if way == BY_KERNEL:
+            return []
+        try:
+            return self._again(call, values, False, way)
+        except Exception:
+            log.debug("watch: %s %s has no twin", call.name, way, exc_info=True)
+            return []
+
+    def _beside(
+        self, call: Call, values: Sequence[np.ndarray], draw: int, way: str
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Truths and twins of inputs beside the given ones."""
+        random = np.random.default_rng(draw)
+        with np.errstate(invalid="ignore", over="ignore"):
+            moved = [
+                (x * (1 + BESIDE * random.standard_normal(x.shape))).astype(np.float32).astype(np.float64)
+                for x in values
+            ]
+        return self._again(call, moved, True, way), self._twins(call, moved, way)
+
+
+def _rounded(twins: Sequence[Any], i: int, dtype: torch.dtype) -> list[np.ndarray]:
+    """The twin of a result, rounded to its dtype, in a list; an empty list where there is none."""
+    return [rounded(twins[i], dtype)] if i < len(twins) and twins[i] is not None else []
