@@ -26,6 +26,11 @@ MOVES = frozenset(
     "select_scatter constant_pad_nd index gather index_select repeat flip roll tril triu threshold_backward relu neg abs "
     "repeat_interleave _unsafe_index".split()
 )
+# Operations that compute each number by itself, in FP32 where it is narrower, and round it once.
+ROUNDS_ONCE = frozenset(
+    "add sub rsub mul div neg exp log sqrt rsqrt reciprocal sin cos tanh sigmoid gelu gelu_backward silu silu_backward".split()
+)
+NARROW = (torch.bfloat16, torch.float16)
 # Copies of inputs and results in FP64 at once, on all sides.
 COPIES = 6
 
@@ -98,6 +103,8 @@ class JudgeOperation:
                 all_truths = [t, *(x for one, _ in more if (x := one[i]) is not None)]
                 all_twins = w + [x for _, two in more for x in _rounded(two, i, own.dtype)]
                 measures = operation_bounds.measured(Sides(c, all_truths, all_twins, dtype, terms))
+            if w and own.dtype in NARROW and call.name.partition(".")[2] in ROUNDS_ONCE:
+                measures = (*measures, operation_bounds.unequal(c, w[0], twins[i], t, dtype))
             unequal = float(np.mean(c != w[0])) if w else None
             found.append((measures, c.size, unequal, i))
         return found

@@ -57,7 +57,8 @@ class Places:
             return Place(module, kind, line, True)
         module, kind = self._stack[-1] if self._stack else (OUTSIDE, "")
         place = Place(module, kind, _line(), backward)
-        self._made[torch.autograd._get_sequence_nr() - 1] = place
+        # Operations that make no node come after one that did.
+        self._made.setdefault(torch.autograd._get_sequence_nr() - 1, place)
         return place
 
     @contextmanager

@@ -9,11 +9,14 @@ each measure is the honest error: the twin's, floored by what no kernel can do w
     excess        ‖c − t‖ in honest errors
     row, column   the largest ‖c − t‖ of a row, in honest errors of that row, or of the mean row where those are larger
     gain          ⟨c − w, t⟩ / ⟨t, t⟩; without a twin, ⟨c − t, t⟩ / ⟨t, t⟩
+    unequal       numbers in which c and w differ, of operations that compute in FP32 and round each number once
 
 A kernel may round at ROUNDINGS places where the formula rounds at one, so its error may be ROOM times as large. The norm
 of m independent normal errors of unit variance is below √m + √(2·ln(1/p)) but with probability p (Laurent and Massart
 2000, lemma 1), so of R rows the largest is within 1 + √(2·ln(R/RARE)/m) of its unit. RARE is for the thousands of
-comparisons of a check. κ, the response to relative changes of the inputs, is zero at first. What breaks a bound is
+comparisons of a check. Two computations in FP32, each off by e, round to different neighbours with a probability of at
+most 2·ROOM·e / ulp(t). Of numbers with a sum λ of these, k differ with k ≤ λ + √(2·λ·ln(1/RARE)) + ln(1/RARE) (Bernstein
+1946). So a fault below the rounding of bf16, as GELU by tanh is, is seen in the bits. κ, the response to relative changes of the inputs, is zero at first. What breaks a bound is
 judged again with κ, and with twins on inputs beside the given ones: nothing is accused on one draw.
 """
 
@@ -127,6 +130,18 @@ def _in_fp64(sides: Sides, c: np.ndarray, t: np.ndarray) -> Measure:
     off = math.sqrt(float(np.square(c - t).sum()))
     relative = off / math.sqrt(power) if power else (0.0 if not off else math.inf)
     return Measure("relative_error", relative, None, FP64_LIMIT, "two computations in FP64")
+
+
+def unequal(c: np.ndarray, w: np.ndarray, before: np.ndarray, t: np.ndarray, dtype: str) -> Measure:
+    """Count numbers unlike the twin's against those that lie at a tie. before: the twin in FP32, not yet rounded."""
+    kept = np.isfinite(before) & np.isfinite(t) & (t != 0)
+    c, w, before, t = (x[kept] for x in (c, w, before, t))
+    off = np.abs(before - t) + FLOOR_ULPS * EPS["float32"] * np.abs(t)
+    ties = float(np.minimum(1.0, 2 * ROOM * off / spacing(t, dtype)).sum())
+    rare = math.log(1 / RARE)
+    most = ties + math.sqrt(2 * ties * rare) + rare
+    basis = f"{ties:.3g} of {t.size:,} numbers lie at a tie between two computations in FP32, and chance"
+    return Measure("unequal", float(np.count_nonzero(c != w)), None, most, basis)
 
 
 def exact(candidate: np.ndarray, due: np.ndarray) -> Measure:
