@@ -253,9 +253,7 @@ def _targets(self: Array, target: Array, weight: Array | None, ignore_index: int
 
 
 @operation
-def nll_loss_forward(
-    self: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
-) -> Result:
+def nll_loss_forward(self: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int) -> Result:
     """Return −Σ w·x at the targets, over Σ w where it is a mean, and Σ w."""
     classes, weights = _targets(self, target, weight, ignore_index)
     losses = -weights * jnp.take_along_axis(self, classes[:, None], 1)[:, 0]
@@ -315,9 +313,7 @@ def native_layer_norm_backward(
 
 
 @operation
-def _fused_rms_norm(
-    input: Array, normalized_shape: Sequence[int], weight: Array | None, eps: float | None
-) -> Result:
+def _fused_rms_norm(input: Array, normalized_shape: Sequence[int], weight: Array | None, eps: float | None) -> Result:
     """Return x·rstd·weight, and rstd = 1 / √(mean(x²) + eps)."""
     if eps is None:
         raise NotImplementedError("eps is that of the input's dtype")
@@ -445,32 +441,45 @@ def _weights(q: Array, k: Array, causal: bool, mask: Array | None, scale: float 
     return powers / total, (top + jnp.log(total))[..., 0], factor
 
 
+def _as_operand(x: Array, operands: str) -> Array:
+    """Round the operand of a product to its dtype, where one is named, and go on in the dtype of x."""
+    return x.astype(operands).astype(x.dtype) if operands else x
+
+
 @operation
 def _scaled_dot_product_flash_attention_for_cpu(
     query: Array, key: Array, value: Array, dropout_p: float = 0.0, is_causal: bool = False, *,
-    attn_mask: Array | None = None, scale: float | None = None,
+    attn_mask: Array | None = None, scale: float | None = None, operands: str = "",
 ) -> Result:  # fmt: skip
-    """Return softmax(q·kᵀ·scale + mask)·v of (B, H, S, E), and the log-sum-exp of each row."""
+    """Return softmax(q·kᵀ·scale + mask)·v of (B, H, S, E), and the log-sum-exp of each row.
+
+    operands: of the second product, weights that are not yet divided by their sum, as flash attention rounds them.
+    """
     if dropout_p:
         raise NotImplementedError("dropout")
     groups = _heads(query, key)
     key, value = (jnp.repeat(x, groups, 1) for x in (key, value))
     weights, lse, _ = _weights(query, key, is_causal, attn_mask, scale)
-    return weights @ value, lse
+    top = jnp.max(weights, axis=-1, keepdims=True)
+    return top * (_as_operand(weights / top, operands) @ value), lse
 
 
 @operation
 def _scaled_dot_product_flash_attention_for_cpu_backward(
     grad_out: Array, query: Array, key: Array, value: Array, out: Array, logsumexp: Array, dropout_p: float,
-    is_causal: bool, *, attn_mask: Array | None = None, scale: float | None = None,
+    is_causal: bool, *, attn_mask: Array | None = None, scale: float | None = None, operands: str = "",
 ) -> Result:  # fmt: skip
-    """Return the gradients of q, k and v, with P the weights: dv = Pᵀ·g, dS = P·(g·vᵀ − Σ g·out), dq = dS·k·scale."""
+    """Return the gradients of q, k and v, with P the weights: dv = Pᵀ·g, dS = P·(g·vᵀ − Σ g·out), dq = dS·k·scale.
+
+    operands: of the products of P and of dS.
+    """
     if dropout_p or _heads(query, key) != 1:
         raise NotImplementedError("dropout, or heads in groups")
     weights, _, factor = _weights(query, key, is_causal, attn_mask, scale)
     inner = grad_out @ value.swapaxes(-1, -2) - jnp.sum(grad_out * out, axis=-1, keepdims=True)
-    ds = weights * inner * factor
-    return ds @ key, ds.swapaxes(-1, -2) @ query, weights.swapaxes(-1, -2) @ grad_out
+    ds = _as_operand(weights * inner, operands)
+    dv = _as_operand(weights, operands).swapaxes(-1, -2) @ grad_out
+    return factor * (ds @ key), factor * (ds.swapaxes(-1, -2) @ query), dv
 
 
 # Tables, and what moves numbers
@@ -540,9 +549,7 @@ def masked_fill(self: Array, mask: Array, value: Any) -> Array:
 
 
 @operation
-def slice_backward(
-    grad_output: Array, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int
-) -> Array:
+def slice_backward(grad_output: Array, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Array:
     """Return the gradient in the place of the slice, zero elsewhere."""
     place: list[Any] = [slice(None)] * len(input_sizes)
     place[dim] = slice(start, end, step)

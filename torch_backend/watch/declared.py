@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lockstep.torch_backend.watch.recompute import Call
 
@@ -48,7 +47,7 @@ DECLARED: dict[str, Callable[[Any, Tensor], tuple[str, Any, tuple[Any, ...]]]] =
     "torch.nn.modules.activation.Softmax": lambda m, x: (
         "aten._softmax",
         aten._softmax.default,
-        (x, F._get_softmax_dim("softmax", x.dim(), m.dim, 4) if m.dim is None else m.dim, False),
+        (x, m.dim, False),
     ),
     "torch.nn.modules.sparse.Embedding": lambda m, x: (
         "aten.embedding",
@@ -61,7 +60,7 @@ DECLARED: dict[str, Callable[[Any, Tensor], tuple[str, Any, tuple[Any, ...]]]] =
 def name_of(module: nn.Module) -> str:
     """`torch.nn.LayerNorm` for a module that is known, else empty."""
     kind = type(module)
-    if f"{kind.__module__}.{kind.__qualname__}" not in DECLARED:
+    if f"{kind.__module__}.{kind.__qualname__}" not in DECLARED or getattr(module, "dim", 0) is None:
         return ""
     library = kind.__module__.partition(".")[0]
     return f"{'torch.nn' if library == 'torch' else library}.{kind.__name__}"

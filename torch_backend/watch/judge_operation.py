@@ -22,14 +22,20 @@ log = logging.getLogger("lockstep.watch")
 
 # Operations that only move numbers, or round each of them once.
 MOVES = frozenset(
-    "_to_copy clone copy cat stack where masked_fill masked_scatter embedding slice_backward select_backward slice_scatter "
-    "select_scatter constant_pad_nd index gather index_select repeat flip roll tril triu threshold_backward relu neg abs "
-    "repeat_interleave _unsafe_index".split()
-)
+    {
+        "_to_copy", "clone", "copy", "cat", "stack", "where", "masked_fill", "masked_scatter", "embedding",
+        "slice_backward", "select_backward", "slice_scatter", "select_scatter", "constant_pad_nd", "index", "gather",
+        "index_select", "repeat", "flip", "roll", "tril", "triu", "threshold_backward", "relu", "neg", "abs",
+        "repeat_interleave", "_unsafe_index",
+    }
+)  # fmt: skip
 # Operations that compute each number by itself, in FP32 where it is narrower, and round it once.
 ROUNDS_ONCE = frozenset(
-    "add sub rsub mul div neg exp log sqrt rsqrt reciprocal sin cos tanh sigmoid gelu gelu_backward silu silu_backward".split()
-)
+    {
+        "add", "sub", "rsub", "mul", "div", "neg", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh",
+        "sigmoid", "gelu", "gelu_backward", "silu", "silu_backward",
+    }
+)  # fmt: skip
 NARROW = (torch.bfloat16, torch.float16)
 # Copies of inputs and results in FP64 at once, on all sides.
 COPIES = 6

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.backend import Arrays
 from lockstep.core.parity.watch.limits import Precision
+from lockstep.core.parity.watch.snapshot import plain_name
 
 
 @contextmanager
@@ -44,19 +46,22 @@ def borrowed(model: nn.Module, precision: Precision) -> Iterator[None]:
 def _put_back(model: nn.Module) -> Iterator[None]:
     """Restore parameters and buffers that were written, and attributes of modules that were replaced."""
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    # A parameter that a forward writes is rare, and as large as all others: its version tells.
-    tensors = [(x, x._version, x.detach().clone()) for x in _written_often(model)]
+    tensors = [(x, x.detach().clone()) for x in _written_often(model)]
     try:
         yield
     finally:
-        for x, version, kept in tensors:
-            if x._version != version:
-                x.data.copy_(kept)
+        for x, kept in tensors:
+            _restore(x, kept)
         for module, before, buffers in attributes:
-            for mine, kept in ((vars(module), before), (module._buffers, buffers)):
-                if mine.keys() != kept.keys() or any(mine[key] is not kept[key] for key in kept):
-                    mine.clear()
-                    mine.update(kept)
+            _replace(vars(module), before)
+            _replace(module._buffers, buffers)
+
+
+def _replace(mine: dict[str, Any], before: dict[str, Any]) -> None:
+    """Give a mapping the entries that it had, if it has others."""
+    if mine.keys() != before.keys() or any(mine[key] is not before[key] for key in before):
+        mine.clear()
+        mine.update(before)
 
 
 def _written_often(model: nn.Module) -> Iterator[Tensor]:
@@ -65,14 +70,16 @@ def _written_often(model: nn.Module) -> Iterator[Tensor]:
         yield from (x for x in vars(module).values() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter))
 
 
-def written(model: nn.Module, versions: dict[str, int]) -> list[str]:
-    """Return the parameters that were written since `versions_of`."""
-    return [name for name, version in versions_of(model).items() if versions.get(name) != version]
+def restore_parameters(model: nn.Module, params: Arrays) -> None:
+    """Write the values of parameters back that a forward changed: by the names and copies of a check."""
+    for name, p in model.named_parameters():
+        _restore(p, torch.from_numpy(params[plain_name(name)]).to(p.dtype))
 
 
-def versions_of(model: nn.Module) -> dict[str, int]:
-    """Return how often each parameter was written."""
-    return {name: p._version for name, p in model.named_parameters()}
+def _restore(x: Tensor, kept: Tensor) -> None:
+    """Write into a tensor if its numbers are others. Its version does not tell: batch_norm writes past it."""
+    if not torch.equal(x.detach(), kept.to(x.device)):
+        x.data.copy_(kept)
 
 
 def gradients(loss: Any, model: nn.Module) -> None:

@@ -14,16 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lockstep.core.backend import Arrays
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.parity.watch.coverage import Coverage
 from lockstep.core.parity.watch.formulas import formulas
 from lockstep.core.parity.watch.judge import exact, layer_in
 from lockstep.core.parity.watch.limits import Precision
-from lockstep.core.parity.watch.observed import Coverage, Observed
+from lockstep.core.parity.watch.observed import Observed
 from lockstep.core.parity.watch.snapshot import plain_name
 from lockstep.core.parity.watch.turns import Turns
 from lockstep.core.parity.watch.uncovered import Uncovered, reason
@@ -72,9 +72,7 @@ class Operations:
         self._judge = JudgeOperation(formulas())
         self._checks = 0
 
-    def observe(
-        self, loss: Callable[[], Any], params: Arrays, precision: Precision, uncovered: Uncovered
-    ) -> Observed:
+    def observe(self, loss: Callable[[], Any], params: Arrays, precision: Precision, uncovered: Uncovered) -> Observed:
         """Run the loss on the live module, and judge operations of it.
 
         loss: runs it. params: the module's parameters by name, for one whose forward writes them.
@@ -108,7 +106,12 @@ class Operations:
             try:
                 way, judged = self._judge(call, results)
                 for measures, size, unequal, number in judged:
-                    words = [where.line, way, f"result {number + 1} of {len(results)}" if len(results) > 1 else "", note]
+                    words = [
+                        where.line,
+                        way,
+                        f"result {number + 1} of {len(results)}" if len(results) > 1 else "",
+                        note,
+                    ]
                     found.take(
                         Finding(
                             stage=stage, tap=where.module, phase="backward" if where.backward else "forward",
@@ -128,7 +131,6 @@ class Operations:
             self._turns.had(place, kind, done)
 
         recorder = Recorder(places, wanted, judge, Casts.of(precision, model))
-        before = live.versions_of(model)
         try:
             with live.borrowed(model, precision), places.following(model, recorder.left), recorder:
                 value = loss()
@@ -137,9 +139,7 @@ class Operations:
                     raise UserError("loss= returns a scalar tensor, or that and a mapping of outputs")
                 live.gradients(value, model)
         finally:
-            for name in live.written(model, before):
-                p = dict(model.named_parameters())[name]
-                p.data.copy_(torch.from_numpy(params[plain_name(name)]))
+            live.restore_parameters(model, params)
         if wanted:
             for finding in (*recorder.casts.findings(), self._unread(recorder)):
                 found.take(finding)
@@ -158,4 +158,6 @@ class Operations:
                     names.append(f"{plain_name(name)}.{own}".removeprefix("."))
         basis = "a module that runs reads its parameters"
         note = f"read by no operation: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else ""
-        return exact("operation.parameters", names[0] if names else "all", len(names), max(size, 1), basis, note, "forward")
+        return exact(
+            "operation.parameters", names[0] if names else "all", len(names), max(size, 1), basis, note, "forward"
+        )

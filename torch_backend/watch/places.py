@@ -58,7 +58,7 @@ class Places:
         module, kind = self._stack[-1] if self._stack else (OUTSIDE, "")
         place = Place(module, kind, _line(), backward)
         # Operations that make no node come after one that did.
-        self._made.setdefault(torch.autograd._get_sequence_nr() - 1, place)
+        self._made.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
         return place
 
     @contextmanager

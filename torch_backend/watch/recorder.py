@@ -26,20 +26,29 @@ from lockstep.torch_backend.watch.recompute import Call
 Judge = Callable[[int, Call, list[Any], Place, str, str], None]
 
 # Operations that compute nothing: other names for the same numbers, new memory, numbers for Python.
-NAMES_ONLY = frozenset("detach alias lift_fresh lift _unsafe_view _reshape_alias view_as_real view_as_complex".split())
+NAMES_ONLY = frozenset(
+    {
+        "detach", "alias", "lift_fresh", "lift", "_unsafe_view", "_reshape_alias", "view_as_real", "view_as_complex",
+    }
+)  # fmt: skip
 MAKES = frozenset(
-    "empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full new_empty_strided zero fill "
-    "_local_scalar_dense is_nonzero equal is_same_size sym_size record_stream _assert_async _has_compatible_shallow_copy_type "
-    "resize set_data".split()
-)
+    {
+        "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full",
+        "new_empty_strided", "zero", "fill", "_local_scalar_dense", "is_nonzero", "equal", "is_same_size", "sym_size",
+        "record_stream", "_assert_async", "_has_compatible_shallow_copy_type", "resize", "set_data",
+    }
+)  # fmt: skip
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 # Operations that torch.autocast keeps in FP32 (aten/src/ATen/autocast_mode.h), as they are called below it.
 KEPT_WIDE = frozenset(
-    "_softmax _log_softmax native_layer_norm _fused_rms_norm native_group_norm nll_loss_forward sum mean var std "
-    "linalg_vector_norm norm exp expm1 log log1p log2 log10 logsumexp cumsum cumprod prod pow rsqrt reciprocal softplus "
-    "binary_cross_entropy mse_loss smooth_l1_loss huber_loss".split()
-)
+    {
+        "_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm", "native_group_norm", "nll_loss_forward",
+        "sum", "mean", "var", "std", "linalg_vector_norm", "norm", "exp", "expm1", "log", "log1p", "log2", "log10",
+        "logsumexp", "cumsum", "cumprod", "prod", "pow", "rsqrt", "reciprocal", "softplus", "binary_cross_entropy",
+        "mse_loss", "smooth_l1_loss", "huber_loss",
+    }
+)  # fmt: skip
 
 
 @dataclass

@@ -37,6 +37,10 @@ def watch_lightning(*, loss: Loss | None = None, accumulate: Accumulate = "mean"
     Raises UserError without Lightning, and where training begins for settings that cannot work and a trainer that
     cannot be watched.
     """
+    if settings.get("operations") and loss is None:
+        raise UserError(
+            "operations= runs the loss on your module once more, and training_step logs: give loss= as well"
+        )
     try:
         from lightning.pytorch.callbacks import Callback
     except ModuleNotFoundError as error:
