@@ -7,6 +7,7 @@ results, or None for one that it does not state. An overload that it does not kn
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
@@ -442,8 +443,14 @@ def _weights(q: Array, k: Array, causal: bool, mask: Array | None, scale: float 
 
 
 def _as_operand(x: Array, operands: str) -> Array:
-    """Round the operand of a product to its dtype, where one is named, and go on in the dtype of x."""
-    return x.astype(operands).astype(x.dtype) if operands else x
+    """Round the operand of a product to its dtype, where one is named, and go on in the dtype of x.
+
+    XLA takes a conversion there and back out of a program, and leaves `reduce_precision`.
+    """
+    if not operands:
+        return x
+    kept = jnp.finfo(operands)
+    return jax.lax.reduce_precision(x, kept.nexp, kept.nmant)
 
 
 @operation
@@ -471,15 +478,36 @@ def _scaled_dot_product_flash_attention_for_cpu_backward(
 ) -> Result:  # fmt: skip
     """Return the gradients of q, k and v, with P the weights: dv = Pᵀ·g, dS = P·(g·vᵀ − Σ g·out), dq = dS·k·scale.
 
-    operands: of the products of P and of dS.
+    operands: the dtype of P and dS in products, and in which torch's kernel sums the products of blocks of queries, or
+    for dq of keys, each of them rounded before it is scaled.
     """
-    if dropout_p or _heads(query, key) != 1:
-        raise NotImplementedError("dropout, or heads in groups")
+    if dropout_p:
+        raise NotImplementedError("dropout")
+    groups = _heads(query, key)
+    key, value = (jnp.repeat(x, groups, 1) for x in (key, value))
     weights, _, factor = _weights(query, key, is_causal, attn_mask, scale)
     inner = grad_out @ value.swapaxes(-1, -2) - jnp.sum(grad_out * out, axis=-1, keepdims=True)
-    ds = _as_operand(weights * inner, operands)
-    dv = _as_operand(weights, operands).swapaxes(-1, -2) @ grad_out
-    return factor * (ds @ key), factor * (ds.swapaxes(-1, -2) @ query), dv
+    ds, weights = _as_operand(weights * inner, operands), _as_operand(weights, operands)
+    length = query.shape[2]
+    rows = next(size for least, size in QUERIES if length >= least) if operands else length
+    dq = _in_blocks(ds, key, 1, KEYS if operands else key.shape[2], factor, operands)
+    dk = _in_blocks(ds.swapaxes(-1, -2), query, groups, rows, factor, operands)
+    dv = _in_blocks(weights.swapaxes(-1, -2), grad_out, groups, rows, 1.0, operands)
+    return dq, dk, dv
+
+
+# Blocks of torch's kernel on the CPU (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp): of queries, by the least
+# length that has them, and of keys.
+QUERIES, KEYS = ((768, 256), (192, 64), (0, 32)), 512
+
+
+def _in_blocks(a: Array, b: Array, groups: int, size: int, factor: float, operands: str) -> Array:
+    """Return factor·(a @ b), summed over the heads of a group, and over blocks of the axis between a and b."""
+    total = jnp.zeros((), a.dtype)
+    for head, at in itertools.product(range(groups), range(0, a.shape[-1], size)):
+        left, right = a[:, head::groups, :, at : at + size], b[:, head::groups, at : at + size]
+        total = _as_operand(total + factor * _as_operand(left @ right, operands), operands)
+    return total
 
 
 # Tables, and what moves numbers

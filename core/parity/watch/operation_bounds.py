@@ -11,13 +11,15 @@ each measure is the honest error: the twin's, floored by what no kernel can do w
     gain          ⟨c − w, t⟩ / ⟨t, t⟩; without a twin, ⟨c − t, t⟩ / ⟨t, t⟩
     unequal       numbers in which c and w differ, of operations that compute in FP32 and round each number once
 
-A kernel may round at ROUNDINGS places where the formula rounds at one, so its error may be ROOM times as large. The norm
-of m independent normal errors of unit variance is below √m + √(2·ln(1/p)) but with probability p (Laurent and Massart
+A kernel may round at ROUNDINGS places where the formula rounds at one, so its error may be ROOM times as large. The
+norm of m independent normal errors of unit variance is below √m + √(2·ln(1/p)) but with probability p (Laurent and Massart
 2000, lemma 1), so of R rows the largest is within 1 + √(2·ln(R/RARE)/m) of its unit. RARE is for the thousands of
-comparisons of a check. Two computations in FP32, each off by e, round to different neighbours with a probability of at
-most 2·ROOM·e / ulp(t). Of numbers with a sum λ of these, k differ with k ≤ λ + √(2·λ·ln(1/RARE)) + ln(1/RARE) (Bernstein
-1946). So a fault below the rounding of bf16, as GELU by tanh is, is seen in the bits. κ, the response to relative changes of the inputs, is zero at first. What breaks a bound is
-judged again with κ, and with twins on inputs beside the given ones: nothing is accused on one draw.
+comparisons of a check. κ, the response to relative changes of the inputs, is zero at first. A result that breaks a bound
+is judged again with κ, and with twins on inputs beside the given ones: no norm is accused on one draw.
+
+Two computations in FP32, each off by e, round to different neighbours with a probability of at most 2·ROOM·e / ulp(t).
+With λ the sum of these over all numbers, k differ, k ≤ λ + √(2·λ·ln(1/RARE)) + ln(1/RARE) (Bernstein 1946). So a fault
+below the rounding of bf16, as GELU by tanh is, is seen in the bits.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Sides:
     """One result of one operation.
 
     candidate: float64, as computed in `dtype`. truths: of the given inputs, and of draws beside them. twins: of the
-    same draws; empty where there is no twin. terms: numbers that are summed into one.
+    same draws; empty where there is no twin. terms: numbers that are summed into one. resolution: an absolute error
+    that makes nothing worse, of a statistic that another operation reads.
     """
 
     candidate: np.ndarray
@@ -53,6 +56,7 @@ class Sides:
     twins: Sequence[np.ndarray]
     dtype: str
     terms: float
+    resolution: float = 0.0
     finite: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +80,7 @@ class Sides:
         if t.size < len(moved) ** 3:
             # Few numbers: the mean of few squares may be near zero by chance, the largest seldom is.
             response = np.max(moved, axis=0) if moved else response
-        return one + (ROUNDING * EPS["float32"]) ** 2 * self.terms / 2 * (np.square(t) + response)
+        return self.resolution**2 + one + (ROUNDING * EPS["float32"]) ** 2 * self.terms / 2 * (np.square(t) + response)
 
 
 def not_finite(sides: Sides) -> int:
