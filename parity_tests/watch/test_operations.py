@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lockstep import watch, watch_operation
@@ -108,6 +109,14 @@ def test_a_wrong_kernel_is_named(fault: str, trains: str) -> None:
     # A module of torch.nn that such a kernel computes is named as well, and nothing else is.
     others = {f.stage for f in broken(watcher)} - {operation}
     assert others <= {"torch.nn.LayerNorm", "transformers.Conv1D", "transformers.GELUActivation"}
+
+
+@pytest.mark.parametrize("trains", DECLARED)
+@pytest.mark.parametrize("name", KERNELS)
+def test_another_kernel_that_is_right_agrees(name: str, trains: str) -> None:
+    with kernel(name, right=True):
+        watcher = checked(trains)
+    assert not broken(watcher), watcher
 
 
 def test_the_truth_and_twin_of_a_copy_run_the_same_wrong_kernel() -> None:
@@ -323,6 +332,40 @@ def test_micro_batches_have_their_turn() -> None:
         optimizer.zero_grad()
     first, second = (int(part["tokens"][0, 0]) for part in parts)
     assert seen == [first, first, second]  # the first check counts the operations beforehand
+
+
+def test_reentrant_checkpointing_is_listed() -> None:
+    def checkpointed(model: Any, batch: Batch) -> Tensor:
+        x = model.embed(batch["tokens"])
+        x = torch.utils.checkpoint.checkpoint(model.blocks[0], x, use_reentrant=reentrant)
+        return F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), batch["targets"].flatten())
+
+    for reentrant in (True, False):
+        watcher = train("gpt", "fp32", 1, operations=True, loss=checkpointed)
+        (check,) = watcher.checks
+        assert ("operations: not judged (RuntimeError" in watcher.headline) is reentrant
+        assert not [f for f in broken(watcher) if "." in f.stage]
+        # What is computed again in the backward pass is judged, in its module.
+        again = [f for f in check.findings if f.stage == "aten.addmm" and f.phase == "backward"]
+        assert bool(again) is not reentrant and all(f.tap.startswith("blocks.0.") for f in again)
+
+
+def test_a_run_of_transformers_trainer(tmp_path: Any) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from lockstep import watch_trainer
+    from lockstep.parity_tests.watch.adapters.causal import llama, rows
+
+    args = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, num_train_epochs=1, report_to=[], use_cpu=True,
+        logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, save_strategy="no",
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    trainer = Trainer(model=llama(), args=args, train_dataset=rows(4))
+    watcher = watch_trainer(trainer, every=1, operations=True)
+    trainer.train()
+    assert watcher.verdict == "agreed", watcher
+    assert watcher.checks[0].operations is not None and watcher.checks[0].operations.now > 50
 
 
 # Operations of one's own

@@ -3,9 +3,9 @@
     python -m lockstep.scripts.studies.operations            docs/results/operations.jsonl and .md
     python -m lockstep.scripts.studies.operations --page     the page alone, from the lines that there are
 
-A fault is a kernel of torch's that is replaced on the CPU, in all layers, or a module's forward that is replaced. Beside
-each kernel stands another one that is right, in FP64 and rounded once: a check that cannot tell it from the wrong one
-finds differences, not faults.
+A fault is a kernel of torch's that is replaced on the CPU, in all layers, or a module's forward that is replaced.
+Beside each kernel stands another one that is right, in FP64 and rounded once: a check that cannot tell it from the
+wrong one finds differences, not faults.
 """
 
 from __future__ import annotations
@@ -234,7 +234,8 @@ def clean() -> Iterator[Row]:
             row = {
                 "study": "clean", "model": name, "trains": trains, "checks": len(watcher.checks),
                 "agreed": sum(c.verdict == "agreed" for c in watcher.checks), "accused": accused,
-                "judged": sum(c.get("now", 0) for c in counts), "of": counts[-1].get("of"), "ways": counts[-1].get("ways"),
+                "judged": sum(c.get("now", 0) for c in counts), "of": counts[-1].get("of"),
+                "ways": counts[-1].get("ways"),
                 "left out": sorted({x for c in watcher.checks for x in c.not_covered if "operations:" in x}),
                 "headline": watcher.headline,
             }  # fmt: skip
@@ -290,8 +291,8 @@ def page(rows: list[Row], made: Mapping[str, str]) -> str:
         "",
         "## Planted faults",
         "",
-        "A kernel is replaced for the whole process (`torch.library`), so truth and twin of a check of the whole module "
-        "run it as well.",
+        "A kernel is replaced for the whole process (`torch.library`), so truth and twin of a check of the whole "
+        "module run it as well.",
         "*Alone* is that check, without `operations=`. The other kernel is a right one, in FP64 and rounded once.",
         "",
         "| fault | trains in | named first | measure | bound | also named | alone | other kernel |",
@@ -307,15 +308,16 @@ def page(rows: list[Row], made: Mapping[str, str]) -> str:
         )
     lines += [
         "",
-        "Under autocast, GELU by tanh differs from GELU by less than bf16 rounds: excess is below 1. It shows in the bits, as "
-        "GELU rounds each number",
-        "once. *Alone*, `could_not` means that a forward was replaced on the instance, which a copy of the module refuses.",
+        "Under autocast, GELU by tanh differs from GELU by less than bf16 rounds: excess is below 1. It shows in the "
+        "bits, as GELU rounds each",
+        "number once. *Alone*, `could_not` means that a forward was replaced on the instance, which a copy of the "
+        "module refuses.",
         "",
         "## DebugMode beside it",
         "",
-        "torch's `DebugMode` with hashes of tensors (norm and XOR), forward and backward, against the log of a clean run. A "
-        "user has no clean run of a wrong",
-        "kernel. Differing: results whose hashes differ, and the first operation.",
+        "torch's `DebugMode` with hashes of tensors (norm and XOR), forward and backward, against the log of a clean "
+        "run. A user has no clean",
+        "run of a wrong kernel. Cells: how many results have other hashes, of how many calls, and the first of them.",
         "",
         "| fault | trains in | clean run again | wrong | another right kernel |",
         "|---|---|---|---|---|",
@@ -340,19 +342,20 @@ def page(rows: list[Row], made: Mapping[str, str]) -> str:
         ways = row["ways"] or {}
         share = ways.get("by JAX", 0) / max(sum(ways.values()), 1)
         lines.append(
-            f"| {row['model']} | {row['trains']} | {row['agreed']} of {row['checks']} | {row['judged']} | {row['of']} | "
-            f"{share:.0%} | {', '.join(f'`{x}`' for x in row['accused']) or 'none'} |"
+            f"| {row['model']} | {row['trains']} | {row['agreed']} of {row['checks']} | {row['judged']} | {row['of']} "
+            f"| {share:.0%} | {', '.join(f'`{x}`' for x in row['accused']) or 'none'} |"
         )
     lines += [
         "",
-        "`aten.native_layer_norm_backward` with bf16 weights is a bug of torch's, not a false alarm: on the CPU it sums the "
-        "gradients of weight and",
-        "bias in bf16. At these sizes they are off by 4 to 8 times an honest error.",
+        "`aten.native_layer_norm_backward` with bf16 weights is a bug of torch's, not a false alarm: on the CPU it "
+        "sums the gradients of weight",
+        "and bias in bf16.",
         "",
         "## Cost",
         "",
-        "Seconds, on a machine that others used as well. *Rest* is a check without `operations=`. The first check lists the "
-        "operations, and compiles JAX's formulas.",
+        "Seconds, on a machine that others used as well. *Rest* is what a check takes without `operations=`. The first "
+        "check lists the operations,",
+        "and compiles JAX's formulas.",
         "",
         "| model | trains in | tokens | step | judged of | operations, first | operations, last | rest, last |",
         "|---|---|--:|--:|--:|--:|--:|--:|",
@@ -360,8 +363,8 @@ def page(rows: list[Row], made: Mapping[str, str]) -> str:
     for row in by["cost"]:
         first, last = row["operations"][0], row["operations"][-1]
         lines.append(
-            f"| {row['model']} | {row['trains']} | {row['tokens']} | {row['step']:.2f} | {row['judged']} of {row['of']} | "
-            f"{first:.1f} | {last:.1f} | {row['rest'][-1]:.1f} |"
+            f"| {row['model']} | {row['trains']} | {row['tokens']} | {row['step']:.2f} | {row['judged']} of {row['of']}"
+            f" | {first:.1f} | {last:.1f} | {row['rest'][-1]:.1f} |"
         )
     return "\n".join(lines) + "\n"
 

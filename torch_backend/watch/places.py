@@ -71,10 +71,13 @@ class Places:
                 self._stack.append((names[id(module)], type(module).__name__))
                 self.ran.add(names[id(module)])
 
-        def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            if id(module) in names:
-                left(module, args, kwargs, result)
-                self._stack.pop()
+        def leave(module: nn.Module, args: Any, *kwargs_and_result: Any) -> None:
+            if id(module) not in names:
+                return
+            # Where a forward raises, torch calls without kwargs.
+            if len(kwargs_and_result) == 2:
+                left(module, args, *kwargs_and_result)
+            self._stack.pop()
 
         handles = [
             register_module_forward_pre_hook(enter),

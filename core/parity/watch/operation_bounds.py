@@ -12,10 +12,10 @@ each measure is the honest error: the twin's, floored by what no kernel can do w
     unequal       numbers in which c and w differ, of operations that compute in FP32 and round each number once
 
 A kernel may round at ROUNDINGS places where the formula rounds at one, so its error may be ROOM times as large. The
-norm of m independent normal errors of unit variance is below √m + √(2·ln(1/p)) but with probability p (Laurent and Massart
-2000, lemma 1), so of R rows the largest is within 1 + √(2·ln(R/RARE)/m) of its unit. RARE is for the thousands of
-comparisons of a check. κ, the response to relative changes of the inputs, is zero at first. A result that breaks a bound
-is judged again with κ, and with twins on inputs beside the given ones: no norm is accused on one draw.
+norm of m independent normal errors of unit variance is below √m + √(2·ln(1/p)) but with probability p (Laurent and
+Massart 2000, lemma 1), so of R rows the largest is within 1 + √(2·ln(R/RARE)/m) of its unit. RARE is for the thousands
+of comparisons of a check. κ, the response to relative changes of the inputs, is zero at first. A result that breaks a
+bound is judged again with κ, and with twins on inputs beside the given ones: no norm is accused on one draw.
 
 Two computations in FP32, each off by e, round to different neighbours with a probability of at most 2·ROOM·e / ulp(t).
 With λ the sum of these over all numbers, k differ, k ≤ λ + √(2·λ·ln(1/RARE)) + ln(1/RARE) (Bernstein 1946). So a fault
