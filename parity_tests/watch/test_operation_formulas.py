@@ -229,14 +229,14 @@ def test_the_backward_of_an_rms_norm(size: tuple[int, int, int]) -> None:
 def test_attention_of_heads_in_groups(groups: int) -> None:
     q, g = normal(2, 4, 5, 3).requires_grad_(), normal(2, 4, 5, 3)
     k, v = (normal(2, 4 // groups, 5, 3).requires_grad_() for _ in range(2))
-    wide = [x.repeat_interleave(groups, 1) for x in (k, v)]
-    out = torch.nn.functional.scaled_dot_product_attention(q, *wide, is_causal=True)
+    wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, wide_k, wide_v, is_causal=True)
     due = torch.autograd.grad(out, (q, k, v), g)
-    q, k, v = (x.detach().numpy() for x in (q, k, v))
+    given = [x.detach().numpy() for x in (q, k, v)]
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    found, lse = OPERATIONS[name](q, k, v, 0.0, True)
+    found, lse = OPERATIONS[name](*given, 0.0, True)
     assert np.abs(found - out.detach().numpy()).max() < 1e-14
-    for c, t in zip(OPERATIONS[f"{name}_backward"](g.numpy(), q, k, v, found, lse, 0.0, True), due, strict=True):
+    for c, t in zip(OPERATIONS[f"{name}_backward"](g.numpy(), *given, found, lse, 0.0, True), due, strict=True):
         assert np.abs(c - t.numpy()).max() < 1e-13
 
 

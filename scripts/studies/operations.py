@@ -10,6 +10,7 @@ wrong one finds differences, not faults.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -206,13 +207,13 @@ def debug_mode(fault: str, trains: str) -> Row:
 
     def against(found: list[Any]) -> str:
         try:
-            differing = DebugMode.check_hash_mismatches(clean, found)
+            differing = DebugMode.check_hash_mismatches(first, found)
         except ValueError as error:
             return f"ValueError: {error}"
-        return f"{len(differing)} of {len(clean)}, the first {differing[0]['call']}" if differing else "none"
+        return f"{len(differing)} of {len(first)}, the first {differing[0]['call']}" if differing else "none"
 
     torch.manual_seed(0)
-    clean = logs(gpt2(), nullcontext())
+    first = logs(gpt2(), nullcontext())
     torch.manual_seed(0)
     again = logs(gpt2(), nullcontext())
     model, wrong, _ = planted(fault)
@@ -245,8 +246,8 @@ def clean() -> Iterator[Row]:
 
 COSTS: dict[str, tuple[Callable[[], nn.Module], int, int, int]] = {
     "GPT-2 of this page": (lambda: gpt2("sdpa"), ROWS, LENGTH, VOCAB),
-    "GPT-2, 124M": (
-        lambda: gpt2("sdpa", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12), 1, 128, 50257,
+    "GPT-2, 41M, 12 layers": (
+        lambda: gpt2("sdpa", vocab_size=50257, n_positions=1024, n_embd=384, n_layer=12, n_head=6), 1, 128, 50257,
     ),
 }  # fmt: skip
 
@@ -263,6 +264,7 @@ def cost() -> Iterator[Row]:
                 with torch.autocast("cpu", torch.bfloat16, enabled=trains == "autocast"):
                     loss_of(model, batch).backward()
             step = (time.perf_counter() - started) / len(data)
+            model.zero_grad()
             checks = watched(model, trains, data, True, nullcontext()).checks
             counts = [c.to_json()["operations"] or {} for c in checks]
             row = {
@@ -357,14 +359,15 @@ def page(rows: list[Row], made: Mapping[str, str]) -> str:
         "check lists the operations,",
         "and compiles JAX's formulas.",
         "",
-        "| model | trains in | tokens | step | judged of | operations, first | operations, last | rest, last |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
+        "| model | trains in | tokens | step | judged of | operations, first | operations, last | rest, last | agreed |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in by["cost"]:
         first, last = row["operations"][0], row["operations"][-1]
         lines.append(
             f"| {row['model']} | {row['trains']} | {row['tokens']} | {row['step']:.2f} | {row['judged']} of {row['of']}"
-            f" | {first:.1f} | {last:.1f} | {row['rest'][-1]:.1f} |"
+            f" | {first:.1f} | {last:.1f} | {row['rest'][-1]:.1f} "
+            f"| {row['verdicts'].count('agreed')} of {len(row['verdicts'])} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -389,8 +392,9 @@ def main() -> None:
     }  # fmt: skip
     if "--page" not in sys.argv:
         with LINES.open("w") as file:
-            for row in (*faults(), *clean(), *cost()):
+            for row in itertools.chain(faults(), clean(), cost()):
                 file.write(json.dumps(row | made) + "\n")
+                file.flush()
     rows = [json.loads(line) for line in LINES.read_text().splitlines()]
     PAGE.write_text(page(rows, rows[0]))
 

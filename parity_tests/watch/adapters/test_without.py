@@ -16,3 +16,8 @@ def test_watch_lightning_without_lightning(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "lightning", None)
     with pytest.raises(UserError, match=r"pip install 'lockstep\[lightning\]'"):
         watch_lightning(every=1)
+
+
+def test_lightnings_own_loss_is_not_run_again_on_the_module() -> None:
+    with pytest.raises(UserError, match="give loss= as well"):
+        watch_lightning(every=1, operations=True)
