@@ -210,7 +210,7 @@ def debug_mode(fault: str, trains: str) -> Row:
             differing = DebugMode.check_hash_mismatches(first, found)
         except ValueError as error:
             return f"ValueError: {error}"
-        return f"{len(differing)} of {len(first)}, the first {differing[0]['call']}" if differing else "none"
+        return f"{len(differing)} hashes, the first of {differing[0]['call']}" if differing else "none"
 
     torch.manual_seed(0)
     first = logs(gpt2(), nullcontext())
@@ -312,14 +312,14 @@ def page(rows: list[Row], made: Mapping[str, str]) -> str:
         "",
         "Under autocast, GELU by tanh differs from GELU by less than bf16 rounds: excess is below 1. It shows in the "
         "bits, as GELU rounds each",
-        "number once. *Alone*, `could_not` means that a forward was replaced on the instance, which a copy of the "
-        "module refuses.",
+        "number once. *Alone* agrees: its truth runs the wrong kernel, or the replaced forward, as well.",
         "",
         "## DebugMode beside it",
         "",
         "torch's `DebugMode` with hashes of tensors (norm and XOR), forward and backward, against the log of a clean "
         "run. A user has no clean",
-        "run of a wrong kernel. Cells: how many results have other hashes, of how many calls, and the first of them.",
+        "run of a wrong kernel. Cells: how many of these hashes, two a result, are others, and of which operation the "
+        "first is.",
         "",
         "| fault | trains in | clean run again | wrong | another right kernel |",
         "|---|---|---|---|---|",
@@ -357,9 +357,10 @@ def page(rows: list[Row], made: Mapping[str, str]) -> str:
         "",
         "Seconds, on a machine that others used as well. *Rest* is what a check takes without `operations=`. The first "
         "check lists the operations,",
-        "and compiles JAX's formulas.",
+        "and compiles the formulas that the rows above did not: in a new process that took "
+        f"{by['fault'][0]['operations']['seconds']:.0f} s for the first row of this page.",
         "",
-        "| model | trains in | tokens | step | judged of | operations, first | operations, last | rest, last | agreed |",
+        "| model | trains in | tokens | step | judged of | first check | last check | rest | agreed |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in by["cost"]:
