@@ -368,6 +368,35 @@ def test_a_run_of_transformers_trainer(tmp_path: Any) -> None:
     assert watcher.checks[0].operations is not None and watcher.checks[0].operations.now > 50
 
 
+class Pictures(nn.Module):
+    """Operations that no formula of JAX's has: convolution, batch and group norm, pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.groups, self.head = nn.GroupNorm(2, 8), nn.Linear(8, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = tokens[:, None, :, None].expand(-1, 3, -1, 8).to(self.conv.weight.dtype).sin()
+        y = F.max_pool2d(F.leaky_relu(self.norm(self.conv(x))), 2)
+        return self.head(self.groups(y).mean((2, 3)))[:, None].expand(-1, LENGTH, -1)
+
+
+@pytest.mark.parametrize("trains", ["fp32", "autocast", "bf16 weights"])
+def test_a_step_of_other_operations_agrees(trains: str) -> None:
+    watcher = train("gpt", trains, 2, model=Pictures(), operations=True)
+    counts = watcher.checks[-1].operations
+    assert not [f for f in broken(watcher) if "." in f.stage], watcher
+    assert counts is not None and counts.so_far == counts.of and counts.ways["by torch FP64, decomposed"] > 3
+
+
+def test_a_compiled_run_is_judged_eagerly() -> None:
+    from torch.nn.modules.module import _has_any_global_hook
+
+    watcher = train("gpt", "fp32", 2, wrap=lambda m: torch.compile(m, backend="aot_eager"), operations=True)
+    assert watcher.verdict == "agreed" and not _has_any_global_hook()
+
+
 # Operations of one's own
 
 

@@ -66,16 +66,17 @@ def name_of(module: nn.Module) -> str:
     return f"{'torch.nn' if library == 'torch' else library}.{kind.__name__}"
 
 
-def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Call | None:
+def call_of(module: nn.Module, args: tuple[Any, ...], result: Any) -> Call | None:
     """Return the operation that a known module's forward stands for; None if it is called in another way.
 
     Under autocast the inputs of a product are narrowed first: where the result is narrower than they are, they are
     rounded to its dtype.
     """
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not isinstance(result, Tensor):
+    if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(result, Tensor):
         return None
     kind = type(module)
     name, func, values = DECLARED[f"{kind.__module__}.{kind.__qualname__}"](module, args[0].detach())
+    kwargs: dict[str, Any] = {}
     if name == "aten.gelu":
         values, kwargs = values[:1], {"approximate": values[1] if len(values) > 1 else "none"}
     given = tuple(_as_given(x, result.dtype) for x in values)

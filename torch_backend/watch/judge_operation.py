@@ -16,7 +16,16 @@ from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.parity.watch import operation_bounds
 from lockstep.core.parity.watch.formulas import Formula
 from lockstep.core.parity.watch.operation_bounds import BESIDE, DRAWS, Sides
-from lockstep.torch_backend.watch.recompute import BY_KERNEL, Call, NotJudged, Recompute, rounded, terms_of
+from lockstep.torch_backend.watch.recompute import (
+    BY_JAX,
+    BY_KERNEL,
+    BY_REFERENCE,
+    Call,
+    NotJudged,
+    Recompute,
+    rounded,
+    terms_of,
+)
 
 log = logging.getLogger("lockstep.watch")
 
@@ -102,13 +111,15 @@ class JudgeOperation:
                 raise NotJudged(f"results of dtype {dtype}")
             terms, resolution = terms_of(call, t), _resolution(call, i)
             w = _rounded(twins, i, own.dtype)
-            measures = operation_bounds.measured(Sides(c, [t], w, dtype, terms, resolution))
+            length = way in (BY_JAX, BY_REFERENCE) or own.dtype not in NARROW
+            measures = operation_bounds.measured(Sides(c, [t], w, dtype, terms, resolution), length)
             if not all(m.ok for m in measures):
                 # Nothing is accused on one draw, and before its response is known.
                 more = more or [self._beside(call, values, draw, way) for draw in range(DRAWS)]
                 all_truths = [t, *(x for one, _ in more if (x := one[i]) is not None)]
                 all_twins = w + [x for _, two in more for x in _rounded(two, i, own.dtype)]
-                measures = operation_bounds.measured(Sides(c, all_truths, all_twins, dtype, terms, resolution))
+                sides = Sides(c, all_truths, all_twins, dtype, terms, resolution)
+                measures = operation_bounds.measured(sides, length)
             if w and own.dtype in NARROW and call.name.partition(".")[2] in ROUNDS_ONCE:
                 measures = (*measures, operation_bounds.unequal(c, w[0], twins[i], t, dtype))
             unequal = float(np.mean(c != w[0])) if w else None

@@ -36,7 +36,7 @@ class Place:
     backward: bool
 
 
-Left = Callable[[nn.Module, Any, Any, Any], None]
+Left = Callable[[nn.Module, Any, Any], None]
 
 
 class Places:
@@ -71,17 +71,15 @@ class Places:
                 self._stack.append((names[id(module)], type(module).__name__))
                 self.ran.add(names[id(module)])
 
-        def leave(module: nn.Module, args: Any, *kwargs_and_result: Any) -> None:
-            if id(module) not in names:
-                return
-            # Where a forward raises, torch calls without kwargs.
-            if len(kwargs_and_result) == 2:
-                left(module, args, *kwargs_and_result)
-            self._stack.pop()
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            if id(module) in names:
+                left(module, args, result)
+                self._stack.pop()
 
         handles = [
             register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, with_kwargs=True, always_call=True),
+            # Without kwargs: of a hook with them, torch 2.13 leaves an entry behind when it is removed.
+            register_module_forward_hook(leave, always_call=True),
         ]
         try:
             yield

@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
             self._judge(number, call, tree_leaves(result), place, stage, "")
         return result
 
-    def left(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def left(self, module: nn.Module, args: Any, result: Any) -> None:
         """See a module whose forward is done, where it is one that declares its operation."""
         stage = declared.name_of(module)
         if not stage or torch._C._current_graph_task_id() != -1 or not isinstance(result, Tensor):
@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):
         self.kinds.append((stage, "forward", place.kind, _dtypes(tensors)))
         if number in self._wanted:
             with torch.no_grad(), torch._C._DisableTorchDispatch():
-                call = declared.call_of(module, args, kwargs, result)
+                call = declared.call_of(module, args, result)
                 if call is not None:
                     note = f"as the module declares: {declared.declares(module)}"
                     self._judge(number, call, [result.detach()], place, stage, note)

@@ -91,8 +91,12 @@ def not_finite(sides: Sides) -> int:
     return int(np.count_nonzero(~(np.isfinite(c) & np.isfinite(t)) & ~same))
 
 
-def measured(sides: Sides) -> tuple[Measure, ...]:
-    """Measure a result of at least one number."""
+def measured(sides: Sides, length: bool = True) -> tuple[Measure, ...]:
+    """Measure a result of at least one number.
+
+    length: judge its gain too. A kernel that rounds a statistic once a channel makes a channel longer as a whole, so it
+    is judged only where the twin rounds as the kernel does.
+    """
     c, t = sides.of(sides.candidate), sides.of(sides.truths[0])
     bad = not_finite(sides)
     if bad:
@@ -112,7 +116,7 @@ def measured(sides: Sides) -> tuple[Measure, ...]:
             unit = np.maximum(honest.sum(axis), total / of)
             found.append(_norm(name, math.sqrt(float((squares.sum(axis) / unit).max())), of, numbers, basis))
     power = float(np.square(t).sum())
-    if power > 0:
+    if power > 0 and length:
         apart = c - (sides.of(sides.twins[0]) if sides.twins else t)
         by_element = math.sqrt(float((honest * np.square(t)).sum())) / power
         reach = DEVIATIONS * ROOM * math.hypot(by_element, FLOOR_ULPS * EPS["float32"])
