@@ -92,5 +92,5 @@ def _as_given(x: Any, dtype: torch.dtype) -> Any:
 
 
 def declares(module: nn.Module) -> str:
-    """What a known module declares, in its own words."""
+    """Return the words in which a known module declares itself."""
     return " ".join(repr(module).split())

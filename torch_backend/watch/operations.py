@@ -47,7 +47,7 @@ IN_ONE_PIECE = "operations: a custom autograd.Function whose backward is wrong i
 
 @dataclass
 class _Found:
-    """What a check found: broken findings, and of each operation and phase the one nearest to its bound."""
+    """Collect broken findings, and of each operation and phase the one nearest to its bound."""
 
     broken: list[Finding] = field(default_factory=list)
     nearest: dict[tuple[str, str], Finding] = field(default_factory=dict)

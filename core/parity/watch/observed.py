@@ -1,4 +1,4 @@
-"""What a check saw of a step's single operations."""
+"""Hold the judgement of a step's single operations."""
 
 from __future__ import annotations
 
