@@ -65,4 +65,4 @@ def test_an_adapter_takes_so_many_lines_of_the_users(adapter: str, most: int) ->
 def test_the_page_names_only_what_there_is() -> None:
     page = (DOCS / "guide/watch.md").read_text()
     named = set(re.findall(r"^\| `(\w+)=", page, re.M))
-    assert named == {"loss", "reference", "accumulate", "ranks", *Settings.__dataclass_fields__}
+    assert named == {"loss", "reference", "accumulate", "ranks", "operations", *Settings.__dataclass_fields__}
