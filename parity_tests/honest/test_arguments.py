@@ -451,3 +451,20 @@ def test_a_kernel_that_is_better_than_plain_passes() -> None:
     assert assert_honest(better, much_worse, [X], "bf16").ok
     with pytest.raises(NotHonest):
         assert_honest(much_worse, better, [X], "bf16")
+
+
+@pytest.mark.parametrize(("dtype", "ulp"), [("bf16", 2.0**-8), ("fp32", 2.0**-24)])
+def test_exact_zeros_beside_small_numbers_excuse_no_error(dtype: str, ulp: float) -> None:
+    def plain(x: Tensor) -> Tensor:
+        return F.pad(x / 2**20, (0, 64))
+
+    def scattered(x: Tensor) -> Tensor:
+        return plain(x * (1 + 32 * ulp * torch.sign(numbers(64, 64, seed=2))))
+
+    square = numbers(64, 64)
+    assert assert_honest(plain, plain, [square], dtype).ok
+    with pytest.raises(NotHonest) as found:
+        assert_honest(scattered, plain, [square], dtype)
+    output = found.value.report.results[0]
+    assert output.measured is not None
+    assert {m.name for m in output.measured.measures if not m.ok} >= {"excess", "row"}

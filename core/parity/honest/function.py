@@ -105,7 +105,8 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 def spacing(x: np.ndarray, dtype: str) -> np.ndarray:
     """The distance between neighbouring numbers of a dtype at these values; float64 of the same shape."""
     _, exponent = np.frexp(x)
-    return np.ldexp(EPS[dtype], np.maximum(exponent - 1, SMALLEST[dtype]))
+    # frexp gives 0 the exponent of 1/2.
+    return np.ldexp(EPS[dtype], np.where(x == 0, SMALLEST[dtype], np.maximum(exponent - 1, SMALLEST[dtype])))
 
 
 def given(name: str, original: Any, dtype: str | None, differentiate: bool, parameter: bool = False) -> Given:

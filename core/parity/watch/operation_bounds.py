@@ -73,8 +73,7 @@ class Sides:
     def floor(self) -> np.ndarray:
         """The variance that a kernel cannot do without, by element."""
         t = self.of(self.truths[0])
-        # Zero is exact in every dtype.
-        one = np.where(t == 0, 0.0, np.square(spacing(t, self.dtype))) / 12 + np.square(FLOOR_ULPS * EPS["float32"] * t)
+        one = np.square(spacing(t, self.dtype)) / 12 + np.square(FLOOR_ULPS * EPS["float32"] * t)
         moved = [np.square((self.of(x) - t) / BESIDE) for x in self.truths[1:]]
         response = sum(moved, np.zeros_like(t)) / max(len(moved), 1)
         if t.size < len(moved) ** 3:
