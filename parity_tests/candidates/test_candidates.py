@@ -281,6 +281,10 @@ NOT_IN_FORCE = {
         "optim": {"name": "muon", "warmup_steps": 3},
         "model": tiny_config(**GPT2).model,
     },
+    "precision.policy = 'bf16': transformers' gpt2 rounds under torch.autocast where no precision.casts can": {
+        "precision": {"policy": "bf16"},
+        "model": tiny_config(**GPT2).model,
+    },
     "precision.policy = 'fp16'": {"precision": {"policy": "fp16"}},
     "compile.enabled = true": {"compile": CompileConfig(enabled=True, backend="aot_eager")},
     "attention.document_mask": {"attention": AttentionConfig(document_mask=True)},

@@ -46,8 +46,18 @@ class HuggingFaceCandidate(ModuleCandidate):
         return model
 
     def precision(self, config: RunConfig) -> AbstractContextManager[Any]:
-        """As of any module; in FP64 transformers' own casts to FP32 are widened."""
-        return widened(architecture_of(_family(config))) if config.precision.exact else super().precision(config)
+        """As of any module; in FP64 transformers' own casts to FP32 are widened.
+
+        Raises UserError for autocast of a model whose casts no plan can declare: its check could not agree.
+        """
+        if config.precision.exact:
+            return widened(architecture_of(_family(config)))
+        if config.precision.chosen.rounds and (config.model.window or not traits_of(config.model).as_llama):
+            raise UserError(
+                f"precision.policy = {config.precision.policy!r}: transformers' {config.model.family} rounds under "
+                "torch.autocast where no precision.casts can declare it yet (docs/guide/casts.md); take fp32"
+            )
+        return super().precision(config)
 
     def layout(self, config: RunConfig) -> Layout:
         """Where each parameter lies, by the table of the family."""
