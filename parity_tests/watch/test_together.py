@@ -101,7 +101,7 @@ def told_by(folder: Path, cases: Sequence[str]) -> list[Told]:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
-    return told_by(tmp_path_factory.mktemp("quick"), list(QUICK))
+    return told_by(tmp_path_factory.mktemp("quick"), [*QUICK, "checks alone", "watches alone"])
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +127,17 @@ def held(case: str, told: Sequence[Told], expected: Expected) -> None:
 @pytest.mark.parametrize("case", QUICK)
 def test_two_ranks_give_one_verdict(case: str, quick: list[Told]) -> None:
     held(case, quick, QUICK[case])
+
+
+def test_a_rank_that_checks_alone_goes_on_training(quick: list[Told]) -> None:
+    first, second = (rank["checks alone"] for rank in quick)
+    assert first.startswith("agreed in 2 checks against your own module; step: not judged (not all ranks came to this")
+    assert second == "agreed in 1 checks against your own module"
+
+
+def test_a_rank_that_watches_alone_is_told_and_goes_on_training(quick: list[Told]) -> None:
+    assert "watch() was not called on all of the ranks 0, 1 within 2 seconds" in str(quick[0]["watches alone"])
+    assert not quick[1]["watches alone"]
 
 
 @pytest.mark.parametrize("case", OTHERS)

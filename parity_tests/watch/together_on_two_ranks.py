@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,8 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import watch
+from lockstep.core.errors import UserError
 from lockstep.core.parity.watch.api import Watcher
 from lockstep.parity_tests.watch.own import Batch, Gpt, batches, gpt_loss
+from lockstep.torch_backend.watch import ranks
 
 STEPS, CLIP = 2, 0.5
 
@@ -204,6 +208,8 @@ def train(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     parts: int = 1,
     loss: Callable[[Any, Batch], Tensor] = gpt_loss,
+    every: int = 1,
+    asks: Callable[[int, int], bool | None] = lambda rank, step: None,
     **settings: Any,
 ) -> Watcher:
     """A loop whose every step is checked; each rank hands over its own batch and loss."""
@@ -211,7 +217,7 @@ def train(
     own = Gpt()
     model = wrap(own, **(policy or {}))
     stepper = optimizer(model.parameters(), lr=1e-2)
-    watcher = watch(model, stepper, loss=loss, every=1, **settings)
+    watcher = watch(model, stepper, loss=loss, every=every, **settings)
     data = [make(rank, batch) for batch in batches(STEPS * parts, rank)]
     for step in range(STEPS):
         during(own, rank, step)
@@ -222,11 +228,40 @@ def train(
             value.backward()
             total += value.detach()
         spoil(own, rank, step)
-        with watcher.step(given if "accumulate" in settings else given[0], total):
+        with watcher.step(given if "accumulate" in settings else given[0], total, check=asks(rank, step)):
             clip(model)
             stepper.step()
         stepper.zero_grad()
     return watcher
+
+
+def checks_alone(rank: int) -> str:
+    """Rank 0 checks the second step and rank 1 does not. Returns the headline of the rank."""
+    watcher = train(rank, ddp, every=100, asks=lambda rank, step: True if step == 1 and rank == 0 else None)
+    return watcher.headline
+
+
+def watches_alone(rank: int) -> str:
+    """Rank 0 calls `watch` and rank 1 does not. Returns what it was told."""
+    model, said = ddp(Gpt()), ""
+    if rank == 0:
+        try:
+            watch(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=gpt_loss)
+        except UserError as error:
+            said = str(error)
+    # Both go on with their training.
+    gpt_loss(model, batches(1, rank)[0]).backward()
+    return said
+
+
+APART = {"checks alone": checks_alone, "watches alone": watches_alone}
+
+
+def apart(name: str, rank: int) -> str:
+    """Run a case in which ranks wait for each other for two seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "MEETING", timedelta(seconds=2))
+        return APART[name](rank)
 
 
 def told(watcher: Watcher) -> dict[str, Any]:
@@ -248,5 +283,12 @@ if __name__ == "__main__":
     number, store, *names = sys.argv[1:]
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(number), world_size=2)
-    print(json.dumps({name: told(train(int(number), **CASES[name])) for name in names or CASES}))
+    print(
+        json.dumps(
+            {
+                name: apart(name, int(number)) if name in APART else told(train(int(number), **CASES[name]))
+                for name in names or CASES
+            }
+        )
+    )
     dist.destroy_process_group()

@@ -1,13 +1,14 @@
 """The ranks that train a watched model together: those of DistributedDataParallel's group, or of FSDP2's mesh.
 
-They speak over a gloo group of their own, on the CPU: the training's collectives are not touched, and its time limits
-do not end a wait for rank 0's judgement.
+They speak over gloo groups of their own, on the CPU: the training's collectives are not touched. Where they meet, a
+rank waits for the others for `MEETING` and no longer: one that does not come must not end the training of the rest. For
+rank 0's judgement it waits as long as that takes.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from lockstep.torch_backend.watch.module_copy import COMPILED, REPLICATED, unwra
 from lockstep.torch_backend.watch.sharded_module import divisor, shards
 
 How = Literal["gather", "given"]
+# Shorter than the limits of training's own collectives (10 minutes for NCCL), in which the other ranks wait meanwhile.
+MEETING = timedelta(minutes=5)
 # Rank 0 judges while the others wait. One that dies is noticed at once, so this ends a wait for one that hangs.
 LONGEST_WAIT = timedelta(days=1)
 
@@ -69,26 +72,57 @@ def _dims_of(placements: Sequence[str]) -> tuple[int | None, ...] | None:
 
 
 class GlooRanks:
-    """Ranks of `torch.distributed`, as core/parity/watch/together.py has them. A collective call."""
+    """Ranks of `torch.distributed`, as core/parity/watch/together.py has them. A collective call.
+
+    Raises UserError unless all of them make it within `MEETING`.
+    """
 
     def __init__(self, members: Sequence[int], divisor: float, gathers: bool) -> None:
         self.members, self.divisor, self.gathers = members, divisor, gathers
         self.rank = list(members).index(dist.get_rank())
-        self._group = dist.new_group(
-            list(members), timeout=LONGEST_WAIT, backend="gloo", use_local_synchronization=True
-        )
+        self.apart = ""
+        try:
+            self._meeting, self._judging = (self._group(limit) for limit in (MEETING, LONGEST_WAIT))
+        except RuntimeError as error:
+            raise UserError(
+                f"watch() was not called on all of the ranks {', '.join(map(str, members))} within "
+                f"{MEETING.total_seconds():g} seconds: each calls it, or takes ranks='given'"
+            ) from error
+
+    def _group(self, limit: timedelta) -> Any:
+        return dist.new_group(list(self.members), timeout=limit, backend="gloo", use_local_synchronization=True)
 
     def gather(self, mine: Any) -> list[Any]:
         """Every rank's object on rank 0, in the order of members; empty on other ranks."""
         found: list[Any] | None = [None] * len(self.members) if self.rank == 0 else None
-        dist.gather_object(mine, found, group_dst=0, group=self._group)
+        self._meet(lambda: dist.gather_object(mine, found, group_dst=0, group=self._meeting))
         return found or []
 
     def of_first(self, mine: Any) -> Any:
         """Rank 0's object."""
+        return self._from_first(mine, self._meeting)
+
+    def judged(self, mine: Any) -> Any:
+        """Rank 0's object, however long it takes."""
+        return self._from_first(mine, self._judging)
+
+    def _from_first(self, mine: Any, group: Any) -> Any:
         found = [mine]
-        dist.broadcast_object_list(found, group_src=0, group=self._group)
+        self._meet(lambda: dist.broadcast_object_list(found, group_src=0, group=group))
         return found[0]
+
+    def _meet(self, collective: Callable[[], None]) -> None:
+        """Raise UserError where the ranks do not meet: at once, once they have failed to."""
+        if self.apart:
+            raise UserError(self.apart)
+        try:
+            collective()
+        except RuntimeError as error:
+            self.apart = (
+                f"not all ranks came to this check within {MEETING.total_seconds():g} seconds, and none is made any "
+                f"more: each rank checks the same steps ({reason(error)[:80]})"
+            )
+            raise UserError(self.apart) from error
 
     def portable(self, batch: Any) -> Any:
         """Copy a batch to the CPU. Raises UserError for one that cannot be sent."""

@@ -290,6 +290,8 @@ class Watcher:
 
     def _read(self, batch: Any, loss: Any, outputs: Mapping[str, Any], uncovered: Uncovered, started: float) -> None:
         """Copy what the step starts from, and listen to its optimizers. Raises whatever cannot be read."""
+        if self._together is not None and self._together.apart:
+            raise UserError(self._together.apart)
         if type(self._model).__name__ == "FullyShardedDataParallel":
             raise UserError("FullyShardedDataParallel cannot be watched: fully_shard (FSDP2) can")
         params = parameters_of(self._model)

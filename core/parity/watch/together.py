@@ -76,10 +76,12 @@ class Ranks(Protocol):
     """The ranks that train a model together.
 
     members: their numbers in the whole job. gathers: a check is given the batches of all. divisor: what the sum of all
-    ranks' gradients is divided by.
+    ranks' gradients is divided by. apart: why they no longer meet; empty while they do. A collective call raises
+    UserError where they do not.
     """
 
     rank: int
+    apart: str
     members: Sequence[int]
     gathers: bool
     divisor: float
@@ -90,6 +92,10 @@ class Ranks(Protocol):
 
     def of_first(self, mine: Any) -> Any:
         """Rank 0's object. A collective call."""
+        ...
+
+    def judged(self, mine: Any) -> Any:
+        """Rank 0's object, for which the others wait while it judges. A collective call."""
         ...
 
     def portable(self, batch: Any) -> Any:
@@ -306,5 +312,5 @@ def differences(digests: Sequence[Mapping[str, Mapping[str, bytes]]]) -> Iterato
 
 def told_to_all(ranks: Ranks, check: WatchCheck, judged: bool) -> tuple[WatchCheck, bool]:
     """Return rank 0's check, and whether any check of it judged gradients. A collective call."""
-    found, judged = ranks.of_first((check, judged))
+    found, judged = ranks.judged((check, judged))
     return (found if ranks.rank else check), judged
