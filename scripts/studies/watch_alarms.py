@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 
 from lockstep.scripts.studies.repository import ROOT
@@ -381,6 +380,14 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _has(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def _packages() -> str:
     """The libraries' versions, in words."""
     found = []
@@ -410,7 +417,7 @@ def main() -> int:
     rows = read_lines(RESULTS) if RESULTS.exists() else []
     if not options.page:
         os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        names = [name for name in TRAINERS if name != "Lightning" or find_spec("lightning")]
+        names = [name for name in TRAINERS if name != "Lightning" or _has("lightning")]
         kinds = list(itertools.product(names, FAMILIES, PRECISIONS))
         numbers = range(options.draws * len(kinds))
         cells: list[Cell] = [(*kinds[n % len(kinds)], n, False) for n in numbers]
