@@ -209,6 +209,8 @@ def test_jax_runs_stages_and_no_step():
         session.gradients(text_batch(config))
 
 
+# A thorough first check makes later steps as well, in which the history is full.
+EARLY = ("HistoryForgets",)
 DELAYED = [fault for fault in faults.FAULTS if "fp8_delayed/eager" in fault.recipes]
 
 
@@ -222,7 +224,7 @@ def test_a_fault_is_named_and_an_honest_trainer_is_not(fault, probe):
         batch = text_batch(config, step)
         first = uneven_weights(batch.cut(config.train)[0], step) if probe else None
         origin = judge(gather(session, config, batch, first), reference).origin
-        if fault is None or step < fault.first_step:
+        if fault is None or step < (1 if fault.name in EARLY and not probe else fault.first_step):
             assert origin is None, origin
             continue
         assert origin is not None and (origin.stage, origin.phase, origin.layer) == fault.origin(config.model.layers)
