@@ -366,7 +366,7 @@ class TorchSession(Observes):
         odd = odd if self.ranks is None else list(self.ranks.everywhere(odd))
         found = [name for name, is_odd in zip(self.parameters, odd, strict=True) if is_odd]
         if self.ranks is not None:
-            loss, own = self.ranks.not_finite()
+            loss, own = self.ranks.not_finite(loss)
             found = [name for name in found if id(self.parameters[name]) in own]
         return first_place(loss, found, len(self.parameters))
 

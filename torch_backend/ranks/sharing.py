@@ -94,11 +94,14 @@ class Sharing:
         """Return the element-wise OR of flags over ranks."""
         return flags
 
-    def not_finite(self) -> tuple[float, set[int]]:
-        """Return this rank's own loss of the last step, and the ids of parameters whose parts here were not finite."""
-        assert self._own_loss is not None
+    def not_finite(self, loss: float) -> tuple[float, set[int]]:
+        """Return this rank's own loss of the last step, and the ids of parameters whose parts here were not finite.
+
+        loss: of all ranks, for a session whose own way of accumulating never asked for it.
+        """
         odd = [params for params, *ends in self._extremes if not all(bool(end.isfinite()) for end in ends)]
-        return self._own_loss.item(), {id(p) for params in odd for p in params}
+        own = loss if self._own_loss is None else self._own_loss.item()
+        return own, {id(p) for params in odd for p in params}
 
     def most(self, found: Tensor) -> None:
         """Put the largest over all ranks in each element's place."""
