@@ -38,7 +38,7 @@ MODELS = {
     "a GPT of ten lines": (MyGpt, GPT2),
     "a Llama of ten lines": (MyLlama, {"tied": False}),
 }
-# What hooks do not show: the share of a sum in the residual stream, and those of one module that several of ours are.
+# Hooks do not show the share of a sum in the residual stream, nor those of one module that several of ours are.
 NO_EDGE = ("residual.x", "norm.x", "logits.weight")
 FP32 = 1e-5
 

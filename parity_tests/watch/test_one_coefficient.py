@@ -13,7 +13,7 @@ from lockstep.parity_tests.watch.own import train
 from lockstep.parity_tests.watch.test_own_module import clip
 
 NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# What torch's clip_grad_norm_ may do of bf16 gradients is no larger than this.
+# torch's clip_grad_norm_ is off by no more than this with bf16 gradients.
 LARGEST = AS_NARROW * 2.0**-7
 
 

@@ -345,7 +345,7 @@ def test_reentrant_checkpointing_is_listed() -> None:
         (check,) = watcher.checks
         assert ("operations: not judged (RuntimeError" in watcher.headline) is reentrant
         assert not [f for f in broken(watcher) if "." in f.stage]
-        # What is computed again in the backward pass is judged, in its module.
+        # Operations that the backward pass computes again are judged, in their module.
         again = [f for f in check.findings if f.stage == "aten.addmm" and f.phase == "backward"]
         assert bool(again) is not reentrant and all(f.tap.startswith("blocks.0.") for f in again)
 

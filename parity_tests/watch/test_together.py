@@ -29,7 +29,7 @@ NOT_JUDGED = "could_not in 2 checks against your own module; loss and gradients:
 
 @dataclass(frozen=True)
 class Expected:
-    """What both ranks say of a case: how the headline begins, and of the first bad check its step and stages.
+    """Hold what both ranks say of a case: how the headline begins, and of the first bad check its step and stages.
 
     words: in the origin's note, or the cause.
     """

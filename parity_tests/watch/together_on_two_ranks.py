@@ -121,7 +121,7 @@ def other_gradient(own: nn.Module, rank: int, step: int) -> None:
 
 
 def part_of_a_gradient(own: nn.Module, rank: int, step: int) -> None:
-    """What rank 1 holds of one gradient is too long."""
+    """Make rank 1's part of one gradient too long."""
     if rank == 1 and step == 1:
         list(own.parameters())[3].grad.to_local().mul_(1.05)  # type: ignore[union-attr]
 
@@ -265,7 +265,7 @@ def apart(name: str, rank: int) -> str:
 
 
 def told(watcher: Watcher) -> dict[str, Any]:
-    """What a test looks at."""
+    """Return what a test looks at."""
     bad = next((check for check in watcher.checks if check.verdict == "disagreed"), None)
     broken = [f for f in bad.findings if not f.ok] if bad else []
     return {

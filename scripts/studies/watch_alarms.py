@@ -56,7 +56,7 @@ Cell = tuple[str, str, str, int, bool]
 
 @dataclass(frozen=True)
 class Draw:
-    """What the number of a run decides. parts: micro-batches of a step. rows: of a micro-batch."""
+    """Hold what the number of a run decides. parts: micro-batches of a step. rows: of a micro-batch."""
 
     number: int
     hidden: int
@@ -339,7 +339,7 @@ def nearest(checks: Sequence[Any]) -> float:
 
 
 def named(row: Mapping[str, Any]) -> bool:
-    """Whether the first step accused the gradient with the fault, and no other gradient."""
+    """Return whether the first step accused the gradient with the fault, and no other gradient."""
     broken = [line for check in row["accused"] if check["step"] == 1 for line in check["broken"]]
     gradients = [line for line in broken if line.startswith("gradients ")]
     return len(gradients) == 1 and gradients[0].endswith(row["fault"])

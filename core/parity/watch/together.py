@@ -296,7 +296,7 @@ def differences(digests: Sequence[Mapping[str, Mapping[str, bytes]]]) -> Iterato
         apart: dict[int, list[str]] = {}
         for name in names:
             counts = Counter(one[name] for one in held)
-            # What most ranks hold; of as many on either side, what rank 0 holds.
+            # Most ranks' bits; with as many on either side, those of rank 0.
             usual = max(counts, key=lambda digest: (counts[digest], digest == held[0][name]))
             for rank, one in enumerate(held):
                 if one[name] != usual:

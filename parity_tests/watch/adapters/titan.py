@@ -102,7 +102,7 @@ class LocalTokens(Trainer):
 
 
 def no_clip(trainer: Trainer) -> None:
-    """What clips reads another limit than the configuration's."""
+    """Clipping reads another limit than the configuration's."""
     original = trainer.train_step
 
     def train_step(data: Any) -> Any:
