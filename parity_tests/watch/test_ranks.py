@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.watch.processes import answers
 
 
 def environment() -> dict[str, str]:
@@ -44,22 +45,7 @@ CASES = ("clean", "compiled", "one batch", "one rank's gradient doubled")
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    module = "lockstep.parity_tests.watch.on_two_ranks"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(tmp_path / "store"), *CASES],
-            cwd=REPO,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = [rank.communicate(timeout=120) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), told
-    for out, _ in told:
-        said = json.loads(out.splitlines()[-1])
+    for said in answers("on_two_ranks", str(tmp_path / "store"), *CASES):
         assert said["clean"] == said["compiled"] == "agreed in 3 checks against your own module", said
         assert said["one batch"].startswith("could_not in 3 checks")
         assert "gradients are the mean of 2 ranks'" in said["one batch"]

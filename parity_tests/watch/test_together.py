@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +15,8 @@ from torch import nn
 from lockstep import watch
 from lockstep.core.errors import UserError
 from lockstep.core.parity.watch.together import Cut, differences, owner_of
-from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.watch.own import gpt_loss
+from lockstep.parity_tests.watch.processes import answers
 
 Told = dict[str, Any]
 AGREED = "agreed in 2 checks against your own module"
@@ -82,21 +78,7 @@ OTHERS = {
 
 def told_by(folder: Path, cases: Sequence[str]) -> list[Told]:
     """Run the cases on two ranks; what each says of them."""
-    module = "lockstep.parity_tests.watch.together_on_two_ranks"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(folder / "store"), *cases],
-            cwd=REPO,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = [rank.communicate(timeout=240) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), told
-    return [json.loads(out.splitlines()[-1]) for out, _ in told]
+    return answers("together_on_two_ranks", str(folder / "store"), *cases)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a candidate may say of its numerics, each with what is usual."""
+"""The numerics that a candidate may choose, each with its usual choice."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Numerics:
         return schedule.learning_rate(config.optim, step, config.train.steps)
 
     def precision(self, config: RunConfig) -> AbstractContextManager[Any]:
-        """What the module is built and computes under; by default torch.autocast where operands are narrower."""
+        """Return the context to build and compute under; by default torch.autocast where operands are narrower."""
         if config.precision.chosen.rounds:
             return torch.autocast(resolve_device(config).type, DTYPES[config.precision.operand])
         return nullcontext()

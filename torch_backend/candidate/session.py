@@ -99,7 +99,7 @@ class ModuleSession:
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """Accumulate gradients, clip, update. `norms` is not known here.
 
-        Of a step that is not finite nothing changes: raises NotFinite, or counts a step left out.
+        A step that is not finite changes nothing: it raises NotFinite, or is counted as left out.
         """
         record, _ = self._step(batch, show=False)
         return record

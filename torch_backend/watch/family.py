@@ -1,6 +1,6 @@
 """A known family of transformers under `watch`: an independent model is the truth, hooks on the live module are taps.
 
-Loss and gradients of a step are held to the reference's end to end. Of a step's first micro-batch the forward pass is
+Loss and gradients of a step are held to the reference's end to end. The forward pass of a step's first micro-batch is
 recorded as it runs, its gradients as they come, and each stage is judged by itself, from the module's own inputs to it.
 """
 
@@ -42,7 +42,7 @@ from lockstep.torch_backend.watch.own_module import dropouts
 Accumulate = Literal["mean", "tokens"]
 IGNORED = -100  # transformers' label of a token that counts nothing
 AUTOCAST = "autocast"
-# What a batch may hold besides input_ids and labels, where it says what is so in any case.
+# A batch may hold these besides input_ids and labels, where they change nothing.
 TRIVIAL = ("attention_mask", "position_ids")
 # With these a forward pass is another one than that of its tokens.
 OTHER_INPUTS = ("inputs_embeds", "past_key_values", "encoder_hidden_states")
@@ -108,7 +108,7 @@ class FamilyReference:
         self._opened: dict[tuple[Precision, int], Reference] = {}
         self._recorded: Recorded | None = None
 
-    # What `watch` asks end to end.
+    # `watch` asks these end to end.
 
     def answers(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> tuple[Answer, Answer]:
         """Truth and twin of the independent model at these parameters.
@@ -333,6 +333,6 @@ def _batch_of(part: Any, model: ModelConfig) -> Batch:
 
 
 def _totals(micros: Sequence[Batch], accumulate: Accumulate | None) -> list[float]:
-    """What Σ nll of each micro-batch is divided by: a mean of means divides each by its own tokens."""
+    """Return the divisor of each micro-batch's Σ nll: a mean of means divides each by its own tokens."""
     tokens = [float(one.weights.sum(dtype=np.float64)) for one in micros]
     return [count * len(micros) for count in tokens] if accumulate == "mean" else [math.fsum(tokens)] * len(micros)

@@ -146,7 +146,7 @@ class Recompute:
         args, kwargs = tree_unflatten(leaves, tree)
         schema = getattr(call.func, "_schema", None)
         for i, argument in enumerate(schema.arguments if schema else ()):
-            # Of a softmax from half precision: there is no half precision here.
+            # A softmax from half precision has it; there is no half precision here.
             if argument.name == "half_to_float" and i < len(args):
                 args = (*args[:i], False, *args[i + 1 :])
         return tuple(args), kwargs

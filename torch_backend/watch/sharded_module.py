@@ -1,4 +1,4 @@
-"""What FSDP2 (`torch.distributed.fsdp.fully_shard`) adds to a module: it is taken off a copy, and its casts are kept.
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`) on a module: it is taken off a copy, and its casts are kept.
 
 `fully_shard` gives a module another class, hooks and a state, and cuts its parameters over ranks. With a
 `MixedPrecisionPolicy`, a module computes with weights that were cast to `param_dtype`, from inputs cast alike; each
@@ -40,7 +40,7 @@ def _groups(module: Any) -> Sequence[Any]:
 
 
 def divisor(model: nn.Module, ranks: int) -> float:
-    """What the sum of the ranks' gradients is divided by: their number, unless `set_gradient_divide_factor` was called.
+    """Return the divisor of the ranks' summed gradients: their number, unless `set_gradient_divide_factor` was called.
 
     Several factors in one model have no common loss: their number is returned, and a check names the others' length.
     """

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +13,7 @@ import torch
 
 from lockstep import watch_torchtitan
 from lockstep.core.errors import UserError
-from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.watch.processes import answers
 from lockstep.torch_backend.watch.adapters.torchtitan import NOT_TAKEN, declared_by, one_over_targets
 
 AGREED = "agreed in 3 checks against your own module"
@@ -32,21 +28,7 @@ Told = dict[str, Any]
 
 def told_by(folder: Path, cases: Sequence[str], size: int = 1) -> Told:
     """Train the cases; what all ranks say of them."""
-    module = "lockstep.parity_tests.watch.adapters.titan_on_cpu"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(size), str(folder), *cases],
-            cwd=REPO,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    told = [rank.communicate(timeout=400) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), told
-    found: list[Told] = [json.loads(out.splitlines()[-1]) for out, _ in told]
+    found = answers("adapters.titan_on_cpu", str(size), str(folder), *cases, size=size, timeout=400)
     assert all(one == found[0] for one in found)
     return found[0]
 

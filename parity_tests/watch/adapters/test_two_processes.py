@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.watch.processes import answers
 
 AGREED = "agreed in 2 checks against your own module"
 CASES: dict[str, tuple[str, int | None, set[str], str]] = {
@@ -26,22 +21,7 @@ CASES: dict[str, tuple[str, int | None, set[str], str]] = {
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run on_two_processes.py; what each process says, by case."""
-    folder: Path = tmp_path_factory.mktemp("two")
-    module = "lockstep.parity_tests.watch.adapters.on_two_processes"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(number), str(folder)],
-            cwd=REPO,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    said = [process.communicate(timeout=240) for process in processes]
-    assert all(process.returncode == 0 for process in processes), said
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+    return answers("adapters.on_two_processes", str(tmp_path_factory.mktemp("two")))
 
 
 @pytest.mark.parametrize("case", CASES)

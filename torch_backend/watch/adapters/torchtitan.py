@@ -29,7 +29,7 @@ from lockstep.torch_backend.watch.parts import Accumulate
 
 # The value of a label that is no target (torchtitan's IGNORE_INDEX).
 NO_TARGET = -100
-# What a copy makes by itself: masks hold functions, and tensors of the device.
+# A copy makes these by itself: masks hold functions, and tensors of the device.
 MASKS = "attention_masks"
 NOT_TAKEN = ("pp_enabled", "tp_enabled", "cp_enabled", "ep_enabled")
 
