@@ -384,7 +384,10 @@ class Pictures(nn.Module):
 
 @pytest.mark.parametrize("trains", ["fp32", "autocast", "bf16 weights"])
 def test_a_step_of_other_operations_agrees(trains: str) -> None:
-    watcher = train("gpt", trains, 2, model=Pictures(), operations=True)
+    torch.manual_seed(0)
+    # One row: on CPUs without bf16 products, torch sums the gradients of a convolution's weight over rows in bf16.
+    rows = [{name: x[:1] for name, x in batch.items()} for batch in batches(2)]
+    watcher = train("gpt", trains, model=Pictures(), data=rows, operations=True)
     counts = watcher.checks[-1].operations
     assert not [f for f in broken(watcher) if "." in f.stage], watcher
     assert counts is not None and counts.so_far == counts.of and counts.ways["by torch FP64, decomposed"] > 3

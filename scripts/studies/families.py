@@ -2,6 +2,7 @@
 
 python -m lockstep.scripts.studies.families            what is missing, then the page
 python -m lockstep.scripts.studies.families --page     the page alone
+python -m lockstep.scripts.studies.families --device cuda [--page]    on a GPU: families_cuda.jsonl and .md
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
@@ -29,7 +31,8 @@ from lockstep.core.model.families import FAMILIES
 from lockstep.scripts.studies.parity_matrix import nearness
 from lockstep.scripts.studies.repository import ROOT
 
-ROWS, PAGE = ROOT / "docs/results/families.jsonl", ROOT / "docs/results/families.md"
+# By device: its page, and its rows beside it under the same name.
+PAGES = {"cpu": ROOT / "docs/results/families.md", "cuda": ROOT / "docs/results/families_cuda.md"}
 CONFIG, STEPS = "configs/quickstart.toml", 2
 PROGRAMS, POLICIES = ("eager", "compiled"), ("fp32", "bf16")
 # A model of two blocks; windows and caps act on its sequences of 64 tokens and on its first scores.
@@ -43,7 +46,6 @@ SMALL = {
     "train.batch-size": "16",
     "train.micro-batch-size": "8",
     "loss.chunk": "100",
-    "device": "cpu",
 }
 OF_FAMILY = {
     "llama": {"model.rope-factor": "8", "model.rope-original": "64"},
@@ -63,22 +65,23 @@ OF_FAMILY = {
 Cell = tuple[str, str, str]
 
 
-def settings(cell: Cell) -> dict[str, str]:
+def settings(cell: Cell, device: str) -> dict[str, str]:
     """Return the settings of a cell (family, program, policy), as on the command line."""
     family, program, policy = cell
     of_cell = {
         "model.family": family,
         "precision.policy": policy,
         "compile.enabled": str(program == "compiled").lower(),
+        "device": device,
     }
     return {**SMALL, **of_cell, **OF_FAMILY[family]}
 
 
-def run(cell: Cell) -> dict[str, Any]:
+def run(cell: Cell, device: str) -> dict[str, Any]:
     """Return one row: the check's verdict, its comparisons, what came nearest to its bound, and seconds."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "verdict.json"
-        flags = [f"--{key}={value}" for key, value in settings(cell).items()]
+        flags = [f"--{key}={value}" for key, value in settings(cell, device).items()]
         command = [sys.executable, "-m", "lockstep", "parity", CONFIG, f"--steps={STEPS}", "--quick", f"--json={file}"]
         started = time.perf_counter()
         done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True)
@@ -90,21 +93,34 @@ def run(cell: Cell) -> dict[str, Any]:
     why = f"{origin['stage']} ({origin['phase']}) at {origin['tap']}" if origin else ""
     near = max(map(nearness, verdict["stages"]))
     found = {"comparisons": len(verdict["stages"]), "nearest": near, "not_exercised": verdict["not_exercised"]}
-    return row | {"verdict": verdict["verdict"], "why": why, **found}
+    made = {} if device == "cpu" else {"machine": machine(device)}
+    return row | {"verdict": verdict["verdict"], "why": why, **found, **made}
 
 
-def page(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return docs/results/families.md."""
+def machine(device: str) -> str:
+    """Name the device, and the versions beside it."""
+    if device == "cpu":
+        name = f"{platform.machine()} {platform.system()}, CPU"
+    else:
+        import torch
+
+        name = f"one {torch.cuda.get_device_name()}"
+    return f"torch {version('torch').split('+')[0]}, jax {version('jax')}, {name}"
+
+
+def page(rows: Sequence[Mapping[str, Any]], device: str) -> str:
+    """Return the page of a device."""
+    lines_of, argument = PAGES[device].with_suffix(".jsonl").name, "" if device == "cpu" else f" --device {device}"
+    machines = sorted({row["machine"] for row in rows if "machine" in row}) or [machine("cpu")]
     by_cell = {tuple(row["cell"]): row for row in rows}
     agreed = sum(row["verdict"] == "agreed" for row in by_cell.values())
     lines = [
         "# Families of models",
         "",
-        f"Made by `python -m lockstep.scripts.studies.families` (resumable; rows: [families.jsonl](families.jsonl)): "
+        f"Made by `python -m lockstep.scripts.studies.families{argument}` (resumable; rows: [{lines_of}]({lines_of})): "
         f"{agreed} of {len(CELLS)} cells agree. Each is `lockstep parity {CONFIG} --steps {STEPS} --quick` with a "
-        "model of two blocks, two micro-batches of [8, 64] tokens and the settings of its family below. Two cells "
-        f"ran at a time. torch {version('torch').split('+')[0]}, jax {version('jax')}, {platform.machine()} "
-        f"{platform.system()}, CPU.",
+        "model of two blocks, two micro-batches of [8, 64] tokens and the settings of its family below. Several cells "
+        f"ran at a time. {'; '.join(machines)}.",
         "",
         "| family | program | precision | verdict | comparisons | nearest to a bound on the distance | time |",
         "|---|---|---|---|---|---|---|",
@@ -139,22 +155,27 @@ class Families:
     """only write the page from the rows that are there"""
     jobs: int = 2
     """cells at a time; each computes on one thread"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where the candidate computes; the reference stays on the CPU"""
 
 
 def main() -> int:
     """Run, keep every row as it comes, write the page; 0 if every cell agrees."""
     options = tyro.cli(Families)
-    there = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()] if ROWS.exists() else []
+    at = PAGES[options.device]
+    lines = at.with_suffix(".jsonl")
+    there = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()] if lines.exists() else []
     rows = [row for row in there if row["verdict"] == "agreed" and tuple(row["cell"]) in CELLS]
     if not options.page:
         os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         done = {tuple(row["cell"]) for row in rows}
+        left = [cell for cell in CELLS if cell not in done]
         with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-            for row in pool.imap_unordered(run, [cell for cell in CELLS if cell not in done]):
+            for row in pool.imap_unordered(partial(run, device=options.device), left):
                 rows.append(row)
-                ROWS.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+                lines.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
                 print(*row["cell"], row["verdict"], row["why"], f"{row['seconds']:.0f} s", flush=True)
-    PAGE.write_text(page(rows if not options.page else there), encoding="utf-8")
+    at.write_text(page(rows if not options.page else there, options.device), encoding="utf-8")
     return int(sum(row["verdict"] == "agreed" for row in rows) < len(CELLS))
 
 

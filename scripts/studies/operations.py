@@ -2,8 +2,9 @@
 
     python -m lockstep.scripts.studies.operations            docs/results/operations.jsonl and .md
     python -m lockstep.scripts.studies.operations --page     the page alone, from the lines that there are
+    python -m lockstep.scripts.studies.operations --device cuda    on a GPU: operations_cuda.jsonl and .md
 
-A fault is a kernel of torch's that is replaced on the CPU, in all layers, or a module's forward that is replaced.
+A fault is a kernel of torch's that is replaced, in all layers, or a module's forward that is replaced.
 Beside each kernel stands another one that is right, in FP64 and rounded once: a check that cannot tell it from the
 wrong one finds differences, not faults.
 """
@@ -14,15 +15,16 @@ import itertools
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+import tyro
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._debug_mode import DebugMode
@@ -39,7 +41,8 @@ from lockstep.scripts.studies.wrong_kernels import (
     without_bias,
 )
 
-LINES, PAGE = ROOT / "docs/results/operations.jsonl", ROOT / "docs/results/operations.md"
+# By device: its page, and its lines beside it under the same name.
+PAGES = {"cpu": ROOT / "docs/results/operations.md", "cuda": ROOT / "docs/results/operations_cuda.md"}
 VOCAB, WIDTH, HEADS, LAYERS, LENGTH, ROWS = 499, 64, 4, 3, 48, 4
 TRAINS = ("fp32", "autocast", "bf16 weights")
 CHECKS = 4
@@ -125,19 +128,29 @@ def batches(count: int, rows: int = ROWS, length: int = LENGTH, vocab: int = VOC
     return [{"input_ids": torch.randint(vocab, (rows, length), generator=generator)} for _ in range(count)]
 
 
+def on(device: str, data: list[Batch]) -> list[Batch]:
+    """Copy batches to a device."""
+    return [{name: x.to(device) for name, x in batch.items()} for batch in data]
+
+
 def watched(
-    model: nn.Module, trains: str, data: list[Batch], operations: bool | int, during: AbstractContextManager[Any]
+    model: nn.Module,
+    trains: str,
+    data: list[Batch],
+    operations: bool | int,
+    during: AbstractContextManager[Any],
+    device: str,
 ) -> lockstep.Watcher:
     """Train a step a batch, each checked."""
-    model = model.bfloat16() if trains == "bf16 weights" else model
+    model = (model.bfloat16() if trains == "bf16 weights" else model).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     watcher = lockstep.watch(
         model, optimizer, loss=loss_of, every=1, operations=operations,
         precision="bf16" if trains == "autocast" else None, on_alarm=lambda check: None,
     )  # fmt: skip
     with during:
-        for batch in data:
-            with torch.autocast("cpu", torch.bfloat16, enabled=trains == "autocast"):
+        for batch in on(device, data):
+            with torch.autocast(device, torch.bfloat16, enabled=trains == "autocast"):
                 loss = loss_of(model, batch)
             loss.backward()
             with watcher.step(batch, loss):
@@ -155,12 +168,12 @@ PATCHES: dict[str, tuple[str, Callable[..., Any] | None]] = {
 }
 
 
-def planted(fault: str) -> tuple[nn.Module, AbstractContextManager[Any], AbstractContextManager[Any]]:
+def planted(fault: str, device: str) -> tuple[nn.Module, AbstractContextManager[Any], AbstractContextManager[Any]]:
     """A model, and the contexts in which it is wrong and otherwise right."""
     torch.manual_seed(0)
     model = gpt2()
     if fault in KERNELS:
-        return model, kernel(fault), kernel(fault, right=True)
+        return model, kernel(fault, device=device), kernel(fault, right=True, device=device)
     path, forward = PATCHES[fault]
     if forward is None:
         return model, narrow_softmax(), nullcontext()
@@ -168,13 +181,13 @@ def planted(fault: str) -> tuple[nn.Module, AbstractContextManager[Any], Abstrac
     return model, nullcontext(), nullcontext()
 
 
-def faults() -> Iterator[Row]:
+def faults(device: str) -> Iterator[Row]:
     """Each fault under each precision: what `watch` names with and without operations, and what DebugMode shows."""
     for trains in ("fp32", "autocast"):
         for fault in (*KERNELS, *PATCHES):
             row: Row = {"study": "fault", "fault": fault, "trains": trains}
-            model, wrong, _ = planted(fault)
-            check = watched(model, trains, batches(1), True, wrong).checks[0]
+            model, wrong, _ = planted(fault, device)
+            check = watched(model, trains, batches(1), True, wrong, device).checks[0]
             origin = check.origin
             row |= {"verdict": check.verdict, "operations": check.to_json()["operations"]}
             row["named"] = sorted({f"{f.stage} at {f.tap}" for f in check.findings if not f.ok})
@@ -182,26 +195,26 @@ def faults() -> Iterator[Row]:
                 worst = origin.worst
                 row |= {"operation": origin.stage, "module": origin.tap, "phase": origin.phase, "note": origin.note}
                 row |= {"measure": worst.name, "value": worst.value, "bound": worst.high}
-            model, wrong, _ = planted(fault)
-            alone = watched(model, trains, batches(1), False, wrong)
+            model, wrong, _ = planted(fault, device)
+            alone = watched(model, trains, batches(1), False, wrong, device)
             row["without operations"] = alone.headline
             if fault in KERNELS:
-                model, _, right = planted(fault)
-                row["another right kernel"] = watched(model, trains, batches(1), True, right).verdict
-            row["DebugMode"] = debug_mode(fault, trains)
+                model, _, right = planted(fault, device)
+                row["another right kernel"] = watched(model, trains, batches(1), True, right, device).verdict
+            row["DebugMode"] = debug_mode(fault, trains, device)
             print(json.dumps(row)[:300], flush=True)
             yield row
 
 
-def debug_mode(fault: str, trains: str) -> Row:
+def debug_mode(fault: str, trains: str, device: str) -> Row:
     """Hashes of a clean run against those of a wrong one, and of one by another right kernel."""
 
     def logs(model: nn.Module, during: AbstractContextManager[Any]) -> list[Any]:
         # norm and XOR, as its own page has it for bits.
         hashes = DebugMode.log_tensor_hashes(hash_fn=["norm", "hash_tensor"])
         with during, DebugMode(record_nn_module=True) as mode, hashes:
-            with torch.autocast("cpu", torch.bfloat16, enabled=trains == "autocast"):
-                loss = loss_of(model, batches(1)[0])
+            with torch.autocast(device, torch.bfloat16, enabled=trains == "autocast"):
+                loss = loss_of(model, on(device, batches(1))[0])
             loss.backward()
         return list(mode.logs)
 
@@ -213,23 +226,23 @@ def debug_mode(fault: str, trains: str) -> Row:
         return f"{len(differing)} hashes, the first of {differing[0]['call']}" if differing else "none"
 
     torch.manual_seed(0)
-    first = logs(gpt2(), nullcontext())
+    first = logs(gpt2().to(device), nullcontext())
     torch.manual_seed(0)
-    again = logs(gpt2(), nullcontext())
-    model, wrong, _ = planted(fault)
-    found = {"clean": against(again), "wrong": against(logs(model, wrong))}
+    again = logs(gpt2().to(device), nullcontext())
+    model, wrong, _ = planted(fault, device)
+    found = {"clean": against(again), "wrong": against(logs(model.to(device), wrong))}
     if fault in KERNELS:
-        model, _, right = planted(fault)
-        found["another right kernel"] = against(logs(model, right))
+        model, _, right = planted(fault, device)
+        found["another right kernel"] = against(logs(model.to(device), right))
     return found
 
 
-def clean() -> Iterator[Row]:
+def clean(device: str) -> Iterator[Row]:
     """Clean runs: what is accused."""
     for name, make in MODELS.items():
         for trains in TRAINS:
             torch.manual_seed(1)
-            watcher = watched(make(), trains, batches(CHECKS), True, nullcontext())
+            watcher = watched(make(), trains, batches(CHECKS), True, nullcontext(), device)
             accused = sorted({f"{f.stage} ({f.phase})" for c in watcher.checks for f in c.findings if not f.ok})
             counts = [c.to_json()["operations"] or {} for c in watcher.checks]
             row = {
@@ -252,20 +265,22 @@ COSTS: dict[str, tuple[Callable[[], nn.Module], int, int, int]] = {
 }  # fmt: skip
 
 
-def cost() -> Iterator[Row]:
+def cost(device: str) -> Iterator[Row]:
     """Seconds of the first check, which compiles, and of the last; of a step beside it."""
     for name, (make, rows, length, vocab) in COSTS.items():
         for trains in ("fp32", "autocast"):
             torch.manual_seed(1)
-            data = batches(3, rows, length, vocab)
-            model = make()
+            data = on(device, batches(3, rows, length, vocab))
+            model = make().to(device)
             started = time.perf_counter()
             for batch in data:
-                with torch.autocast("cpu", torch.bfloat16, enabled=trains == "autocast"):
+                with torch.autocast(device, torch.bfloat16, enabled=trains == "autocast"):
                     loss_of(model, batch).backward()
+            if device != "cpu":
+                torch.get_device_module(device).synchronize()
             step = (time.perf_counter() - started) / len(data)
             model.zero_grad()
-            checks = watched(model, trains, data, True, nullcontext()).checks
+            checks = watched(model, trains, data, True, nullcontext(), device).checks
             counts = [c.to_json()["operations"] or {} for c in checks]
             row = {
                 "study": "cost", "model": name, "trains": trains, "tokens": rows * length, "step": step,
@@ -280,16 +295,17 @@ def cost() -> Iterator[Row]:
 
 def page(rows: list[Row], made: Mapping[str, str]) -> str:
     """The page."""
+    argument = "" if made["device"] == "cpu" else f" --device {made['device']}"
     by = {kind: [row for row in rows if row["study"] == kind] for kind in ("fault", "clean", "cost")}
     checks = sum(row["checks"] for row in by["clean"])
     lines = [
         "# Single operations: planted faults, clean runs, cost",
         "",
-        "Generated by `python -m lockstep.scripts.studies.operations`: Hugging Face's GPT-2 "
+        f"Generated by `python -m lockstep.scripts.studies.operations{argument}`: Hugging Face's GPT-2 "
         f"({LAYERS} layers, width {WIDTH}, {ROWS * LENGTH} tokens,",
         "GELU by erf, random weights, `loss_type` set), one step, `watch(..., operations=True)`. "
         f"{made['machine']}, torch {made['torch']},",
-        f"JAX {made['jax']}, transformers {made['transformers']}. No accelerator was tried.",
+        f"JAX {made['jax']}, transformers {made['transformers']}.",
         "",
         "## Planted faults",
         "",
@@ -347,11 +363,14 @@ def page(rows: list[Row], made: Mapping[str, str]) -> str:
             f"| {row['model']} | {row['trains']} | {row['agreed']} of {row['checks']} | {row['judged']} | {row['of']} "
             f"| {share:.0%} | {', '.join(f'`{x}`' for x in row['accused']) or 'none'} |"
         )
+    if made["device"] == "cpu":
+        lines += [
+            "",
+            "`aten.native_layer_norm_backward` with bf16 weights is a bug of torch's, not a false alarm: on the CPU it "
+            "sums the gradients of weight",
+            "and bias in bf16.",
+        ]
     lines += [
-        "",
-        "`aten.native_layer_norm_backward` with bf16 weights is a bug of torch's, not a false alarm: on the CPU it "
-        "sums the gradients of weight",
-        "and bias in bf16.",
         "",
         "## Cost",
         "",
@@ -382,22 +401,36 @@ def _cell(text: str) -> str:
     return text.replace("|", "/")[:90]
 
 
-def main() -> None:
+@dataclass
+class Operations:
     """Run all, or put the page together from the lines that there are."""
+
+    page: bool = False
+    """only write the page from the lines that there are"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where the models train"""
+
+
+def main() -> None:
+    """Write a line for every row as it comes, then the page."""
     import jax
     import transformers
 
-    made = {
-        "machine": f"{platform.machine()} CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "torch": torch.__version__, "jax": jax.__version__, "transformers": transformers.__version__,
-    }  # fmt: skip
-    if "--page" not in sys.argv:
-        with LINES.open("w") as file:
-            for row in itertools.chain(faults(), clean(), cost()):
+    options = tyro.cli(Operations)
+    device, at = options.device, PAGES[options.device]
+    lines = at.with_suffix(".jsonl")
+    if not options.page:
+        cpu = f"{platform.machine()} CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+        made = {
+            "device": device, "machine": cpu if device == "cpu" else f"{torch.cuda.get_device_name()}, {cpu}",
+            "torch": torch.__version__, "jax": jax.__version__, "transformers": transformers.__version__,
+        }  # fmt: skip
+        with lines.open("w") as file:
+            for row in itertools.chain(clean(device), faults(device), cost(device)):
                 file.write(json.dumps(row | made) + "\n")
                 file.flush()
-    rows = [json.loads(line) for line in LINES.read_text().splitlines()]
-    PAGE.write_text(page(rows, rows[0]))
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    at.write_text(page(rows, {"device": device} | rows[0]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How often does `watch` accuse a clean trainer? Foreign trainers × families × precisions. Resumable.
 
     python -m lockstep.scripts.studies.watch_alarms            run what is missing, write docs/results/watch_alarms.md
+    python -m lockstep.scripts.studies.watch_alarms --device cuda   on a GPU: watch_alarms_cuda.jsonl
     python -m lockstep.scripts.studies.watch_alarms --page     only write the page from what has been run
 
 A run is a few steps of a small model of transformers, from random weights, on this repository's sources as text; every
@@ -21,9 +22,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.scripts.studies.repository import ROOT
 
@@ -38,7 +39,8 @@ from lockstep import watch, watch_accelerate, watch_lightning, watch_trainer
 from lockstep.core.files.jsonl import JsonLines, read_lines
 from lockstep.torch_backend.watch.adapters.trainer import one_over_targets, token_losses
 
-RESULTS, PAGE = ROOT / "docs/results/watch_alarms.jsonl", ROOT / "docs/results/watch_alarms.md"
+# By device: its page, and its lines beside it under the same name.
+PAGES = {"cpu": ROOT / "docs/results/watch_alarms.md", "cuda": ROOT / "docs/results/watch_alarms_cuda.md"}
 STEPS, VOCABULARY = 4, 257
 # Tokens of the shortest row.
 LEAST = 3
@@ -159,10 +161,16 @@ def stacked(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def micro_batches(draw: Draw) -> list[dict[str, Tensor]]:
-    """Make the micro-batches of all steps."""
+def micro_batches(draw: Draw, device: torch.device) -> list[dict[str, Tensor]]:
+    """Make the micro-batches of all steps on a device."""
     rows = rows_of(draw, STEPS * draw.parts * draw.rows)
-    return [stacked(rows[i : i + draw.rows]) for i in range(0, len(rows), draw.rows)]
+    parts = [stacked(rows[i : i + draw.rows]) for i in range(0, len(rows), draw.rows)]
+    return [{name: x.to(device) for name, x in part.items()} for part in parts]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's weights."""
+    return next(model.parameters()).device
 
 
 def mean_loss(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -190,11 +198,11 @@ def loop(model: nn.Module, precision: str, draw: Draw) -> Any:
         model, optimizer, loss=token_losses, accumulate=one_over_targets, every=1, clip_norm=draw.clip_norm,
         precision="bf16" if autocast else None,
     )  # fmt: skip
-    batches = micro_batches(draw)
+    batches = micro_batches(draw, device_of(model))
     for first in range(0, len(batches), draw.parts):
         parts, losses = batches[first : first + draw.parts], []
         for part, weight in zip(parts, one_over_targets(parts), strict=True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with torch.autocast(device_of(model).type, torch.bfloat16, enabled=autocast):
                 loss = token_losses(model, part) * weight
             loss.backward()
             losses.append(loss.detach())
@@ -214,7 +222,8 @@ def trainer(model: nn.Module, precision: str, draw: Draw) -> Any:
         args = TrainingArguments(
             output_dir=folder, per_device_train_batch_size=draw.rows, gradient_accumulation_steps=draw.parts,
             max_steps=STEPS, max_grad_norm=draw.clip_norm or 0.0, learning_rate=draw.rate, weight_decay=0.1,
-            lr_scheduler_type="cosine", warmup_steps=2, bf16=precision == "autocast", use_cpu=True, report_to=[],
+            lr_scheduler_type="cosine", warmup_steps=2, bf16=precision == "autocast",
+            use_cpu=device_of(model).type == "cpu", report_to=[],
             save_strategy="no", logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
         )  # fmt: skip
         rows: Any = rows_of(draw, STEPS * draw.parts * draw.rows)
@@ -229,8 +238,10 @@ def accelerate(model: nn.Module, precision: str, draw: Draw) -> Any:
     from accelerate import Accelerator  # type: ignore[import-untyped]
 
     mixed = "bf16" if precision == "autocast" else "no"
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=draw.parts, mixed_precision=mixed)
-    batches: Any = micro_batches(draw)
+    accelerator = Accelerator(
+        cpu=device_of(model).type == "cpu", gradient_accumulation_steps=draw.parts, mixed_precision=mixed
+    )
+    batches: Any = micro_batches(draw, device_of(model))
     loader: Any = DataLoader(batches, batch_size=None)
     model, optimizer, loader = accelerator.prepare(model, optimizer_of(model, draw), loader)
     watcher = watch_accelerate(accelerator, model, optimizer, loss=mean_loss, every=1, clip_norm=draw.clip_norm)
@@ -265,9 +276,10 @@ def lightning(model: nn.Module, precision: str, draw: Draw) -> Any:
             return optimizer_of(self, draw)
 
     watcher = watch_lightning(every=1)
-    batches: Any = micro_batches(draw)
+    batches: Any = micro_batches(draw, device_of(model))
     own = L.Trainer(
-        callbacks=[watcher], max_steps=STEPS, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        callbacks=[watcher], max_steps=STEPS, accelerator="gpu" if device_of(model).type == "cuda" else "cpu",
+        devices=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=draw.parts,
         gradient_clip_val=draw.clip_norm, precision="bf16-mixed" if precision == "autocast" else None,
     )  # fmt: skip
@@ -292,7 +304,7 @@ def plant(model: nn.Module, number: int) -> str:
     return name
 
 
-def run(cell: Cell) -> dict[str, Any]:
+def run(cell: Cell, device: str) -> dict[str, Any]:
     """Train one cell. Returns its row: checks, comparisons, and who was accused of what."""
     torch.set_num_threads(1)
     logging.getLogger("lockstep.watch").setLevel(logging.ERROR)
@@ -302,6 +314,7 @@ def run(cell: Cell) -> dict[str, Any]:
     model = model_of(family, draw)
     if precision == "bf16":
         model = model.to(torch.bfloat16)
+    model = model.to(device)
     fault = plant(model, number) if planted else ""
     started = time.perf_counter()
     watcher = TRAINERS[name](model, precision, draw)
@@ -321,7 +334,7 @@ def run(cell: Cell) -> dict[str, Any]:
         "nearest": nearest(whole),
         "draw": {key: value for key, value in vars(draw).items() if key != "number"},
         "seconds": round(time.perf_counter() - started, 1),
-    }
+    } | ({} if device == "cpu" else {"machine": machine(device)})
 
 
 def _forget() -> None:
@@ -345,15 +358,17 @@ def named(row: Mapping[str, Any]) -> bool:
     return len(gradients) == 1 and gradients[0].endswith(row["fault"])
 
 
-def page(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return docs/results/watch_alarms.md."""
+def page(rows: Sequence[Mapping[str, Any]], device: str) -> str:
+    """Return the page of a device."""
+    lines_of, argument = PAGES[device].with_suffix(".jsonl").name, "" if device == "cpu" else f" --device {device}"
+    machines = sorted({row.get("machine") for row in rows} - {None}) or [f"{_packages()}, {machine('cpu')}"]
     clean, faulty = [row for row in rows if not row["fault"]], [row for row in rows if row["fault"]]
     checks, accused = sum(row["checks"] for row in clean), sum(len(row["accused"]) for row in clean)
     lines = [
         "# False alarms of `watch`: clean trainers of others that were accused",
         "",
-        "Made by `python -m lockstep.scripts.studies.watch_alarms` (resumable; its lines are "
-        f"[watch_alarms.jsonl](watch_alarms.jsonl)) with {_packages()}, {platform.machine()} {platform.system()}, CPU. "
+        f"Made by `python -m lockstep.scripts.studies.watch_alarms{argument}` (resumable; its lines are "
+        f"[{lines_of}]({lines_of})) with {'; '.join(machines)}. "
         f"**{accused} of {checks:,} checks were accused.** A check is one verdict on one step; it counts if loss, "
         f"gradients and update were judged. Each run is {STEPS} steps of a model of transformers with random weights "
         "(1–3 layers, 16–96 hidden, tied or not, eager or SDPA attention, 9–64 tokens a row, rows of uneven length), 1 "
@@ -378,6 +393,13 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
     if left := sorted({line for row in rows for line in row["left_out"]}):
         lines += ["", "Not judged in some run:", "", *(f"* {line}" for line in left)]
     return "\n".join([*lines, ""])
+
+
+def machine(device: str) -> str:
+    """Name the device, and where it is a GPU, the versions beside it."""
+    if device == "cpu":
+        return f"{platform.machine()} {platform.system()}, CPU"
+    return f"{_packages()}, one {torch.cuda.get_device_name()}"
 
 
 def _has(package: str) -> bool:
@@ -409,12 +431,17 @@ class WatchAlarms:
     """clean runs of each trainer, family and precision; one more has a fault"""
     jobs: int = 2
     """runs at a time; each computes on one thread"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where the trainers train"""
+    minutes: float | None = None
+    """no run begins later"""
 
 
 def main() -> int:
     """Run, keep every row as it comes, write the page; 0 if no clean check was accused, and every fault was."""
-    options = tyro.cli(WatchAlarms)
-    rows = read_lines(RESULTS) if RESULTS.exists() else []
+    options, begun = tyro.cli(WatchAlarms), time.monotonic()
+    results = PAGES[options.device].with_suffix(".jsonl")
+    rows = read_lines(results) if results.exists() else []
     if not options.page:
         os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         names = [name for name in TRAINERS if name != "Lightning" or _has("lightning")]
@@ -423,15 +450,19 @@ def main() -> int:
         cells: list[Cell] = [(*kinds[n % len(kinds)], n, False) for n in numbers]
         cells += [(*kind, n, True) for n, kind in enumerate(kinds)]
         done = {tuple(row["cell"]) for row in rows}
-        writer = JsonLines(RESULTS)
+        writer = JsonLines(results)
         with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-            for row in pool.imap_unordered(run, [cell for cell in cells if cell not in done]):
+            left = [cell for cell in cells if cell not in done]
+            random.Random(0).shuffle(left)
+            for row in pool.imap_unordered(partial(run, device=options.device), left):
                 writer.append(row)
                 rows.append(row)
                 said = f"accused: {json.dumps(row['accused'])[:300]}" if row["accused"] else "agreed"
                 print(*row["cell"], f"{row['checks']} checks, {said}, {row['seconds']:.0f} s", flush=True)
+                if options.minutes is not None and time.monotonic() > begun + 60 * options.minutes:
+                    break
         writer.close()
-    PAGE.write_text(page(rows), encoding="utf-8")
+    PAGES[options.device].write_text(page(rows, options.device), encoding="utf-8")
     return int(any(not named(row) if row["fault"] else row["accused"] for row in rows))
 
 

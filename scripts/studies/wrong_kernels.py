@@ -1,4 +1,4 @@
-"""Kernels of torch that are wrong on the CPU, and functions and modules that do something else than they declare."""
+"""Kernels of torch that are wrong, and functions and modules that do something else than they declare."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ KERNELS = {
 
 
 @contextmanager
-def kernel(name: str, right: bool = False) -> Iterator[None]:
-    """Compute every operation of a kernel's name on the CPU by the wrong one, or by the other right one."""
+def kernel(name: str, right: bool = False, device: str = "cpu") -> Iterator[None]:
+    """Compute every operation of a kernel's name on a device by the wrong one, or by the other right one."""
     chosen = KERNELS[name]
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -101,7 +101,7 @@ def kernel(name: str, right: bool = False) -> Iterator[None]:
             # It is overridden on purpose, and torch warns once.
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             function = chosen.right if right else chosen.wrong
-            library.impl(chosen.operation, function, "CPU", allow_override=True)
+            library.impl(chosen.operation, function, device.upper(), allow_override=True)
         yield
     finally:
         library._destroy()
