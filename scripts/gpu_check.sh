@@ -7,6 +7,8 @@
 #   --minutes N   for all of it (default 10); what the bench does not get done is left for the next call
 #   --only PART   tests, parity, sums or bench, which all run without it; or one that needs a call of its own:
 #                 large (checks of two layers of the 1.24B model at its own sizes, the reference on the GPU too),
+#                 watch (other people's loops under lockstep.watch, single operations, torch's kernels, all families:
+#                 docs/results/*_cuda.jsonl and honest_kernels.jsonl; what is there is not run again),
 #                 best_bf16, best_fp8 (the best configuration of [64, 2048]), curves (256 real steps of both, three
 #                 seeds of the first; what is in OUT/curves.json is not trained again, so call it until it says)
 #   --from FILE   a bench_step.json of an earlier call: its rows are not measured again
@@ -20,7 +22,7 @@ set -uo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 minutes=10 only= from= tiny= out=${OUT:-gpu_check}
 usage() {
-    sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit "$1"
 }
 value() { [ $# -ge 2 ] || { printf 'gpu_check: %s needs a value\n' "$1" >&2; exit 2; }; }
@@ -36,7 +38,8 @@ while [ $# -gt 0 ]; do
         *) out=$1; shift ;;
     esac
 done
-case "$only" in "" | tests | parity | sums | bench | large | best_bf16 | best_fp8 | curves) ;; *) usage 2 >&2 ;; esac
+case "$only" in "" | tests | parity | sums | bench | large | watch | best_bf16 | best_fp8 | curves) ;; *) usage 2 >&2 ;; esac
+if [ "$only" = watch ] && [ -n "$tiny" ]; then printf 'gpu_check: --only watch has no --tiny: its rows are of a GPU\n' >&2; exit 2; fi
 case "$minutes" in '' | *[!0-9]* | 0) printf 'gpu_check: --minutes %s: a whole number of minutes\n' "$minutes" >&2; exit 2 ;; esac
 if [ -n "$from" ] && [ ! -f "$from" ]; then printf 'gpu_check: no such file: %s\n' "$from" >&2; exit 2; fi
 
@@ -75,6 +78,13 @@ parity_check() { # name, policy, program, arguments…: a check beside others; w
     part "$name" "$python" -m lockstep parity "$config" "${data[@]}" --device "$device" --precision.policy "$policy" \
         --compile.enabled "$compiled" --train.batch-size 8 --train.micro-batch-size 4 --steps 2 \
         --json "$out/$name.json" --capsules "$out/capsules_$name" "$@" >/dev/null
+    printf '%s' "${bad[*]-}" >"$out/$name.failed"
+}
+study() { # name, arguments…: a study beside others; why it failed goes to OUT/NAME.failed
+    local name=$1
+    shift
+    bad=()
+    part "$name" "$python" -m "lockstep.scripts.studies.$name" --device cuda "$@" >/dev/null
     printf '%s' "${bad[*]-}" >"$out/$name.failed"
 }
 wanted() { [ -z "$only" ] || [ "$only" = "$1" ]; }
@@ -168,6 +178,25 @@ if [ "$only" = large ]; then
             --precision.policy "$policy" --compile.enabled true "${kernels[@]}" --model.layers 2 --train.ranks 1 \
             --train.batch-size 2 --train.micro-batch-size 1 --train.curriculum "" --steps 1 --quick \
             --json "$out/large_$policy.json" --capsules "$out/capsules_large_$policy"
+    done
+fi
+
+if [ "$only" = watch ]; then
+    # They keep the CPU busy, with the reference and with truths in FP64, and the GPU hardly at all: side by side.
+    part data "$python" -m lockstep data prepare "$config" --workers 2
+    cores=$(getconf _NPROCESSORS_ONLN)
+    jobs=$((cores > 8 ? cores / 4 : 2))
+    OMP_NUM_THREADS=1 study watch_alarms --draws 4 --jobs "$jobs" --minutes "$(in_minutes 60)" &
+    study operations &
+    study honest_kernels --minutes "$(in_minutes 60)" &
+    study families --jobs "$jobs" &
+    wait
+    cp docs/results/*_cuda.* docs/results/honest_kernels.* "$out/"
+    for name in watch_alarms operations honest_kernels families; do
+        tail -n 2 "$out/$name.log"
+        said=$(cat "$out/$name.failed" 2>/dev/null) || said="$name: it ended without a word"
+        rm -f "$out/$name.failed"
+        [ -z "$said" ] || bad+=("$said")
     done
 fi
 

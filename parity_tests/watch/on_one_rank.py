@@ -1,11 +1,13 @@
-"""Loops under DistributedDataParallel on one gloo rank, watched: run as a program, whose process had no group before.
+"""Loops under DistributedDataParallel on one rank, watched: run as a program, whose process had no group before.
 
-It prints the headline, the verdict and the taps of the first check of each case.
+Its argument is the device, `cpu` (gloo) or `cuda` (NCCL). It prints the headline, the verdict and the taps of the
+first check of each case.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.parity_tests.watch.own import train
+from lockstep.parity_tests.watch.own import Gpt, train
 from lockstep.torch_backend.watch import own_module
 
 
@@ -25,11 +27,13 @@ def compiled(model: nn.Module) -> Any:
 
 def main() -> None:
     """Train each case."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    device = sys.argv[1]
+    group = {"cpu": "gloo", "cuda": "nccl"}[device]
+    dist.init_process_group(group, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     watchers = {
-        "plain": train(wrap=DistributedDataParallel),
-        "compiled": train(wrap=compiled),
-        "fully_shard": train(wrap=fully_shard),
+        "plain": train(model=Gpt().to(device), wrap=DistributedDataParallel),
+        "compiled": train(model=Gpt().to(device), wrap=compiled),
+        "fully_shard": train(model=Gpt().to(device), wrap=fully_shard),
     }
     setattr(own_module, "ranks_of", lambda model: 2)  # noqa: B010 - a name that the module imports
     watchers["one of two"] = train(wrap=DistributedDataParallel, on_alarm="stop")

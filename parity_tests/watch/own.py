@@ -121,8 +121,10 @@ def train(
     stepper = optimizer(own.parameters(), lr=lr)
     declared = {"precision": "bf16"} if trains == "autocast" else {}
     watcher = watch(wrapped, stepper, **{"loss": loss_of, "every": 1, **declared, **settings})
-    for number, batch in enumerate(data or batches(steps, seed)):
-        with during(), torch.autocast("cpu", torch.bfloat16, enabled=trains == "autocast"):
+    device = next(own.parameters()).device
+    for number, made in enumerate(data or batches(steps, seed)):
+        batch = {key: x.to(device) for key, x in made.items()} if device.type == "cuda" else made
+        with during(), torch.autocast(device.type, torch.bfloat16, enabled=trains == "autocast"):
             loss = loss_of(wrapped, batch)
         with during():
             loss.backward()

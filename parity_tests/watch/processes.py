@@ -30,3 +30,13 @@ def answers(program: str, *arguments: str, size: int = 2, timeout: float = 240.0
     told = [rank.communicate(timeout=timeout) for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), told
     return [json.loads(out.splitlines()[-1]) for out, _ in told]
+
+
+def one_rank(device: str) -> dict[str, Any]:
+    """Run on_one_rank.py on a device, and return by case what it prints."""
+    command = [sys.executable, "-m", "lockstep.parity_tests.watch.on_one_rank", device]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

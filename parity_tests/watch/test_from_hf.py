@@ -44,11 +44,11 @@ def model_of(name: str, **more: Any) -> Any:
     return model
 
 
-def batch_of(seed: int) -> dict[str, torch.Tensor]:
+def batch_of(seed: int, device: Any = "cpu") -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 97, (3, 12), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     labels[0, : 3 + seed] = -100
-    return {"input_ids": ids, "labels": labels}
+    return {"input_ids": ids.to(device), "labels": labels.to(device)}
 
 
 def train(model: Any, precision: str = "fp32", steps: int = 2, accumulate: Any = None, **settings: Any) -> Watcher:
@@ -57,10 +57,10 @@ def train(model: Any, precision: str = "fp32", steps: int = 2, accumulate: Any =
     reference = from_hf(model, accumulate=accumulate)
     watcher = watch(model, optimizer, reference=reference, precision=precision, **{"every": 1, **settings})
     for step in range(steps):
-        parts = [batch_of(2 * step + number) for number in range(2 if accumulate else 1)]
+        parts = [batch_of(2 * step + number, model.device) for number in range(2 if accumulate else 1)]
         total = 0.0
         for part in parts:
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16"):
                 loss = model(**part).loss / len(parts)
             loss.backward()
             total += loss.item()

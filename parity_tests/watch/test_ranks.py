@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.parity_tests.repository import REPO
-from lockstep.parity_tests.watch.processes import answers
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1"}
+from lockstep.parity_tests.watch.processes import answers, one_rank
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     """Run parity_tests/watch/on_one_rank.py, and return by case what it prints."""
-    command = [sys.executable, "-m", "lockstep.parity_tests.watch.on_one_rank"]
-    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return one_rank("cpu")
 
 
 @pytest.mark.parametrize("case", ["plain", "compiled", "fully_shard"])

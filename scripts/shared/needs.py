@@ -50,6 +50,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "sums": _BENCH,
     "bench": _BENCH,
     "large": _CHECKS,
+    "watch": (*_CHECKS, "accelerate", "transformers"),
     "best_bf16": (*_BENCH, "tomli_w"),
     "best_fp8": (*_BENCH, "tomli_w"),
     "curves": (*_BENCH, "tokenizers"),
