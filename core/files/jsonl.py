@@ -124,6 +124,30 @@ def scan_lines(path: Path) -> Iterator[Line]:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
+def raw_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
+    """Each line that is whole, without its newline, and whether it is what was written; no object is made of it.
+
+    A missing file has none. Raises UserError if the file cannot be read.
+    """
+    require_file(path)
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                raw = line.removesuffix(b"\n")
+                intact = _intact(raw)
+                if raw and (intact or raw != line or _BEYOND_THE_END.search(raw)):
+                    yield raw, intact
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def value_of(raw: bytes) -> dict[str, Any] | None:
+    """Return the object of one line, given without its newline, without its checksum; None if the line is damaged."""
+    return _value(raw)
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """All lines without their checksums; a missing file has none, and a torn last line is left out.
 

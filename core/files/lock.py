@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
+import time
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +15,8 @@ from lockstep.core.errors import UserError
 LOCK_NAME = ".lock"
 # What a file system says that has no locks, or whose server keeps none.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+# `is_held` has a lock of its own for some microseconds: who meets with that one tries again.
+_TRIES, _PAUSE = 5, 0.02
 
 
 class FolderLock:
@@ -31,7 +35,7 @@ class FolderLock:
         except OSError as error:
             raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._descriptor)
         except OSError as error:
             holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip()
             os.close(self._descriptor)
@@ -61,3 +65,39 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def is_held(folder: Path) -> bool | None:
+    """Return whether a process holds the lock of `folder`, and so writes there; None where nobody can tell.
+
+    Nothing is written. The lock is asked for as shared with other readers, and given back at once.
+    """
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file for this process alone. Raises OSError: BlockingIOError if another holds it."""
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not tries_left:
+                raise
+        time.sleep(_PAUSE)

@@ -77,7 +77,9 @@ def build_report(run_dir: Path, warn: Callable[[str], None] = lambda note: None)
     return page(f"{parts.name(run)} · Lockstep report", body, data, SCRIPTS)
 
 
-def page(title: str, body: str, data: Mapping[str, Any], scripts: Sequence[str]) -> str:
+def page(
+    title: str, body: str, data: Mapping[str, Any], scripts: Sequence[str], styles: Sequence[str] = ("page.css",)
+) -> str:
     """One HTML page that needs nothing but a browser. data: for its scripts, files of this package, in order."""
     script = f"\n{''.join(map(_asset, scripts))}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -87,7 +89,7 @@ def page(title: str, body: str, data: Mapping[str, Any], scripts: Sequence[str])
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{esc(title)}</title>\n"
-        f"<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
+        f"<style>\n{''.join(map(_asset, styles))}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
         f'<script type="application/json" id="data">{embed(data)}</script>\n'
         f"<script>{script}</script>\n</body>\n</html>\n"
     )

@@ -5,6 +5,7 @@ Everything in it can be read without Lockstep (TOML, JSON, safetensors). One pro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import warnings
@@ -44,7 +45,7 @@ from lockstep.core.files.paths import quoted
 from lockstep.core.run.create import create_folder
 from lockstep.core.run.history import BRANCH, CHECKED, LEFT, VALUES, VERSION, branch_of, settings_at, values_of
 from lockstep.core.run.history import line as resumes_of_line
-from lockstep.core.run.info import CHANGED, SETTINGS, read_info, require_unchanged, settings_of, write_info
+from lockstep.core.run.info import CHANGED, SETTINGS, STOPPED, read_info, require_unchanged, settings_of, write_info
 from lockstep.core.run.layout import (
     CHECKPOINTS,
     CHECKS,
@@ -103,7 +104,7 @@ class RunDir:
             UserError: `path` is in use, or cannot be written.
         """
         described = {"name": config.name, "created": _now(), "finished": False, "resumes": [], "branches": []}
-        described |= {SETTINGS: settings_of(config), ON_CPU: on_cpu(config), **info}
+        described |= {STOPPED: None, SETTINGS: settings_of(config), ON_CPU: on_cpu(config), **info}
         lock, parents = create_folder(path, config, described, overwrite)
         run = cls(path, config, described, lock)
         run._parents = parents
@@ -183,6 +184,14 @@ class RunDir:
     def finish(self) -> None:
         """Set `finished`: all steps are done."""
         self.update_info(finished=True)
+
+    def note_stop(self, how: str, said: str) -> None:
+        """Write down how training ended before all steps were done (`ENDINGS`), for whoever lists runs.
+
+        A disk that refuses is no further error: then the run looks like one that was killed.
+        """
+        with contextlib.suppress(UserError):
+            self.update_info(**{STOPPED: {"how": how, "said": said, "time": _now()}})
 
     def discard(self) -> None:
         """Remove the directory of a run that has not begun, and parents that were made for it.
@@ -310,7 +319,7 @@ class RunDir:
                 "checks": list(cuts[CHECKS].damaged),
             }
             changes["damaged"] = [*self._info.get("damaged", []), lost]
-        self.update_info(**changes, finished=False)
+        self.update_info(**changes, **{STOPPED: None}, finished=False)
 
     def _next(self, kind: str) -> Path:
         return self.path / kind / f"{len(self._info.get(kind, [])) + 1:03d}"

@@ -17,6 +17,7 @@ from lockstep.core.files.paths import quoted
 from lockstep.core.run.launch import launched, require_ranks
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.backends import REFERENCE, Maker, on_its_device, open_candidate, open_named, trainer_of
+from lockstep.scripts.shared.failures import in_short
 from lockstep.scripts.shared.initial_weights import require_seed
 from lockstep.scripts.shared.interrupts import interrupts, terminated_as_interrupted
 from lockstep.scripts.shared.open_data import open_data
@@ -238,9 +239,11 @@ def _train(
     for sink in sinks:
         stack.callback(sink.close)
     alarm = _alarm(run, session, shadow, about, ranks)
-    with interrupts() as interrupted, _told_how_to_go_on(run):
+    with interrupts() as interrupted, _told_how_to_go_on(run), _stop_noted(run):
         ranks.of_first(bool, "begin")
         ending = train(session, data, run, sinks, interrupted, done + 1, str(about["device"]), watch, alarm, ranks)
+    if ending != "finished":
+        run.note_stop(ending, {"alarmed": "a check disagreed"}.get(ending, ""))
     stack.close()
     if ending == "interrupted":
         console.print(f"stopped; go on with: lockstep train --resume {quoted(run.path)}", markup=False, soft_wrap=True)
@@ -470,3 +473,16 @@ def _told_how_to_go_on(run: RunDir) -> Iterator[None]:
         if run.latest_checkpoint() is None:
             raise
         raise UserError(f"{error}; go on with: lockstep train --resume {quoted(run.path)}") from error
+
+
+@contextmanager
+def _stop_noted(run: RunDir) -> Iterator[None]:
+    """Write down in the run what ended it, for `lockstep runs`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        run.note_stop("interrupted", "")
+        raise
+    except Exception as error:
+        run.note_stop("failed", in_short(error))
+        raise

@@ -5,7 +5,9 @@ from __future__ import annotations
 import tempfile
 import traceback
 
-from lockstep.core.errors import printable
+from lockstep.core.errors import UserError, printable
+
+_LONGEST = 500  # characters of a message that is kept
 
 
 def in_one_line(error: BaseException) -> str:
@@ -21,3 +23,9 @@ def in_one_line(error: BaseException) -> str:
     except OSError as reason:
         kept = f"its traceback could not be kept: {reason}"
     return f"{kind}{': ' if message else ''}{message} ({where}{kept})"
+
+
+def in_short(error: BaseException) -> str:
+    """The first line of what `error` says, with its kind unless it is written for the user."""
+    message = printable(next(iter(str(error).strip().splitlines()), ""))[:_LONGEST]
+    return message if isinstance(error, UserError) else f"{type(error).__name__}{': ' if message else ''}{message}"

@@ -30,6 +30,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "export": ("ml_dtypes", "orbax.checkpoint", "safetensors", "tokenizers"),
     "import": ("ml_dtypes", "safetensors", "tokenizers", "tomli_w"),
     "report": (),
+    "runs": ("rich",),
     "sample": ("safetensors", "tokenizers"),
     "profile": ("safetensors", "tokenizers"),
     "plan": ("rich",),

@@ -1,0 +1,125 @@
+"""`lockstep runs`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from lockstep.core.errors import UserError, printable
+from lockstep.scripts.shared.arguments import check_file, parse
+
+if TYPE_CHECKING:
+    from lockstep.core.overview.find import Found
+    from lockstep.core.overview.row import Row
+
+STDOUT = Path("-")
+# Folders that are named because they cannot be read.
+_NAMED = 3
+
+
+@dataclass
+class Runs:
+    """List every run below a folder: state, steps, loss, throughput, verdicts, and the settings that differ.
+
+    Losses are in nats: the mean of the last 20 steps, and the last validation loss; tok/s is the median of those steps.
+    Checks: ✓ agreed, ✕ disagreed, ? could not tell or skipped. The last column says when the last record was written.
+
+    States: running (a process has the run's lock), ended (all steps are done), stopped (by Ctrl-C, or by a check that
+    disagreed), failed (an error ended it), killed (it ended without a word), not begun, unknown.
+    """
+
+    folder: Annotated[
+        Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]", help_behavior_hint="(default: runs)")
+    ] = Path("runs")
+    """folder to look through, with all folders below it but those of symbolic links"""
+    sort: Annotated[str, tyro.conf.arg(metavar="KEY")] = "path"
+    """by a figure (path, name, state, steps, loss, val, speed, verdict, agreed, disagreed, branch, created, written) or
+    a setting, such as optim.peak-lr; what has no value stands last"""
+    descending: bool = False
+    """the largest first"""
+    where: Annotated[
+        tuple[str, ...],
+        tyro.conf.UseAppendAction,
+        tyro.conf.arg(metavar="KEY>VALUE", help_behavior_hint="(default: all runs)"),
+    ] = ()
+    """only runs that meet this, such as 'optim.peak-lr>1e-3' or state=running: a figure or a setting, one of = != < <=
+    > >=, a value; may be given several times"""
+    baseline: Annotated[str | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(default: each other)")] = None
+    """the run, by its path or name here, whose settings the others are compared with"""
+    branches: bool = False
+    """list as well what resumes and rollbacks left behind in branches/ of their runs"""
+    page: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html", help_behavior_hint="(default: not written)")] = None
+    """write a page instead of the table, which sorts and filters in a browser"""
+    json: Annotated[
+        Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written; - is stdout)")
+    ] = None
+    """write the rows as JSON instead of the table"""
+
+
+def main(argv: list[str]) -> int:
+    """Read the runs, then print them, or write them to a page or as JSON."""
+    from lockstep.core.files.atomic import write_atomically
+    from lockstep.core.overview.columns import chosen, condition, in_order
+    from lockstep.core.overview.differences import differing, named
+    from lockstep.core.overview.export import json_of
+    from lockstep.core.overview.find import find_runs
+    from lockstep.core.overview.row import read_row, rows_of_branches
+
+    options, _ = parse(Runs, "runs", argv, with_settings=False)
+    check_file("page", options.page)
+    if options.json != STDOUT:
+        check_file("json", options.json)
+    conditions = [condition(text) for text in options.where]
+    if not options.folder.is_dir():
+        raise UserError(f"{options.folder} is not a folder: there are no runs to list")
+    found = find_runs(options.folder)
+    rows = [read_row(options.folder, path) for path in found.runs]
+    baseline = named(rows, options.baseline) if options.baseline is not None else None
+    if options.branches:
+        rows = [each for row in rows for each in (row, *rows_of_branches(options.folder, row))]
+    rows = in_order(chosen(rows, conditions), options.sort, options.descending)
+    keys = differing(rows, baseline)
+    if options.page:
+        from lockstep.core.overview.page import build_page
+
+        write_atomically(options.page, [build_page(options.folder, rows, keys, baseline).encode()])
+        print(options.page)
+    if options.json:
+        text = json.dumps(json_of(rows, keys), indent=2, allow_nan=False) + "\n"
+        if options.json == STDOUT:
+            sys.stdout.write(text)
+        else:
+            write_atomically(options.json, [text.encode()])
+    if not options.page and not options.json:
+        _print(options.folder, rows, keys, baseline, len(found.runs))
+    for line in _left_out(found):
+        print(f"lockstep: {line}", file=sys.stderr)
+    return 0
+
+
+def _print(folder: Path, rows: list[Row], keys: list[str], baseline: Row | None, all_runs: int) -> None:
+    from lockstep.core.overview.table import print_rows
+    from lockstep.core.sinks.terminal import open_unwrapped
+
+    if rows:
+        print_rows(open_unwrapped(), rows, keys, baseline)
+    elif all_runs:
+        print(f"none of {all_runs:,} runs meets this")
+    else:
+        print(f"no run below {printable(str(folder))}")
+
+
+def _left_out(found: Found) -> Iterator[str]:
+    """Say what was not looked through."""
+    if found.links:
+        yield f"symbolic links to folders that were not followed: {found.links:,}"
+    for path in found.unread[:_NAMED]:
+        yield f"cannot read the folder {printable(str(path))}"
+    if len(found.unread) > _NAMED:
+        yield f"nor {len(found.unread) - _NAMED:,} other folders"
