@@ -118,7 +118,7 @@ def rows_of_branches(folder: Path, row: Row) -> list[Row]:
 
 def _told(row: Row, run: Path, info: Mapping[str, Any]) -> Row:
     """The row with what run.json tells; without one, what its files show."""
-    state, why = _state(row.tail, is_held(run), info)
+    state, why = state_of(row.tail.step is not None, is_held(run), info)
     settings = _in_force(info) if info else row.settings
     planned = settings.get("train.steps")
     begun = branches_begun(info)
@@ -146,8 +146,12 @@ def _is_branch(path: str) -> bool:
     return kind == "branches" and number.isascii() and number.isdigit()
 
 
-def _state(tail: Tail, held: bool | None, info: Mapping[str, Any]) -> tuple[str, str]:
-    """The state of a run and what ended it. held: whether a process has its lock, None if nobody can tell."""
+def state_of(begun: bool, held: bool | None, info: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the state of a run and what ended it.
+
+    begun: whether it has a record. held: whether a process has its lock, None if nobody can tell. info: run.json, empty
+    if it is damaged. Raises KeyError, TypeError or AttributeError if that is no run's.
+    """
     if held:
         return RUNNING, ""
     if info.get("finished"):
@@ -157,7 +161,7 @@ def _state(tail: Tail, held: bool | None, info: Mapping[str, Any]) -> tuple[str,
     if stopped := info.get(STOPPED):
         said = str(stopped.get("said") or "")[:_LONGEST]
         return _ENDINGS[stopped["how"]], said or ("Ctrl-C" if stopped["how"] == "interrupted" else "")
-    if tail.step is None:
+    if not begun:
         return NOT_BEGUN, ""
     # Runs of earlier versions do not have the key: nobody knows how they ended.
     return (KILLED, "") if STOPPED in info else (STOPPED_EARLY, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 from lockstep.core.files.atomic import write_atomically
 from lockstep.core.report import parts, words
 from lockstep.core.report.bias_curves import bias_curves
-from lockstep.core.report.checks import read_checks
+from lockstep.core.report.checks import Checks, read_checks
 from lockstep.core.report.curves import charts
 from lockstep.core.report.heatmap import encode
-from lockstep.core.report.read import read_run
+from lockstep.core.report.read import Run, read_run
 from lockstep.core.report.seeing import events, more_charts
 from lockstep.core.report.text import embed, esc
 from lockstep.core.run.history import branches_begun, in_words
@@ -38,8 +39,26 @@ def build_report(run_dir: Path, warn: Callable[[str], None] = lambda note: None)
     run = read_run(run_dir)
     notes: list[str] = []
     checks = read_checks(run_dir / "parity.jsonl", run.about, notes)
+    found = contents(run, checks, notes, warn)
+    return page(found.title, "\n".join(found.parts.values()), found.data, SCRIPTS)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A report before it is a page. parts: HTML by name, in order. data: for the page's scripts."""
+
+    title: str
+    parts: Mapping[str, str]
+    data: Mapping[str, Any]
+
+
+def contents(run: Run, checks: Checks, notes: list[str], warn: Callable[[str], None] = lambda note: None) -> Contents:
+    """Return what the report on a run and its checks holds.
+
+    notes: on the files of the checks; more is added to them. `warn` is told what is damaged.
+    """
     heat = encode(checks)
-    curves = bias_curves(run_dir / "observations" / "bias.npz", checks, notes)
+    curves = bias_curves(run.path / "observations" / "bias.npz", checks, notes)
     for note in [*run.notes, *notes]:
         warn(note)
     if heat and heat["left_out"]:
@@ -60,36 +79,40 @@ def build_report(run_dir: Path, warn: Callable[[str], None] = lambda note: None)
         "heat": heat,
         "bias": curves,
     }
-    body = "\n".join(
-        [
-            parts.head(run),
-            words.verdict(checks),
-            parts.facts(run),
-            parts.notes([*run.notes, *notes]),
-            parts.chart_frames(specs, checks),
-            parts.parity(heat, checks),
-            parts.bias_frame(curves),
-            parts.stages(checks),
-            parts.sample(run),
-            parts.config(run),
-        ]
-    )
-    return page(f"{parts.name(run)} · Lockstep report", body, data, SCRIPTS)
+    found = {
+        "head": parts.head(run),
+        "verdict": words.verdict(checks),
+        "facts": parts.facts(run),
+        "notes": parts.notes([*run.notes, *notes]),
+        "charts": parts.chart_frames(specs, checks),
+        "parity": parts.parity(heat, checks),
+        "bias": parts.bias_frame(curves),
+        "stages": parts.stages(checks),
+        "sample": parts.sample(run),
+        "config": parts.config(run),
+    }
+    return Contents(f"{parts.name(run)} · Lockstep report", found, data)
 
 
 def page(
     title: str, body: str, data: Mapping[str, Any], scripts: Sequence[str], styles: Sequence[str] = ("page.css",)
 ) -> str:
     """One HTML page that needs nothing but a browser. data: for its scripts, files of this package, in order."""
-    script = f"\n{''.join(map(_asset, scripts))}"
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return page_of(title, body, data, "".join(map(asset, scripts)), styles)
+
+
+def page_of(
+    title: str, body: str, data: Mapping[str, Any], code: str, styles: Sequence[str], policy: str = POLICY
+) -> str:
+    """Return a page with this code as its only script. policy: with a place for the script's hash."""
+    script = f"\n{code}"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY.format(digest)}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy.format(digest_of(script))}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{esc(title)}</title>\n"
-        f"<style>\n{''.join(map(_asset, styles))}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
+        f"<style>\n{''.join(map(asset, styles))}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
         f'<script type="application/json" id="data">{embed(data)}</script>\n'
         f"<script>{script}</script>\n</body>\n</html>\n"
     )
@@ -108,5 +131,11 @@ def write_report(run_dir: Path, out: Path | None = None, warn: Callable[[str], N
     return path
 
 
-def _asset(name: str) -> str:
+def digest_of(script: str) -> str:
+    """Return the SHA-256 of a script's text as a policy writes it."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def asset(name: str) -> str:
+    """Return the text of a style sheet or a script of this package."""
     return resources.files("lockstep.core.report").joinpath(name).read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ function follow() {
   document.getElementById("parity").scrollIntoView();
   goToRow(row);
 }
-addEventListener("hashchange", follow);
+addEventListener("hashchange", follow, alive);
 
 if (heat)
   unpack().then(cells => {

@@ -281,9 +281,9 @@ function makeMap(cells) {
     }
   });
   const again = () => { layOut(); drawLegend(); };
-  darkQuery.addEventListener("change", again);
-  addEventListener("beforeprint", () => { printing = true; again(); });
-  addEventListener("afterprint", () => { printing = false; again(); });
+  darkQuery.addEventListener("change", again, alive);
+  addEventListener("beforeprint", () => { printing = true; again(); }, alive);
+  addEventListener("afterprint", () => { printing = false; again(); }, alive);
   watch(box, layOut);
 
   // Show a comparison, as a link asks: its step, then a tip on it.

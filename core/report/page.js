@@ -9,6 +9,8 @@ const VERDICT = {
   agreed: ["--good", "agreed"], disagreed: ["--bad", "disagreed"], could_not: ["--skip", "could not tell"], skipped: ["--skip", "skipped"],
 };
 
+// What is heard outside the page's parts is heard until these are made anew (live.js).
+const life = new AbortController(), alive = { signal: life.signal };
 const listeners = [];
 let lookedAt = null, pinned = null;
 function look(step, by = null) {
@@ -341,7 +343,7 @@ function makeChart(spec) {
   plot.addEventListener("pointerleave", () => look(null));
   plot.addEventListener("click", event => pin(pinned === under(event) ? null : under(event)));
   listeners.push(show);
-  return { plot, draw, redraw: () => width && draw(width) };
+  return { spec, plot, legend, draw, redraw: () => width && draw(width) };
 }
 
 const drawn = data.charts.map(makeChart);

@@ -43,15 +43,17 @@ def read_run(run_dir: Path) -> Run:
     by_step: dict[int, Mapping[str, Any]] = {}
     lines = 0
     for number, record in json_lines(path, notes, []):
-        if not isinstance(record.get("step"), int) or not _is_number(record.get("loss")):
-            raise UserError(f"{path}, line {number}: a record has a whole number `step` and a number `loss`")
-        by_step[record["step"]] = record
+        by_step[require_record(record, f"{path}, line {number}")] = record
         lines += 1
     if not by_step:
         raise UserError(f"{path} holds no complete record: there is no run to report on")
     if lines > len(by_step):
-        doubles = lines - len(by_step)
-        notes.append(f"{doubles} steps stand in records.jsonl twice (a resumed run): the last counts.")
+        notes.append(doubled(lines - len(by_step)))
+    return run_of(run_dir, by_step, notes)
+
+
+def run_of(run_dir: Path, by_step: Mapping[int, Mapping[str, Any]], notes: list[str]) -> Run:
+    """Return the run of these records, with what run.json and config.toml tell; `notes` is told of what is damaged."""
     config_text = _text(run_dir / "config.toml", notes)
     return Run(
         path=run_dir,
@@ -61,6 +63,19 @@ def read_run(run_dir: Path) -> Run:
         config=_toml(config_text, notes),
         notes=tuple(notes),
     )
+
+
+def require_record(record: Mapping[str, Any], where: str) -> int:
+    """Return the step of a record. Raises UserError, which begins with `where`, if it is none."""
+    step = record.get("step")
+    if not isinstance(step, int) or not _is_number(record.get("loss")):
+        raise UserError(f"{where}: a record has a whole number `step` and a number `loss`")
+    return step
+
+
+def doubled(steps: int) -> str:
+    """Return the note on steps of which there are two records."""
+    return f"{steps} steps stand in records.jsonl twice (a resumed run): the last counts."
 
 
 def json_lines(path: Path, notes: list[str], damaged: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ from lockstep.core.files.paths import path_problem
 from lockstep.scripts.shared.arguments import check_file, parse
 
 COMPARISON = Path("report_compare.html")
+_PORTS = 65_536
 
 
 @dataclass
@@ -34,6 +36,10 @@ class Report:
         tyro.conf.arg(metavar="FILE", help_behavior_hint=f"(default: RUN/report.html; of several, {COMPARISON})"),
     ] = None
     """file to write"""
+    watch: bool = False
+    """serve the report of a run instead, to this machine alone, and renew it as records arrive; Ctrl-C ends it"""
+    port: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: a free one)")] = None
+    """with --watch: port of 127.0.0.1"""
 
 
 def main(argv: list[str]) -> int:
@@ -47,6 +53,10 @@ def main(argv: list[str]) -> int:
         if problem := path_problem(text) or (not text and "no path"):
             raise UserError(f"{COMMAND_LINE}: RUN = {text!r}: {problem}")
     check_file("out", options.out)
+    if options.watch:
+        return _watch(options)
+    if options.port is not None:
+        raise UserError(f"{COMMAND_LINE}: --port goes with --watch")
     runs = [Path(text) for text in options.runs]
 
     def warn(note: str) -> None:
@@ -56,4 +66,26 @@ def main(argv: list[str]) -> int:
         print(write_report(runs[0], options.out, warn))
     else:
         print(write_comparison(runs, options.out or COMPARISON, warn))
+    return 0
+
+
+def _watch(options: Report) -> int:
+    """Serve the page of one run until Ctrl-C."""
+    from lockstep.core.live.server import serve
+    from lockstep.core.live.snapshot import require_watchable
+    from lockstep.scripts.shared.interrupts import terminated_as_interrupted
+
+    if len(options.runs) > 1 or options.out:
+        raise UserError(f"{COMMAND_LINE}: --watch serves one run, and writes no file: lockstep report --watch RUN")
+    port = options.port or 0
+    if not 0 <= port < _PORTS:
+        raise UserError(f"{COMMAND_LINE}: port = {port}: a port is a number from 1 to {_PORTS - 1}")
+    run = Path(options.runs[0])
+    require_watchable(run)
+
+    def say(address: str) -> None:
+        print(f"{printable(str(run))}: {address} (Ctrl-C ends it)", flush=True)
+
+    with terminated_as_interrupted(), suppress(KeyboardInterrupt):
+        serve(run, port, say)
     return 0
