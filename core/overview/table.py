@@ -7,7 +7,6 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import printable
@@ -23,17 +22,16 @@ WIDE = 130
 # Differences that are named of one run.
 NAMED = 6
 _STYLES = {RUNNING: "cyan", FAILED: "red", KILLED: "red", UNKNOWN: "yellow"}
-_HEADERS = ("run", "state", "steps", "loss", "val", "tok/s", "checks", "last")
+_HEADERS = ("run", "state", "steps", "loss", "val", "tok/s", "checks", "ago")
 
 
 def print_rows(console: Console, rows: Sequence[Row], keys: Sequence[str], baseline: Row | None) -> None:
     """Print the table, then what there is no column for: differences, ends, history and problems of runs."""
-    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     wide = console.width >= WIDE
-    drawn = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    drawn = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for header in (*_HEADERS, *(("differs in",) if wide and keys else ())):
         right = header in ("steps", "loss", "val", "tok/s")
         folds = header in ("run", "differs in")
@@ -47,7 +45,7 @@ def print_rows(console: Console, rows: Sequence[Row], keys: Sequence[str], basel
             texts.append(Text(printable(differences_of(row, keys, baseline))))
         drawn.add_row(*texts)
     console.print(drawn)
-    console.print(summary(rows), style="dim", soft_wrap=True)
+    console.print(summary(rows), style="dim")
     below: list[tuple[str, str]] = []
     for row in rows:
         said = [] if wide else [differences_of(row, keys, baseline)]
@@ -62,9 +60,9 @@ def print_rows(console: Console, rows: Sequence[Row], keys: Sequence[str], basel
 def cells_of(row: Row, now: float) -> list[str]:
     """Return the cells of a row under `_HEADERS`. now: seconds since 1970."""
     tail = row.tail
-    steps = "–" if tail.step is None else f"{tail.step:,}"
+    steps = "–" if tail.step is None else count(tail.step)
     if row.planned is not None and row.planned != tail.step:
-        steps += f"/{row.planned:,}"
+        steps += f"/{count(row.planned)}"
     return [
         row.path,
         row.state,
@@ -78,24 +76,21 @@ def cells_of(row: Row, now: float) -> list[str]:
 
 
 def verdicts(checks: Counter[str]) -> str:
-    """Return `12 ✓ 1 ✕ 2 ?`: agreed, disagreed, and the rest (could not tell, skipped, damaged)."""
+    """Return `12✓ 1✕ 2?`: agreed, disagreed, and the rest (could not tell, skipped, damaged)."""
     rest = checks.total() - checks["agreed"] - checks["disagreed"]
     parts = ((checks["agreed"], "✓"), (checks["disagreed"], "✕"), (rest, "?"))
-    return " ".join(f"{times:,} {mark}" for times, mark in parts if times) or "–"
+    return " ".join(f"{times:,}{mark}" for times, mark in parts if times) or "–"
 
 
 def ago(written: float | None, now: float) -> str:
-    """Return how long ago something was written: `12 s`, `3 min`, `5 h`; from two days on, the day."""
+    """Return how long ago something was written: `12 s`, `3 min`, `5 h`, `9 d`."""
     if written is None:
         return "–"
     seconds = max(now - written, 0.0)
     for size, unit, most in ((1, "s", 120), (60, "min", 120), (3600, "h", 48)):
         if seconds / size < most:
-            return f"{seconds / size:.0f} {unit} ago"
-    try:
-        return f"{datetime.fromtimestamp(written, UTC):%Y-%m-%d}"
-    except (ValueError, OverflowError, OSError):
-        return "–"
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86_400:,.0f} d"
 
 
 def differences_of(row: Row, keys: Sequence[str], baseline: Row | None, most: int = NAMED) -> str:

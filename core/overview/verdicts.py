@@ -11,6 +11,7 @@ from lockstep.core.files.atomic import leads_out
 from lockstep.core.files.jsonl import raw_lines, value_of
 
 AGREED, DISAGREED, COULD_NOT, SKIPPED = "agreed", "disagreed", "could_not", "skipped"
+VERDICTS = (AGREED, DISAGREED, COULD_NOT, SKIPPED)
 DAMAGED = "damaged"  # lines that are not what was written: nobody knows their verdicts
 _HEAD = re.compile(rb'\{(?:"schema": (\d{1,9}), )?"step": \d{1,18}, "verdict": "(agreed|disagreed|could_not|skipped)"')
 _SCHEMAS = (b"1", b"2", None)
@@ -42,12 +43,17 @@ def _verdict(raw: bytes) -> str:
     if head is None or head[1] not in _SCHEMAS:
         return _verdict_of_object(raw)
     verdict = head[2].decode()
-    if verdict != SKIPPED and _BROKEN in raw:
+    if _BROKEN in raw:
         return DISAGREED
     return COULD_NOT if verdict == AGREED and _STAGE not in raw else verdict
 
 
 def _verdict_of_object(raw: bytes) -> str:
+    """The verdict of a line whose keys stand in another order than `Check.to_json` writes them."""
     value = value_of(raw) or {}
-    verdict = value.get("verdict")
-    return DISAGREED if verdict == DISAGREED else SKIPPED if verdict == SKIPPED else COULD_NOT
+    verdict, stages = value.get("verdict"), value.get("stages", [])
+    if value.get("schema", 2) not in (1, 2) or verdict not in VERDICTS or not isinstance(stages, list):
+        return COULD_NOT
+    if any(not isinstance(stage, dict) or not stage.get("ok") for stage in stages):
+        return DISAGREED
+    return COULD_NOT if verdict == AGREED and not stages else str(verdict)

@@ -28,7 +28,7 @@ class Runs:
     """List every run below a folder: state, steps, loss, throughput, verdicts, and the settings that differ.
 
     Losses are in nats: the mean of the last 20 steps, and the last validation loss; tok/s is the median of those steps.
-    Checks: ✓ agreed, ✕ disagreed, ? could not tell or skipped. The last column says when the last record was written.
+    Checks: ✓ agreed, ✕ disagreed, ? could not tell or skipped. The last column is the age of the last record.
 
     States: running (a process has the run's lock), ended (all steps are done), stopped (by Ctrl-C, or by a check that
     disagreed), failed (an error ended it), killed (it ended without a word), not begun, unknown.
