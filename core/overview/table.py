@@ -6,7 +6,7 @@ import math
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import printable
@@ -16,49 +16,71 @@ from lockstep.core.report.text import count, number
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 # From so many columns on the differences are a column of the table.
 WIDE = 130
 # Differences that are named of one run.
 NAMED = 6
+# Columns between two columns, of the narrowest column of paths, and of a line below the table.
+_GAP, _NARROWEST, _LONGEST_LINE = 2, 8, 200
+_RIGHT = ("steps", "loss", "val", "tok/s")
 _STYLES = {RUNNING: "cyan", FAILED: "red", KILLED: "red", UNKNOWN: "yellow"}
-_HEADERS = ("run", "state", "steps", "loss", "val", "tok/s", "checks", "ago")
+HEADERS = ("run", "state", "steps", "loss", "val", "tok/s", "checks", "ago")
 
 
 def print_rows(console: Console, rows: Sequence[Row], keys: Sequence[str], baseline: Row | None) -> None:
     """Print the table, then what there is no column for: differences, ends, history and problems of runs."""
-    from rich.table import Table
-    from rich.text import Text
-
     wide = console.width >= WIDE
-    drawn = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for header in (*_HEADERS, *(("differs in",) if wide and keys else ())):
-        right = header in ("steps", "loss", "val", "tok/s")
-        folds = header in ("run", "differs in")
-        drawn.add_column(header, justify="right" if right else "left", no_wrap=not folds, overflow="fold")
     now = time.time()
-    for row in rows:
-        cells = cells_of(row, now)
-        style = {1: _STYLES.get(row.state, ""), 6: "bold red" if row.checks["disagreed"] else ""}
-        texts = [Text(printable(cell), style.get(place, "")) for place, cell in enumerate(cells)]
-        if wide and keys:
-            texts.append(Text(printable(differences_of(row, keys, baseline))))
-        drawn.add_row(*texts)
-    console.print(drawn)
+    lines = [[printable(cell) for cell in cells_of(row, now)] for row in rows]
+    headers = list(HEADERS)
+    if wide and keys:
+        headers.append("differs in")
+        for line, row in zip(lines, rows, strict=True):
+            line.append(printable(differences_of(row, keys, baseline)))
+    styles = [(_STYLES.get(row.state, ""), "bold red" if row.checks["disagreed"] else "") for row in rows]
+    console.print(_drawn(headers, lines, styles, console.width), soft_wrap=True)
     console.print(summary(rows), style="dim")
     below: list[tuple[str, str]] = []
     for row in rows:
         said = [] if wide else [differences_of(row, keys, baseline)]
         below += [(row.path, line) for line in (*said, *remarks(row)) if line]
-    if below:
-        console.print()
-        for path, line in below:
-            for each in textwrap.wrap(printable(f"{path}: {line}"), max(console.width - 1, 20), subsequent_indent="  "):
-                console.print(each, soft_wrap=True)
+    width = max(min(console.width, _LONGEST_LINE) - 1, 20)
+    told = [textwrap.fill(printable(f"{path}: {line}"), width, subsequent_indent="  ") for path, line in below]
+    if told:
+        console.print("\n" + "\n".join(told), soft_wrap=True)
+
+
+def _drawn(
+    headers: Sequence[str], lines: Sequence[Sequence[str]], styles: Sequence[tuple[str, str]], width: int
+) -> Text:
+    """Columns under `headers` as one text; paths are folded where the others leave no room. rich's table is slow."""
+    from rich.cells import cell_len, chop_cells
+    from rich.text import Text
+
+    widths = [max(map(cell_len, column)) for column in zip(headers, *lines, strict=True)]
+    widths[0] = max(min(widths[0], width - sum(widths[1:]) - _GAP * (len(widths) - 1)), _NARROWEST)
+    drawn = Text()
+
+    def put(cells: Sequence[str], style: str, looks: Mapping[int, str]) -> None:
+        first, *more = chop_cells(cells[0], widths[0]) or [""]
+        for place, cell in enumerate((first, *cells[1:])):
+            space = " " * (widths[place] - cell_len(cell))
+            text = space + cell if headers[place] in _RIGHT else cell + space
+            drawn.append((" " * _GAP if place else "") + text, looks.get(place) or style)
+        drawn.rstrip()
+        drawn.append("".join(f"\n{rest}" for rest in more) + "\n", style)
+
+    put(headers, "bold", {})
+    for cells, (state, checks) in zip(lines, styles, strict=True):
+        put(cells, "", {HEADERS.index("state"): state, HEADERS.index("checks"): checks})
+    drawn.rstrip()
+    return drawn
 
 
 def cells_of(row: Row, now: float) -> list[str]:
-    """Return the cells of a row under `_HEADERS`. now: seconds since 1970."""
+    """Return the cells of a row under `HEADERS`. now: seconds since 1970."""
     tail = row.tail
     steps = "–" if tail.step is None else count(tail.step)
     if row.planned is not None and row.planned != tail.step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import leads_out, require_file
 from lockstep.core.files.jsonl import value_of
 
-# Bytes that are read from the end; as many of them, if no validation loss stands in the first.
+# Bytes that are read from the end; more of them, if what is looked for does not stand there.
 CHUNK, MOST = 1 << 18, 1 << 22
 # Records whose losses and throughputs make one figure: single steps are noisy.
 RECENT = 20
@@ -50,25 +50,38 @@ def read_tail(path: Path) -> Tail:
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            found, damaged, size = _records(file.fileno(), status.st_size, CHUNK)
-            if _validation(found) is None and size < status.st_size:
-                found, damaged, _ = _records(file.fileno(), status.st_size, MOST)
+            found = _end_of(file.fileno(), status.st_size, CHUNK)
+            if not found.is_whole and status.st_size > CHUNK:
+                found = _end_of(file.fileno(), status.st_size, MOST)
     except FileNotFoundError:
         return Tail()
     except OSError as error:
         raise UserError(f"cannot read {path.name}: {error.strerror or error}") from error
-    if not found:
-        return Tail(written=status.st_mtime, damaged=damaged)
-    recent = [record for record in found if record.get("left_out") is None][-RECENT:]
-    losses = [float(record["loss"]) for record in recent]
+    losses = [float(record["loss"]) for record in found.recent]
+    speeds = [value for record in found.recent if is_number(value := record.get("tokens_per_second"))]
     return Tail(
-        step=found[-1]["step"],
+        step=found.step,
         loss=math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else _worst(losses),
-        validation=_validation(found),
-        speed=_median([v for record in recent if is_number(v := record.get("tokens_per_second")) and math.isfinite(v)]),
+        validation=found.validation,
+        speed=_median([speed for speed in speeds if math.isfinite(speed)]),
         written=status.st_mtime,
-        damaged=damaged,
+        damaged=found.damaged,
     )
+
+
+@dataclass
+class _End:
+    """What is looked for from the end backwards. recent: records that were not left out, the last one first."""
+
+    step: int | None = None
+    recent: list[dict[str, Any]] = field(default_factory=list)
+    validation: tuple[int, float] | None = None
+    damaged: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether there is nothing more to look for."""
+        return len(self.recent) == RECENT and self.validation is not None
 
 
 def is_number(value: Any) -> bool:
@@ -78,32 +91,36 @@ def is_number(value: Any) -> bool:
     return isinstance(value, float)
 
 
-def _records(descriptor: int, size: int, most: int) -> tuple[list[dict[str, Any]], int, int]:
-    """The records in the last `most` bytes, how many lines there are damaged, and the bytes that were read."""
+def _end_of(descriptor: int, size: int, most: int) -> _End:
+    """Look through the last `most` bytes. Lines that bear on nothing are not read as JSON, which takes the time."""
     start = max(0, size - most)
-    raw = os.pread(descriptor, most, start)
-    lines = raw.split(b"\n")
+    lines = os.pread(descriptor, most, start).split(b"\n")
     if start:  # it began in the midst of a line
         lines = lines[1:]
-    whole, last = lines[:-1], lines[-1:]
-    values = [value_of(line) for line in whole if line] + [v for line in last if (v := value_of(line)) is not None]
-    found: dict[int, dict[str, Any]] = {}
-    for value in values:
-        if value is None:
+    found, seen, is_last = _End(), set[int](), True
+    for line in reversed(lines):
+        if found.is_whole:
+            break
+        torn, is_last = is_last, False
+        if not line or (len(found.recent) == RECENT and _VALIDATION.encode() not in line):
             continue
-        step = value.get("step")
-        if not (isinstance(step, int) and is_number(step) and is_number(value.get("loss"))):
+        record = value_of(line)
+        if record is None:
+            found.damaged += not torn
+            continue
+        step = record.get("step")
+        if not (isinstance(step, int) and is_number(step) and is_number(record.get("loss"))):
             raise UserError("records.jsonl: a record has a whole number `step` and a number `loss`")
-        found[step] = value
-    return [found[step] for step in sorted(found)], values.count(None), len(raw)
-
-
-def _validation(records: list[dict[str, Any]]) -> tuple[int, float] | None:
-    for record in reversed(records):
+        if step in seen:  # a resumed run wrote it twice: the last counts
+            continue
+        seen.add(step)
+        found.step = step if found.step is None else found.step
+        if record.get("left_out") is None and len(found.recent) < RECENT:
+            found.recent.append(record)
         metrics = record.get("metrics")
-        if isinstance(metrics, Mapping) and is_number(value := metrics.get(_VALIDATION)):
-            return record["step"], float(value)
-    return None
+        if found.validation is None and isinstance(metrics, Mapping) and is_number(value := metrics.get(_VALIDATION)):
+            found.validation = step, float(value)
+    return found
 
 
 def _worst(losses: list[float]) -> float | None:

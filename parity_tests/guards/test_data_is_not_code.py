@@ -411,6 +411,11 @@ DOORS: dict[str, dict[str, str]] = {
     "scripts/studies/parity_matrix.py": {"subprocess.run": "this Python"},
     "scripts/studies/chaos_process.py": {"subprocess.Popen": "this Python"},
     "scripts/studies/peaks.py": {"subprocess.Popen": "this Python"},
+    "scripts/studies/browser.py": {"subprocess.Popen": "chromedriver"},
+    "scripts/studies/watch_browser.py": {
+        "subprocess.Popen": "this Python, with Lockstep",
+        "subprocess.run": "chromedriver, for its version",
+    },
     "scripts/studies/start.py": {"subprocess.Popen": "this Python", "subprocess.run": "git in a clone; this Python"},
 }
 MODULES = {

@@ -79,6 +79,7 @@ NOT_USED = {
     "data prepare": {"tomli_w"},
     "export": {"tomli_w"},
     "report": {"tomli_w"},
+    "runs": {"tomli_w"},
     "sample": {"tomli_w"},
     "profile": {"tomli_w"},
     "plan": {"tomli_w"},

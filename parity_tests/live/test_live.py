@@ -270,7 +270,7 @@ def test_only_get(method: str, server: LiveServer) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/run.json", "//data", "/data/", "/../run.json", "/%2e%2e/run.json", "/data/../run.json", "/etc/passwd", "/.lock"],
+    ["/run.json", "/data/", "/../run.json", "/%2e%2e/run.json", "/data/../run.json", "/etc/passwd", "/.lock"],
 )
 def test_no_path_is_a_file(path: str, server: LiveServer) -> None:
     status, _, body = ask(server, path)

@@ -41,13 +41,13 @@ SETTINGS = {
     "--train.batch-size": "4",
     "--train.micro-batch-size": "4",
     "--train.sequence-length": "64",
-    "--train.steps": "240",
+    "--train.steps": "160",
     "--optim.warmup-steps": "5",
     "--compile.enabled": "false",
     "--eval.every": "10",
     "--checkpoint.every": "40",
     "--checkpoint.keep": "9",
-    "--parity.every": "60",
+    "--parity.every": "80",
     "--log.sample-every": "20",
     "--log.sample-tokens": "10",
     "--log.sample-prompt": MARKUP,
@@ -71,14 +71,14 @@ def main(argv: list[str]) -> int:
     if not is_there():
         raise UserError("this machine has no Chromium with chromedriver")
     rows: list[tuple[str, str]] = []
+    # Ignored by whoever runs in the background, and by what is started from there.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="lockstep-watch-") as folder, open_browser() as browser:
         try:
             _trained(Path(folder), browser, rows, options.page)
             _planted(Path(folder), browser, rows)
         except TimeoutError as missed:
-            rows.append(("missed", str(missed)))
-    for what, saw in rows:
-        print(f"{what}: {saw}")
+            _tell(rows, "missed", str(missed))
     if options.page:
         write_page(options.page, _text(rows))
     return int(any(what == "missed" for what, _ in rows))
@@ -97,12 +97,12 @@ def _trained(folder: Path, browser: Browser, rows: list[tuple[str, str]], page: 
             browser.go(address)
             browser.run("window.mark = 1")
             first = browser.wait(STEP, lambda step: step > 0, 120)
-            rows.append(("first seen", f"step {first}, {browser.run(STATE)}"))
+            _tell(rows, "first seen", f"step {first}, {browser.run(STATE)}")
             began, steps = time.monotonic(), [first]
             while len(steps) < 12 and time.monotonic() - began < 120:
                 steps.append(browser.wait(STEP, lambda step: step > steps[-1]))
             spent = time.monotonic() - began
-            rows.append(("steps on the page while it trains", f"{', '.join(map(str, steps))}, in {spent:.0f} s"))
+            _tell(rows, "steps on the page while it trains", f"{', '.join(map(str, steps))}, in {spent:.0f} s")
             browser.wait("return document.querySelector('.sample')?.textContent ?? ''", lambda text: "pwned" in text)
             browser.wait("return document.querySelectorAll('#charts svg').length", lambda n: n >= 5)
             if page:
@@ -110,27 +110,27 @@ def _trained(folder: Path, browser: Browser, rows: list[tuple[str, str]], page: 
             training.kill()
             training.wait()
             browser.wait(STATE, lambda state: state == "killed")
-            rows.append(("SIGKILL", f"{browser.run(STATE)}, {_step(browser)}"))
-        rows.append(("the server ended by Ctrl-C, exit code", "0"))
+            _tell(rows, "SIGKILL", f"{browser.run(STATE)}, {_step(browser)}")
+        _tell(rows, "the server ended by Ctrl-C, exit code", "0")
         browser.wait(SAID, lambda text: "does not answer" in text)
-        rows.append(("the page without a server", "says that the server does not answer, and goes on asking"))
+        _tell(rows, "the page without a server", "says that the server does not answer, and goes on asking")
     with _watching(run, port), _lockstep("train", "--resume", str(run)) as training:
         browser.wait(STATE, lambda state: state == "running", 120)
         again = browser.wait(STEP, lambda step: step > 0)
         later = browser.wait(STEP, lambda step: step > again, 120)
-        rows.append(("another server on its port, and --resume", f"running, steps {again} to {later}"))
-        browser.wait(STATE, lambda state: state == "ended", 400)
+        _tell(rows, "another server on its port, and --resume", f"running, steps {again} to {later}")
+        browser.wait(STATE, lambda state: state == "ended", 900)
         code = training.wait(120)
-        rows.append(("the run's end", f"ended, {_step(browser)}, exit code {code}"))
+        _tell(rows, "the run's end", f"ended, {_step(browser)}, exit code {code}")
         with _lockstep("train", "--resume", str(run), "--from-step", "80", "--optim.peak-lr", "1e-3") as branch:
-            back = browser.wait(STEP, lambda step: 80 <= step < 240, 120)
-            rows.append(("set back to step 80, a branch", f"step {back}"))
+            back = browser.wait(STEP, lambda step: 80 <= step < 160, 120)
+            _tell(rows, "set back to step 80, a branch", f"step {back}")
             browser.wait("return document.body.textContent.includes('branch 2 from step 80')", bool)
             branch.send_signal(signal.SIGINT)
             branch.wait()
             browser.wait(STATE, lambda state: state == "stopped")
-            rows.append(("Ctrl-C of the run", f"{browser.run(STATE)}, {browser.run(SAID).split(' · ')[-1]}"))
-        rows.append(("the page was loaded", "once" if browser.run("return window.mark") == 1 else "MORE THAN ONCE"))
+            _tell(rows, "Ctrl-C of the run", f"{browser.run(STATE)}, {browser.run(SAID).split(' · ')[-1]}")
+        _tell(rows, "the page was loaded", "once" if browser.run("return window.mark") == 1 else "MORE THAN ONCE")
         _require_unharmed(browser, rows, "markup in the prompt, its samples, the configuration and the folder's name")
 
 
@@ -162,7 +162,7 @@ def _planted(folder: Path, browser: Browser, rows: list[tuple[str, str]]) -> Non
         browser.wait(STATE, lambda state: state == "failed")
         browser.wait("return document.querySelectorAll('#map canvas').length", bool)
         times = browser.run("return document.body.textContent.split('window.pwned').length - 1")
-        rows.append(("markup planted in every text of a run's files", f"shown as text {times} times"))
+        _tell(rows, "markup planted in every text of a run's files", f"shown as text {times} times")
         _require_unharmed(browser, rows, "the same")
     _lockstep_once("runs", str(folder), "--page", str(folder / "runs.html"))
     _lockstep_once("report", str(run), "--out", str(folder / "report.html"))
@@ -175,11 +175,14 @@ def _planted(folder: Path, browser: Browser, rows: list[tuple[str, str]]) -> Non
 def _require_unharmed(browser: Browser, rows: list[tuple[str, str]], what: str) -> None:
     found, said = browser.run(OBEYED), [line for line in browser.complaints() if "favicon" not in line]
     if found[:2] != UNHARMED[:2] or found[2]:
-        rows.append(("missed", f"{what}: {found}"))
+        _tell(rows, "missed", f"{what}: {found}")
     refused = [line for line in said if "Content Security Policy" in line]
-    rows.append(
-        (f"{what}: scripts run, elements made, loads from elsewhere", f"none; refused by policy: {len(refused)}")
-    )
+    _tell(rows, f"{what}: scripts run, elements made, loads from elsewhere", f"none; refused: {len(refused)}")
+
+
+def _tell(rows: list[tuple[str, str]], what: str, saw: str) -> None:
+    rows.append((what, saw))
+    print(f"{what}: {saw}", flush=True)
 
 
 def _step(browser: Browser) -> str:
@@ -216,7 +219,7 @@ def _watching(run: Path, port: str = "0") -> Iterator[str]:
         assert server.stdout is not None
         yield server.stdout.readline().split(": ")[-1].split()[0]
         server.send_signal(signal.SIGINT)
-        if code := server.wait(20):
+        if code := server.wait(120):
             raise TimeoutError(f"report --watch: exit code {code}")
     finally:
         server.kill()

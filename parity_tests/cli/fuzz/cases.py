@@ -333,7 +333,8 @@ def run_file_case(draw: st.DrawFn) -> Case:
 
 def _through(command: str) -> st.SearchStrategy[bool]:
     """Return whether a valid call runs to its end: some quick commands, few that start the reference."""
-    odds = {"train": 4, "parity": 60, "replay": 60, "bisect": 60, "data prepare": 4, "report": 1}.get(command)
+    often = {"train": 4, "parity": 60, "replay": 60, "bisect": 60, "data prepare": 4, "report": 1, "runs": 1}
+    odds = often.get(command)
     return st.just(False) if odds is None else st.integers(1, odds).map(lambda n: n == 1)
 
 
@@ -343,6 +344,7 @@ _COMMAND_OPTIONS = {
     "train": "lockstep.scripts.commands.train:Train",
     "parity": "lockstep.scripts.commands.parity:Parity",
     "report": "lockstep.scripts.commands.report:Report",
+    "runs": "lockstep.scripts.commands.runs:Runs",
     "sample": "lockstep.scripts.commands.sample:Sample",
     "convert": "lockstep.scripts.commands.convert:Convert",
     "export": "lockstep.scripts.commands.export:Export",
@@ -505,6 +507,8 @@ def command_case(draw: st.DrawFn) -> Case:
         argv += draw(st.lists(st.sampled_from(["KvHeadsTiled", "KvHeadTiled", "", "é", "x" * 300]), max_size=1))
     elif command == "bench parity":
         argv += ["--config", draw(st.sampled_from(["tiny.toml", *PATHS, *DEVICES]))]
+    elif command == "runs":
+        argv.append(draw(st.sampled_from(["runs", "broken", "broken", *PATHS, *DEVICES])))
     for _ in range(draw(st.integers(0, 3))):
         # Exhibits run for minutes, and pip reaches out of the sandbox.
         options = {n: k for n, k in options_of(command).items() if command != "museum" or n in ("json", "repro")}

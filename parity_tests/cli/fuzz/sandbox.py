@@ -386,6 +386,7 @@ def _cuts(case: Case) -> list[Any]:
         mock.patch("lockstep.scripts.commands.calibrate.open_named", _reached),
         mock.patch("torch.distributed.launcher.api.elastic_launch", _reached),
         mock.patch("lockstep.scripts.commands.profile.batches_of", _reached),
+        mock.patch("lockstep.core.live.server.LiveServer.__init__", _reached),
         mock.patch("lockstep.core.parity.modes.shadow.Shadow.__init__", _reached),
     ]
     if not case.through:
