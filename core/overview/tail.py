@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import leads_out, require_file
@@ -84,7 +84,7 @@ class _End:
         return len(self.recent) == RECENT and self.validation is not None
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Return whether a value of a JSON file is a number that a float can hold."""
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < _LARGEST_STEP
