@@ -18,7 +18,7 @@ from typing import Any
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 _PORT = re.compile(r"started successfully on port (\d+)")
-_SECONDS = 60
+_SECONDS = 120
 _ARGUMENTS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
     *("--disable-dev-shm-usage", "--hide-scrollbars"),

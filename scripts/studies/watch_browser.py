@@ -96,7 +96,7 @@ def _trained(folder: Path, browser: Browser, rows: list[tuple[str, str]], page: 
             browser.size(1200, 1000)
             browser.go(address)
             browser.run("window.mark = 1")
-            first = browser.wait(STEP, lambda step: step > 0, 120)
+            first = browser.wait(STEP, lambda step: step > 0, 900)
             _tell(rows, "first seen", f"step {first}, {browser.run(STATE)}")
             began, steps = time.monotonic(), [first]
             while len(steps) < 12 and time.monotonic() - began < 120:
@@ -115,15 +115,15 @@ def _trained(folder: Path, browser: Browser, rows: list[tuple[str, str]], page: 
         browser.wait(SAID, lambda text: "does not answer" in text)
         _tell(rows, "the page without a server", "says that the server does not answer, and goes on asking")
     with _watching(run, port), _lockstep("train", "--resume", str(run)) as training:
-        browser.wait(STATE, lambda state: state == "running", 120)
+        browser.wait(STATE, lambda state: state == "running", 900)
         again = browser.wait(STEP, lambda step: step > 0)
-        later = browser.wait(STEP, lambda step: step > again, 120)
+        later = browser.wait(STEP, lambda step: step > again, 900)
         _tell(rows, "another server on its port, and --resume", f"running, steps {again} to {later}")
         browser.wait(STATE, lambda state: state == "ended", 900)
         code = training.wait(120)
         _tell(rows, "the run's end", f"ended, {_step(browser)}, exit code {code}")
         with _lockstep("train", "--resume", str(run), "--from-step", "80", "--optim.peak-lr", "1e-3") as branch:
-            back = browser.wait(STEP, lambda step: 80 <= step < 160, 120)
+            back = browser.wait(STEP, lambda step: 80 <= step < 160, 900)
             _tell(rows, "set back to step 80, a branch", f"step {back}")
             browser.wait("return document.body.textContent.includes('branch 2 from step 80')", bool)
             branch.send_signal(signal.SIGINT)
@@ -139,7 +139,11 @@ def _planted(folder: Path, browser: Browser, rows: list[tuple[str, str]]) -> Non
     run = folder / "<img src=x onerror=window.pwned=5>" / "watched"
     info = read_info(run / "run.json")
     texts = {"name": MARKUP, "git_commit": MARKUP, "backend": MARKUP, "wandb_id": MARKUP, "created": MARKUP}
-    history = {"stopped": {"how": "failed", "said": MARKUP, "time": ""}, "versions": {MARKUP: MARKUP}}
+    history = {
+        "finished": False,
+        "stopped": {"how": "failed", "said": MARKUP, "time": ""},
+        "versions": {MARKUP: MARKUP},
+    }
     write_info(run / "run.json", info | texts | history | {"hardware": {"device": MARKUP, MARKUP: MARKUP}})
     with (run / "config.toml").open("a", encoding="utf-8") as file:
         file.write(f"# {MARKUP}\n")
