@@ -47,6 +47,11 @@ def permute(indices: NDArray[np.int64], epochs: NDArray[np.int64], size: int, se
     return values.astype(np.int64).reshape(indices.shape)
 
 
+def mixed(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """Return 64 bits for each number that look drawn at random: splitmix64's finaliser, keyed by `seed`."""
+    return _mix(values * _GOLDEN + _mix(np.array([seed], dtype=_U64)))
+
+
 def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: np.uint64) -> NDArray[np.uint64]:
     mask = (_U64(1) << half_bits) - _U64(1)
     left, right = values >> half_bits, values & mask

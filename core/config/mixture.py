@@ -1,0 +1,84 @@
+"""A mixture of data sets as text: folders, and the weight of each.
+
+`data/code: 0.7, data/web: 0.3`: of every ten samples seven are of data/code. Weights need not add up to 1; `1/3` is one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from pathlib import PurePath
+
+from lockstep.core.files.paths import path_problem
+
+# The order of a mixture (core/data/mixture_order.py) is proven for these.
+MOST_SOURCES = 64
+LEAST_SHARE = Fraction(1, 8192)
+
+_WEIGHT = re.compile(r"\d{1,18}(?:\.\d{1,18})?|\.\d{1,18}|\d{1,18}/\d{1,18}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A data set of a mixture.
+
+    path: its folder. name: the last part of the path, or all of it where two would have one name. weight: as it was
+    written, exactly.
+    """
+
+    path: str
+    name: str
+    weight: Fraction
+
+
+@cache
+def all_parts(text: str) -> tuple[Part, ...]:
+    """Return the data sets of a mixture, also those of weight zero; none of an empty text.
+
+    Raises ValueError that explains what is wrong: a part that is not FOLDER:WEIGHT, a weight that is not a number, a
+    folder that stands twice, weights that add up to zero, too many data sets, or one with too small a share.
+    """
+    found: list[tuple[str, Fraction]] = []
+    for word in filter(None, map(str.strip, text.split(","))):
+        path, colon, weight = map(str.strip, word.rpartition(":"))
+        if not colon or not path:
+            raise ValueError(f"{word[:60]!r} is not FOLDER:WEIGHT, such as data/code:0.7")
+        if problem := path_problem(path):
+            raise ValueError(f"{path[:60]!r}: {problem}")
+        found.append((path, _weight(path, weight)))
+    places = [PurePath(path) for path, _ in found]
+    for number, place in enumerate(places):
+        if place in places[:number]:
+            raise ValueError(f"{place} stands twice: give each data set one weight")
+    chosen = [weight for _, weight in found if weight]
+    if found and not chosen:
+        raise ValueError("the weights add up to zero")
+    if len(chosen) > MOST_SOURCES:
+        raise ValueError(f"{len(chosen)} data sets are more than {MOST_SOURCES}, the most that a mixture can have")
+    for path, weight in found:
+        if weight and weight / sum(chosen) < LEAST_SHARE:
+            share = float(weight / sum(chosen))
+            raise ValueError(f"{path} has a share of {share:.2g}; the least of a mixture is 1/{LEAST_SHARE.denominator}")
+    names = [place.name for place in places]
+    return tuple(
+        Part(path, place.name if names.count(place.name) == 1 else str(place), weight)
+        for (path, weight), place in zip(found, places, strict=True)
+    )
+
+
+def parts(text: str) -> tuple[Part, ...]:
+    """Return the data sets of a mixture that have a weight. Raises ValueError as `all_parts` does."""
+    return tuple(part for part in all_parts(text) if part.weight)
+
+
+def _weight(path: str, text: str) -> Fraction:
+    if text.startswith("-"):
+        raise ValueError(f"{path} has the weight {text[:20]}; a weight is zero or more")
+    if not _WEIGHT.fullmatch(text):
+        raise ValueError(f"{path} has the weight {text[:20]!r}; a weight is a number such as 0.7, 3 or 1/3")
+    try:
+        return Fraction(text)
+    except ZeroDivisionError:
+        raise ValueError(f"{path} has the weight {text[:20]!r}, which divides by zero") from None
