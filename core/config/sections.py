@@ -14,6 +14,7 @@ from lockstep.core.components.choice import OneOf
 from lockstep.core.components.loss_heads import LOSS_HEADS, LossHead
 from lockstep.core.components.optimizers import OPTIMIZERS, Optimizer
 from lockstep.core.components.precision import POLICIES, PrecisionPolicy, Recipe
+from lockstep.core.config import mixture
 from lockstep.core.config.curriculum import pieces
 from lockstep.core.files.paths import path_problem
 
@@ -40,6 +41,11 @@ def _is_positive(number: int | str) -> int | str:
 
 def _is_a_curriculum(text: str) -> str:
     pieces(text)
+    return text
+
+
+def _is_a_mixture(text: str) -> str:
+    mixture.all_parts(text)
     return text
 
 
@@ -112,6 +118,11 @@ class DataConfig(Section):
     """Locate the token shards, and how they are held in memory."""
 
     path: PathText = Field("data/stdlib", description="folder that `lockstep data prepare` wrote")
+    mixture: Annotated[str, AfterValidator(_is_a_mixture)] = Field(
+        "",
+        description="prepared folders to read in place of path, and the weight of each "
+        "(`data/code: 0.7, data/web: 0.3`); empty = path alone",
+    )
     source: PathText = Field("", description="text to prepare: file, folder or glob; empty = Python's standard library")
     column: str = Field("text", description="key or column of the text in JSON lines and parquet")
     tokenizer: PathText = Field("", description="a tokenizer.json to use; empty = train one of model.vocab_size")
@@ -121,6 +132,21 @@ class DataConfig(Section):
         0.0, description="shards are held in RAM up to this size, else memory-mapped; 0 = a quarter of the free memory"
     )
     prefetch: Positive = Field(4, description="batches that the background thread keeps ready")
+
+    @property
+    def parts(self) -> tuple[mixture.Part, ...]:
+        """The data sets of the mixture that have a weight; none without a mixture."""
+        return mixture.parts(self.mixture)
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The prepared folders that a run reads."""
+        return tuple(part.path for part in self.parts) or (self.path,)
+
+    @property
+    def title(self) -> str:
+        """The data as messages name it: the folder, or the mixture."""
+        return f"the mixture {self.mixture}" if self.mixture else self.path
 
 
 class TrainConfig(Section):

@@ -6,14 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.backend import Batch
-from lockstep.core.data.dataset import TokenSplit
-from lockstep.core.data.sampler import BlockSampler
+from lockstep.core.data.sampler import Sampler
+from lockstep.core.data.split import Split
 from lockstep.core.errors import UserError
 
 
 def train_batch(
-    split: TokenSplit,
-    sampler: BlockSampler,
+    split: Split,
+    sampler: Sampler,
     first_token: int,
     batch_size: int,
     sequence_length: int,
@@ -29,16 +29,16 @@ def train_batch(
         documents as `documents_of` tells them.
 
     Raises:
-        ValueError: the sampler is of a split of another size, or see `BlockSampler.window_starts`.
+        ValueError: the sampler is of a split of another size, or see `Sampler.window_starts`.
     """
-    if sampler.num_tokens != split.num_tokens:
-        raise ValueError(f"the sampler is made for {sampler.num_tokens} tokens, the split has {split.num_tokens}")
+    if sampler.tokens != split.num_tokens:
+        raise ValueError(f"the sampler is made for {sampler.tokens} tokens, the split has {split.num_tokens}")
     starts = sampler.window_starts(first_token, batch_size, sequence_length)
     return _batch_at(split, starts, sequence_length, end_of_text)
 
 
 def eval_batches(
-    split: TokenSplit, batch_size: int, sequence_length: int, count: int, end_of_text: int | None = None
+    split: Split, batch_size: int, sequence_length: int, count: int, end_of_text: int | None = None
 ) -> list[Batch]:
     """`count` fixed batches: batch_size * count windows spread evenly over the whole split, in its order.
 
@@ -51,18 +51,34 @@ def eval_batches(
         UserError: the split is shorter than one window and its last target.
         ValueError: a size below one.
     """
-    if min(batch_size, sequence_length, count) < 1:
-        raise ValueError(f"sizes must be at least 1, got {batch_size}, {sequence_length}, {count}")
+    starts = eval_starts(split, batch_size * count, sequence_length)
+    return batches_at(split, starts, batch_size, sequence_length, end_of_text)
+
+
+def eval_starts(split: Split, windows: int, sequence_length: int) -> NDArray[np.int64]:
+    """Return the starts of windows that lie spread evenly over a split: int64 (windows,), in order.
+
+    Raises:
+        UserError: the split is shorter than one window and its last target.
+        ValueError: a size below one.
+    """
+    if min(windows, sequence_length) < 1:
+        raise ValueError(f"sizes must be at least 1, got {windows} windows of {sequence_length}")
     last_start = split.num_tokens - (sequence_length + 1)
     if last_start < 0:
         raise UserError(
             f"the validation split has {split.num_tokens} tokens, a sequence of {sequence_length} needs one more than "
             "itself; raise the validation fraction, prepare more text or shorten the sequence"
         )
-    windows = batch_size * count
     # Integers, because a float step would lose whole tokens in a long split.
-    starts = np.arange(windows, dtype=np.int64) * last_start // max(1, windows - 1)
-    return [_batch_at(split, part, sequence_length, end_of_text) for part in starts.reshape(count, batch_size)]
+    return np.arange(windows, dtype=np.int64) * last_start // max(1, windows - 1)
+
+
+def batches_at(
+    split: Split, starts: NDArray[np.int64], batch_size: int, sequence_length: int, end_of_text: int | None = None
+) -> list[Batch]:
+    """Return batches of windows at given places, as many as there are: `starts` int64 (batch_size * count,)."""
+    return [_batch_at(split, part, sequence_length, end_of_text) for part in starts.reshape(-1, batch_size)]
 
 
 def documents_of(tokens: NDArray[np.int32], end_of_text: int) -> NDArray[np.int32]:
@@ -76,7 +92,7 @@ def documents_of(tokens: NDArray[np.int32], end_of_text: int) -> NDArray[np.int3
     return documents
 
 
-def _batch_at(split: TokenSplit, starts: NDArray[np.int64], sequence_length: int, end_of_text: int | None) -> Batch:
+def _batch_at(split: Split, starts: NDArray[np.int64], sequence_length: int, end_of_text: int | None) -> Batch:
     windows = split.gather(starts, sequence_length + 1)
     # One allocation for all three: the system hands out large ones in large pages, and small ones page by page.
     tokens, targets, last = np.empty((3, len(starts), sequence_length), dtype=np.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from lockstep.core.data.index import INDEX_NAME, TOKENIZER_NAME, DatasetIndex, ShardEntry, read_index
 from lockstep.core.data.memory import available_memory_bytes
+from lockstep.core.data.origin import document_ids
 from lockstep.core.data.shards import ShardFile, ShardHeader, Tokens, map_tokens, read_header, verify_shard
 from lockstep.core.data.tokenizer import TextTokenizer, load_tokenizer
 from lockstep.core.errors import UserError
@@ -39,6 +41,11 @@ class TokenSplit:
     def num_tokens(self) -> int:
         """Tokens in the stream."""
         return int(self._bounds[-1])
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of tokens that are held in memory, and not mapped."""
+        return 0 if self._files else sum(part.nbytes for part in self._parts)
 
     def gather(self, starts: NDArray[np.int64], length: int) -> Tokens:
         """Return the windows [start, start + length) of the stream, which may lie across shards.
@@ -122,7 +129,7 @@ class TokenDataset:
         folder = Path(path)
         index = read_index(folder)
         _check_tokenizer(folder / TOKENIZER_NAME, index)
-        left = available_memory_bytes() // _MEMORY_SHARE if memory_limit_bytes is None else memory_limit_bytes
+        left = memory_to_hold() if memory_limit_bytes is None else memory_limit_bytes
         splits = {}
         for name, split in sorted(index.splits.items(), key=lambda item: item[1].tokens):
             files = [ShardFile.of(folder / entry.file) for entry in split.shards]
@@ -133,6 +140,11 @@ class TokenDataset:
                 parts, files = [np.concatenate(parts)], []
             splits[name] = TokenSplit(parts, files)
         return cls(folder, index, splits)
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of tokens that are held in memory, and not mapped."""
+        return sum(split.held_bytes for split in self._splits.values())
 
     @property
     def fingerprint(self) -> str:
@@ -166,6 +178,32 @@ class TokenDataset:
             UserError: tokenizer.json cannot be read.
         """
         return load_tokenizer(self.folder / TOKENIZER_NAME)
+
+    def facts(self) -> dict[str, Any]:
+        """Return sizes, entropies and fingerprints, as run.json keeps them."""
+        index = self.index
+        return {
+            "path": str(self.folder),
+            "vocabulary": index.vocab_size,
+            "train_tokens": index.train.tokens,
+            "train_documents": index.train.documents,
+            "val_tokens": index.val.tokens,
+            "val_unigram_entropy": index.val.unigram_entropy,
+            "val_bigram_entropy": index.val.bigram_entropy,
+            "val_bytes_per_token": index.val.bytes_per_token,
+            "tokenizer_fingerprint": index.tokenizer_sha256,
+            "fingerprint": self.fingerprint,
+        }
+
+    def origin(self, starts: NDArray[np.int64], length: int) -> dict[str, NDArray[np.int64]]:
+        """Return `document_ids` int64 (B, length) of windows of the training split, see `document_ids`."""
+        shards = [self.folder / entry.file for entry in self.index.train.shards]
+        return {"document_ids": document_ids(shards, starts, length)}
+
+
+def memory_to_hold() -> int:
+    """Return how many bytes of tokens may be held in memory when nobody says."""
+    return available_memory_bytes() // _MEMORY_SHARE
 
 
 def _check_tokenizer(path: Path, index: DatasetIndex) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +16,74 @@ from lockstep.core.errors import UserError
 _STRETCH = 4096
 
 
+class Sampler(ABC):
+    """An order of blocks of one length: a run's block number to a place in a split. Equal ones have equal orders."""
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Tokens in a block."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Tokens of the split that the order is made for."""
+
+    @property
+    def ahead(self) -> bool:
+        """Return whether blocks may be placed long before they are read."""
+        return True
+
+    @abstractmethod
+    def epochs(self, blocks: int) -> tuple[float, ...]:
+        """Return how often the split's blocks are read in the first `blocks` blocks: one number a source."""
+
+    @abstractmethod
+    def block_starts(self, run_blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first input token in the split of each of the run's blocks: int64, both of one shape (blocks,).
+
+        run_blocks: consecutive numbers from 0, in order; a number may stand several times in a row.
+        """
+
+    def window_starts(self, first_token: int, count: int, sequence_length: int) -> NDArray[np.int64]:
+        """Return the starts of the run's next `count` sequences in the split.
+
+        The run's position p = first_token + i * sequence_length lies in the run's block p // length. A shorter sequence
+        length therefore cuts blocks, and changing the length at a block's end repeats nothing and loses nothing.
+
+        Args:
+            first_token: input tokens that the run has seen before; a multiple of `sequence_length`.
+            count: how many sequences, >= 0.
+            sequence_length: input tokens in each; divides the length of a block.
+
+        Returns:
+            int64 (count,): the first input token of each sequence; it may be read-only.
+
+        Raises:
+            ValueError: a length that does not divide, or a position that is negative or not a multiple.
+        """
+        if sequence_length < 1 or self.length % sequence_length:
+            raise ValueError(f"sequence_length {sequence_length} must divide block_length {self.length}")
+        if first_token < 0 or first_token % sequence_length or count < 0:
+            raise ValueError(
+                f"first_token {first_token} must be a multiple of {sequence_length} and count {count} not negative"
+            )
+        first = first_token // sequence_length
+        if not self.ahead:
+            return self._cut(first, count, sequence_length)
+        numbers = range(first // _STRETCH, (first + max(count, 1) - 1) // _STRETCH + 1)
+        stretches = [_stretch(self, sequence_length, number) for number in numbers]
+        begin = first - numbers[0] * _STRETCH
+        return (stretches[0] if len(stretches) == 1 else np.concatenate(stretches))[begin : begin + count]
+
+    def _cut(self, first: int, count: int, sequence_length: int) -> NDArray[np.int64]:
+        """Return the starts of sequences as `window_starts` does, computed now."""
+        run_blocks, parts = np.divmod(first + np.arange(count, dtype=np.int64), self.length // sequence_length)
+        return self.block_starts(run_blocks) + parts * sequence_length
+
+
 @dataclass(frozen=True)
-class BlockSampler:
+class BlockSampler(Sampler):
     """The order in which a run sees the tokens of a split.
 
     The split is cut into n = (num_tokens - 1) // block_length blocks; block b holds the input tokens
@@ -53,47 +120,32 @@ class BlockSampler:
         """Blocks in an epoch."""
         return (self.num_tokens - 1) // self.block_length
 
-    def window_starts(self, first_token: int, count: int, sequence_length: int) -> NDArray[np.int64]:
-        """Return the starts of the run's next `count` sequences in the split.
+    @property
+    def length(self) -> int:
+        """Tokens in a block."""
+        return self.block_length
 
-        The run's position p = first_token + i * sequence_length lies in the run's block p // block_length, which is
-        block number (p // block_length) % n of epoch (p // block_length) // n. A shorter sequence length therefore
-        cuts blocks, and changing the length at a block's end repeats nothing and loses nothing.
+    @property
+    def tokens(self) -> int:
+        """Tokens in the split."""
+        return self.num_tokens
 
-        Args:
-            first_token: input tokens that the run has seen before; a multiple of `sequence_length`.
-            count: how many sequences, >= 0.
-            sequence_length: input tokens in each; divides `block_length`.
+    def epochs(self, blocks: int) -> tuple[float, ...]:
+        """Return how often the split's blocks are read in the first `blocks` blocks: one number."""
+        return (blocks / self.num_blocks,)
 
-        Returns:
-            int64 (count,): the first input token of each sequence; it may be read-only.
-
-        Raises:
-            ValueError: a length that does not divide, or a position that is negative or not a multiple.
-        """
-        if sequence_length < 1 or self.block_length % sequence_length:
-            raise ValueError(f"sequence_length {sequence_length} must divide block_length {self.block_length}")
-        if first_token < 0 or first_token % sequence_length or count < 0:
-            raise ValueError(
-                f"first_token {first_token} must be a multiple of {sequence_length} and count {count} not negative"
-            )
-        first = first_token // sequence_length
-        numbers = range(first // _STRETCH, (first + max(count, 1) - 1) // _STRETCH + 1)
-        stretches = [_stretch(self, sequence_length, number) for number in numbers]
-        begin = first - numbers[0] * _STRETCH
-        return (stretches[0] if len(stretches) == 1 else np.concatenate(stretches))[begin : begin + count]
+    def block_starts(self, run_blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where blocks start: run block r is block number r % n of epoch r // n."""
+        epochs, indices = np.divmod(run_blocks, self.num_blocks)
+        return permute(indices, epochs, self.num_blocks, self.seed) * self.block_length
 
 
 @functools.lru_cache(maxsize=16)
-def _stretch(sampler: BlockSampler, sequence_length: int, number: int) -> NDArray[np.int64]:
+def _stretch(sampler: Sampler, sequence_length: int, number: int) -> NDArray[np.int64]:
     """Return the starts of the run's sequences from number * _STRETCH on, int64 (_STRETCH,), read-only.
 
     To permute 16 places takes a quarter as long as 4,096, so a small batch's are computed with those that follow.
     """
-    sequences = number * _STRETCH + np.arange(_STRETCH, dtype=np.int64)
-    run_blocks, parts = np.divmod(sequences, sampler.block_length // sequence_length)
-    epochs, indices = np.divmod(run_blocks, sampler.num_blocks)
-    blocks = permute(indices, epochs, sampler.num_blocks, sampler.seed)
-    starts = blocks * sampler.block_length + parts * sequence_length
+    starts = sampler._cut(number * _STRETCH, _STRETCH, sequence_length)
     starts.flags.writeable = False
     return starts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ ELASTIC = frozenset(
     {
         "device",
         "data.path",
+        "data.mixture",
         "data.prefetch",
         "data.memory_limit_gib",
         "train.ranks",
@@ -33,6 +34,8 @@ SECTIONS = ("checkpoint.", "eval.", "log.", "parity.")
 # asked for by a flag, they begin a branch.
 BRANCHING = frozenset({"train.steps", "train.curriculum", "attention.kernel", "parallel.gradient_dtype"})
 BRANCHING_SECTIONS = ("optim.", "precision.", "loss.", "compile.", "recompute.")
+# The key of a mixture's data sets in the facts of run.json.
+SOURCES = "sources"
 # The optimizer's state is theirs.
 NEVER = frozenset({"optim.name", "optim.eight_bit"})
 
@@ -118,12 +121,22 @@ def _cannot_branch(branch: Mapping[str, tuple[Any, Any]], own: RunConfig, asked:
 
 def other_data(made_with: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List the differences between the data that a run was made with and the present data, each in a few words."""
-    keys = [key for key in now if key in made_with and key != "path" and made_with[key] != now[key]]
-    return [f"{key.replace('_', ' ')} {_short(made_with[key])}, now {_short(now[key])}" for key in keys]
+    keys = [key for key in now if key in made_with and key not in ("path", SOURCES) and made_with[key] != now[key]]
+    found = [f"{key.replace('_', ' ')} {_short(made_with[key])}, now {_short(now[key])}" for key in keys]
+    before, after = (_mixture(facts.get(SOURCES, [])) for facts in (made_with, now))
+    return found + ([f"{before}, now {after}"] if before != after else [])
+
+
+def _mixture(sources: Sequence[Mapping[str, Any]]) -> str:
+    if not sources:
+        return "one data set"
+    return "mixture " + ", ".join(f"{one['name']} {one['weight']} ({one['fingerprint'][:8]})" for one in sources)
 
 
 def _short(value: Any) -> str:
-    return value[:16] if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    return "unknown" if value is None else str(value)[:16]
 
 
 def _text(value: Any) -> str:

@@ -9,6 +9,7 @@ from lockstep.core.backend import StepRecord
 from lockstep.core.parity.measures.verdict import Check, Finding, Fitting
 from lockstep.core.train.loss_scale import FINITE, SCALE, SKIPPED
 from lockstep.core.train.metrics import ATTENTION_LOGIT, MEMORY, RECOMPILED, SEQUENCE_LENGTH
+from lockstep.core.train.validation import LOSS_OF
 
 # Metrics that `norm_lines` speaks of.
 NORMS = ("update_ratio/", "param_norm/", "grad_norm/", MEMORY)
@@ -116,7 +117,9 @@ def metric_lines(step: int, metrics: Mapping[str, float], before: Mapping[str, f
         lines.append(f"step {step}: sequences of {metrics[SEQUENCE_LENGTH]:.0f} tokens from here")
     if "val/loss" in metrics:
         top1 = f", top-1 {metrics['val/top1']:.1%}" if "val/top1" in metrics else ""
-        lines.append(f"step {step}: validation loss {metrics['val/loss']:.4f}{top1}")
+        sources = [key for key in metrics if key.startswith(LOSS_OF)]
+        each = ", ".join(f"{key.removeprefix(LOSS_OF)} {metrics[key]:.4f}" for key in sources)
+        lines.append(f"step {step}: validation loss {metrics['val/loss']:.4f}{top1}" + (f" ({each})" if each else ""))
     if "fp32/loss" in metrics:
         difference = f", training precision {metrics['fp32/difference']:+.1e}" if "fp32/difference" in metrics else ""
         top1 = f", top-1 {metrics['train/top1']:.1%}" if "train/top1" in metrics else ""

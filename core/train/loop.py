@@ -134,7 +134,7 @@ def step_records(
             with stalls.part("validation"), unchanged(session, looked) if looks_due(config, step) else nullcontext():
                 metrics = dict(record.metrics)
                 if validation is not None and LOSS not in metrics:
-                    metrics |= means(validation.scores(session))
+                    metrics |= means(validation.scores(session), validation.sources)
                 metrics |= measured(session, data, batch, step)
                 text = sample(session, data, step) if due(config.log.sample_every, step, last) else None
             with stalls.part("logging"):
@@ -177,7 +177,7 @@ def _validation(data: RunData, step: int, stalls: Stalls) -> Validation | None:
     """Return the validation that is due after a step, or None."""
     if not due(data.config.eval.every, step, data.config.train.steps):
         return None
-    return Validation(data.validation, partial(stalls.part, "validation"))
+    return Validation(data.validation, partial(stalls.part, "validation"), data.held_out)
 
 
 def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[str, float]:

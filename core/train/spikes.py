@@ -12,7 +12,8 @@ full nothing is a spike.
 
     spikes/step_000123/
       batch.npz    tokens, targets int32 (B, S); weights float32 (B, S); documents int32 (B, S) where attention asks for
-                   them; document_ids int64 (B, S): which document of the training split each input is of
+                   them; document_ids int64 (B, S): which document of the training split each input is of; of a mixture
+                   source_ids int64 (B,): the number of each sequence's data set in data.mixture, from 0
       about.json   step, loss, what was expected, the record, the batch's digest, the checkpoint before, how to replay
 """
 
@@ -34,7 +35,6 @@ import numpy as np
 
 from lockstep.core.backend import Batch, StepRecord
 from lockstep.core.checkpoint.format import checkpoint_step, folder_name
-from lockstep.core.data.origin import document_ids
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import read_whole
 from lockstep.core.files.npz import read_npz
@@ -45,6 +45,8 @@ from lockstep.core.run.layout import SPIKES
 from lockstep.core.sinks.sink import Sink
 from lockstep.core.train.metrics import SPIKE
 
+# What batch.npz holds besides a batch.
+ORIGIN = ("document_ids", "source_ids")
 BATCH, ABOUT, SCHEMA = "batch.npz", "about.json", 1
 WINDOW = 64
 # A deviation of less than a thousandth of the loss, six times, is no spike however quiet the losses were.
@@ -143,28 +145,28 @@ class Spikes:
             if len(list(folder.parent.glob("step_*"))) >= MOST and not folder.exists():
                 told = f"its batch was not kept: {MOST} are"
             else:
-                _write(folder, batch, self._documents(record.step, batch), about)
+                _write(folder, batch, self._origin(record.step, batch), about)
                 told = f"its batch is in {folder}; run it again with: {about['replay']}"
         except OSError as error:
             told = f"its batch could not be kept: {error.strerror or error}"
         self._notes.append(f"step {record.step}: {said}{told}")
 
-    def _documents(self, step: int, batch: Batch) -> np.ndarray | None:
-        """Which document each token is of; None where the batch is not found at its place in the data."""
+    def _origin(self, step: int, batch: Batch) -> dict[str, np.ndarray]:
+        """Return where each token comes from; nothing where the batch is not found at its place in the data."""
         rows, length = batch.tokens.shape
         try:
             starts = self._data.sampler.window_starts((step - 1) * rows * length, rows, length)
             if not np.array_equal(self._data.dataset.split("train").gather(starts, length), batch.tokens):
-                return None
-            return document_ids(self._data.dataset, "train", starts, length)
+                return {}
+            return self._data.dataset.origin(starts, length)
         except (UserError, ValueError, IndexError):
-            return None
+            return {}
 
 
-def _write(folder: Path, batch: Batch, ids: np.ndarray | None, about: dict[str, Any]) -> None:
+def _write(folder: Path, batch: Batch, origin: dict[str, np.ndarray], about: dict[str, Any]) -> None:
     """Write aside, then rename: a full disk leaves no half of one. Raises OSError if the disk refuses."""
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    arrays = dict(batch.arrays) | ({} if ids is None else {"document_ids": ids})
+    arrays = dict(batch.arrays) | origin
     raw = io.BytesIO()
     np.savez(raw, **arrays)  # type: ignore[arg-type]  # numpy types the keywords as the positional ones
     try:
@@ -193,7 +195,7 @@ def read_spike(path: Path) -> tuple[dict[str, Any], Batch]:
         raise UserError(f"{path / ABOUT} has another schema than {SCHEMA}: read it with the Lockstep that wrote it")
     arrays = read_npz(path / BATCH)
     try:
-        batch = Batch.of({name: array for name, array in arrays.items() if name != "document_ids"})
+        batch = Batch.of({name: array for name, array in arrays.items() if name not in ORIGIN})
     except (TypeError, ValueError) as error:
         raise UserError(f"{path / BATCH} is not a batch: {error}") from error
     if batch.digest() != about.get("digest"):

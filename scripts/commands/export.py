@@ -144,7 +144,7 @@ def _tokenizer_of(checkpoint: Path, config: RunConfig, file: Path | None) -> Tex
     from lockstep.core.data.index import TOKENIZER_NAME
     from lockstep.core.data.tokenizer import load_tokenizer
 
-    path = file or Path(config.data.path) / TOKENIZER_NAME
+    path = file or Path(config.data.folders[0]) / TOKENIZER_NAME
     if not path.is_file():
         raise UserError(f"{path} is not there: name the tokenizer of {checkpoint} with --tokenizer FILE")
     tokenizer = load_tokenizer(path)

@@ -114,15 +114,17 @@ def _data(options: Import, given: dict[str, str], config: RunConfig, found: HubM
     if tokenizer.vocab_size > rows:
         raise UserError(f"{file} has {tokenizer.vocab_size:,} tokens, and the model {rows:,} rows for them")
     words = ["lockstep", "data", "prepare", *([str(options.config)] if options.config else [])]
-    words += ["--data.path", config.data.path, "--data.tokenizer", str(file)]
+    folders = config.data.folders
+    folder = next((one for one in folders if not (Path(one) / INDEX_NAME).is_file()), folders[0])
+    words += ["--data.path", folder, "--data.tokenizer", str(file)]
     words += [word for key in ("source", "column") if f"data.{key}" in given for word in _flag(key, given)]
     making = f"make it with: {shlex.join(words)}"
-    if not (Path(config.data.path) / INDEX_NAME).is_file():
-        raise UserError(f"{config.data.path} holds no prepared data; {making}")
+    if not (Path(folder) / INDEX_NAME).is_file():
+        raise UserError(f"{folder} holds no prepared data; {making}")
     data = RunData.open(config)
-    if data.dataset.index.tokenizer_sha256 != tokenizer.fingerprint:
+    if data.dataset.facts()["tokenizer_fingerprint"] != tokenizer.fingerprint:
         raise UserError(
-            f"{config.data.path} was prepared with another tokenizer than {file}; choose another data.path and {making}"
+            f"{folder} was prepared with another tokenizer than {file}; choose another data.path and {making}"
         )
     return data
 

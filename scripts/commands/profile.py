@@ -146,11 +146,12 @@ def batches_of(
     from lockstep.torch_backend.tools.profile import STEPS
 
     assert options.config is not None
-    if not (Path(config.data.path) / INDEX_NAME).is_file() and not config.attention.needs_documents:
-        return itertools.cycle(random_batches(config)), f"random tokens, as {config.data.path} holds no prepared data"
+    missing = [folder for folder in config.data.folders if not (Path(folder) / INDEX_NAME).is_file()]
+    if missing and not config.attention.needs_documents:
+        return itertools.cycle(random_batches(config)), f"random tokens, as {missing[0]} holds no prepared data"
     data = open_data(config, options.config, given)
     batches = stack.enter_context(Prefetcher(data.batch, 1, STEPS + 1, config.data.prefetch))
-    return batches, f"tokens of {config.data.path}"
+    return batches, f"tokens of {config.data.title}"
 
 
 def floor_of(config: RunConfig) -> float | None:

@@ -302,7 +302,7 @@ def open_run(
     if made_with != data.dataset.fingerprint:
         raise UserError(
             f"{path} was made with another data set: {str(made_with)[:16]}, "
-            f"but {run.config.data.path} holds {data.dataset.fingerprint[:16]}"
+            f"but {run.config.data.title} holds {data.dataset.fingerprint[:16]}"
         )
     return run, data
 

@@ -91,7 +91,7 @@ def tokenizer_of(run: RunDir, file: Path | None) -> TextTokenizer:
     from lockstep.core.data.index import TOKENIZER_NAME
     from lockstep.core.data.tokenizer import load_tokenizer
 
-    path = file or Path(run.config.data.path) / TOKENIZER_NAME
+    path = file or Path(run.config.data.folders[0]) / TOKENIZER_NAME
     if not path.is_file():
         raise UserError(f"{path} is not there: name the run's tokenizer with --tokenizer FILE")
     tokenizer = load_tokenizer(path)

@@ -343,7 +343,7 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
         raise UserError(f"{run.path}: its checkpoint does not fit its settings: {error}") from error
     if extra.get("data_fingerprint") != data.dataset.fingerprint:
         raise UserError(
-            f"{run.path}: its checkpoint was made with another data set than {data.config.data.path} holds now"
+            f"{run.path}: its checkpoint was made with another data set than {data.config.data.title} holds now"
         )
     random = read_random(path)
     ranks.of_first(lambda: session_states(random))
@@ -439,7 +439,7 @@ def _reopen(path: Path, data: RunData, going_on: _GoingOn) -> RunDir:
     if made_with.get("fingerprint") != now["fingerprint"]:
         run.close()
         raise UserError(
-            f"{path} was made with another data set than {run.config.data.path} holds: "
+            f"{path} was made with another data set than {run.config.data.title} holds: "
             + ("; ".join(other_data(made_with, now)) or "run.json does not say which")
         )
     return run

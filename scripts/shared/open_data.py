@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,14 +22,28 @@ def open_data(config: RunConfig, file: Path, given: Mapping[str, str]) -> RunDat
     from lockstep.core.data.index import INDEX_NAME
     from lockstep.core.run.data import RunData
 
-    if not (Path(config.data.path) / INDEX_NAME).is_file():
-        raise UserError(f"{config.data.path} holds no prepared data; make it with: {preparing(file, given)}")
+    folders = config.data.folders
+    there = [folder for folder in folders if (Path(folder) / INDEX_NAME).is_file()]
+    for folder in folders:
+        if folder not in there:
+            raise UserError(f"{folder} holds no prepared data; make it with: {preparing(config, file, given, there)}")
     return RunData.open(config)
 
 
-def preparing(file: Path, given: Mapping[str, str]) -> str:
-    """The command that prepares the data of a run file under these settings."""
+def preparing(config: RunConfig, file: Path, given: Mapping[str, str], there: Sequence[str]) -> str:
+    """The command that prepares the first folder that a run file lacks under these settings.
+
+    there: folders of its mixture that are prepared: a mixture has one tokenizer.
+    """
+    from lockstep.core.data.index import TOKENIZER_NAME
+
     told = {key: text for key, text in given.items() if key.startswith("data.") or key == "model.vocab_size"}
+    if config.data.mixture:
+        told.pop("data.mixture", None)
+        missing = next(folder for folder in config.data.folders if folder not in there)
+        told |= {"data.path": missing, "data.source": told.get("data.source", "TEXT")}
+        if there:
+            told |= {"data.tokenizer": str(Path(there[0]) / TOKENIZER_NAME)}
     words = ["lockstep", "data", "prepare", str(file)]
     for key, text in told.items():
         words += [f"--{key.replace('_', '-')}", text]

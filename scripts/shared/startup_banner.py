@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.config.curriculum import last_steps
+from lockstep.core.config.mixture import all_parts
 from lockstep.core.config.schema import RunConfig, TrainConfig
+from lockstep.core.data.mixed import source_names
 from lockstep.core.model.budget import flops_per_token, parameter_count, parameter_count_by_group
 from lockstep.core.model.families import graph_of
 from lockstep.core.model.groups import group_settings, update_rules
@@ -55,19 +57,31 @@ def run_info(config: RunConfig, backend: str, about: Mapping[str, Any], data: Ru
 
 def data_facts(data: RunData) -> dict[str, Any]:
     """Return the data's entry in run.json: fingerprints, which decide, and sizes and entropies for people."""
-    index = data.dataset.index
-    return {
-        "path": data.config.data.path,
-        "vocabulary": index.vocab_size,
-        "train_tokens": index.train.tokens,
-        "train_documents": index.train.documents,
-        "val_tokens": index.val.tokens,
-        "val_unigram_entropy": index.val.unigram_entropy,
-        "val_bigram_entropy": index.val.bigram_entropy,
-        "val_bytes_per_token": index.val.bytes_per_token,
-        "tokenizer_fingerprint": index.tokenizer_sha256,
-        "fingerprint": data.dataset.fingerprint,
-    }
+    return data.dataset.facts()
+
+
+def reading_of(data: RunData) -> str:
+    """Return how often a run reads its data, by data set of a mixture, and which were left out."""
+    config, facts = data.config, data_facts(data)
+    train = config.train
+    tokens = train.steps * train.batch_size * train.sequence_length
+    epochs = data.sampler.epochs(-(-tokens // train.longest))
+    if not (names := source_names(facts)):
+        return f"{_tokens(facts['train_tokens'])}: {_epochs(epochs[0])}"
+    shares = [source["share"] for source in facts["sources"]]
+    read = [
+        f"{name} {share:.1%}, {_epochs(count)}" for name, share, count in zip(names, shares, epochs, strict=True)
+    ]
+    left_out = [part.name for part in all_parts(config.data.mixture) if not part.weight]
+    return "; ".join([*read, *([f"left out, with a weight of zero: {', '.join(left_out)}"] if left_out else [])])
+
+
+def _tokens(count: int | None) -> str:
+    return "the data is still being prepared" if count is None else f"the data has {count:,}"
+
+
+def _epochs(count: float) -> str:
+    return f"{count:.3g} epochs" if count < 1000 else f"{count:,.0f} epochs"
 
 
 def versions() -> dict[str, str]:
@@ -157,7 +171,7 @@ def flops_of(config: RunConfig, length: int) -> str:
 
 def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str, Any]) -> None:
     """Tables: what is in force, parameter groups, and the losses to know."""
-    config, index = run.config, data.dataset.index
+    config, of_data = run.config, data_facts(data)
     train = config.train
     stream = config.precision.stream
     tokens = train.batch_size * train.sequence_length
@@ -170,7 +184,8 @@ def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str
         "a step": f"{tokens:,} tokens: {sequences_of(train)}, "
         f"{train.accumulation} micro-batches{' a rank' if train.ranks > 1 else ''}",
         "learning rate": learning_rate_of(config),
-        "the run": f"{train.steps:,} steps, {train.steps * tokens:,} tokens; the data has {index.train.tokens:,}",
+        "the run": f"{train.steps:,} steps, {train.steps * tokens:,} tokens",
+        "the data": reading_of(data),
         "GFLOP a token": "; ".join(map(partial(flops_of, config), train.lengths)),
         "parity checks": f"the first step and every {every} steps; bounds of {recipe_of(config)}" if every else "off",
     }
@@ -187,7 +202,7 @@ def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str
         for group, count in parameter_count_by_group(config.model).items()
     ]
     console.print(parameter_groups(rows))
-    entropies = {"unigram": index.val.unigram_entropy, "bigram": index.val.bigram_entropy}
+    entropies = {kind: of_data[f"val_{kind}_entropy"] for kind in ("unigram", "bigram")}
     console.print(
-        losses_to_know(index.vocab_size, {kind: nats for kind, nats in entropies.items() if nats is not None})
+        losses_to_know(of_data["vocabulary"], {kind: nats for kind, nats in entropies.items() if nats is not None})
     )

@@ -15,7 +15,8 @@ class HeldOut:
     """Scores at the weights after a step, whose record has their means.
 
     batch: one of the held-out micro-batches; the sequences that the reference repeats have weight. scores: `nll` and
-    `top1` (B, S) of it, as the session gave them. every: the same of all micro-batches, one after another, (N,).
+    `top1` (B, S) of it, as the session gave them. every: the same of all micro-batches, one after another, (N,); of a
+    mixture also `source` int32 (N,), the place of each token's data set among their sorted names.
     """
 
     batch: Batch
@@ -31,8 +32,12 @@ def held_out(session: Session, validation: Validation, chosen: int, probe: Batch
     scores = validation.scores(session)
     every = {name: np.concatenate([np.ravel(one[name]) for one in scores]) for name in ("nll", "top1")}
     of_one = {name: np.asarray(scores[chosen][name]) for name in every}
-    return HeldOut(probe, _storable(of_one), _storable(every)), means(scores)
+    stored = _storable(every)
+    if (sources := validation.sources) is not None:
+        tokens = [np.repeat(of, one["nll"].shape[1]) for of, one in zip(sources.of, scores, strict=True)]
+        stored["source"] = np.concatenate(tokens).astype(np.int32)
+    return HeldOut(probe, _storable(of_one), stored), means(scores, sources)
 
 
-def _storable(scores: Arrays) -> Arrays:
+def _storable(scores: Arrays) -> dict[str, np.ndarray]:
     return {"nll": np.asarray(scores["nll"]), "top1": np.asarray(scores["top1"]).astype(np.int32)}

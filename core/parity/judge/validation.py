@@ -16,7 +16,7 @@ from lockstep.core.parity.measures import scalar_bounds
 from lockstep.core.parity.measures.compare import Reference, finding
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.reference.side_by_side import passes
-from lockstep.core.train.validation import LOSS, TOP1
+from lockstep.core.train.validation import LOSS, LOSS_OF, TOP1
 
 # Stands before `nll` and `top1` of single tokens.
 OF_TOKENS = "validation/"
@@ -45,12 +45,19 @@ def validation(evidence: Evidence, reference: Reference, missing: list[str]) -> 
 
 
 def means(metrics: Mapping[str, float], every: Arrays) -> Iterator[Finding]:
-    """Hold each mean in a record to that of its scores, which is summed exactly.
+    """Hold each mean in a record to that of its scores, which is summed exactly; of a mixture also each data set's.
 
-    Bound: that of a sum in FP64 (scalar_bounds.py), in which the trainer accumulates.
+    A mean of a data set that is not in the record, or of one that is not in the mixture, is wrong. Bound: that of a sum in FP64 (scalar_bounds.py), in which the trainer accumulates.
     """
-    for metric, name in MEANS.items():
-        scores, said = np.asarray(every[name]), metrics.get(metric)
+    held = {metric: np.asarray(every[name]) for metric, name in MEANS.items()}
+    if "source" in every:
+        source, nll = np.asarray(every["source"]), np.asarray(every["nll"])
+        names = sorted(metric for metric in metrics if metric.startswith(LOSS_OF))
+        for number in range(max(len(names), int(source.max()) + 1)):
+            metric = names[number] if number < len(names) else f"{LOSS_OF}(data set {number + 1})"
+            held[metric] = nll[source == number]
+    for metric, scores in held.items():
+        said = metrics.get(metric)
         due = _mean(scores)
         bound, basis = scalar_bounds.sum_bound(scores.size)
         # A mean of scores that are not finite only inherits that.
