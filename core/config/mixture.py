@@ -60,7 +60,9 @@ def all_parts(text: str) -> tuple[Part, ...]:
     for path, weight in found:
         if weight and weight / sum(chosen) < LEAST_SHARE:
             share = float(weight / sum(chosen))
-            raise ValueError(f"{path} has a share of {share:.2g}; the least of a mixture is 1/{LEAST_SHARE.denominator}")
+            raise ValueError(
+                f"{path} has a share of {share:.2g}; the least of a mixture is 1/{LEAST_SHARE.denominator}"
+            )
     names = [place.name for place in places]
     return tuple(
         Part(path, place.name if names.count(place.name) == 1 else str(place), weight)

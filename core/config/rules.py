@@ -259,7 +259,14 @@ def _reduction_of_each_is_exact(each: bool, strategy: str, gradient_dtype: str) 
     return None
 
 
+def _waiting_needs_windows(minutes: float, shards: int) -> str | None:
+    if minutes and not shards:
+        return "an order of all shards needs them all: set data.window_shards, so that training can begin with the first ones"
+    return None
+
+
 RULES = (
+    Rule(("data.wait_minutes", "data.window_shards"), _waiting_needs_windows),
     Rule(("parallel.strategy", "compile.enabled", "compile.scope", "compile.mode"), _sharded_program_is_of_blocks),
     Rule(("parallel.strategy", "optim.name", "optim.eight_bit"), _eight_bits_can_be_cut),
     Rule(

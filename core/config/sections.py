@@ -131,6 +131,14 @@ class DataConfig(Section):
     memory_limit_gib: Annotated[float, Field(ge=0)] = Field(
         0.0, description="shards are held in RAM up to this size, else memory-mapped; 0 = a quarter of the free memory"
     )
+    window_shards: Count = Field(
+        0,
+        description="shards among which blocks are shuffled, window by window in the shards' order, so that training can "
+        "begin before all are there; 0 = all",
+    )
+    wait_minutes: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="how long to wait for a shard that is being prepared; 0 = the data must be finished"
+    )
     prefetch: Positive = Field(4, description="batches that the background thread keeps ready")
 
     @property

@@ -246,7 +246,9 @@ def _finish(settings: PrepareSettings, folder: Path, plan: Plan, report: OnProgr
         shard.file: header for shard in plan.shards if (header := _kept_header(folder, shard, tokenizer)) is not None
     }
     kept = len(headers)
-    missing = tuple(shard for shard in plan.shards if shard.file not in headers)
+    # A run that trains meanwhile needs the held-out shards at its start, and the others in their order.
+    in_order = sorted(plan.shards, key=lambda shard: shard.split != "val")
+    missing = tuple(shard for shard in in_order if shard.file not in headers)
     _check_disk(folder, missing, plan.bytes_per_token, token_bytes_for(tokenizer.vocab_size))
     total = sum(shard.text_bytes for shard in plan.shards)
     done = total - sum(shard.text_bytes for shard in missing)

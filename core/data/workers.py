@@ -21,7 +21,7 @@ from lockstep.core.errors import UserError
 def encode_shards(
     shards: tuple[ShardPlan, ...], folder: Path, plan: Plan, workers: int
 ) -> Iterator[tuple[ShardPlan, ShardHeader]]:
-    """Write `shards`, yielding each when it is on the disk, in no particular order.
+    """Write `shards`, begun in their order, yielding each when it is on the disk.
 
     One worker is this process; more are processes of their own, spawned, because a fork of a process with threads (the
     tokenizer's, or a framework's) may hang.
@@ -39,8 +39,8 @@ def encode_shards(
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
     at_work: dict[Connection, ShardPlan] = {}
-    # The largest first, so that no worker is left alone with one at the end.
-    waiting = deque(sorted(shards, key=lambda shard: -shard.text_bytes))
+    # In their order, which a run that trains meanwhile reads; all but the last of a split are about as large.
+    waiting = deque(shards)
     try:
         for _ in range(min(workers, len(shards))):
             ours, theirs = context.Pipe()

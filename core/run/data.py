@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,8 @@ from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.data.batches import batches_at, eval_starts, train_batch
 from lockstep.core.data.dataset import TokenDataset, memory_to_hold
+from lockstep.core.data.growing import PlannedDataset, Tell
+from lockstep.core.data.grouped_sampler import GroupedSampler
 from lockstep.core.data.memory import total_memory_bytes
 from lockstep.core.data.mixed import STRIDE, MixedSampler, TokenMixture
 from lockstep.core.data.mixture_order import MixtureOrder
@@ -37,10 +40,15 @@ class RunData:
     held_out: Sources | None = None
 
     @classmethod
-    def open(cls, config: RunConfig) -> RunData:
-        """Open and verify the data of a run. Raises UserError if it is missing, damaged, or does not fit the run."""
+    def open(cls, config: RunConfig, tell: Tell = lambda text: None) -> RunData:
+        """Open and verify the data of a run.
+
+        tell: called with a line where data that is being prepared is waited for.
+
+        Raises UserError if it is missing, damaged, or does not fit the run.
+        """
         _require_memory(config)
-        sources = _open_all(config)
+        sources = _open_all(config, tell)
         samplers = tuple(_sampler(config, source) for source in sources)
         parts = config.data.parts
         if not parts:
@@ -65,12 +73,16 @@ class RunData:
         return replace(made, end_of_text=self.dataset.eot_id)
 
 
-def _open_all(config: RunConfig) -> list[Dataset]:
+def _open_all(config: RunConfig, tell: Tell) -> list[Dataset]:
     """Open the data sets of a run. The memory for tokens is one for all of them, which goes to the first ones."""
     limit = int(min(config.data.memory_limit_gib * 2**30, 2**62)) or memory_to_hold()
     sources: list[Dataset] = []
     for folder in config.data.folders:
-        source = TokenDataset.open(folder, memory_limit_bytes=limit)
+        source = (
+            PlannedDataset(Path(folder), config.data.wait_minutes, limit, tell)
+            if config.data.window_shards
+            else TokenDataset.open(folder, memory_limit_bytes=limit)
+        )
         limit -= source.held_bytes
         if source.vocab_size > config.model.vocab_size:
             raise UserError(
@@ -82,6 +94,8 @@ def _open_all(config: RunConfig) -> list[Dataset]:
 
 
 def _sampler(config: RunConfig, source: Dataset) -> Sampler:
+    if isinstance(source, PlannedDataset):
+        return GroupedSampler(config.data.seed, config.train.longest, config.data.window_shards, source.shards)
     tokens = source.split("train").num_tokens
     if tokens <= config.train.longest:
         raise UserError(

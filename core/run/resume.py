@@ -18,6 +18,7 @@ ELASTIC = frozenset(
         "data.path",
         "data.mixture",
         "data.prefetch",
+        "data.wait_minutes",
         "data.memory_limit_gib",
         "train.ranks",
         "train.micro_batch_size",

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from lockstep.core.data.dataset import TokenDataset
-from lockstep.core.data.origin import document_ids
 from lockstep.core.errors import UserError
 from lockstep.core.run.data import RunData
 from lockstep.core.train import spikes
@@ -240,5 +239,5 @@ def test_document_ids_count_the_ends_of_text(tokens) -> None:
     whole = split.gather(np.array([0]), split.num_tokens)[0]
     numbers = np.concatenate([[0], np.cumsum(whole == dataset.eot_id)[:-1]])
     starts = np.array([0, 100, split.num_tokens - 50])
-    found = document_ids(dataset, "train", starts, 50)
+    found = dataset.origin(starts, 50)["document_ids"]
     np.testing.assert_array_equal(found, numbers[starts[:, None] + np.arange(50)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,14 +21,17 @@ def open_data(config: RunConfig, file: Path, given: Mapping[str, str]) -> RunDat
     Raises UserError if it is damaged or does not fit, or was never prepared: then it says how to.
     """
     from lockstep.core.data.index import INDEX_NAME
+    from lockstep.core.files.lock import LOCK_NAME
     from lockstep.core.run.data import RunData
 
     folders = config.data.folders
-    there = [folder for folder in folders if (Path(folder) / INDEX_NAME).is_file()]
+    # One that is being prepared has a lock before it has anything else.
+    named = (INDEX_NAME, LOCK_NAME) if config.data.wait_minutes else (INDEX_NAME,)
+    there = [folder for folder in folders if any((Path(folder) / name).is_file() for name in named)]
     for folder in folders:
         if folder not in there:
             raise UserError(f"{folder} holds no prepared data; make it with: {preparing(config, file, given, there)}")
-    return RunData.open(config)
+    return RunData.open(config, lambda text: print(f"lockstep: {text}", file=sys.stderr, flush=True))
 
 
 def preparing(config: RunConfig, file: Path, given: Mapping[str, str], there: Sequence[str]) -> str:

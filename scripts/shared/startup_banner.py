@@ -69,9 +69,7 @@ def reading_of(data: RunData) -> str:
     if not (names := source_names(facts)):
         return f"{_tokens(facts['train_tokens'])}: {_epochs(epochs[0])}"
     shares = [source["share"] for source in facts["sources"]]
-    read = [
-        f"{name} {share:.1%}, {_epochs(count)}" for name, share, count in zip(names, shares, epochs, strict=True)
-    ]
+    read = [f"{name} {share:.1%}, {_epochs(count)}" for name, share, count in zip(names, shares, epochs, strict=True)]
     left_out = [part.name for part in all_parts(config.data.mixture) if not part.weight]
     return "; ".join([*read, *([f"left out, with a weight of zero: {', '.join(left_out)}"] if left_out else [])])
 
