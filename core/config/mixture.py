@@ -1,6 +1,7 @@
 """A mixture of data sets as text: folders, and the weight of each.
 
-`data/code: 0.7, data/web: 0.3`: of every ten samples seven are of data/code. Weights need not add up to 1; `1/3` is one.
+`data/code: 0.7, data/web: 0.3`: of every ten samples seven are of data/code. Weights need not add up to 1; `1/3` is a
+weight.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from lockstep.core.files.paths import path_problem
 
 # The order of a mixture (core/data/mixture_order.py) is proven for these.
 MOST_SOURCES = 64
-LEAST_SHARE = Fraction(1, 8192)
+LEAST_SHARE = Fraction(1, 4096)
 
 _WEIGHT = re.compile(r"\d{1,18}(?:\.\d{1,18})?|\.\d{1,18}|\d{1,18}/\d{1,18}")
 
@@ -60,9 +61,8 @@ def all_parts(text: str) -> tuple[Part, ...]:
     for path, weight in found:
         if weight and weight / sum(chosen) < LEAST_SHARE:
             share = float(weight / sum(chosen))
-            raise ValueError(
-                f"{path} has a share of {share:.2g}; the least of a mixture is 1/{LEAST_SHARE.denominator}"
-            )
+            least = f"1/{LEAST_SHARE.denominator}"
+            raise ValueError(f"{path} has a share of {share:.2g}; the least of a mixture is {least}")
     names = [place.name for place in places]
     return tuple(
         Part(path, place.name if names.count(place.name) == 1 else str(place), weight)

@@ -261,7 +261,7 @@ def _reduction_of_each_is_exact(each: bool, strategy: str, gradient_dtype: str) 
 
 def _waiting_needs_windows(minutes: float, shards: int) -> str | None:
     if minutes and not shards:
-        return "an order of all shards needs them all: set data.window_shards, so that training can begin with the first ones"
+        return "an order of all shards needs all of them; set data.window_shards, so that the first ones are enough"
     return None
 
 

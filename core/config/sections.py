@@ -133,8 +133,8 @@ class DataConfig(Section):
     )
     window_shards: Count = Field(
         0,
-        description="shards among which blocks are shuffled, window by window in the shards' order, so that training can "
-        "begin before all are there; 0 = all",
+        description="shards among which blocks are shuffled, window by window in the shards' order, so that training "
+        "can begin before all are there; 0 = all",
     )
     wait_minutes: Annotated[float, Field(ge=0)] = Field(
         0.0, description="how long to wait for a shard that is being prepared; 0 = the data must be finished"

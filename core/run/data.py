@@ -14,8 +14,8 @@ from lockstep.core.backend import Batch
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.data.batches import batches_at, eval_starts, train_batch
 from lockstep.core.data.dataset import TokenDataset, memory_to_hold
-from lockstep.core.data.growing import PlannedDataset, Tell
 from lockstep.core.data.grouped_sampler import GroupedSampler
+from lockstep.core.data.growing import PlannedDataset, Tell
 from lockstep.core.data.memory import total_memory_bytes
 from lockstep.core.data.mixed import STRIDE, MixedSampler, TokenMixture
 from lockstep.core.data.mixture_order import MixtureOrder
