@@ -43,26 +43,26 @@ def all_parts(text: str) -> tuple[Part, ...]:
     """
     found: list[tuple[str, Fraction]] = []
     for word in filter(None, map(str.strip, text.split(","))):
-        path, colon, weight = map(str.strip, word.rpartition(":"))
+        path, colon, number = map(str.strip, word.rpartition(":"))
         if not colon or not path:
             raise ValueError(f"{word[:60]!r} is not FOLDER:WEIGHT, such as data/code:0.7")
         if problem := path_problem(path):
             raise ValueError(f"{path[:60]!r}: {problem}")
-        found.append((path, _weight(path, weight)))
+        found.append((path, _weight(path, number)))
     places = [PurePath(path) for path, _ in found]
-    for number, place in enumerate(places):
-        if place in places[:number]:
+    for at, place in enumerate(places):
+        if place in places[:at]:
             raise ValueError(f"{place} stands twice: give each data set one weight")
     chosen = [weight for _, weight in found if weight]
     if found and not chosen:
         raise ValueError("the weights add up to zero")
     if len(chosen) > MOST_SOURCES:
         raise ValueError(f"{len(chosen)} data sets are more than {MOST_SOURCES}, the most that a mixture can have")
-    for path, weight in found:
-        if weight and weight / sum(chosen) < LEAST_SHARE:
-            share = float(weight / sum(chosen))
+    total = sum(chosen, Fraction(0))
+    for path, share in ((path, part / total) for path, part in found if part):
+        if share < LEAST_SHARE:
             least = f"1/{LEAST_SHARE.denominator}"
-            raise ValueError(f"{path} has a share of {share:.2g}; the least of a mixture is {least}")
+            raise ValueError(f"{path} has a share of {float(share):.2g}; the least of a mixture is {least}")
     names = [place.name for place in places]
     return tuple(
         Part(path, place.name if names.count(place.name) == 1 else str(place), weight)

@@ -14,8 +14,9 @@ from lockstep.core.components.choice import OneOf
 from lockstep.core.components.loss_heads import LOSS_HEADS, LossHead
 from lockstep.core.components.optimizers import OPTIMIZERS, Optimizer
 from lockstep.core.components.precision import POLICIES, PrecisionPolicy, Recipe
-from lockstep.core.config import mixture
 from lockstep.core.config.curriculum import pieces
+from lockstep.core.config.mixture import Part, all_parts
+from lockstep.core.config.mixture import parts as parts_of_mixture
 from lockstep.core.files.paths import path_problem
 
 Positive = Annotated[int, Field(gt=0)]
@@ -45,7 +46,7 @@ def _is_a_curriculum(text: str) -> str:
 
 
 def _is_a_mixture(text: str) -> str:
-    mixture.all_parts(text)
+    all_parts(text)
     return text
 
 
@@ -142,9 +143,9 @@ class DataConfig(Section):
     prefetch: Positive = Field(4, description="batches that the background thread keeps ready")
 
     @property
-    def parts(self) -> tuple[mixture.Part, ...]:
+    def parts(self) -> tuple[Part, ...]:
         """The data sets of the mixture that have a weight; none without a mixture."""
-        return mixture.parts(self.mixture)
+        return parts_of_mixture(self.mixture)
 
     @property
     def folders(self) -> tuple[str, ...]:

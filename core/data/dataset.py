@@ -43,6 +43,15 @@ class TokenSplit:
         return int(self._bounds[-1])
 
     @property
+    def held(self) -> Tokens | None:
+        """All tokens, (tokens,), where they are held in memory as one array; else None."""
+        return self._parts[0] if len(self._parts) == 1 and not self._files else None
+
+    def hold(self, tokens: Tokens) -> None:
+        """Read from an array of the same tokens from here on, which is a part of a larger one."""
+        self._parts, self._views = [tokens], {}
+
+    @property
     def held_bytes(self) -> int:
         """Return the bytes of tokens that are held in memory, and not mapped."""
         return 0 if self._files else sum(part.nbytes for part in self._parts)

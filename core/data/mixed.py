@@ -1,0 +1,239 @@
+"""Several prepared data sets as one: their splits joined, their samples in the order of a mixture."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.config.mixture import Part
+from lockstep.core.data.dataset import TokenSplit
+from lockstep.core.data.mixture_order import MixtureOrder
+from lockstep.core.data.sampler import Sampler
+from lockstep.core.data.shards import Tokens
+from lockstep.core.data.split import Dataset, Split
+from lockstep.core.data.tokenizer import TextTokenizer
+from lockstep.core.errors import UserError
+from lockstep.core.files.atomic import canonical_json
+
+# A place in a mixture is source · STRIDE + the place in the source's split, so no place depends on a source's size.
+STRIDE = 1 << 48
+
+
+def source_of(starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of the source of each place in a mixture."""
+    return starts // STRIDE
+
+
+class JoinedSplit:
+    """The splits of all sources, by places in the mixture."""
+
+    def __init__(self, splits: Sequence[Split]) -> None:
+        """Take the sources' splits, in their order. Where all are in memory, they become parts of one array."""
+        self._splits = tuple(splits)
+        held = [split.held for split in splits if isinstance(split, TokenSplit)]
+        tokens = [part for part in held if part is not None]
+        self._joined: TokenSplit | None = None
+        if len(tokens) == len(self._splits):
+            joined = np.concatenate(tokens)
+            self._joined = TokenSplit([joined])
+            self._sizes = np.array([part.size for part in tokens])
+            self._begins = np.cumsum([0, *self._sizes])[:-1]
+            for split, begin, size in zip(splits, self._begins, self._sizes, strict=True):
+                assert isinstance(split, TokenSplit)
+                split.hold(joined[begin : begin + size])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sources."""
+        return sum(split.num_tokens for split in self._splits)
+
+    def gather(self, starts: NDArray[np.int64], length: int) -> Tokens:
+        """Return windows as `TokenSplit.gather` does. Raises IndexError also for a source that is not there."""
+        sources, places = starts // STRIDE, starts % STRIDE
+        if starts.size and not 0 <= int(sources.min()) <= int(sources.max()) < len(self._splits):
+            raise IndexError(f"sources {sources.min()} to {sources.max()} of a mixture of {len(self._splits)}")
+        if self._joined is not None:
+            if (places > self._sizes[sources] - length).any():
+                raise IndexError(f"a window of {length} tokens reaches outside its source")
+            return self._joined.gather(self._begins[sources] + places, length)
+        found = np.flatnonzero(np.bincount(sources, minlength=1)) if starts.size else np.array([0])
+        if len(found) == 1:
+            return self._splits[found[0]].gather(places, length)
+        windows: Tokens | None = None
+        for source in found.tolist():
+            rows = np.flatnonzero(sources == source)
+            part = self._splits[source].gather(places[rows], length)
+            if windows is None:
+                windows = np.empty((len(starts), length), part.dtype)
+            windows[rows] = part
+        assert windows is not None
+        return windows
+
+
+@dataclass(frozen=True)
+class MixedSampler(Sampler):
+    """The order of a mixture's blocks: sample i is block number j of its source's own order, epochs and all.
+
+    Attributes:
+        order: names the source of a sample, and j.
+        samplers: each source's order, all of one length of blocks.
+    """
+
+    order: MixtureOrder
+    samplers: tuple[Sampler, ...]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless there is one order a weight, and one length of blocks."""
+        if len(self.samplers) != len(self.order.weights) or len({sampler.length for sampler in self.samplers}) != 1:
+            raise ValueError("a mixture needs one sampler for each weight, all of one length of blocks")
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.order, self.samplers))
+
+    def __hash__(self) -> int:
+        """Return the hash of the fields, computed once: starts are looked up by it at each batch."""
+        return self._hash
+
+    @property
+    def length(self) -> int:
+        """Tokens in a block."""
+        return self.samplers[0].length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sources."""
+        return sum(sampler.tokens for sampler in self.samplers)
+
+    @cached_property
+    def ahead(self) -> bool:
+        """Return whether samples may be placed long before they are read."""
+        return all(sampler.ahead for sampler in self.samplers)
+
+    def block_starts(self, run_blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where the run's blocks start, as places in the mixture."""
+        if not run_blocks.size:
+            return np.empty(0, np.int64)
+        first = int(run_blocks[0])
+        sources, numbers = self.order.places(first, int(run_blocks[-1]) - first + 1)
+        chosen = run_blocks - first
+        sources, numbers = sources[chosen], numbers[chosen]
+        starts = np.empty(run_blocks.shape, np.int64)
+        for source, sampler in enumerate(self.samplers):
+            rows = np.flatnonzero(sources == source)
+            if rows.size:
+                starts[rows] = sampler.block_starts(numbers[rows]) + source * STRIDE
+        return starts
+
+    def epochs(self, samples: int) -> tuple[float, ...]:
+        """Return how often each source's blocks are read in the first `samples` samples: (k,) numbers."""
+        counts = self.order.counts(samples)
+        return tuple(sampler.epochs(count)[0] for sampler, count in zip(self.samplers, counts, strict=True))
+
+
+class TokenMixture:
+    """Prepared data sets of one tokenizer, mixed by weight."""
+
+    def __init__(self, parts: Sequence[Part], sources: Sequence[Dataset]) -> None:
+        """Take each part's data set.
+
+        Raises:
+            UserError: two have different tokenizers, or hold the same data; the message names both folders.
+        """
+        self.parts, self.sources = tuple(parts), tuple(sources)
+        self._splits: dict[str, JoinedSplit] = {}
+        first = self.sources[0]
+        for source in self.sources:
+            ours, theirs = (one.facts()["tokenizer_fingerprint"] for one in (first, source))
+            if ours != theirs:
+                raise UserError(
+                    f"{source.folder} was prepared with another tokenizer than {first.folder} "
+                    f"({source.vocab_size:,} and {first.vocab_size:,} tokens): prepare one of them again with "
+                    f"--data.tokenizer {first.folder}/tokenizer.json"
+                )
+        seen: dict[str, Dataset] = {}
+        for source in self.sources:
+            if (same := seen.setdefault(source.fingerprint, source)) is not source:
+                raise UserError(
+                    f"{source.folder} and {same.folder} hold the same data: give one of them all the weight"
+                )
+
+    @property
+    def folder(self) -> Path:
+        """The first source's folder; all have the same tokenizer."""
+        return self.sources[0].folder
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the sources' fingerprints, in their order, and of their shares, exactly."""
+        total = sum(part.weight for part in self.parts)
+        shares = [str(part.weight / total) for part in self.parts]
+        identity = {"mixture": [[one.fingerprint, share] for one, share in zip(self.sources, shares, strict=True)]}
+        return hashlib.sha256(canonical_json(identity)).hexdigest()
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id that the tokenizer has."""
+        return self.sources[0].vocab_size
+
+    @property
+    def eot_id(self) -> int:
+        """The token that ends a document."""
+        return self.sources[0].eot_id
+
+    def split(self, name: str) -> JoinedSplit:
+        """The splits of that name, joined. Raises UserError if a source has none."""
+        if name not in self._splits:
+            self._splits[name] = JoinedSplit([source.split(name) for source in self.sources])
+        return self._splits[name]
+
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer of all sources. Raises UserError if it cannot be read."""
+        return self.sources[0].tokenizer()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `Dataset.facts` does: sums of sizes, means by weight of the rest, and each source's own facts."""
+        total = sum(part.weight for part in self.parts)
+        shares = [float(part.weight / total) for part in self.parts]
+        each = [source.facts() for source in self.sources]
+        sums = ("train_tokens", "train_documents", "val_tokens")
+        means = ("val_unigram_entropy", "val_bigram_entropy", "val_bytes_per_token")
+        return {
+            **each[0],
+            "path": ", ".join(f"{part.path}: {part.weight}" for part in self.parts),
+            **{key: _sum([facts[key] for facts in each], [1] * len(each)) for key in sums},
+            **{key: _sum([facts[key] for facts in each], shares) for key in means},
+            "fingerprint": self.fingerprint,
+            "sources": [
+                {"name": part.name, "weight": str(part.weight), "share": share, **facts}
+                for part, share, facts in zip(self.parts, shares, each, strict=True)
+            ],
+        }
+
+    def origin(self, starts: NDArray[np.int64], length: int) -> dict[str, NDArray[np.int64]]:
+        """Return what `Dataset.origin` does, with `source_ids`: the number, from 0, of each window's source."""
+        sources, places = np.divmod(starts, STRIDE)
+        documents = np.empty((len(starts), length), np.int64)
+        for source in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == source)
+            documents[rows] = self.sources[source].origin(places[rows], length)["document_ids"]
+        return {"document_ids": documents, "source_ids": sources}
+
+
+def _sum(values: Sequence[Any], factors: Sequence[float]) -> Any:
+    """Return the sum of values times factors; None if a value is not known."""
+    if any(value is None for value in values):
+        return None
+    return sum(value * factor for value, factor in zip(values, factors, strict=True))
+
+
+def source_names(facts: Mapping[str, Any]) -> list[str]:
+    """Return the names of a mixture's sources, by the facts in run.json; none of a single data set."""
+    return [source["name"] for source in facts.get("sources", [])]
