@@ -44,8 +44,8 @@ class GroupedSampler(Sampler):
     """The order in which a run sees the tokens of a split whose shards are read in groups.
 
     Group g holds the shards [g * group, (g + 1) * group). Its tokens, one after another, are cut into
-    (tokens - 1) // length blocks, as `BlockSampler` cuts a split: at most `length` tokens at its end are never an input.
-    An epoch visits the groups in order, and every block of a group once, in an order of that epoch and group. A sample
+    (tokens - 1) // length blocks, as `BlockSampler` cuts a split: at most `length` tokens at its end are no input. An
+    epoch visits the groups in order, and every block of a group once, in an order of that epoch and group. A sample
     is a function of its number and of the sizes of the shards up to its group's last; in the first epoch no later shard
     is needed.
     """

@@ -12,35 +12,35 @@ up to seven letters: Tijdeman 2000; Barát & Varjú 2003). Over windows of one l
 Construction. Time is cut into periods of L slots. w[s] · L = base[s] + rate[s] with 0 <= rate[s] < 1, and the rates add
 up to an integer m: in each period m of the sources are *chosen* and have one sample more than base. One pattern of L
 slots is repeated, in which a fixed set S* of m sources is chosen, those of the largest rates. Where a period's set S
-is another one, each source of S* \\ S gives one of its slots to a source of S \\ S*. A window that begins at slot r
-of period b has of source s
+is another one, each source of S* that is not in S gives one of its slots to a source of S that is not in S*. A window
+that begins at slot r of period b has of source s
 
     n[s](b) + (samples of s in the first r slots of period b + 1) - (samples of s in the first r slots of period b)
 
 and the patterns differ only in given slots. All given slots of period b lie in the region b mod K of K = 64 regions,
-and nothing is given in region 0, where S = S*. From a period to the next, all slots given before come back in one region
-and others are given in a *later* one, or none is. So as r grows, in this order:
+and nothing is given in region 0, where S = S*. From a period to the next, all slots given before come back in one
+region, and others are given in a *later* one, or none is. So as r grows, in this order:
 
     a source of S* that gives in both periods      +1, then -1     it was not chosen: n = base
     a source that receives in both periods         -1, then +1     it was chosen: n = base + 1
     all others change once, or not at all, from their count in one period to that in the next
 
 so that each count stays base or base + 1 throughout, both less than 1 from w · L (and base = w · L where rate = 0).
-Region 0 needs the chosen sets of the other K - 1 periods of 64 at the rates (K · rate - [in S*]) / (K - 1), which lie in
-[0, 1]: the largest m of k <= K rates with the sum m are at least 1/k, and the others at most 1 - 1/k.
+Region 0 needs the chosen sets of the other K - 1 periods of 64 at the rates (K · rate - [in S*]) / (K - 1), which lie
+in [0, 1]: the largest m of k <= K rates with the sum m are at least 1/k, and the others at most 1 - 1/k.
 `carries_before` chooses them.
 
 The pattern is drawn once, in two steps. Stratified sampling: the j-th sample of source s gets a time drawn evenly from
-[j / n[s], (j + 1) / n[s]), and slots are in the order of times, so that a batch has nearly its share of each source. Then
-each chunk of 1,024 slots is turned by a number drawn for it: otherwise the first slot of every eighth would see a source
-of share 1/2 more often than the others do, and so would rows of batches of 512. No row of a batch, and no rank, meets a
-source more often than another one. Steps that are exactly L samples apart have their sources at the same rows, but for
-given slots.
+[j / n[s], (j + 1) / n[s]), and slots are in the order of times, so that a batch has nearly its share of each source.
+Then each chunk of 1,024 slots is turned by a number drawn for it: otherwise the first slot of every eighth would see a
+source of share 1/2 more often than the others do, and so would rows of batches of 512. So no row of a batch, and no
+rank, is expected to meet a source more often than another one. Steps that are exactly L samples apart have their sources
+at the same rows, but for given slots.
 
-Every source has a slot in every region. It has at least 256 slots (`LEAST_SHARE`), so that of the strata of its times two
-lie in the middle half of the region's time. Before slots are turned, a slot is off its time by less than k <= 64 slots,
-since each source's samples before any time are within one of their share. Turning a chunk moves nothing across a
-region's border: regions are whole chunks.
+Every source has a slot in every region. It has at least 256 slots (`LEAST_SHARE`), so one of the strata of its times lies
+in the middle half of the region's time. Before slots are turned, a slot is off its time by less than k <= 64 slots, since
+each source's samples before any time are within one of their share. Turning a chunk moves nothing across a region's
+border: regions are whole chunks.
 """
 
 from __future__ import annotations

@@ -106,13 +106,13 @@ def test_a_preparation_that_has_ended_is_told_of_in_one_line(texts, tmp_path, mo
     data = RunData.open(config(tmp_path / "data"))
     digests(data, 5)
     preparing.end(failed=True)
-    with pytest.raises(UserError, match="no process prepares .*/data; go on with that preparation"):
+    with pytest.raises(UserError, match=r"no process prepares .*/data; go on with that preparation"):
         digests(data, 400)
 
 
 def test_a_preparation_that_hangs_is_told_of_in_one_line(texts, tmp_path, monkeypatch):
     preparing = Slowly(tmp_path / "data", texts, monkeypatch)
-    with pytest.raises(UserError, match="did not come within data.wait_minutes = 0.01, though a process holds"):
+    with pytest.raises(UserError, match=r"did not come within data.wait_minutes = 0.01, though a process holds"):
         RunData.open(config(tmp_path / "data", 0.01))
     preparing.end(failed=True)
 
@@ -125,7 +125,7 @@ def test_another_preparation_in_the_same_folder_is_noticed(texts, tmp_path, monk
     preparing.end(failed=True)
     monkeypatch.undo()
     prepare(settings_for(tmp_path / "data", texts, force=True, shard_tokens=900))
-    with pytest.raises(UserError, match="changed while it was in use"):
+    with pytest.raises(UserError, match=r"changed while it was in use"):
         digests(data, 400)
 
 
@@ -133,7 +133,7 @@ def test_a_folder_that_nobody_prepares_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(growing, "_GRACE_SECONDS", 0.1)
     with FolderLock(tmp_path):
         pass
-    with pytest.raises(UserError, match="plan.json is not there, and no process prepares"):
+    with pytest.raises(UserError, match=r"plan.json is not there, and no process prepares"):
         RunData.open(config(tmp_path))
 
 
@@ -158,7 +158,7 @@ def test_an_epoch_has_every_block_of_every_group_once_and_groups_stand_in_order(
 
 
 def test_shards_shorter_than_a_sequence_are_refused():
-    with pytest.raises(UserError, match="raise data.window_shards"):
+    with pytest.raises(UserError, match=r"raise data.window_shards"):
         GroupedSampler(0, LENGTH, 1, FinishedShards([10, 16])).window_starts(0, 1, LENGTH)
     assert GroupedSampler(0, LENGTH, 2, FinishedShards([10, 16])).window_starts(0, 1, LENGTH).tolist() == [0]
 

@@ -1,4 +1,4 @@
-"""Mixtures: exact over every window of 2**20 samples, a function of the sample's number, and the sources' own orders."""
+"""Mixtures: exact over every window of 2**20 samples, a function of the sample's number, in the sources' own orders."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def mixed(weights, sizes, block: int = 24, seed: int = 3) -> tuple[MixedSampler,
 @given(cuts=st.lists(st.tuples(st.integers(0, 200), st.sampled_from([1, 2, 4, 8, 24])), max_size=5))
 @settings(max_examples=20, deadline=None)
 def test_lengths_repeat_nothing_and_lose_nothing_within_each_source(cuts):
-    """A run of 200 blocks whose length changes at blocks' ends reads of each source what one of a fixed length reads."""
+    """A run of 200 blocks whose length changes at blocks' ends reads what one of a fixed length reads."""
     sampler, split = mixed(["0.5", "0.31", "0.19"], [24 * 40 + 1, 24 * 200 + 5, 24 * 17 + 2])
     changes = sorted(cuts)
     borders = [0, *(at for at, _ in changes), 200]
@@ -335,5 +335,5 @@ def test_too_few_held_out_sequences_for_the_sources_are_refused(folders):
             "train": few.train.model_copy(update={"micro_batch_size": 1}),
         }
     )
-    with pytest.raises(UserError, match="2 held-out sequences .* fewer than the 3 data sets"):
+    with pytest.raises(UserError, match=r"2 held-out sequences .* fewer than the 3 data sets"):
         RunData.open(few)

@@ -1,12 +1,13 @@
 """Study mixtures of data sets and training while data is prepared. Some minutes on two cores.
 
     python -m lockstep.scripts.studies.mixture           measures; writes docs/results/mixture.json and .md
+    python -m lockstep.scripts.studies.mixture --parts windows rows     measures these, and keeps the others' results
     python -m lockstep.scripts.studies.mixture --page    the page alone
 
 Windows: every window of 2**20 samples that begins in the first 70 periods, and in periods of very long runs, counted.
 Rows: shares of sources at each row of batches. Resume: seconds from opened files to the first batch. Speed: samples a
-second, a mixture of three beside one data set of as many tokens, in turns. Runs: `lockstep train` on one rank and two, on
-torch and JAX, and while the data is prepared and afterwards; the digests of their batches are compared.
+second, a mixture of three beside one data set of as many tokens, in turns. Runs: `lockstep train` on one rank and two,
+on torch and JAX, and while the data is prepared and afterwards; the digests of their batches are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -223,51 +223,71 @@ def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
     return [record["digest"] for record in one] == [record["digest"] for record in other]
 
 
-@contextlib.contextmanager
-def _made_up(place: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """One data set of 48M made-up tokens, and three of 16M."""
+def _made_up(place: Path) -> tuple[Path, list[Path]]:
+    """Return one data set of 48M made-up tokens, and three of 16M; they are written once."""
     single, several = place / "single", [place / f"part{number}" for number in range(3)]
     for folder in (single, *several):
-        folder.mkdir()
-        write_made_up(folder, (48 if folder is single else 16) * (1 << 20))
-    yield single, several
+        if not folder.exists():
+            folder.mkdir()
+            write_made_up(folder, (48 if folder is single else 16) * (1 << 20))
+    return single, several
 
 
-def measure() -> dict[str, Any]:
-    """Measure all of it."""
+PARTS = ("windows", "rows", "resume", "speed", "runs")
+
+
+def measure(parts: tuple[str, ...]) -> dict[str, Any]:
+    """Measure these parts, each with the load of the machine at its start."""
     results: dict[str, Any] = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": {"python": platform.python_version(), **{n: version_of(n) for n in ("numpy", "torch", "jax")}},
-        "load": os.getloadavg()[0],
+        "load": {},
     }
     with tempfile.TemporaryDirectory(prefix="lockstep-") as place:
-        with _made_up(Path(place)) as (single, several):
-            results["speed"] = speed(single, several)
-            results["resume"] = resume(several)
-        results["runs"] = runs(Path(place))
-    results["windows"] = {name: windows(weights) for name, weights in MIXTURES.items()}
-    results["planted"] = planted(MIXTURES["3: 1/3, 0.123456789, 5"])
-    results["rows"] = rows()
+        for part in parts:
+            results["load"][part] = round(os.getloadavg()[0])
+            if part == "windows":
+                results[part] = {name: windows(weights) for name, weights in MIXTURES.items()}
+                results["planted"] = planted(MIXTURES["3: 1/3, 0.123456789, 5"])
+            elif part == "rows":
+                results[part] = rows()
+            elif part == "runs":
+                results[part] = runs(Path(place))
+            else:
+                single, several = _made_up(Path(place))
+                results[part] = resume(several) if part == "resume" else speed(single, several)
     return results
 
 
 def page(results: dict[str, Any]) -> str:
-    """Return the results as Markdown."""
+    """Return the results as Markdown, without the parts that were not measured."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    load = ", ".join(f"{part} {value}" for part, value in results["load"].items())
     lines = [
         "# Mixtures of data sets",
         "",
         "Made from [mixture.json](mixture.json) by `python -m lockstep.scripts.studies.mixture`. Measured on "
         f"{results['machine']}: {versions}.",
-        f"Other work ran beside: the load was {results['load']:.0f} at the start. How to use mixtures: "
+        f"Other work ran beside; the machine's load at the start of each part: {load}. How to use mixtures: "
         "[the guide](../guide/data_mixtures.md).",
         "",
+    ]
+    sections = {"windows": _windows_page, "rows": _rows_page, "resume": _resume_page, "speed": _speed_page}
+    for part, section in {**sections, "runs": _runs_page}.items():
+        if part in results:
+            lines += [*section(results), ""]
+    return "\n".join(lines)
+
+
+def _windows_page(results: dict[str, Any]) -> list[str]:
+    return [
         "## Windows of 2²⁰ samples",
         "",
         f"Every window that begins in the first {NEAR} periods of 2²⁰ samples, or in one of {len(FAR)} periods of runs "
-        f"of 10⁹ to 10¹⁵ samples, counted. **Worst**: the largest |samples − share · 2²⁰| of any source.",
-        "**Long run**: the largest |samples − share · all samples| at the beginning of a period. The bound of the first "
-        "is 1, proven in core/data/mixture_order.py; of the second 1 + ⌈log₂ k⌉ / 2.",
+        "of 10⁹ to 10¹⁵ samples, counted.",
+        "**Worst**: the largest |samples − share · 2²⁰| of any source; the bound is 1, proven in "
+        "core/data/mixture_order.py. **Long run**: the largest",
+        "|samples − share · all samples| at the beginning of a period; the bound is 1 + ⌈log₂ k⌉ / 2.",
         "",
         "| sources: weights | windows | worst | slots that changed hands | long run |",
         "|---|---|---|---|---|",
@@ -278,7 +298,11 @@ def page(results: dict[str, Any]) -> str:
         "",
         "Planted fault: regions that run backwards, so that a slot comes back too late. Worst, of three sources: "
         f"{results['planted']:.4f}.",
-        "",
+    ]
+
+
+def _rows_page(results: dict[str, Any]) -> list[str]:
+    return [
         "## Rows of a batch",
         "",
         "2,000 batches of 512. A source that stayed at its rows would have shares of 0 and 1.",
@@ -286,11 +310,16 @@ def page(results: dict[str, Any]) -> str:
         "| source: share | least share at a row | greatest | fewest in a batch | most |",
         "|---|---|---|---|---|",
         *(f"| {name} | {of[0]:.3f} | {of[1]:.3f} | {of[2]} | {of[3]} |" for name, of in results["rows"].items()),
-        "",
+    ]
+
+
+def _resume_page(results: dict[str, Any]) -> list[str]:
+    return [
         "## Resume",
         "",
         "Milliseconds from opened files to the first batch of 64 × 1,024 of a mixture of three, by the sample at which "
-        f"the run goes on: median of {TURNS}, least and most. The table of a period's slots is a part of it.",
+        f"the run goes on: median of {TURNS}, least",
+        "and most. Making the table of a period's slots is a part of it, and the same for all.",
         "",
         "| sample | median | least | most |",
         "|---|---|---|---|",
@@ -298,7 +327,11 @@ def page(results: dict[str, Any]) -> str:
             f"| {int(sample):,} | {1e3 * of[0]:.0f} | {1e3 * of[1]:.0f} | {1e3 * of[2]:.0f} |"
             for sample, of in results["resume"].items()
         ),
-        "",
+    ]
+
+
+def _speed_page(results: dict[str, Any]) -> list[str]:
+    return [
         "## Speed",
         "",
         f"Samples a second that one thread makes from tokens in memory, in turns: median of {TURNS}, least and most. "
@@ -307,31 +340,30 @@ def page(results: dict[str, Any]) -> str:
         "| sequences × tokens | one data set | mixture of three | mixture / one |",
         "|---|---|---|---|",
         *(_speed_row(size, of) for size, of in results["speed"].items()),
-        "",
+    ]
+
+
+def _runs_page(results: dict[str, Any]) -> list[str]:
+    found = results["runs"]
+    which = "the batches" if found["while prepared"] else "OTHER batches than those"
+    ended = "" if found["prepared when that run had ended"] else "not "
+    return [
         "## Runs",
         "",
-        f"`lockstep train` of a two-block model on a mixture of three, {results['runs']['steps']} steps: are the "
-        "digests of its batches those of the run on one rank of torch?",
+        f"`lockstep train` of a two-block model on a mixture of three, {found['steps']} steps: are the digests of its "
+        "batches those of the run on one rank of torch?",
         "",
         "| run | the same batches |",
         "|---|---|",
-        *(f"| {name.replace('_', ' ')} | {_yes(results['runs'][name])} |" for name in _COMPARED),
+        *(f"| {name.replace('_', ' ')} | {'yes' if found[name] else 'no'} |" for name in _COMPARED),
         "",
-        "While its data was prepared, a shard each half second, a run of "
-        f"{results['runs']['steps while prepared']} steps with `--data.window-shards 2 --data.wait-minutes 5` made "
-        f"{'the batches' if results['runs']['while prepared'] else 'OTHER batches than those'} of the run that began "
-        "afterwards. The preparation had "
-        f"{'' if results['runs']['prepared when that run had ended'] else 'not '}ended when the first run had.",
-        "",
+        f"While its data was prepared, a shard each half second, a run of {found['steps while prepared']} steps with "
+        "`--data.window-shards 2 --data.wait-minutes 5`",
+        f"made {which} of the run that began afterwards. The preparation had {ended}ended when the first run had.",
     ]
-    return "\n".join(lines)
 
 
 _COMPARED = ("two_ranks", "other_micro_batch", "jax", "another seed")
-
-
-def _yes(same: bool) -> str:
-    return "yes" if same else "no"
 
 
 def _speed_row(size: str, of: dict[str, list[float]]) -> str:
@@ -344,6 +376,8 @@ def _speed_row(size: str, of: dict[str, list[float]]) -> str:
 class Options:
     """Measure mixtures, or write the page of what was measured."""
 
+    parts: tuple[str, ...] = PARTS
+    """of windows, rows, resume, speed and runs"""
     page: bool = False
     """measure nothing: write docs/results/mixture.md from mixture.json"""
 
@@ -352,7 +386,10 @@ def main() -> None:
     """Measure, and write the page."""
     options = tyro.cli(Options)
     if not options.page:
-        write_atomically(FILE, [(json.dumps(measure(), indent=1) + "\n").encode()])
+        before = json.loads(FILE.read_text()) if FILE.exists() else {}
+        now = measure(options.parts)
+        now["load"] = before.get("load", {}) | now["load"]
+        write_atomically(FILE, [(json.dumps(before | now, indent=1) + "\n").encode()])
     FILE.with_suffix(".md").write_text(page(json.loads(FILE.read_text())), encoding="utf-8")
 
 
