@@ -34,13 +34,13 @@ The pattern is drawn once, in two steps. Stratified sampling: the j-th sample of
 [j / n[s], (j + 1) / n[s]), and slots are in the order of times, so that a batch has nearly its share of each source.
 Then each chunk of 1,024 slots is turned by a number drawn for it: otherwise the first slot of every eighth would see a
 source of share 1/2 more often than the others do, and so would rows of batches of 512. So no row of a batch, and no
-rank, is expected to meet a source more often than another one. Steps that are exactly L samples apart have their sources
-at the same rows, but for given slots.
+rank, is expected to meet a source more often than another one. Steps that are exactly L samples apart have their
+sources at the same rows, but for given slots.
 
-Every source has a slot in every region. It has at least 256 slots (`LEAST_SHARE`), so one of the strata of its times lies
-in the middle half of the region's time. Before slots are turned, a slot is off its time by less than k <= 64 slots, since
-each source's samples before any time are within one of their share. Turning a chunk moves nothing across a region's
-border: regions are whole chunks.
+Every source has a slot in every region. It has at least 256 slots (`LEAST_SHARE`), so one of the strata of its times
+lies in the middle half of the region's time. Before slots are turned, a slot is off its time by less than k <= 64
+slots, since each source's samples before any time are within one of their share. Turning a chunk moves nothing across
+a region's border: regions are whole chunks.
 """
 
 from __future__ import annotations

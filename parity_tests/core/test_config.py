@@ -99,6 +99,11 @@ def test_all_errors_come_at_once_each_with_its_file(write):
         ('[train]\ncurriculum = "128:1e9"', "'128:1e9' is not LENGTH:SHARE, such as 2048:0.9"),
         ('[train]\ncurriculum = "128:0.9, 256:0.2"', "the shares add up to 1.1, not to 1"),
         ('[train]\ncurriculum = "128:1, 256:0"', "'256:0' is a share of no steps"),
+        ('[data]\nmixture = "a:0, b:0"', "the weights add up to zero"),
+        ('[data]\nmixture = "a:-1, b:2"', "a has the weight -1; a weight is zero or more"),
+        ('[data]\nmixture = "a:nan"', "a has the weight 'nan'; a weight is a number such as 0.7, 3 or 1/3"),
+        ('[data]\nmixture = "a:1, a:2"', "a stands twice"),
+        ("[data]\nwait_minutes = nan", "finite number"),
         ('[precision]\npolicy = "fp8"', "'fp8_rowwise' or 'fp8_delayed'"),
         (
             'name = "../up"',
@@ -180,6 +185,7 @@ def test_a_wrong_override_is_blamed_on_the_command_line(write, key, text):
 
 FSDP = {"parallel.strategy": "fsdp", "compile.scope": "blocks"}
 BROKEN = {
+    ("data.wait_minutes", "data.window_shards"): [{"data.wait_minutes": "5"}],
     ("parallel.strategy", "compile.enabled", "compile.scope", "compile.mode"): [
         {"parallel.strategy": "fsdp"},
         {**FSDP, "compile.mode": "reduce-overhead", "device": "cuda"},

@@ -89,6 +89,21 @@ def test_a_mean_that_is_not_that_of_the_scores_is_found(change: Callable[[float]
         assert wrong == {metric}
 
 
+def test_the_mean_of_a_data_set_of_a_mixture_is_held_to_its_own_scores() -> None:
+    nll = np.random.default_rng(0).gamma(2.0, 3.0, 512).astype(np.float32)
+    source = np.repeat([0, 1, 0, 1], 128).astype(np.int32)
+    every = {"nll": nll, "top1": (nll < 5).astype(np.int32), "source": source}
+    right = {LOSS: float(nll.mean(dtype=np.float64)), TOP1: float((nll < 5).mean())}
+    for number, name in enumerate(("code", "web")):
+        right[f"{LOSS}/{name}"] = float(nll[source == number].mean(dtype=np.float64))
+    assert len(list(means(right, every))) == 4 and all(found.ok for found in means(right, every))
+    swapped = {**right, f"{LOSS}/code": right[f"{LOSS}/web"], f"{LOSS}/web": right[f"{LOSS}/code"]}
+    assert {found.tap for found in means(swapped, every) if not found.ok} == {f"{LOSS}/code", f"{LOSS}/web"}
+    one_is_lost = {name: value for name, value in right.items() if name != f"{LOSS}/web"}
+    assert not all(found.ok for found in means(one_is_lost, every))
+    assert not all(found.ok for found in means({**right, f"{LOSS}/x": 1.0}, every))
+
+
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
 def test_a_mean_of_what_is_not_finite_only_inherits_that(odd: float) -> None:
     every = {"nll": np.array([1.0, odd], np.float32), "top1": np.zeros(2, np.int32)}
