@@ -94,7 +94,7 @@ def planted(weights: tuple[str, ...]) -> float:
     def backwards(pattern: Any, source: int, region: int) -> int:
         return honest(pattern, source, REGIONS - 1 - region)
 
-    mixture_order._Pattern.slot_in_region = backwards  # type: ignore[method-assign]
+    mixture_order._Pattern.slot_in_region = backwards  # type: ignore[method-assign, assignment]
     mixture_order._given_in.cache_clear()
     try:
         return float(windows(weights)["worst"])
@@ -164,7 +164,7 @@ def _slow_preparation(settings: PrepareSettings, seconds: float) -> None:
         time.sleep(seconds)
         return write(task)
 
-    workers.encode_shard = slow
+    workers.encode_shard = slow  # type: ignore[attr-defined]
     prepare(settings)
 
 
