@@ -148,7 +148,6 @@ class TokenMixture:
             UserError: two have different tokenizers, or hold the same data; the message names both folders.
         """
         self.parts, self.sources = tuple(parts), tuple(sources)
-        self._splits: dict[str, JoinedSplit] = {}
         first = self.sources[0]
         for source in self.sources:
             ours, theirs = (one.facts()["tokenizer_fingerprint"] for one in (first, source))
@@ -164,6 +163,8 @@ class TokenMixture:
                 raise UserError(
                     f"{source.folder} and {same.folder} hold the same data: give one of them all the weight"
                 )
+        # Now, and not at the first batch, which several threads may make.
+        self._splits = {name: JoinedSplit([source.split(name) for source in self.sources]) for name in ("train", "val")}
 
     @property
     def folder(self) -> Path:
@@ -189,9 +190,9 @@ class TokenMixture:
         return self.sources[0].eot_id
 
     def split(self, name: str) -> JoinedSplit:
-        """The splits of that name, joined. Raises UserError if a source has none."""
+        """The splits "train" or "val" of all sources, joined. Raises UserError if there is no such split."""
         if name not in self._splits:
-            self._splits[name] = JoinedSplit([source.split(name) for source in self.sources])
+            raise UserError(f"a mixture has no split {name!r}; there are train and val")
         return self._splits[name]
 
     def tokenizer(self) -> TextTokenizer:
