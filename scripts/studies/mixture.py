@@ -266,10 +266,10 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# Mixtures of data sets",
         "",
-        "Made from [mixture.json](mixture.json) by `python -m lockstep.scripts.studies.mixture`. Measured on "
-        f"{results['machine']}: {versions}.",
-        f"Other work ran beside; the machine's load at the start of each part: {load}. How to use mixtures: "
-        "[the guide](../guide/data_mixtures.md).",
+        "Made from [mixture.json](mixture.json) by `python -m lockstep.scripts.studies.mixture`. "
+        "How to use mixtures: [the guide](../guide/data_mixtures.md).",
+        f"Measured on {results['machine']}: {versions}.",
+        f"Other work ran beside; the machine's load at the start of each part: {load}.",
         "",
     ]
     sections = {"windows": _windows_page, "rows": _rows_page, "resume": _resume_page, "speed": _speed_page}
