@@ -49,7 +49,7 @@ class Waiting:
         self._tell(f"waiting for {path}, which is being prepared")
         while not path.is_file():
             now = time.monotonic()
-            if is_held(self._folder):
+            if is_held(self._folder) is not False:
                 held = now
             elif now - held > _GRACE_SECONDS and not path.is_file():
                 raise UserError(
