@@ -124,10 +124,22 @@ class DataConfig(Section):
         description="prepared folders to read in place of path, and the weight of each "
         "(`data/code: 0.7, data/web: 0.3`); empty = path alone",
     )
-    source: PathText = Field("", description="text to prepare: file, folder or glob; empty = Python's standard library")
+    source: PathText = Field(
+        "",
+        description="text to prepare: a file, folder or glob, here or at an address (s3://…); empty = Python's standard "
+        "library",
+    )
     column: str = Field("text", description="key or column of the text in JSON lines and parquet")
     tokenizer: PathText = Field("", description="a tokenizer.json to use; empty = train one of model.vocab_size")
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.01, description="share of documents held out")
+    on_broken: Literal["error", "skip"] = Field(
+        "error",
+        description="a record that is no text (bad JSON, no such key, bytes that are no UTF-8): end, or count it",
+    )
+    duplicates: Literal["keep", "drop"] = Field(
+        "keep", description="documents with the very text of an earlier one: keep or leave out; they are counted anyway"
+    )
+    max_document_bytes: Count = Field(0, description="longer documents are left out and counted; 0 = no limit")
     seed: Annotated[int, Field(ge=0, lt=2**64)] = Field(0, description="seed of the order of samples")
     memory_limit_gib: Annotated[float, Field(ge=0)] = Field(
         0.0, description="shards are held in RAM up to this size, else memory-mapped; 0 = a quarter of the free memory"

@@ -7,86 +7,186 @@ A document is known by its span (start, stop) in its file: bytes for plain text 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import gzip
+import io
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import IO, Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, Literal, cast
 
+from lockstep.core.data import remote
 from lockstep.core.data.sources import SourceFile
 from lockstep.core.errors import UserError
 
 Span = tuple[int, int]
+OnBroken = Literal["error", "skip"]
+# Why a record gives no document; core/data/left_out.py has them in words.
+Fault = Literal["skipped_documents", "null_documents", "broken_documents"]
 
-# Enough to tell a checkpoint or a picture from text without reading gigabytes of it.
-_HEAD_BYTES = 1 << 16
+# Read of a plain text at a time, and of a column of parquet.
+_CHUNK_BYTES = 1 << 20
+_REMOTE_CHUNK_BYTES = 1 << 22
+# Rows of parquet that are Python strings at the same time.
+_ROWS = 256
 # No document is so long; a few compressed bytes can be any number of the same one.
 _LONGEST_LINE = 1 << 30
 
 
+class _BrokenRecord(Exception):
+    """A record that is not what its file should hold; the message names its place."""
+
+
 @dataclass(frozen=True)
 class Document:
-    """A document and its span. `text` is None when its bytes are not valid Unicode."""
+    """A record and its span.
+
+    Attributes:
+        start, stop: the span.
+        whole: the text where it is in memory; None where it is read by `chunks`, or there is none.
+        fault: why it is no document, or None.
+        place: where it is, for people.
+        read: yields the text of a plain file piece by piece, as long as no further document was asked for.
+    """
 
     start: int
     stop: int
-    text: str | None
+    whole: str | None
+    fault: Fault | None = None
+    place: str = ""
+    read: Callable[[], Iterator[str]] | None = field(default=None, compare=False)
+
+    def chunks(self) -> Iterator[str]:
+        """Yield the text in pieces, of which only one need be in memory.
+
+        Raises:
+            UnicodeDecodeError: the bytes of a plain file are no UTF-8.
+        """
+        if self.read is not None:
+            yield from self.read()
+        elif self.whole is not None:
+            yield self.whole
+
+    @property
+    def text(self) -> str | None:
+        """The whole text; None if its bytes are not valid Unicode."""
+        if self.read is None:
+            return self.whole
+        try:
+            return "".join(self.chunks())
+        except UnicodeDecodeError:
+            return None
 
 
-def read_documents(file: SourceFile, column: str, spans: Sequence[Span] | None = None) -> Iterator[Document]:
-    """Yield the documents of `file` in order.
+def read_documents(
+    file: SourceFile, column: str, spans: Sequence[Span] | None = None, on_broken: OnBroken = "error"
+) -> Iterator[Document]:
+    """Yield the documents of `file` in order, in memory that does not grow with the file.
 
     Args:
         file: what to read; its kind says how.
         column: the key (JSON lines) or the column (parquet) that holds the text; unused for plain text.
         spans: only what lies in these sorted, disjoint spans; a span may hold many documents. None: all.
+        on_broken: what becomes of a record that is no JSON object with text in `column`, or whose bytes in a column of
+            parquet are no UTF-8: an error, or a document with the fault `broken_documents`.
 
-    A missing value (null) is yielded as the empty text.
+    A missing value (null) is yielded as the empty text with the fault `null_documents`.
 
     Raises:
         UserError: the file cannot be read, is not what its name says, or has no such column.
     """
     reader = {"text": _read_text, "jsonl": _read_json_lines, "parquet": _read_parquet}[file.kind]
+    with _readable(file.path):
+        for document in reader(file, column, spans):
+            if isinstance(document, Document):
+                yield document
+            elif on_broken == "error":
+                raise UserError(document.error)
+            else:
+                yield Document(document.start, document.stop, None, "broken_documents", document.place)
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Turn what goes wrong within, as `path` is read, into one line."""
     try:
-        yield from reader(file, column, spans)
+        with remote.explained(path):
+            yield
     except (OSError, EOFError) as error:
-        raise UserError(f"cannot read {file.path}: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """A broken record: its span, its place and the line that says what is wrong."""
+
+    start: int
+    stop: int
+    place: str
+    error: str
+
+
+def _open(path: str) -> IO[bytes]:
+    return remote.open_file(path) if remote.protocol_of(path) else open(path, "rb")
 
 
 def _read_text(file: SourceFile, column: str, spans: Sequence[Span] | None) -> Iterator[Document]:
-    with open(file.path, "rb") as stream:
-        if spans is not None:
-            for start, stop in spans:
-                stream.seek(start)
-                yield Document(start, stop, _decode(stream.read(stop - start)))
-            return
-        head = stream.read(_HEAD_BYTES)
-        if _is_text_head(head):
-            raw = head + stream.read()
+    with _open(file.path) as stream:
+        if spans is None:
             # A byte order mark, which some editors write first, is no text.
-            start = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
-            yield Document(start, len(raw), _decode(raw[start:]))
-        else:
-            yield Document(0, file.size, None)
+            marked = stream.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+            spans = [(len(codecs.BOM_UTF8) if marked else 0, file.size)]
+        for start, stop in spans:
+            yield Document(start, stop, None, place=file.name, read=_TextReader(file, stream, start, stop))
 
 
-def _is_text_head(head: bytes) -> bool:
-    try:
-        head.decode("utf-8")
-    except UnicodeDecodeError as error:
-        # A character of up to four bytes may be cut by the end of the head.
-        return len(head) == _HEAD_BYTES and error.start > _HEAD_BYTES - 4
-    return True
+@dataclass(frozen=True)
+class _TextReader:
+    """Decode the bytes from `start` to `stop` of an open file, from the first one again at each call."""
+
+    file: SourceFile
+    stream: IO[bytes]
+    start: int
+    stop: int
+
+    def __call__(self) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        position = self.start
+        while position < self.stop:
+            with _readable(self.file.path):
+                self.stream.seek(position)
+                raw = self.stream.read(min(_CHUNK_BYTES, self.stop - position))
+            if not raw:
+                raise UserError(
+                    f"{self.file.path} was changed while the data was being prepared; run the command again"
+                )
+            position += len(raw)
+            if text := decoder.decode(raw, final=position == self.stop):
+                yield text
 
 
-def _decode(raw: bytes) -> str | None:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
+def line_end(file: SourceFile, start: int, stop: int, wanted: int) -> int | None:
+    """Return where a line of a plain text ends, as a byte of the file: the last end in [start, wanted), else the next.
+
+    None if no line ends in [start, stop).
+    """
+    with _readable(file.path), _open(file.path) as stream:
+        upper = wanted
+        while upper > start:
+            lower = max(start, upper - _CHUNK_BYTES)
+            stream.seek(lower)
+            if (found := stream.read(upper - lower).rfind(b"\n")) >= 0:
+                return lower + found + 1
+            upper = lower
+        stream.seek(wanted)
+        while wanted < stop and (raw := stream.read(min(_CHUNK_BYTES, stop - wanted))):
+            if (found := raw.find(b"\n")) >= 0:
+                return wanted + found + 1
+            wanted += len(raw)
+    return None
 
 
-def _read_json_lines(file: SourceFile, column: str, spans: Sequence[Span] | None) -> Iterator[Document]:
+def _read_json_lines(file: SourceFile, column: str, spans: Sequence[Span] | None) -> Iterator[Document | _Broken]:
     with _open_maybe_gzip(file.path) as stream:
         for start, stop in [(0, None)] if spans is None else spans:
             stream.seek(start)
@@ -95,38 +195,67 @@ def _read_json_lines(file: SourceFile, column: str, spans: Sequence[Span] | None
                 line = stream.readline(_LONGEST_LINE + 1)
                 if not line:
                     break
-                if len(line) > _LONGEST_LINE:
-                    raise UserError(f"{file.path}, at byte {position}: a line of more than {_LONGEST_LINE:,} bytes")
                 begin, position = position, position + len(line)
-                if line.strip():
-                    yield Document(begin, position, _json_text(line, column, file.path, begin))
+                place = f"at byte {begin}"
+                if len(line) > _LONGEST_LINE:
+                    line = b""
+                    position += _to_the_line_end(stream)
+                    error = f"{file.path}, {place}: a line of more than {_LONGEST_LINE:,} bytes"
+                    yield _Broken(begin, position, f"{file.name}, {place}", error)
+                elif line.strip():
+                    yield _json_document(line, column, file, begin, position)
+
+
+def _to_the_line_end(stream: IO[bytes]) -> int:
+    """Read on to the end of a line, and return how many bytes that were."""
+    count = 0
+    while rest := stream.readline(_CHUNK_BYTES):
+        count += len(rest)
+        if rest.endswith(b"\n"):
+            break
+    return count
 
 
 def _open_maybe_gzip(path: str) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path, "rb")) if path.lower().endswith(".gz") else open(path, "rb")
+    if path.lower().endswith(".gz"):
+        packed = gzip.GzipFile(fileobj=(stream := _open(path)), mode="rb")
+        # Closed with it, as where gzip opens the file.
+        packed.myfileobj = stream
+        return cast(IO[bytes], packed)
+    stream = _open(path)
+    # A file of fsspec's reads a line in small steps of Python.
+    return io.BufferedReader(cast(io.RawIOBase, stream), _CHUNK_BYTES) if remote.protocol_of(path) else stream
 
 
-def _json_text(line: bytes, column: str, path: str, position: int) -> str | None:
-    where = f"{path}, at byte {position}"
+def _json_document(line: bytes, column: str, file: SourceFile, begin: int, end: int) -> Document | _Broken:
+    place = f"{file.name}, at byte {begin}"
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not a line of JSON ({error}); every line must be one JSON object") from error
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: a line of JSON lines must be an object, not {_kind(record)}")
-    if column not in record:
-        raise UserError(f"{where}: no column {column!r}; there are {', '.join(sorted(record)) or 'none'}")
-    text = record[column]
+        text = _json_text(line, column)
+    except _BrokenRecord as error:
+        return _Broken(begin, end, place, f"{file.path}, at byte {begin}: {error}")
     if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise UserError(f"{where}: the column {column!r} must hold text, not {_kind(text)}")
+        return Document(begin, end, "", "null_documents", place)
     try:
         text.encode()
     except UnicodeEncodeError:
         # JSON can spell half of a surrogate pair, which no encoding of Unicode can hold.
-        return None
-    return text
+        return Document(begin, end, None, "skipped_documents", place)
+    return Document(begin, end, text, place=place)
+
+
+def _json_text(line: bytes, column: str) -> str | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _BrokenRecord(f"not a line of JSON ({error}); every line must be one JSON object") from error
+    if not isinstance(record, dict):
+        raise _BrokenRecord(f"a line of JSON lines must be an object, not {_kind(record)}")
+    if column not in record:
+        raise _BrokenRecord(f"no column {column!r}; there are {', '.join(sorted(record)) or 'none'}")
+    text = record[column]
+    if text is None or isinstance(text, str):
+        return text
+    raise _BrokenRecord(f"the column {column!r} must hold text, not {_kind(text)}")
 
 
 def _kind(value: Any) -> str:
@@ -135,24 +264,49 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-def _read_parquet(file: SourceFile, column: str, spans: Sequence[Span] | None) -> Iterator[Document]:
+def _read_parquet(file: SourceFile, column: str, spans: Sequence[Span] | None) -> Iterator[Document | _Broken]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    address = remote.protocol_of(file.path)
+    source = remote.open_file(file.path, ranges=True) if address else file.path
+    buffer = _REMOTE_CHUNK_BYTES if address else _CHUNK_BYTES
     try:
-        with pq.ParquetFile(file.path) as parquet:
+        # A buffer and no reading ahead: else a group of rows, of which a file may have one, is in memory as a whole.
+        with pq.ParquetFile(source, buffer_size=buffer, pre_buffer=False) as parquet:
             _check_column(parquet.schema_arrow, column, file.path)
             first = 0
             for group in range(parquet.num_row_groups):
                 stop = first + parquet.metadata.row_group(group).num_rows
                 rows = range(first, stop) if spans is None else _rows_within(spans, first, stop)
                 if rows:
-                    texts = parquet.read_row_group(group, columns=[column], use_threads=False).column(0)
-                    for row in rows:
-                        yield Document(row, row + 1, texts[row - first].as_py() or "")
+                    yield from _rows_of_group(parquet, group, first, rows, column, file)
                 first = stop
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{file.path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _rows_of_group(
+    parquet: Any, group: int, first: int, rows: Sequence[int], column: str, file: SourceFile
+) -> Iterator[Document | _Broken]:
+    wanted = iter(rows)
+    row = next(wanted)
+    for batch in parquet.iter_batches(_ROWS, row_groups=[group], columns=[column], use_threads=False):
+        texts = batch.column(0)
+        while row < first + len(texts):
+            yield _parquet_document(texts[row - first], row, file)
+            if (row := next(wanted, -1)) < 0:
+                return
+        first += len(texts)
+
+
+def _parquet_document(value: Any, row: int, file: SourceFile) -> Document | _Broken:
+    place = f"{file.name}, row {row}"
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError as error:
+        return _Broken(row, row + 1, place, f"{file.path}, row {row}: not UTF-8 text ({error.reason})")
+    return Document(row, row + 1, text or "", "null_documents" if text is None else None, place)
 
 
 def _rows_within(spans: Sequence[Span], first: int, stop: int) -> list[int]:

@@ -12,19 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lockstep.core.data.catalog import expected_texts
-from lockstep.core.data.documents import Span
-from lockstep.core.data.grouping import grouped
+from lockstep.core.data.catalog import expected_documents
+from lockstep.core.data.documents import Document, Span
 from lockstep.core.data.index import TOKENIZER_NAME
-from lockstep.core.data.shards import ShardHeader, token_bytes_for, write_shard
+from lockstep.core.data.shards import ShardHeader, ShardWriter, token_bytes_for
 from lockstep.core.data.sources import SourceFile
 from lockstep.core.data.tokenizer import TextTokenizer, load_tokenizer
 from lockstep.core.errors import UserError
-
-# Per call into the tokenizer: enough to make the call cheap, little enough to bound memory.
-_BATCH_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,15 +41,18 @@ def encode_shard(task: ShardTask) -> ShardHeader:
     """
     tokenizer = _tokenizer_of(task.folder)
     eot = np.array([tokenizer.eot_id], dtype=np.uint32)
-    documents: list[NDArray[np.uint32]] = []
-    for batch in grouped(_texts(task), _BATCH_CHARACTERS):
-        documents.extend(np.concatenate([ids, eot]) for ids in tokenizer.encode_documents(batch))
-    if len(documents) != task.documents:
-        raise UserError(
-            f"{task.file} should hold {task.documents} documents, {len(documents)} were found: "
-            f"a source was changed while it was read, the first is {task.sources[0][0].path}; run the command again"
-        )
-    return write_shard(Path(task.folder, task.file), documents, token_bytes_for(tokenizer.vocab_size))
+    with ShardWriter(Path(task.folder, task.file), token_bytes_for(tokenizer.vocab_size)) as shard:
+        try:
+            for ids, ends in tokenizer.encode_chunks(document.chunks() for document in _documents(task)):
+                shard.add(np.concatenate([ids, eot]) if ends else ids, ends=ends)
+        except UnicodeDecodeError:
+            raise UserError(f"a source of {task.file} was changed while it was read; run the command again") from None
+        if shard.documents != task.documents:
+            raise UserError(
+                f"{task.file} should hold {task.documents} documents, {shard.documents} were found: "
+                f"a source was changed while it was read, the first is {task.sources[0][0].path}; run the command again"
+            )
+        return shard.write()
 
 
 def start_worker() -> None:
@@ -85,6 +83,6 @@ def _tokenizer_of(folder: str) -> TextTokenizer:
     return _tokenizer_at(path, os.stat(path).st_mtime_ns)
 
 
-def _texts(task: ShardTask) -> Iterator[str]:
+def _documents(task: ShardTask) -> Iterator[Document]:
     for source, spans in task.sources:
-        yield from expected_texts(source, task.column, spans)
+        yield from expected_documents(source, task.column, spans)

@@ -8,39 +8,87 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+_BLOCK_TOKENS = 1 << 21
+
+
+class TokenCounts:
+    """Count tokens and neighbours of a text that comes in parts: memory grows with distinct pairs, not with tokens."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.tokens = 0
+        self._vocab_size = vocab_size
+        self._of_token = np.zeros(vocab_size, dtype=np.int64)
+        # Pairs as one number each, ascending, and how often each occurs.
+        self._pairs, self._of_pair = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        self._last: NDArray[np.integer[Any]] | None = None
+
+    def add(self, tokens: NDArray[np.integer[Any]]) -> None:
+        """Add tokens, shape (N,), that follow those added before. Raises ValueError for an id that is none."""
+        for first in range(0, tokens.size, _BLOCK_TOKENS):
+            block = tokens[first : first + _BLOCK_TOKENS]
+            if int(block.min()) < 0 or int(block.max()) >= self._vocab_size:
+                raise ValueError(f"token ids must lie in [0, {self._vocab_size})")
+            self._of_token += np.bincount(block, minlength=self._vocab_size)
+            self._add_pairs(block if self._last is None else np.concatenate([self._last, block]))
+            self._last = block[-1:]
+            self.tokens += block.size
+
+    def _add_pairs(self, tokens: NDArray[np.integer[Any]]) -> None:
+        pairs, counts = np.unique(tokens[:-1].astype(np.int64) * self._vocab_size + tokens[1:], return_counts=True)
+        both = np.concatenate([self._pairs, pairs])
+        order = np.argsort(both, kind="stable")
+        both = both[order]
+        firsts = np.flatnonzero(np.append(True, both[1:] != both[:-1])) if both.size else order
+        counts = np.concatenate([self._of_pair, counts])[order]
+        self._pairs, self._of_pair = both[firsts], np.add.reduceat(counts, firsts) if both.size else counts
+
+    def unigram_entropy(self) -> float:
+        """H(X) = -sum_x p(x) ln p(x) in nats, p being the share of x among the tokens.
+
+        This is the smallest mean loss of a model that predicts without looking (Shannon 1948).
+
+        Raises:
+            ValueError: there are no tokens.
+        """
+        self._require(1)
+        return _entropy_of_counts(self._of_token)
+
+    def bigram_entropy(self) -> float:
+        """H(X_t | X_{t-1}) = H(X_{t-1}, X_t) - H(X_{t-1}) in nats, over all neighbours.
+
+        This is the smallest mean loss of a model that looks at one token. As the counts are those of these very tokens,
+        rare pairs make it lower than a model that never saw them could reach.
+
+        Raises:
+            ValueError: there are fewer than two tokens.
+        """
+        self._require(2)
+        before = np.zeros(self._vocab_size, dtype=np.int64)
+        np.add.at(before, self._pairs // self._vocab_size, self._of_pair)
+        # Rounding may leave -0.0 or a few ulp below zero where the next token is certain.
+        return max(0.0, _entropy_of_counts(self._of_pair) - _entropy_of_counts(before))
+
+    def _require(self, at_least: int) -> None:
+        if self.tokens < at_least:
+            raise ValueError(f"entropy needs at least {at_least} tokens, there are {self.tokens}")
+
+
 def unigram_entropy(tokens: NDArray[np.integer[Any]], vocab_size: int) -> float:
-    """H(X) = -sum_x p(x) ln p(x) in nats, p being the share of x among `tokens`, shape (N,).
-
-    This is the smallest mean loss of a model that predicts without looking (Shannon 1948).
-
-    Raises:
-        ValueError: no tokens, or one outside [0, vocab_size).
-    """
-    _check(tokens, vocab_size, at_least=1)
-    return _entropy_of_counts(np.bincount(tokens, minlength=vocab_size))
+    """Return `TokenCounts.unigram_entropy` of `tokens`, shape (N,). Raises ValueError as it and `add` do."""
+    return _counted(tokens, vocab_size).unigram_entropy()
 
 
 def bigram_entropy(tokens: NDArray[np.integer[Any]], vocab_size: int) -> float:
-    """H(X_t | X_{t-1}) = H(X_{t-1}, X_t) - H(X_{t-1}) in nats, over the N - 1 neighbours in `tokens`, shape (N,).
-
-    This is the smallest mean loss of a model that looks at one token. As the counts are those of these very tokens,
-    rare pairs make it lower than a model that never saw them could reach.
-
-    Raises:
-        ValueError: fewer than two tokens, or one outside [0, vocab_size).
-    """
-    _check(tokens, vocab_size, at_least=2)
-    before = tokens[:-1].astype(np.int64)
-    _, pairs = np.unique(before * vocab_size + tokens[1:], return_counts=True)
-    # Rounding may leave -0.0 or a few ulp below zero where the next token is certain.
-    return max(0.0, _entropy_of_counts(pairs) - _entropy_of_counts(np.bincount(before)))
+    """Return `TokenCounts.bigram_entropy` of `tokens`, shape (N,). Raises ValueError as it and `add` do."""
+    return _counted(tokens, vocab_size).bigram_entropy()
 
 
-def _check(tokens: NDArray[np.integer[Any]], vocab_size: int, *, at_least: int) -> None:
-    if tokens.ndim != 1 or tokens.size < at_least:
-        raise ValueError(f"entropy needs a vector of at least {at_least} tokens, this has shape {tokens.shape}")
-    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
-        raise ValueError(f"token ids must lie in [0, {vocab_size})")
+def _counted(tokens: NDArray[np.integer[Any]], vocab_size: int) -> TokenCounts:
+    if tokens.ndim != 1:
+        raise ValueError(f"entropy needs a vector of tokens, this has shape {tokens.shape}")
+    counts = TokenCounts(vocab_size)
+    counts.add(tokens)
+    return counts
 
 
 def _entropy_of_counts(counts: NDArray[np.integer[Any]]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Plan:
         listing: the source as it was.
         tokenizer_sha256: the tokenizer that the shards are written with.
         bytes_per_token: measured on a sample; text bytes per token.
-        left_out: how many files and documents were left out, and why; the first of each in `first_left_out`.
+        left_out: counts of records that are no document, or copies of one; see `RecordCounts.content`.
         shards: in the order of the token stream, train before val.
     """
 
@@ -81,11 +81,11 @@ def write_plan(folder: Path, plan: Plan) -> None:
         "format_version": FORMAT_VERSION,
         "identity": plan.identity,
         "description": plan.listing.description,
-        "files": [[file.path, file.name, file.kind, file.size, file.mtime_ns] for file in plan.listing.files],
+        "files": [_file_row(file) for file in plan.listing.files],
         "tokenizer_sha256": plan.tokenizer_sha256,
         "bytes_per_token": plan.bytes_per_token,
         "left_out": plan.left_out,
-        "shards": [asdict(shard) for shard in plan.shards],
+        "shards": [vars(shard) for shard in plan.shards],
     }
     write_sealed_json(folder / PLAN_NAME, content, indent=None)
 
@@ -114,6 +114,11 @@ def read_plan(folder: Path) -> Plan | None:
             ShardPlan(**{**shard, "runs": tuple(tuple(run) for run in shard["runs"])}) for shard in content["shards"]
         ),
     )
+
+
+def _file_row(file: SourceFile) -> list[Any]:
+    row = [file.path, file.name, file.kind, file.size, file.mtime_ns]
+    return [*row, file.version] if file.version else row
 
 
 def _runs(catalog: Catalog, members: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:

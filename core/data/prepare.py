@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
-from lockstep.core.data.catalog import Catalog, read_catalog
-from lockstep.core.data.entropy import bigram_entropy, unigram_entropy
+from lockstep.core.data.catalog import Catalog, Duplicates, RecordRules, read_catalog
+from lockstep.core.data.documents import OnBroken
+from lockstep.core.data.entropy import TokenCounts
 from lockstep.core.data.index import (
     INDEX_NAME,
     TOKENIZER_NAME,
@@ -25,7 +24,7 @@ from lockstep.core.data.index import (
 from lockstep.core.data.plan import Plan, ShardPlan, plan_shards, write_plan
 from lockstep.core.data.resume_prepare import damaged_shards, plan_to_continue, remove_files, remove_prepared
 from lockstep.core.data.sample import sample_training_text
-from lockstep.core.data.shards import ShardHeader, Tokens, map_tokens, read_header, token_bytes_for, verify_shard
+from lockstep.core.data.shards import ShardHeader, map_tokens, read_header, token_bytes_for, verify_shard
 from lockstep.core.data.sources import SourceListing, list_source
 from lockstep.core.data.tokenizer import (
     LEAST_VOCABULARY,
@@ -58,6 +57,7 @@ class PrepareSettings:
         tokenizer: a tokenizer.json to use; not together with `vocab_size`.
         column: the key or column with the text, for JSON lines and parquet.
         val_fraction: share of the documents for validation, in (0, 1).
+        on_broken, duplicates, max_document_bytes: see `RecordRules`.
         shard_tokens: about how many tokens go into a shard.
         workers: processes that encode; changes no byte of the result.
         force: throw away what the folder holds of earlier preparations.
@@ -69,9 +69,17 @@ class PrepareSettings:
     tokenizer: str | Path | None = None
     column: str = "text"
     val_fraction: float = 0.01
+    on_broken: OnBroken = "error"
+    duplicates: Duplicates = "keep"
+    max_document_bytes: int = 0
     shard_tokens: int = 1 << 22
     workers: int = 1
     force: bool = False
+
+    @property
+    def rules(self) -> RecordRules:
+        """What becomes of records that are not plainly documents."""
+        return RecordRules(self.on_broken, self.duplicates, self.max_document_bytes)
 
 
 @dataclass(frozen=True)
@@ -115,14 +123,13 @@ def prepare(settings: PrepareSettings, on_progress: OnProgress | None = None) ->
     _check_settings(settings)
     report = on_progress or (lambda progress: None)
     folder = Path(settings.out).expanduser().absolute()
-    fresh = not folder.exists()
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     _make_folder(folder)
     try:
         with FolderLock(folder):
             return _prepare(settings, folder, report)
     except UserError:
-        if fresh:
-            _remove_if_nothing_came_of_it(folder)
+        _remove_if_nothing_came_of_it(folder, made)
         raise
 
 
@@ -145,11 +152,13 @@ def _prepare(settings: PrepareSettings, folder: Path, report: OnProgress) -> Pre
     return _finish(settings, folder, plan, report)
 
 
-def _remove_if_nothing_came_of_it(folder: Path) -> None:
+def _remove_if_nothing_came_of_it(folder: Path, made: list[Path]) -> None:
+    """Remove the folders that this call `made`, the innermost first, unless something is in `folder`."""
     with contextlib.suppress(OSError):
-        if [path.name for path in folder.iterdir()] == [LOCK_NAME]:
+        if made and [path.name for path in folder.iterdir()] == [LOCK_NAME]:
             (folder / LOCK_NAME).unlink()
-            folder.rmdir()
+            for path in made:
+                path.rmdir()
 
 
 def _check_settings(settings: PrepareSettings) -> None:
@@ -161,6 +170,10 @@ def _check_settings(settings: PrepareSettings) -> None:
         )
     if not 0.0 < settings.val_fraction < 1.0:
         raise UserError(f"val_fraction {settings.val_fraction} must lie between 0 and 1, for example 0.01")
+    if settings.max_document_bytes < 0:
+        raise UserError(
+            f"max_document_bytes {settings.max_document_bytes} must be a number of bytes, or 0 for no limit"
+        )
     if settings.shard_tokens < 1 or settings.workers < 1:
         raise UserError(f"shard_tokens {settings.shard_tokens} and workers {settings.workers} must be at least 1")
 
@@ -180,6 +193,8 @@ def _identity(settings: PrepareSettings, given: TextTokenizer | None) -> dict[st
         "column": settings.column,
         "val_fraction": settings.val_fraction,
         "shard_tokens": settings.shard_tokens,
+        # Only where they are not the default: what was prepared before there were these settings goes on.
+        **{name: value for name, value in vars(settings.rules).items() if value != vars(RecordRules())[name]},
     }
 
 
@@ -193,9 +208,8 @@ def _start(
 ) -> Plan:
     """Read the source, settle the tokenizer and the shards, and write both down."""
     total = listing.size
-    catalog = read_catalog(
-        listing, settings.column, settings.val_fraction, lambda done: report(Progress("read", done, total))
-    )
+    on_bytes: Callable[[int], None] = lambda done: report(Progress("read", done, total))  # noqa: E731
+    catalog = read_catalog(listing, settings.column, settings.val_fraction, on_bytes, settings.rules)
     report(Progress("tokenizer", 0, 0))
     tokenizer, bytes_per_token = _settle_tokenizer(identity, listing, catalog, given)
     plan = Plan(
@@ -203,12 +217,7 @@ def _start(
         listing=listing,
         tokenizer_sha256=tokenizer.fingerprint,
         bytes_per_token=bytes_per_token,
-        left_out={
-            "skipped_files": catalog.skipped_files,
-            "skipped_documents": catalog.skipped_documents,
-            "empty_documents": catalog.empty_documents,
-            "first_left_out": catalog.first_left_out,
-        },
+        left_out=catalog.counts.content(),
         shards=tuple(plan_shards(catalog, settings.shard_tokens * bytes_per_token)),
     )
     _check_disk(folder, plan.shards, bytes_per_token, token_bytes_for(tokenizer.vocab_size))
@@ -253,7 +262,8 @@ def _finish(settings: PrepareSettings, folder: Path, plan: Plan, report: OnProgr
     total = sum(shard.text_bytes for shard in plan.shards)
     done = total - sum(shard.text_bytes for shard in missing)
     report(Progress("encode", done, total))
-    for shard, header in encode_shards(missing, folder, plan, settings.workers):
+    workers = 1 if plan.listing.in_this_process else settings.workers
+    for shard, header in encode_shards(missing, folder, plan, workers):
         headers[shard.file] = header
         done += shard.text_bytes
         report(Progress("encode", done, total))
@@ -280,8 +290,9 @@ def _index_of(folder: Path, plan: Plan, headers: dict[str, ShardHeader], tokeniz
         header = headers[shard.file]
         entry = ShardEntry(shard.file, header.tokens, header.documents, shard.text_bytes, header.sha256)
         entries[shard.split].append(entry)
-    val = [map_tokens(folder / entry.file, headers[entry.file]) for entry in entries["val"]]
-    tokens: Tokens = np.concatenate(val) if val else np.empty(0, dtype=np.uint16)
+    counts = TokenCounts(tokenizer.vocab_size)
+    for entry in entries["val"]:
+        counts.add(map_tokens(folder / entry.file, headers[entry.file]))
     return DatasetIndex(
         vocab_size=tokenizer.vocab_size,
         eot_id=tokenizer.eot_id,
@@ -290,8 +301,8 @@ def _index_of(folder: Path, plan: Plan, headers: dict[str, ShardHeader], tokeniz
         train=SplitEntry(tuple(entries["train"]), None, None),
         val=SplitEntry(
             tuple(entries["val"]),
-            unigram_entropy(tokens, tokenizer.vocab_size) if tokens.size else None,
-            bigram_entropy(tokens, tokenizer.vocab_size) if tokens.size > 1 else None,
+            counts.unigram_entropy() if counts.tokens else None,
+            counts.bigram_entropy() if counts.tokens > 1 else None,
         ),
         settings=plan.identity,
         source={

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.data.catalog import RecordRules
 from lockstep.core.data.index import INDEX_NAME, TOKENIZER_NAME, DatasetIndex
 from lockstep.core.data.plan import PLAN_NAME, Plan, read_plan
 from lockstep.core.data.shards import read_header
@@ -30,9 +31,9 @@ def plan_to_continue(folder: Path, identity: dict[str, Any], listing: SourceList
             raise UserError(f"{found[0]} is in the way and has no {PLAN_NAME}; choose another folder or use --force")
         return None
     differences = [
-        f"{name} is {plan.identity.get(name)} there, {value} was asked for"
-        for name, value in identity.items()
-        if plan.identity.get(name) != value
+        f"{name} is {there} there, {here} was asked for"
+        for name in {**plan.identity, **identity}
+        if (there := _setting(plan.identity, name)) != (here := _setting(identity, name))
     ]
     differences.extend(_source_differences(plan.listing, listing))
     if differences:
@@ -58,6 +59,11 @@ def remove_prepared(folder: Path) -> None:
         UserError: a file cannot be removed.
     """
     remove_files(_ours(folder))
+
+
+def _setting(identity: dict[str, Any], name: str) -> Any:
+    # Rules for records stand in an identity where they are not the default ones, which is what earlier plans have.
+    return identity.get(name, vars(RecordRules()).get(name))
 
 
 def _source_differences(there: SourceListing, here: SourceListing) -> Iterator[str]:

@@ -16,14 +16,17 @@ All numbers are unsigned and little-endian. The document table stands before the
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator, Sequence
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +41,7 @@ _FIELDS = struct.Struct("<8sIIQQ")
 _DIGEST_BYTES = 32
 _HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
 _CHUNK_BYTES = 1 << 24
+_HELD_BYTES = 1 << 26
 _LARGEST_SHORT_VOCABULARY = 1 << 16
 
 _NAME = re.compile(r"(train|val)_\d{5,}\.bin")
@@ -113,27 +117,84 @@ def _identity(path: Path) -> tuple[int, int, int, int]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def write_shard(path: Path, documents: Sequence[NDArray[np.integer[Any]]], token_bytes: int) -> ShardHeader:
+class ShardWriter:
+    """Collect the tokens of whole documents, and write them as one shard, atomically.
+
+    Few documents or long ones: up to `_HELD_BYTES` of tokens are in memory, more in a file without a name.
+    """
+
+    def __init__(self, path: Path, token_bytes: int) -> None:
+        self._path, self._token_bytes = path, token_bytes
+        self._starts = array("Q")
+        self._tokens, self._begins = 0, True
+        self._held: IO[bytes] = tempfile.SpooledTemporaryFile(_HELD_BYTES, dir=path.parent)  # noqa: SIM115 - see __exit__
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
+
+    def add(self, ids: NDArray[np.integer[Any]], *, ends: bool = True) -> None:
+        """Add token ids of a document, shape (tokens,); with `ends`, they end it and hold its end of text.
+
+        Raises:
+            UserError: the disk is full.
+            ValueError: the document has no tokens, or an id that `token_bytes` cannot hold.
+        """
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 1 << (8 * self._token_bytes)):
+            raise ValueError(f"token ids do not fit in {self._token_bytes} unsigned bytes")
+        if self._begins:
+            self._starts.append(self._tokens)
+        try:
+            self._held.write(ids.astype(f"<u{self._token_bytes}").data)
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror or error}") from error
+        self._tokens += ids.size
+        self._begins = ends
+        if ends and self._tokens == self._starts[-1]:
+            raise ValueError("no document may be empty")
+
+    @property
+    def documents(self) -> int:
+        """Documents so far."""
+        return len(self._starts)
+
+    def write(self) -> ShardHeader:
+        """Write the shard.
+
+        Raises:
+            UserError: the file cannot be written.
+            ValueError: no documents.
+        """
+        if not self._starts:
+            raise ValueError("a shard needs at least one document")
+        starts = np.frombuffer(self._starts, dtype=np.uint64).astype("<u8")
+        fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, self._token_bytes, self._tokens, starts.size)
+        digest = hashlib.sha256(fields)
+        digest.update(starts.data)
+        for chunk in self._chunks():
+            digest.update(chunk)
+        write_atomically(self._path, itertools.chain([fields, digest.digest(), starts.data], self._chunks()))
+        return ShardHeader(self._token_bytes, self._tokens, starts.size, digest.hexdigest())
+
+    def _chunks(self) -> Iterator[bytes]:
+        self._held.seek(0)
+        while chunk := self._held.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def write_shard(path: Path, documents: Iterable[NDArray[np.integer[Any]]], token_bytes: int) -> ShardHeader:
     """Write whole documents (token ids, each of shape (tokens,), its end of text included) as one shard, atomically.
 
     Raises:
         UserError: the file cannot be written.
         ValueError: no documents, an empty one, or an id that `token_bytes` cannot hold.
     """
-    lengths = np.array([len(document) for document in documents], dtype=np.int64)
-    if not lengths.size or not lengths.all():
-        raise ValueError("a shard needs at least one document, and no document may be empty")
-    joined = np.concatenate(documents)
-    if int(joined.min()) < 0 or int(joined.max()) >= 1 << (8 * token_bytes):
-        raise ValueError(f"token ids do not fit in {token_bytes} unsigned bytes")
-    starts = (np.cumsum(lengths) - lengths).astype("<u8")
-    tokens = joined.astype(f"<u{token_bytes}")
-    fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, token_bytes, tokens.size, starts.size)
-    digest = hashlib.sha256(fields)
-    digest.update(starts.data)
-    digest.update(tokens.data)
-    write_atomically(path, [fields, digest.digest(), starts.data, tokens.data])
-    return ShardHeader(token_bytes, tokens.size, starts.size, digest.hexdigest())
+    with ShardWriter(path, token_bytes) as shard:
+        for document in documents:
+            shard.add(document)
+        return shard.write()
 
 
 def read_header(path: Path) -> ShardHeader:

@@ -1,4 +1,4 @@
-"""Find the documents: the files behind a folder, a glob, a file, or nothing at all."""
+"""Find the documents: the files behind a folder, a glob, a file, an address, or nothing at all."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from lockstep.core.data import remote
 from lockstep.core.errors import UserError
 
 Kind = Literal["text", "jsonl", "parquet"]
@@ -26,8 +27,9 @@ _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache_
 class SourceFile:
     """One file of a source, as it was when it was listed.
 
-    `name` is the path relative to the source's root, with forward slashes; `size` is in bytes and
-    `mtime_ns` in nanoseconds.
+    `name` is the path relative to the source's root, with forward slashes; `size` is in bytes and `mtime_ns` in
+    nanoseconds. At an address, `version` is what the server calls this version of the file (an ETag), and `mtime_ns` is
+    0 where there is one.
     """
 
     path: str
@@ -35,9 +37,17 @@ class SourceFile:
     kind: Kind
     size: int
     mtime_ns: int
+    version: str = ""
 
     def unchanged(self) -> bool:
-        """Return whether the file on the disk still has the size and time that were listed."""
+        """Return whether the file is still the one that was listed, by size and time or version.
+
+        Raises:
+            UserError: its server does not answer.
+        """
+        if remote.protocol_of(self.path):
+            found = remote.describe(self.path)
+            return (found.size, found.mtime_ns, found.version) == (self.size, self.mtime_ns, self.version)
         try:
             status = os.stat(self.path)
         except OSError:
@@ -57,18 +67,49 @@ class SourceListing:
         """Bytes of all files together, compressed where they are compressed."""
         return sum(file.size for file in self.files)
 
+    @property
+    def in_this_process(self) -> bool:
+        """Return whether the files are objects of this process (`memory://`), which another one does not see."""
+        return any(remote.protocol_of(file.path) == "memory" for file in self.files)
+
 
 def list_source(source: str | None, *, exclude: Path | None = None) -> SourceListing:
     """List the files of `source` in an order that depends on nothing but their names.
 
     Args:
         source: a file, a folder (searched to the bottom; names that begin with a dot are left out), a
-            glob (`**` goes down folders), or None for the running Python's standard library.
+            glob (`**` goes down folders), an address of any of these (`s3://bucket/folder`), or None for the running
+            Python's standard library.
         exclude: a folder whose contents are left out: the output, which may lie inside the source.
 
     Raises:
         UserError: nothing is there, or it cannot be read.
     """
+    if source is not None and remote.protocol_of(source := remote.local_path(source)):
+        description, files = _at_address(source)
+    else:
+        description, files = _of_this_machine(source, exclude)
+    if not files:
+        raise UserError(f"no files in the source {description}; give a folder, a file or a glob with text in it")
+    files.sort(key=lambda file: file.name)
+    parquet = [file.name for file in files if file.kind == "parquet"]
+    if parquet and find_spec("pyarrow") is None:
+        raise UserError(
+            f"{parquet[0]} in the source {description} is parquet, which needs pyarrow: pip install pyarrow"
+        )
+    return SourceListing(description, tuple(files))
+
+
+def _at_address(source: str) -> tuple[str, list[SourceFile]]:
+    root, found = remote.list_files(source)
+    files = []
+    for file in found:
+        name = file.path.removeprefix(root).lstrip("/")
+        files.append(SourceFile(file.path, name, kind_of(name), file.size, file.mtime_ns, file.version))
+    return source.rstrip("/"), files
+
+
+def _of_this_machine(source: str | None, exclude: Path | None) -> tuple[str, list[SourceFile]]:
     if source is None:
         root = Path(sysconfig.get_path("stdlib"))
         description = f"standard library of Python {platform.python_version()} ({root})"
@@ -79,15 +120,7 @@ def list_source(source: str | None, *, exclude: Path | None = None) -> SourceLis
     if exclude is not None:
         excluded = exclude.absolute()
         paths = [path for path in paths if not path.is_relative_to(excluded)]
-    if not paths:
-        raise UserError(f"no files in the source {description}; give a folder, a file or a glob with text in it")
-    named = sorted((path.relative_to(root).as_posix(), path) for path in set(paths))
-    parquet = [name for name, _ in named if kind_of(name) == "parquet"]
-    if parquet and find_spec("pyarrow") is None:
-        raise UserError(
-            f"{parquet[0]} in the source {description} is parquet, which needs pyarrow: pip install pyarrow"
-        )
-    return SourceListing(description, tuple(_describe(name, path) for name, path in named))
+    return description, [_describe(path.relative_to(root).as_posix(), path) for path in set(paths)]
 
 
 def kind_of(name: str) -> Kind:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,19 +64,38 @@ class TextTokenizer:
         A text above 2**20 characters is encoded in pieces cut at line ends, to bound memory. This changes
         no token of a byte-level BPE with GPT-2's pattern, the kind that `train_tokenizer` makes.
         """
-        pieces: list[str] = []
-        counts: list[int] = []
-        for text in texts:
-            before = len(pieces)
-            pieces.extend(_cut(text, _PIECE_CHARACTERS))
-            counts.append(len(pieces) - before)
+        documents: list[NDArray[np.uint32]] = []
+        parts: list[NDArray[np.uint32]] = []
+        for ids, ends in self.encode_chunks([text] for text in texts):
+            parts.append(ids)
+            if ends:
+                documents.append(np.concatenate(parts))
+                parts = []
+        return documents
+
+    def encode_chunks(self, documents: Iterable[Iterable[str]]) -> Iterator[tuple[NDArray[np.uint32], bool]]:
+        """Encode documents that come as chunks of text, in memory that does not grow with their number or length.
+
+        Yields ids in order, uint32 (tokens,), and whether they end their document. The ids of a document are those of
+        `encode_documents`, however its text was cut into chunks.
+        """
+        ends: deque[bool] = deque()
+
+        def pieces() -> Iterator[str]:
+            for chunks in documents:
+                cut = _cut(chunks, _PIECE_CHARACTERS)
+                piece = next(cut)
+                for following in cut:
+                    ends.append(False)
+                    yield piece
+                    piece = following
+                ends.append(True)
+                yield piece
+
         # The library's encodings are many times as large as the ids, so few of them may live at once.
-        ids = (
-            np.array(encoding.ids, dtype=np.uint32)
-            for group in grouped(pieces, _PIECE_CHARACTERS)
-            for encoding in self._tokenizer.encode_batch_fast(group, add_special_tokens=False)
-        )
-        return [np.concatenate(list(itertools.islice(ids, count))) for count in counts]
+        for group in grouped(pieces(), _PIECE_CHARACTERS):
+            for encoding in self._tokenizer.encode_batch_fast(group, add_special_tokens=False):
+                yield np.array(encoding.ids, dtype=np.uint32), ends.popleft()
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """The text of `ids`, shape (tokens,), with the end of text written out.
@@ -171,10 +190,17 @@ def _build(content: bytes, origin: str) -> Tokenizer:
         raise UserError(f"{origin} is not a tokenizer.json: {error}") from error
 
 
-def _cut(text: str, limit: int) -> Iterator[str]:
-    """Pieces of at least `limit` characters (but the last), cut where no token can lie across."""
-    start = 0
-    while (match := _SAFE_CUT.search(text, start + limit)) is not None:
-        yield text[start : match.end()]
-        start = match.end()
-    yield text[start:]
+def _cut(chunks: Iterable[str], limit: int) -> Iterator[str]:
+    """Yield the text of `chunks` in pieces of at least `limit` characters (but the last).
+
+    They are cut where no token can lie across, and at the same places however the text is cut into chunks.
+    """
+    held, searched = "", limit
+    for chunk in chunks:
+        held += chunk
+        while (match := _SAFE_CUT.search(held, searched)) is not None:
+            yield held[: match.end()]
+            held, searched = held[match.end() :], limit
+        # What may yet become a cut: a character and the end of a line, without the character after them.
+        searched = max(limit, len(held) - 2)
+    yield held

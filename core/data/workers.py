@@ -29,10 +29,9 @@ def encode_shards(
     Raises:
         UserError: what `encode_shard` raises, or a worker died. Finished shards stay.
     """
-    tasks = {shard.file: _task(shard, folder, plan) for shard in shards}
     if workers == 1 or len(shards) < 2:
         for shard in shards:
-            yield shard, encode_shard(tasks[shard.file])
+            yield shard, encode_shard(task_of(shard, folder, plan))
         return
     # A pipe a worker, and not ProcessPoolExecutor: where a worker dies while that pool starts the next one, the pool
     # waits for ever, since two of its threads go over the processes without a lock (Python 3.11).
@@ -49,7 +48,7 @@ def encode_shards(
             processes[-1].start()
             # With this end open here, the death of the worker would not show at the other one.
             theirs.close()
-            ours.send(tasks[at_work[ours].file])
+            ours.send(task_of(at_work[ours], folder, plan))
         while at_work:
             for ready in cast("list[Connection]", wait(list(at_work))):
                 answer: ShardHeader | UserError = ready.recv()
@@ -58,7 +57,7 @@ def encode_shards(
                 shard = at_work.pop(ready)
                 if waiting:
                     at_work[ready] = waiting.popleft()
-                    ready.send(tasks[at_work[ready].file])
+                    ready.send(task_of(at_work[ready], folder, plan))
                 else:
                     ready.close()
                 yield shard, answer
@@ -87,7 +86,8 @@ def _encode_what_comes(tasks: Connection) -> None:
                 tasks.send(error)
 
 
-def _task(shard: ShardPlan, folder: Path, plan: Plan) -> ShardTask:
+def task_of(shard: ShardPlan, folder: Path, plan: Plan) -> ShardTask:
+    """Return the task of writing `shard`: all that `encode_shard` needs, in any process that reads the source."""
     runs = itertools.groupby(shard.runs, key=lambda run: run[0])
     sources = tuple((plan.listing.files[number], [(start, stop) for _, start, stop in group]) for number, group in runs)
     return ShardTask(str(folder), shard.file, plan.identity["column"], shard.documents, sources)

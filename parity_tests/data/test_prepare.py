@@ -434,7 +434,7 @@ def test_what_is_left_out_is_counted(tmp_path):
     assert source["files"] == 6
     assert source["first_left_out"] == {
         "skipped_files": "picture.png",
-        "skipped_documents": "lines.jsonl",
+        "skipped_documents": "lines.jsonl, at byte 0",
         "empty_documents": "empty.txt",
     }
 

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     """Prepare, with a progress bar, and say what there is now."""
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-    from lockstep.core.data.catalog import left_out_in_words
+    from lockstep.core.data.left_out import kept_copies_in_words, left_out_in_words
     from lockstep.core.data.prepare import PrepareSettings, prepare
     from lockstep.core.data.prepare import Progress as Stage
     from lockstep.core.report.text import plural
@@ -56,6 +56,9 @@ def main(argv: list[str]) -> int:
         tokenizer=data.tokenizer or None,
         column=data.column,
         val_fraction=data.val_fraction,
+        on_broken=data.on_broken,
+        duplicates=data.duplicates,
+        max_document_bytes=data.max_document_bytes,
         workers=options.workers or os.cpu_count() or 1,
         force=options.force,
     )
@@ -80,11 +83,14 @@ def main(argv: list[str]) -> int:
     index = result.index
     written = f"{plural(result.shards_written, 'shard')} written, {result.shards_kept} kept"
     state = "was ready" if result.up_to_date else written
-    left_out = left_out_in_words(index.source)
+    records = {
+        "left out": "; ".join(left_out_in_words(index.source)),
+        "kept": "; ".join(kept_copies_in_words(index.source)),
+    }
     found = {
         "state": state,
         "documents": f"{index.train.documents:,} to train on, {index.val.documents:,} held out",
-        **({"left out": "; ".join(left_out)} if left_out else {}),
+        **{name: words for name, words in records.items() if words},
         "tokens": f"{index.train.tokens:,} to train on, {index.val.tokens:,} held out",
         "vocabulary": f"{index.vocab_size:,} tokens",
         "bytes a token": _two(index.val.bytes_per_token),

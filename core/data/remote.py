@@ -1,0 +1,238 @@
+"""Files at addresses (`s3://bucket/key`): listed, described and opened by fsspec's file systems.
+
+Credentials are those that each library finds by itself (environment, its own files, the machine's role). No address,
+plan, index or message holds one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import posixpath
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from glob import has_magic
+from typing import IO, Any, cast
+
+from lockstep.core.errors import UserError
+
+# By protocol: the package that fsspec's file system of that name needs.
+PROTOCOLS = {
+    "memory": "fsspec",
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "hf": "huggingface_hub",
+    "az": "adlfs",
+    "abfs": "adlfs",
+}
+_LOCAL = ("file", "local")
+_S3_LOGIN = "set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or FSSPEC_S3_ANON=true for a public bucket"
+_GS_LOGIN = "run `gcloud auth application-default login`, or set FSSPEC_GS_TOKEN=anon for a public bucket"
+_LOGIN = {
+    "s3": _S3_LOGIN,
+    "s3a": _S3_LOGIN.replace("_S3_", "_S3A_"),
+    "gs": _GS_LOGIN,
+    "gcs": _GS_LOGIN.replace("_GS_", "_GCS_"),
+    "hf": "run `hf auth login` or set HF_TOKEN",
+}
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+# What tells one version of a file from another, by the libraries' names for it.
+_VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash")
+_TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
+
+# An endpoint that does not answer is given up after seconds: `_CONNECT_SECONDS` a try, of which s3fs makes a few.
+_CONNECT_SECONDS = 4
+_READ_SECONDS = 20
+_TRIES = 2
+# A request brings this much, so that a file of text takes few of them.
+_REQUEST_BYTES = 1 << 23
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file as its server describes it: `version` is its ETag or the like; without one, `mtime_ns` stands for it."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    version: str
+
+
+def protocol_of(path: str) -> str | None:
+    """Return the protocol of an address; None for a path of this machine."""
+    match = _ADDRESS.match(path)
+    return match[1].lower() if match else None
+
+
+def local_path(source: str) -> str:
+    """Return the path behind a `file://` address; another text as it is."""
+    match = _ADDRESS.match(source)
+    return match[2] if match and match[1].lower() in _LOCAL else source
+
+
+def list_files(source: str) -> tuple[str, list[RemoteFile]]:
+    """List the files at an address: a file, a folder to the bottom, or a glob. Returns their common root, too.
+
+    Names that begin with a dot are left out, as they are in a folder of this machine.
+
+    Raises:
+        UserError: an address of another kind, a package that is missing, or a server that refuses or is not there.
+    """
+    with explained(source):
+        system = _system(source)
+        root = cast(str, system._strip_protocol(source))
+        if has_magic(root):
+            found = system.glob(root, detail=True)
+            files = _shown(found.values(), root)
+            root = posixpath.commonpath([posixpath.dirname(info["name"]) for info in files]) if files else root
+        elif (info := system.info(root))["type"] == "file":
+            root, files = posixpath.dirname(info["name"]), [info]
+        else:
+            files = _shown(system.find(root, detail=True).values(), root)
+            if not files:
+                # An empty answer of `find` may be a server's refusal, which `ls` raises.
+                system.ls(root)
+        listed = [_described(system, info) for info in files]
+    return cast(str, system.unstrip_protocol(root)).rstrip("/"), listed
+
+
+def describe(path: str) -> RemoteFile:
+    """Ask for the present description of the file at `path`. Raises UserError if the server refuses or has none."""
+    with explained(path):
+        system = _system(path)
+        return _described(system, system.info(system._strip_protocol(path)))
+
+
+def open_file(path: str, *, ranges: bool = False) -> IO[bytes]:
+    """Open the file at `path` to be read from its beginning on, or, with `ranges`, here and there.
+
+    Raises:
+        UserError: the server refuses, or there is no such file.
+    """
+    with explained(path):
+        system = _system(path)
+        name = system._strip_protocol(path)
+        if system.protocol == "memory":
+            # The file system's own object has one position for all who read it.
+            return io.BytesIO(system.cat_file(name))
+        caching = {"cache_type": "none"} if ranges else {"cache_type": "readahead", "block_size": _REQUEST_BYTES}
+        return cast(IO[bytes], system.open(name, "rb", **caching))
+
+
+@contextlib.contextmanager
+def explained(path: str) -> Iterator[None]:
+    """Turn what a file system's library raises within into one line with the remedy; for a local path, nothing.
+
+    Raises:
+        UserError: as said.
+    """
+    protocol = protocol_of(path)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # every library has exceptions of its own
+        if protocol is None:
+            raise
+        raise UserError(_in_words(path, protocol, error)) from error
+
+
+def _system(path: str) -> Any:
+    protocol = protocol_of(path) or ""
+    if protocol not in PROTOCOLS:
+        raise UserError(
+            f"{protocol}:// is not read as a source; give s3://, gs://, hf://, az:// or a path of this machine"
+        )
+    if "@" in path.split("://", 1)[1].split("/", 1)[0]:
+        raise UserError(f"leave credentials out of a {protocol}:// address, which is written down; {_login(protocol)}")
+    return _connected(protocol)
+
+
+@functools.lru_cache
+def _connected(protocol: str) -> Any:
+    import fsspec
+
+    options: dict[str, Any] = {"use_listings_cache": False} if protocol != "memory" else {}
+    if protocol in ("s3", "s3a"):
+        of_user = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
+        patience = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
+        # botocore's retries would multiply s3fs's.
+        options["config_kwargs"] = {**patience, "retries": {"total_max_attempts": 1}, **of_user}
+    system = fsspec.filesystem(protocol, **options)
+    if protocol in ("s3", "s3a"):
+        system.retries = _TRIES
+    return system
+
+
+def _described(system: Any, info: dict[str, Any]) -> RemoteFile:
+    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "").strip('"')
+    changed = next((info[key] for key in _TIMES if info.get(key)), None)
+    # A copy of the same bytes under the same ETag is the same file, whenever it was written.
+    mtime_ns = 0 if version else _nanoseconds(changed)
+    return RemoteFile(system.unstrip_protocol(info["name"]), int(info["size"] or 0), mtime_ns, version)
+
+
+def _nanoseconds(moment: Any) -> int:
+    """Return a moment as a library has it (seconds, a datetime or a text of one) in whole microseconds, as ns."""
+    if isinstance(moment, str):
+        moment = datetime.fromisoformat(moment)
+    seconds = moment.timestamp() if isinstance(moment, datetime) else float(moment or 0)
+    return round(seconds * 1e6) * 1000
+
+
+def _shown(found: Iterable[dict[str, Any]], root: str) -> list[dict[str, Any]]:
+    """Return the files of `found`; below `root`, those with a name or a folder that begins with a dot are not."""
+    return [info for info in found if info["type"] == "file" and not _is_hidden(info["name"], root)]
+
+
+def _is_hidden(name: str, root: str) -> bool:
+    # Names in a pattern hold no dot that a `*` stands for.
+    below = name.split("/")[len(root.rstrip("/").split("/")) :] if not has_magic(root) else name.split("/")
+    return any(part.startswith(".") for part in below)
+
+
+def _login(protocol: str) -> str:
+    return _LOGIN.get(protocol, "see the documentation of its package for how it finds credentials")
+
+
+def _in_words(path: str, protocol: str, error: BaseException) -> str:
+    """Name the remedy, and of the error only a code or a class: a library's own words may hold parts of a request."""
+    if isinstance(error, ImportError):
+        return f"{path} needs {PROTOCOLS[protocol]}: pip install {PROTOCOLS[protocol]}"
+    chain = list(_causes(error))
+    names = " ".join(type(one).__name__ for one in chain)
+    code = next(filter(None, map(_code, chain)), "")
+    said = code or type(error).__name__
+    if re.search("Credential|Auth|Token|Permission|Gated|Forbidden", f"{names} {code}") or code in ("401", "403"):
+        return f"access to {path} was refused ({said}): credentials are missing, wrong or expired; {_login(protocol)}"
+    if isinstance(error, FileNotFoundError) or re.search("NotFound|NoSuch|404", f"{names} {code}"):
+        return f"there is nothing at {path} ({said}); check the address, letter by letter"
+    if "FileExpired" in names or "Precondition" in code or code == "412":
+        return f"{path} was changed while the data was being prepared; run the command again"
+    if re.search("Connect|Timeout|HTTPClient|NameResolution|SSL|gaierror", names):
+        variable = {"s3": "AWS_ENDPOINT_URL", "s3a": "AWS_ENDPOINT_URL", "hf": "HF_ENDPOINT"}.get(protocol)
+        also = f" and {variable}" if variable else ""
+        return f"{path} cannot be reached ({said}); check the network{also}, and run the command again"
+    return f"cannot read {path}: {said}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _code(error: BaseException) -> str:
+    """Return a server's code for what went wrong (`ExpiredToken`, 403); empty if there is none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        found = response.get("Error", {}).get("Code", "")
+    else:
+        found = getattr(error, "code", None) or getattr(response, "status_code", "")
+    return str(found) if re.fullmatch("[A-Za-z0-9]{1,40}", str(found)) else ""
