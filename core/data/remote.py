@@ -46,10 +46,12 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash")
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
 
-# An endpoint that does not answer is given up after seconds: `_CONNECT_SECONDS` a try, of which s3fs makes a few.
+# An endpoint that does not answer is given up after seconds: so many a try, and few tries. Once a source was listed, one
+# that is busy for a moment must not end hours of work.
 _CONNECT_SECONDS = 4
-_READ_SECONDS = 20
+_READ_SECONDS = 10
 _TRIES = 2
+_TRIES_TO_READ = 6
 # A request brings this much, so that a file of text takes few of them.
 _REQUEST_BYTES = 1 << 23
 
@@ -67,13 +69,16 @@ class RemoteFile:
 def protocol_of(path: str) -> str | None:
     """Return the protocol of an address; None for a path of this machine."""
     match = _ADDRESS.match(path)
-    return match[1].lower() if match else None
+    return match[1] if match else None
 
 
-def local_path(source: str) -> str:
-    """Return the path behind a `file://` address; another text as it is."""
+def normalized(source: str) -> str:
+    """Return the path behind a `file://` address, another address with its protocol in small letters, a path as it is."""
     match = _ADDRESS.match(source)
-    return match[2] if match and match[1].lower() in _LOCAL else source
+    if match is None:
+        return source
+    protocol, path = match[1].lower(), match[2]
+    return path if protocol in _LOCAL else f"{protocol}://{path}"
 
 
 def list_files(source: str) -> tuple[str, list[RemoteFile]]:
@@ -116,7 +121,7 @@ def open_file(path: str, *, ranges: bool = False) -> IO[bytes]:
         UserError: the server refuses, or there is no such file.
     """
     with explained(path):
-        system = _system(path)
+        system = _system(path, _TRIES_TO_READ)
         name = system._strip_protocol(path)
         if system.protocol == "memory":
             # The file system's own object has one position for all who read it.
@@ -143,22 +148,26 @@ def explained(path: str) -> Iterator[None]:
         raise UserError(_in_words(path, protocol, error)) from error
 
 
-def _system(path: str) -> Any:
-    protocol = protocol_of(path) or ""
+def _system(path: str, tries: int = _TRIES) -> Any:
+    protocol, _, rest = path.partition("://")
     if protocol not in PROTOCOLS:
         raise UserError(
             f"{protocol}:// is not read as a source; give s3://, gs://, hf://, az:// or a path of this machine"
         )
-    if "@" in path.split("://", 1)[1].split("/", 1)[0]:
-        raise UserError(f"leave credentials out of a {protocol}:// address, which is written down; {_login(protocol)}")
-    return _connected(protocol)
+    if "@" in rest.split("/", 1)[0]:
+        raise UserError(f"leave credentials out of the {protocol}:// address, which is written down; {_login(protocol)}")
+    if not rest.strip("/"):
+        raise UserError(f"{path} names nothing; give {protocol}://, a bucket, and a path in it")
+    return _connected(protocol, tries)
 
 
 @functools.lru_cache
-def _connected(protocol: str) -> Any:
+def _connected(protocol: str, tries: int) -> Any:
     import fsspec
 
-    options: dict[str, Any] = {"use_listings_cache": False} if protocol != "memory" else {}
+    if protocol == "memory":
+        return fsspec.filesystem(protocol)
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if protocol in ("s3", "s3a"):
         of_user = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
         patience = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
@@ -166,7 +175,7 @@ def _connected(protocol: str) -> Any:
         options["config_kwargs"] = {**patience, "retries": {"total_max_attempts": 1}, **of_user}
     system = fsspec.filesystem(protocol, **options)
     if protocol in ("s3", "s3a"):
-        system.retries = _TRIES
+        system.retries = tries
     return system
 
 
@@ -188,7 +197,12 @@ def _nanoseconds(moment: Any) -> int:
 
 def _shown(found: Iterable[dict[str, Any]], root: str) -> list[dict[str, Any]]:
     """Return the files of `found`; below `root`, those with a name or a folder that begins with a dot are not."""
-    return [info for info in found if info["type"] == "file" and not _is_hidden(info["name"], root)]
+    return [
+        info
+        for info in found
+        # A name that ends with a slash is an empty object that stands for a folder.
+        if info["type"] == "file" and not info["name"].endswith("/") and not _is_hidden(info["name"], root)
+    ]
 
 
 def _is_hidden(name: str, root: str) -> bool:

@@ -85,7 +85,7 @@ def list_source(source: str | None, *, exclude: Path | None = None) -> SourceLis
     Raises:
         UserError: nothing is there, or it cannot be read.
     """
-    if source is not None and remote.protocol_of(source := remote.local_path(source)):
+    if source is not None and remote.protocol_of(source := remote.normalized(source)):
         description, files = _at_address(source)
     else:
         description, files = _of_this_machine(source, exclude)

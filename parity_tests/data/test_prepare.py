@@ -133,7 +133,10 @@ def test_an_interrupted_preparation_goes_on(prepared, texts, tmp_path, workers, 
     assert contents(out) == contents(prepared)
 
 
-def test_a_killed_preparation_goes_on(prepared, texts, tmp_path):
+@pytest.mark.parametrize("kept", [-2, 3, -1], ids=["at the plan", "at a shard", "at the index"])
+def test_a_killed_preparation_goes_on(prepared, texts, tmp_path, kept):
+    shards = len(list(prepared.glob("*.bin")))
+    kept = shards if kept == -1 else kept
     out = tmp_path / "out"
     code = f"""
 import os, signal
@@ -143,7 +146,8 @@ written = []
 flush = atomic.os.fsync
 def fsync(descriptor):
     written.append(descriptor)
-    if len(written) == 11:
+    # Each file and its folder: plan, tokenizer, shards, index.
+    if len(written) == {2 * (kept + 2) + 1}:
         os.kill(os.getpid(), signal.SIGKILL)
     flush(descriptor)
 atomic.os.fsync = fsync
@@ -153,7 +157,7 @@ prepare(PrepareSettings({str(out)!r}, {str(texts)!r}, 300, val_fraction=0.2, sha
     assert killed.returncode == -signal.SIGKILL
     assert list(out.glob(f".*{TEMPORARY_SUFFIX}")) and not (out / "index.json").exists()
     result = prepare(settings_for(out, texts))
-    assert result.shards_kept == 3 and contents(out) == contents(prepared)
+    assert result.shards_kept == max(kept, 0) and contents(out) == contents(prepared)
     assert not list(out.glob(f".*{TEMPORARY_SUFFIX}"))
 
 
