@@ -126,7 +126,7 @@ class DataConfig(Section):
     )
     source: PathText = Field(
         "",
-        description="text to prepare: file, folder or glob, here or at an address (s3://…); empty = Python's own library",
+        description="text to prepare: file, folder, glob or address (s3://…); empty = Python's standard library",
     )
     column: str = Field("text", description="key or column of the text in JSON lines and parquet")
     tokenizer: PathText = Field("", description="a tokenizer.json to use; empty = train one of model.vocab_size")
