@@ -101,7 +101,7 @@ def read_documents(
             if isinstance(document, Document):
                 yield document
             elif on_broken == "error":
-                raise UserError(document.error)
+                raise UserError(f"{document.error}; data.on_broken = 'skip' leaves such records out, and counts them")
             else:
                 yield Document(document.start, document.stop, None, "broken_documents", document.place)
 
