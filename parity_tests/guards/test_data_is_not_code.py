@@ -402,6 +402,7 @@ DOORS: dict[str, dict[str, str]] = {
         "importlib.util.module_from_spec": "the same",
     },
     "scripts/studies/cpu_auto.py": {"subprocess.run": "this Python"},
+    "scripts/studies/prepare.py": {"subprocess.Popen": "this Python"},
     "scripts/studies/cuda_rehearsal/ahead.py": {"subprocess.run": "this Python, and nvidia-smi"},
     "scripts/studies/cuda_rehearsal/__main__.py": {"subprocess.Popen": "the Python that the command line names"},
     "scripts/studies/cuda_rehearsal/build.py": {"subprocess.run": "gcc and nm, and that Python"},

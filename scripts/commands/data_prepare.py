@@ -19,8 +19,8 @@ class Prepare:
     """Turn text into token shards: `lockstep data prepare CONFIG` prepares the data that a run file asks for.
 
     Without CONFIG the defaults hold: the standard library of the running Python, into data/stdlib. Settings are
-    flags: --data.source DIR, --data.path OUT, --data.column text, --data.tokenizer FILE, --data.val-fraction 0.01,
-    --model.vocab-size 4096.
+    flags: --data.source DIR or s3://BUCKET/FOLDER, --data.path OUT, --data.column text, --data.tokenizer FILE,
+    --data.val-fraction 0.01, --data.on-broken skip, --data.duplicates drop, --model.vocab-size 4096.
     """
 
     config: Annotated[

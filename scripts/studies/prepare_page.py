@@ -21,12 +21,12 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# Preparing data at scale",
         "",
-        f"Measured by `python -m lockstep.scripts.studies.prepare`; made from [prepare.json](prepare.json) by the same with "
-        f"`--page`. {device['name']}, {device['cores']} cores; {versions}. {results.get('beside', '')}".rstrip(),
+        f"Measured by `python -m lockstep.scripts.studies.prepare`; made from [prepare.json](prepare.json) by the same "
+        f"with `--page`. {device['name']}, {device['cores']} cores; {versions}. {results.get('beside', '')}".rstrip(),
         "",
         "The text is made from Python's standard library: slices of 0.5 to 20 kB of its files, each with a line of its "
-        "own, so that no two documents are equal. MB are 10⁶ bytes of text. Memory is that of all processes together at "
-        "its peak, looked at five times a second: proportional set sizes, in which a shared page counts once.",
+        "own, so that no two documents are equal. MB are 10⁶ bytes of text. Memory is that of all processes together "
+        "at its peak, looked at five times a second: proportional set sizes, in which a shared page counts once.",
     ]
     parts = {
         "sizes": _sizes,
@@ -92,8 +92,9 @@ def _tokenizers(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## Beside plain `tokenizers`",
         "",
-        f"{rows[0]['text'] / MB:.0f} MB, all cores, in {len(rows)} turns. Plain `tokenizers` has the texts in memory, 64 a "
-        "call, and writes nothing. Lockstep starts its processes, reads the files again, packs, digests and writes.",
+        f"{rows[0]['text'] / MB:.0f} MB, all cores, in {len(rows)} turns. Plain `tokenizers` has the texts in memory, "
+        "64 a call, and writes nothing. Lockstep starts its processes, reads the files again, packs, digests and "
+        "writes.",
         "",
         "| | seconds | MB/s | Lockstep's MB/s / it, by turn |",
         "|---|--:|--:|--:|",
@@ -115,7 +116,7 @@ def _kills(found: dict[str, Any]) -> list[str]:
         "## Killed at random points",
         "",
         f"3 MB in {found['shards']} shards, two workers. All processes are killed at a random time, and the command is "
-        f"given again. {equal} of {len(kills)} folders are then equal to that of an unharmed preparation, byte for byte "
-        f"(index, plan, tokenizer, shards). {len(begun)} were killed before their end, with {min(begun, default=0)} to "
-        f"{max(begun, default=0)} files in the folder.",
+        f"given again. {equal} of {len(kills)} folders are then equal to that of an unharmed preparation, byte for "
+        f"byte (index, plan, tokenizer, shards). {len(begun)} were killed before their end, with "
+        f"{min(begun, default=0)} to {max(begun, default=0)} files in the folder.",
     ]
