@@ -40,18 +40,26 @@ _LOGIN = {
     "gcs": _GS_LOGIN.replace("_GS_", "_GCS_"),
     "hf": "run `hf auth login` or set HF_TOKEN",
 }
+
+
+@dataclass(frozen=True)
+class _Patience:
+    """How long an answer is waited for, in seconds, and how often it is asked for."""
+
+    seconds: int
+    tries: int
+
+
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 # What tells one version of a file from another, by the libraries' names for it.
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash")
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
 
-# An endpoint that does not answer is given up after seconds: so many a try, and few tries. Once a source was listed, one
+# A server that does not answer is given up after seconds (so many a try, few tries) as a source is listed. Later, one
 # that is busy for a moment must not end hours of work.
 _CONNECT_SECONDS = 4
-_READ_SECONDS = 10
-_TRIES = 2
-_TRIES_TO_READ = 6
+_TO_LIST, _TO_READ = _Patience(5, 2), _Patience(20, 5)
 # A request brings this much, so that a file of text takes few of them.
 _REQUEST_BYTES = 1 << 23
 
@@ -121,7 +129,7 @@ def open_file(path: str, *, ranges: bool = False) -> IO[bytes]:
         UserError: the server refuses, or there is no such file.
     """
     with explained(path):
-        system = _system(path, _TRIES_TO_READ)
+        system = _system(path, _TO_READ)
         name = system._strip_protocol(path)
         if system.protocol == "memory":
             # The file system's own object has one position for all who read it.
@@ -148,7 +156,7 @@ def explained(path: str) -> Iterator[None]:
         raise UserError(_in_words(path, protocol, error)) from error
 
 
-def _system(path: str, tries: int = _TRIES) -> Any:
+def _system(path: str, patience: _Patience = _TO_LIST) -> Any:
     protocol, _, rest = path.partition("://")
     if protocol not in PROTOCOLS:
         raise UserError(
@@ -158,11 +166,11 @@ def _system(path: str, tries: int = _TRIES) -> Any:
         raise UserError(f"leave credentials out of the {protocol}:// address, which is written down; {_login(protocol)}")
     if not rest.strip("/"):
         raise UserError(f"{path} names nothing; give {protocol}://, a bucket, and a path in it")
-    return _connected(protocol, tries)
+    return _connected(protocol, patience)
 
 
 @functools.lru_cache
-def _connected(protocol: str, tries: int) -> Any:
+def _connected(protocol: str, patience: _Patience) -> Any:
     import fsspec
 
     if protocol == "memory":
@@ -170,12 +178,12 @@ def _connected(protocol: str, tries: int) -> Any:
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if protocol in ("s3", "s3a"):
         of_user = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
-        patience = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
+        limits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": patience.seconds}
         # botocore's retries would multiply s3fs's.
-        options["config_kwargs"] = {**patience, "retries": {"total_max_attempts": 1}, **of_user}
+        options["config_kwargs"] = {**limits, "retries": {"total_max_attempts": 1}, **of_user}
     system = fsspec.filesystem(protocol, **options)
     if protocol in ("s3", "s3a"):
-        system.retries = tries
+        system.retries = patience.tries
     return system
 
 

@@ -274,9 +274,9 @@ def measure_tokenizers(folder: Path) -> list[dict[str, Any]]:
 
 def measure_kills(folder: Path) -> dict[str, Any]:
     """Kill all processes of preparations at random times, prepare again, and compare every byte."""
-    source = write_lines(folder / "killed", 3 * MB)
+    source = write_lines(folder / "killed", MB // 2)
     command = [sys.executable, "-m", "lockstep", "data", "prepare", "--data.source", str(source)]
-    command += ["--model.vocab-size", "1000", "--workers", "2", "--data.path"]
+    command += ["--model.vocab-size", "500", "--workers", "2", "--data.path"]
     begun = time.perf_counter()
     _small(command, folder / "unharmed")
     whole = time.perf_counter() - begun
@@ -298,7 +298,7 @@ def measure_kills(folder: Path) -> dict[str, Any]:
 def _small(command: list[str], out: Path, at: float | None = None) -> bool:
     """Prepare with small shards, and kill all of it after `at` seconds; return whether it was killed."""
     code = "import dataclasses; from lockstep.core.data import prepare as m; from lockstep.scripts import cli; "
-    code += "true = m.prepare; small = lambda s, *a: true(dataclasses.replace(s, shard_tokens=1 << 16), *a); "
+    code += "true = m.prepare; small = lambda s, *a: true(dataclasses.replace(s, shard_tokens=1 << 14), *a); "
     code += "m.prepare = small; cli.main()"
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", code, *command[3:], str(out)],

@@ -115,7 +115,7 @@ def _kills(found: dict[str, Any]) -> list[str]:
     return [
         "## Killed at random points",
         "",
-        f"3 MB in {found['shards']} shards, two workers. All processes are killed at a random time, and the command is "
+        f"0.5 MB in {found['shards']} shards, two workers. All processes are killed at a random time, and the command is "
         f"given again. {equal} of {len(kills)} folders are then equal to that of an unharmed preparation, byte for "
         f"byte (index, plan, tokenizer, shards). {len(begun)} were killed before their end, with "
         f"{min(begun, default=0)} to {max(begun, default=0)} files in the folder.",
