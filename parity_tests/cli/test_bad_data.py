@@ -122,4 +122,5 @@ def test_preparing_says_what_is_left_out(lockstep: Lockstep, run_file: Path, her
         done = lockstep(*prepare)
         assert done.code == 0 and state in done.out
         assert "left out" in done.out and "1 of 3 files: not UTF-8 text (b.txt)" in done.out
-        assert "2 documents: empty (c.jsonl, …)" in done.out
+        assert "1 document: empty (c.jsonl, at byte 0)" in done.out
+        assert "1 document: no text (null) (c.jsonl, at byte 34)" in done.out
