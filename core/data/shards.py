@@ -127,7 +127,7 @@ class ShardWriter:
         self._path, self._token_bytes = path, token_bytes
         self._starts = array("Q")
         self._tokens, self._begins = 0, True
-        self._held: IO[bytes] = tempfile.SpooledTemporaryFile(_HELD_BYTES, dir=path.parent)  # noqa: SIM115 - see __exit__
+        self._held: IO[bytes] = tempfile.SpooledTemporaryFile(_HELD_BYTES, dir=str(path.parent))  # noqa: SIM115 - see __exit__
 
     def __enter__(self) -> ShardWriter:
         return self
