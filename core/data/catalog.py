@@ -21,11 +21,11 @@ Duplicates = Literal["keep", "drop"]
 
 @dataclass(frozen=True)
 class RecordRules:
-    """Decide what becomes of records that are not plainly documents.
+    """Say what is done with records that are not plainly documents.
 
     Attributes:
-        on_broken: of a record that its file should not hold: an error, or it is left out and counted.
-        duplicates: of a document with the very text of an earlier one: it is kept, or left out; counted it is always.
+        on_broken: raise an error for a record that its file should not hold, or leave it out and count it.
+        duplicates: keep a document with the very text of an earlier one, or leave it out; count it in either case.
         max_document_bytes: a longer text, in UTF-8, is left out as a whole and counted: the beginning of a document is
             another document. 0 is no limit.
     """
@@ -92,7 +92,7 @@ def read_catalog(
         column: see `read_documents`.
         val_fraction: in (0, 1).
         on_bytes: told the bytes of source read so far, after each file.
-        rules: what becomes of other records.
+        rules: what is done with other records.
 
     Raises:
         UserError: no document with text in it, or see `read_documents`.

@@ -87,8 +87,8 @@ def read_documents(
         file: what to read; its kind says how.
         column: the key (JSON lines) or the column (parquet) that holds the text; unused for plain text.
         spans: only what lies in these sorted, disjoint spans; a span may hold many documents. None: all.
-        on_broken: what becomes of a record that is no JSON object with text in `column`, or whose bytes in a column of
-            parquet are no UTF-8: an error, or a document with the fault `broken_documents`.
+        on_broken: raise an error for a record that is no JSON object with text in `column`, or whose bytes in a column
+            of parquet are no UTF-8; or yield a document with the fault `broken_documents`.
 
     A missing value (null) is yielded as the empty text with the fault `null_documents`.
 

@@ -78,7 +78,7 @@ class PrepareSettings:
 
     @property
     def rules(self) -> RecordRules:
-        """What becomes of records that are not plainly documents."""
+        """Return what is done with records that are not plainly documents."""
         return RecordRules(self.on_broken, self.duplicates, self.max_document_bytes)
 
 
