@@ -146,3 +146,20 @@ def test_the_memory_of_encoding_does_not_grow_with_a_document(long_files, prepar
         finally:
             tracemalloc.stop()
     assert header.tokens == file.size + 1 and peak < 12 * MB
+
+
+def test_pieces_of_the_sample_do_not_depend_on_chunks(tmp_path, monkeypatch):
+    text = "".join(f"line {number} is é\n" for number in range(400))
+    (tmp_path / "a.txt").write_text(text)
+    listing = list_source(str(tmp_path))
+    catalog = read_catalog(listing, "text", 0.1, lambda done: None)
+    monkeypatch.setattr(sample, "_PIECE_BYTES", 100)
+    train = text.encode()[: catalog.stop[0]].decode()
+    for budget in (100, 350, 1500):
+        monkeypatch.setattr(documents, "_CHUNK_BYTES", MB)
+        pieces = list(sample.sample_training_text(listing, "text", catalog, budget))
+        assert len(pieces) == budget // 100 and all(piece in train for piece in pieces)
+        begins = [len(train) * number // len(pieces) for number in range(len(pieces))]
+        assert pieces == [train[begin : begin + len(pieces[0])] for begin in begins]
+        monkeypatch.setattr(documents, "_CHUNK_BYTES", 7)
+        assert list(sample.sample_training_text(listing, "text", catalog, budget)) == pieces
