@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lockstep.core.data import documents, remote
+from lockstep.core.data.catalog import expected_documents
 from lockstep.core.data.documents import read_documents
 from lockstep.core.data.plan import read_plan
 from lockstep.core.data.prepare import prepare
@@ -164,6 +165,21 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(bucket, monkeypatch):
         for number, _ in enumerate(read_documents(file, "text")):
             if number == 0:
                 bucket.pipe("texts/a.jsonl", lines[:-2] + b" \n")
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_a_file_that_changes_behind_its_reader_is_noticed(place, memory, tmp_path):
+    system, name = (
+        (memory, "memory:///a.jsonl") if place == "memory" else (fsspec.filesystem("file"), tmp_path / "a.jsonl")
+    )
+    line = b'{"text": "words"}\n'
+    system.pipe(str(name), line * 2)
+    (file,) = list_source(str(name)).files
+    found = expected_documents(file, "text", [(0, file.size)])
+    next(found)
+    system.pipe(str(name), line * 3)
+    with pytest.raises(UserError, match=r"a\.jsonl was changed"):
+        list(found)
 
 
 def test_of_parquet_only_the_column_is_fetched(memory, monkeypatch):
