@@ -27,6 +27,7 @@ MB = 1 << 20
 
 def test_small_pieces_give_the_same_bytes(texts, prepared, tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "_CHUNK_BYTES", 7)
+    monkeypatch.setattr(tokenizer, "_PIECE_CHARACTERS", 50)
     monkeypatch.setattr(shards, "_HELD_BYTES", 100)
     monkeypatch.setattr(shards, "_CHUNK_BYTES", 64)
     monkeypatch.setattr(sample, "_DOCUMENTS", 3)

@@ -27,7 +27,7 @@ def page(results: dict[str, Any]) -> str:
         "",
         "The text is made from Python's standard library: slices of 0.5 to 20 kB of its files, each with a line of its "
         "own, so that no two documents are equal. MB are 10⁶ bytes of text. Memory is that of all processes together "
-        "at its peak, looked at five times a second: proportional set sizes, in which a shared page counts once.",
+        "at its peak, looked at every half second: proportional set sizes, in which a shared page counts once.",
     ]
     parts: dict[str, Callable[[Any], list[str]]] = {
         "sizes": _sizes,
