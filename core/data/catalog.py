@@ -100,11 +100,11 @@ def read_catalog(
     columns = _Columns()
     counts = RecordCounts()
     done = 0
-    for number, file in enumerate(listing.files):
-        for document in read_documents(file, column, on_broken=rules.on_broken):
+    for number, listed in enumerate(listing.files):
+        for document in read_documents(listed, column, on_broken=rules.on_broken):
             if (kind := _add(columns, number, document, rules.max_document_bytes)) is not None:
-                counts.add(kind, file.name, document.place)
-        done += file.size
+                counts.add(kind, listed.name, document.place)
+        done += listed.size
         on_bytes(done)
     if not columns.file:
         found = {"files": len(listing.files), **counts.content()}

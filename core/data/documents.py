@@ -220,7 +220,7 @@ def _open_maybe_gzip(path: str) -> IO[bytes]:
     if path.lower().endswith(".gz"):
         packed = gzip.GzipFile(fileobj=(stream := _open(path)), mode="rb")
         # Closed with it, as where gzip opens the file.
-        packed.myfileobj = stream
+        packed.myfileobj = cast(Any, stream)
         return cast(IO[bytes], packed)
     stream = _open(path)
     # A file of fsspec's reads a line in small steps of Python.

@@ -163,7 +163,9 @@ def _system(path: str, patience: _Patience = _TO_LIST) -> Any:
             f"{protocol}:// is not read as a source; give s3://, gs://, hf://, az:// or a path of this machine"
         )
     if "@" in rest.split("/", 1)[0]:
-        raise UserError(f"leave credentials out of the {protocol}:// address, which is written down; {_login(protocol)}")
+        raise UserError(
+            f"leave credentials out of the {protocol}:// address, which is written down; {_login(protocol)}"
+        )
     if not rest.strip("/"):
         raise UserError(f"{path} names nothing; give {protocol}://, a bucket, and a path in it")
     return _connected(protocol, patience)

@@ -17,7 +17,7 @@ _RUN = ("rich", "safetensors", "tokenizers", "tomli_w")
 # Frameworks are loaded by the backend that a command opens first, optional packages are looked for where a setting asks
 # for them; this is the rest.
 NEEDS: dict[str, tuple[str, ...]] = {
-    "data prepare": ("rich", "tokenizers"),
+    "data prepare": ("fsspec", "rich", "tokenizers"),
     "train": _RUN,
     "parity": _RUN,
     "calibrate": ("safetensors", "tokenizers", "tomli_w"),
