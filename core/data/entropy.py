@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-
 _BLOCK_TOKENS = 1 << 21
 
 

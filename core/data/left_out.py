@@ -1,4 +1,4 @@
-"""Count the records of a source that are no document or a copy of one: by kind and file, with the place of the first."""
+"""Count the records of a source that are no document or a copy of one: by kind and file, and where the first is."""
 
 from __future__ import annotations
 

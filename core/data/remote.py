@@ -81,7 +81,7 @@ def protocol_of(path: str) -> str | None:
 
 
 def normalized(source: str) -> str:
-    """Return the path behind a `file://` address, another address with its protocol in small letters, a path as it is."""
+    """Return the path behind a `file://` address; else the source, an address with its protocol in small letters."""
     match = _ADDRESS.match(source)
     if match is None:
         return source
