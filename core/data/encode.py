@@ -57,12 +57,16 @@ def encode_shard(task: ShardTask) -> ShardHeader:
 
 def start_worker() -> None:
     """Set up a worker process: one thread, quiet on Ctrl-C, gone when its parent is."""
-    # The processes are the parallelism; the tokenizer's own threads would only fight over the same cores.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["RAYON_NUM_THREADS"] = "1"
+    one_thread_a_worker()
     # Shards are written atomically, so dying on the spot is safe, and the parent tells the user.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def one_thread_a_worker() -> None:
+    """Keep the tokenizer to one thread: the workers are the parallelism, and would fight over the same cores."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
 
 
 def _leave_with_parent() -> None:

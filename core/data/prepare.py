@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from lockstep.core.data.catalog import Catalog, Duplicates, RecordRules, read_catalog
 from lockstep.core.data.documents import OnBroken
+from lockstep.core.data.engines.engine import Engine
+from lockstep.core.data.engines.processes import Processes
 from lockstep.core.data.entropy import TokenCounts
 from lockstep.core.data.index import (
     INDEX_NAME,
@@ -33,7 +35,7 @@ from lockstep.core.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from lockstep.core.data.workers import encode_shards
+from lockstep.core.data.workers import encode_shards, require_source
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import remove_temporaries, write_atomically
 from lockstep.core.files.lock import LOCK_NAME, FolderLock
@@ -105,7 +107,9 @@ class PrepareResult:
 OnProgress = Callable[[Progress], None]
 
 
-def prepare(settings: PrepareSettings, on_progress: OnProgress | None = None) -> PrepareResult:
+def prepare(
+    settings: PrepareSettings, on_progress: OnProgress | None = None, engine: Engine | None = None
+) -> PrepareResult:
     """Turn a source into token shards that `TokenDataset.open` reads.
 
     The order of things on the disk is what makes it safe to interrupt: plan.json, tokenizer.json, the shards,
@@ -115,6 +119,7 @@ def prepare(settings: PrepareSettings, on_progress: OnProgress | None = None) ->
     Args:
         settings: what to prepare.
         on_progress: called now and then, in this process.
+        engine: where the parts are computed; None is `settings.workers` processes of this machine.
 
     Raises:
         UserError: settings that cannot be, a source without text, a folder that holds something else, no room on the
@@ -127,20 +132,24 @@ def prepare(settings: PrepareSettings, on_progress: OnProgress | None = None) ->
     _make_folder(folder)
     try:
         with FolderLock(folder):
-            return _prepare(settings, folder, report)
+            return _prepare(settings, folder, report, engine or Processes(settings.workers))
     except UserError:
         _remove_if_nothing_came_of_it(folder, made)
         raise
 
 
-def _prepare(settings: PrepareSettings, folder: Path, report: OnProgress) -> PrepareResult:
+def _prepare(settings: PrepareSettings, folder: Path, report: OnProgress, engine: Engine) -> PrepareResult:
     """`prepare`, in a folder that is there and held."""
     remove_temporaries(folder)
     given = load_tokenizer(settings.tokenizer) if settings.tokenizer is not None else None
     listing = list_source(settings.source, exclude=folder)
+    if listing.in_this_process:
+        engine = Processes(1)
     identity = _identity(settings, given)
     plan = None if settings.force else plan_to_continue(folder, identity, listing)
     if plan is None:
+        # What hinders the workers shows now, and not after hours of reading.
+        list(engine.map(require_source, listing.files[:1], folder))
         remove_prepared(folder)
         plan = _start(settings, folder, identity, listing, given, report)
     elif (folder / INDEX_NAME).is_file():
@@ -149,7 +158,7 @@ def _prepare(settings: PrepareSettings, folder: Path, report: OnProgress) -> Pre
             return PrepareResult(folder, index, True, 0, len(plan.shards))
         # From here on the folder is an unfinished one, until all shards are right again.
         remove_files([folder / INDEX_NAME, *damaged])
-    return _finish(settings, folder, plan, report)
+    return _finish(folder, plan, report, engine)
 
 
 def _remove_if_nothing_came_of_it(folder: Path, made: list[Path]) -> None:
@@ -248,7 +257,7 @@ def _check_disk(folder: Path, shards: tuple[ShardPlan, ...], bytes_per_token: fl
         raise UserError(f"no room on the disk of {folder}: about {needed:,} bytes are needed, {free:,} are free")
 
 
-def _finish(settings: PrepareSettings, folder: Path, plan: Plan, report: OnProgress) -> PrepareResult:
+def _finish(folder: Path, plan: Plan, report: OnProgress, engine: Engine) -> PrepareResult:
     """Write the shards that are missing, measure the validation split, and write the index."""
     tokenizer = load_tokenizer(folder / TOKENIZER_NAME)
     headers = {
@@ -262,8 +271,7 @@ def _finish(settings: PrepareSettings, folder: Path, plan: Plan, report: OnProgr
     total = sum(shard.text_bytes for shard in plan.shards)
     done = total - sum(shard.text_bytes for shard in missing)
     report(Progress("encode", done, total))
-    workers = 1 if plan.listing.in_this_process else settings.workers
-    for shard, header in encode_shards(missing, folder, plan, workers):
+    for shard, header in encode_shards(missing, folder, plan, engine):
         headers[shard.file] = header
         done += shard.text_bytes
         report(Progress("encode", done, total))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from lockstep.core.config.file import load_config
 from lockstep.core.errors import UserError
 from lockstep.scripts.shared.arguments import parse
+
+if TYPE_CHECKING:
+    from lockstep.core.data.engines.ray_tasks import RayTasks
 
 
 @dataclass
@@ -28,7 +32,14 @@ class Prepare:
     ] = None
     """run file whose [data] and model.vocab_size say what to prepare"""
     workers: int = 0
-    """processes that encode; 0 = one a core"""
+    """processes that encode; 0 = one a core, with --engine ray one a CPU of the cluster"""
+    engine: Literal["local", "ray"] = "local"
+    """where text is encoded: processes of this machine, or Ray, on one machine or many that all see the source and
+    data.path by the same names (docs/guide/cluster.md)"""
+    ray_address: Annotated[
+        str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="(default: RAY_ADDRESS, else this machine)")
+    ] = None
+    """a running Ray: auto, or HOST:PORT of its head"""
     force: bool = False
     """throw away what the folder holds of earlier preparations"""
 
@@ -47,6 +58,8 @@ def main(argv: list[str]) -> int:
     options, given = parse(Prepare, "data prepare", argv, with_settings=True, shown=_bears_on_data)
     if options.workers < 0:
         raise UserError(f"command line: workers = {options.workers}: at least one process, or 0 for one a core")
+    if options.ray_address is not None and options.engine != "ray":
+        raise UserError("command line: --ray-address says where Ray runs: give --engine ray, too")
     config = load_config(options.config, given)
     data = config.data
     settings = PrepareSettings(
@@ -63,15 +76,18 @@ def main(argv: list[str]) -> int:
         force=options.force,
     )
     console = open_console()
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bar:
+    with (
+        _engine(options) as engine,
+        Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        ) as bar,
+    ):
         tasks: dict[str, TaskID] = {}
 
         def show(stage: Stage) -> None:
@@ -79,7 +95,7 @@ def main(argv: list[str]) -> int:
                 tasks[stage.stage] = bar.add_task(stage.stage)
             bar.update(tasks[stage.stage], completed=stage.done, total=stage.total or None)
 
-        result = prepare(settings, show)
+        result = prepare(settings, show, engine)
     index = result.index
     written = f"{plural(result.shards_written, 'shard')} written, {result.shards_kept} kept"
     state = "was ready" if result.up_to_date else written
@@ -87,8 +103,10 @@ def main(argv: list[str]) -> int:
         "left out": "; ".join(left_out_in_words(index.source)),
         "kept": "; ".join(kept_copies_in_words(index.source)),
     }
+    redone = engine.redone if engine is not None else 0
     found = {
         "state": state,
+        **({"lost workers": f"{plural(redone, 'part')} of the work begun again"} if redone else {}),
         "documents": f"{index.train.documents:,} to train on, {index.val.documents:,} held out",
         **{name: words for name, words in records.items() if words},
         "tokens": f"{index.train.tokens:,} to train on, {index.val.tokens:,} held out",
@@ -100,6 +118,15 @@ def main(argv: list[str]) -> int:
     }
     console.print(facts(str(result.folder), found))
     return 0
+
+
+def _engine(options: Prepare) -> AbstractContextManager[RayTasks | None]:
+    """Return the engine that was asked for; None is the processes of the settings."""
+    if options.engine == "local":
+        return nullcontext()
+    from lockstep.core.data.engines.ray_tasks import RayTasks
+
+    return RayTasks(options.workers, options.ray_address)
 
 
 def _bears_on_data(key: str) -> bool:

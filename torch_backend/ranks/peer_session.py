@@ -28,6 +28,7 @@ from lockstep.core.capabilities import (
 )
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
+from lockstep.core.files.shared_folder import token
 from lockstep.core.model.names import GRADIENT
 from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.parity.judge.update import flat
@@ -35,7 +36,7 @@ from lockstep.core.streams import Collected, step_stream, stream_gradients, stre
 from lockstep.core.train.finite import NotFinite
 from lockstep.torch_backend.checkpoint import WritingTorch
 from lockstep.torch_backend.device import processor
-from lockstep.torch_backend.ranks.node_check import place_of_rank, token
+from lockstep.torch_backend.ranks.node_check import place_of_rank
 from lockstep.torch_backend.ranks.peers import Peers, joined
 from lockstep.torch_backend.ranks.sharded_tensors import rows_of
 from lockstep.torch_backend.ranks.sharing import Sharing

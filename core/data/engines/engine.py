@@ -1,0 +1,35 @@
+"""What a preparation asks of an engine: to compute parts, in any order, each once or more often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+
+
+class Engine(Protocol):
+    """Compute parts that depend on nothing but themselves and files that all workers see.
+
+    A part may be computed twice, also at the same time, where a worker is lost: it must give the same result, and what
+    it writes must be whole or absent.
+    """
+
+    def map(
+        self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield (number of the part, `work(part)`) as parts are done, in no particular order.
+
+        Parts are begun in their order, so the largest should come first: no worker is then left alone with one.
+
+        Args:
+            work: a function of a module, as workers look it up by its name.
+            parts: what to compute; they are sent to workers, as results are sent back.
+            folder: the folder that workers write to.
+
+        Raises:
+            UserError: what `work` raises, a worker that was lost too often, or one that does not see the folder.
+        """
+        ...

@@ -1,0 +1,86 @@
+"""The engine of one machine: worker processes, each with a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import cast
+
+from lockstep.core.data.encode import start_worker
+from lockstep.core.data.engines.engine import Part, Result
+from lockstep.core.errors import UserError
+
+
+class Processes:
+    """Compute parts with processes of this machine; see `lockstep.core.data.engines.engine.Engine`.
+
+    One worker is this process; more are processes of their own, spawned, because a fork of a process with threads (the
+    tokenizer's, or a framework's) may hang.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+
+    def map(
+        self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield each part's number and result; a worker that dies ends it all, and parts that are done stay."""
+        if self._workers == 1 or len(parts) < 2:
+            for number, part in enumerate(parts):
+                yield number, work(part)
+            return
+        # A pipe a worker, and not ProcessPoolExecutor: where a worker dies while that pool starts the next one, the
+        # pool waits for ever, since two of its threads go over the processes without a lock (Python 3.11).
+        context = multiprocessing.get_context("spawn")
+        processes: list[SpawnProcess] = []
+        at_work: dict[Connection, int] = {}
+        waiting = deque(range(len(parts)))
+        try:
+            for _ in range(min(self._workers, len(parts))):
+                ours, theirs = context.Pipe()
+                at_work[ours] = waiting.popleft()
+                processes.append(context.Process(target=_compute_what_comes, args=(theirs, work), daemon=True))
+                processes[-1].start()
+                # With this end open here, the death of the worker would not show at the other one.
+                theirs.close()
+                ours.send(parts[at_work[ours]])
+            while at_work:
+                for ready in cast("list[Connection]", wait(list(at_work))):
+                    answer: Result | UserError = ready.recv()
+                    if isinstance(answer, UserError):
+                        raise answer
+                    number = at_work.pop(ready)
+                    if waiting:
+                        at_work[ready] = waiting.popleft()
+                        ready.send(parts[at_work[ready]])
+                    else:
+                        ready.close()
+                    yield number, answer
+        except (EOFError, ConnectionError) as error:
+            raise UserError(
+                f"a worker process ended before its work in {folder} was done (out of memory?); "
+                "run the command again to go on from here, with fewer workers"
+            ) from error
+        finally:
+            # The others end what they write, which the next run need not write again, and find their pipe closed.
+            for connection in at_work:
+                connection.close()
+            for process in processes:
+                process.join()
+
+
+def _compute_what_comes(parts: Connection, work: Callable[[Part], Result]) -> None:
+    """Compute each part that comes, in a process of its own, until the pipe is closed."""
+    start_worker()
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            part: Part = parts.recv()
+            try:
+                parts.send(work(part))
+            except UserError as error:
+                parts.send(error)

@@ -1,0 +1,193 @@
+"""The engine of many machines: each part is a Ray task."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import socket
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import lockstep
+from lockstep.core.data.encode import one_thread_a_worker
+from lockstep.core.data.engines.engine import Part, Result
+from lockstep.core.errors import UserError
+from lockstep.core.files.shared_folder import sees, sources_fingerprint, token
+from lockstep.core.versions import version_of
+
+# A part that costs its worker this often is at fault itself: it needs more memory than there is, or crashes a library.
+MOST_ATTEMPTS = 4
+# Ray's own store for what travels between processes; parts and results are small, and 75 MiB is the least it takes.
+_LOCAL_STORE_BYTES = 128 << 20
+_CANCEL_SECONDS = 20.0
+_CONNECT_SECONDS = 5.0
+
+
+class RayTasks:
+    """Compute parts as Ray tasks, one CPU each; see `lockstep.core.data.engines.engine.Engine`.
+
+    Ray is reached when the first part is to be computed. A part whose worker is lost is computed again by another one,
+    MOST_ATTEMPTS times at most.
+
+    Attributes:
+        redone: how many parts were begun again because their worker was lost.
+    """
+
+    def __init__(self, workers: int, address: str | None = None) -> None:
+        """Take where to compute.
+
+        Args:
+            workers: parts at a time; 0 = as many as Ray has CPUs.
+            address: a running Ray ("auto", "HOST:PORT"). None: the one that RAY_ADDRESS names, else a Ray of this
+                machine that begins with the first part and ends with this engine.
+        """
+        self.redone = 0
+        self._workers = workers
+        self._address = address or os.environ.get("RAY_ADDRESS") or "local"
+        self._ray: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave Ray; one that this engine has started ends."""
+        if self._ray is not None:
+            self._ray.shutdown()
+            self._ray = None
+
+    def map(
+        self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield each part's number and result."""
+        if not parts:
+            return
+        ray = self._connect()
+        from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, WorkerCrashedError
+
+        # Ray's own retries would not be counted, and do not end for a part that runs out of memory.
+        compute = ray.remote(num_cpus=1, max_retries=0)(_compute)
+        waiting = deque(range(len(parts)))
+        at_work: dict[Any, int] = {}
+        attempts: Counter[int] = Counter()
+        with token(folder) as name:
+            place = (str(folder), name, _code())
+            try:
+                while waiting or at_work:
+                    while waiting and len(at_work) < self._places():
+                        number = waiting.popleft()
+                        at_work[compute.remote(work, parts[number], place)] = number
+                    # A cluster grows and shrinks, so its size is asked for now and then.
+                    for ref in ray.wait(list(at_work), timeout=10.0)[0]:
+                        number = at_work.pop(ref)
+                        attempts[number] += 1
+                        try:
+                            answer = ray.get(ref)
+                        except (NodeDiedError, ObjectLostError, OutOfMemoryError, WorkerCrashedError) as error:
+                            if attempts[number] == MOST_ATTEMPTS:
+                                raise UserError(_lost(error, folder)) from error
+                            self.redone += 1
+                            waiting.appendleft(number)
+                            continue
+                        if isinstance(answer, UserError):
+                            raise answer
+                        yield number, answer
+            finally:
+                self._cancel(list(at_work))
+
+    def _connect(self) -> Any:
+        if self._ray is None:
+            # Ray reports what it is used for to its makers, unless it is told not to before it starts.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            try:
+                import ray
+            except ImportError:
+                raise UserError("the engine ray needs Ray, which is not installed: pip install 'lockstep[ray]'") from None
+            _require_open_port(self._address)
+            if self._address == "local":
+                cpus = self._workers or os.cpu_count() or 1
+                more = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
+            else:
+                more = {}
+            try:
+                # Ray's workers look for modules first in the folder that this call is made in. From a folder of the
+                # user's they could load anybody's modules; from this one they load Lockstep.
+                with contextlib.chdir(Path(lockstep.__path__[0]).parent):
+                    ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR, **more)
+            except (OSError, RuntimeError, ValueError) as error:
+                # Among them ConnectionError, and the refusal of another version of Ray or Python.
+                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise UserError(f"cannot reach Ray at {self._address}: {first}") from error
+            self._ray = ray
+        return self._ray
+
+    def _places(self) -> int:
+        """Return how many parts may be with Ray at once: twice its CPUs, so that it has reason to grow."""
+        return self._workers or max(1, 2 * int(self._ray.cluster_resources().get("CPU", 0)))
+
+    def _cancel(self, refs: list[Any]) -> None:
+        """End what is at work, so that nobody writes to the folder after its lock is released."""
+        if not refs:
+            return
+        for force in (False, True):
+            for ref in refs:
+                self._ray.cancel(ref, force=force)
+            done, refs = self._ray.wait(refs, num_returns=len(refs), timeout=_CANCEL_SECONDS)
+            if not refs:
+                return
+
+
+def _compute(work: Callable[[Part], Result], part: Part, place: tuple[str, str, str]) -> Result | UserError:
+    """Compute a part in a worker of Ray; what is the user's to mend is returned, as Ray would wrap it in a traceback."""
+    one_thread_a_worker()
+    try:
+        _require_place(*place)
+        return work(part)
+    except UserError as error:
+        return error
+
+
+@functools.lru_cache(maxsize=1)
+def _require_place(folder: str, name: str, code: str) -> None:
+    """Raise UserError unless this worker sees the folder and runs the same code as the command."""
+    host = socket.gethostname()
+    if not sees(Path(folder, name)):
+        raise UserError(
+            f"a worker on {host} does not see {folder}: it must lie where all machines have it, by the same name; "
+            "workers write their shards there"
+        )
+    if _code() != code:
+        raise UserError(
+            f"a worker on {host} does not run the same code as this command ({_versions()} there, or another version "
+            "of Lockstep): it could write other tokens; install the same on all machines"
+        )
+
+
+@functools.cache
+def _code() -> str:
+    return sources_fingerprint(Path(__file__).resolve().parents[3], ("core",), _versions())
+
+
+def _versions() -> str:
+    return ", ".join(f"{package} {version_of(package)}" for package in ("tokenizers", "pyarrow"))
+
+
+def _lost(error: BaseException, folder: Path) -> str:
+    return (
+        f"{MOST_ATTEMPTS} workers in turn were lost with the same part of the work in {folder} "
+        f"({type(error).__name__}; out of memory?); run the command again to go on from here, with fewer workers"
+    )
+
+
+def _require_open_port(address: str) -> None:
+    """Raise UserError if nothing answers at HOST:PORT: Ray would try for minutes, then end this process."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if not separator or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UserError(f"cannot reach Ray at {address}: {error.strerror or error}") from error

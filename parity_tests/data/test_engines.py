@@ -1,0 +1,233 @@
+"""Engines: what is lost is computed again, what hinders the workers is one line, and nothing is left half-done.
+
+Ray is a stand-in here; test_ray_tasks.py runs a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.core.data.engines import ray_tasks
+from lockstep.core.data.engines.processes import Processes
+from lockstep.core.data.engines.ray_tasks import MOST_ATTEMPTS, RayTasks
+from lockstep.core.data.prepare import prepare
+from lockstep.core.data.sources import list_source
+from lockstep.core.data.workers import require_source
+from lockstep.core.errors import UserError
+from lockstep.core.files import shared_folder
+from lockstep.parity_tests.data.conftest import settings_for
+from lockstep.parity_tests.data.test_prepare import contents
+from lockstep.scripts import cli
+
+
+class Lost(Exception):
+    """The loss of a worker."""
+
+
+class StandIn(ModuleType):
+    """Ray as far as the engine uses it; tasks are computed when they are asked for, the last one first.
+
+    lost: how often the worker of each part dies.
+    """
+
+    def __init__(self, lost: dict[Any, int] | None = None) -> None:
+        super().__init__("ray")
+        self.left = Counter(lost or {})
+        self.init_folder, self.init_arguments = Path(), {}
+        self.most_at_once, self.cancelled = 0, []
+        self.tasks: dict[int, tuple[Any, ...]] = {}
+        self.begun: list[Any] = []
+        self.cpus = 2.0
+
+    def init(self, **arguments: Any) -> None:
+        self.init_folder, self.init_arguments = Path.cwd(), arguments
+
+    def shutdown(self) -> None:
+        self.init_arguments = {}
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": self.cpus}
+
+    def remote(self, **options: Any) -> Any:
+        assert options == {"num_cpus": 1, "max_retries": 0}
+        return lambda function: Remote(self, function)
+
+    def wait(self, refs: list[int], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[int], list[int]]:
+        self.most_at_once = max(self.most_at_once, len(refs))
+        return (refs[-1:], refs[:-1]) if num_returns == 1 else (refs, [])
+
+    def get(self, ref: int) -> Any:
+        function, work, part, place = self.tasks[ref]
+        if self.left and self.left[part]:
+            self.left[part] -= 1
+            raise Lost
+        return function(work, part, place)
+
+    def cancel(self, ref: int, force: bool) -> None:
+        self.cancelled.append(ref)
+
+
+class Remote:
+    """A remote function of the stand-in."""
+
+    def __init__(self, ray: StandIn, function: Any) -> None:
+        self.ray, self.function = ray, function
+
+    def remote(self, *arguments: Any) -> int:
+        self.ray.tasks[len(self.ray.tasks)] = (self.function, *arguments)
+        self.ray.begun.append(arguments[1])
+        return len(self.ray.tasks) - 1
+
+
+@pytest.fixture(autouse=True)
+def no_ray_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    # A worker in the process of the test sets its threads in the environment of the test.
+    for name in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS", "RAY_USAGE_STATS_ENABLED"):
+        monkeypatch.setenv(name, os.environ.get(name, "0"))
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, lost: dict[Any, int] | None = None) -> StandIn:
+    ray, exceptions = StandIn(lost), ModuleType("ray.exceptions")
+    for name in ("NodeDiedError", "ObjectLostError", "OutOfMemoryError", "WorkerCrashedError"):
+        setattr(exceptions, name, type(name, (Lost,), {}))
+    exceptions.WorkerCrashedError = Lost  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
+    return ray
+
+
+def double(number: int) -> int:
+    if number == 13:
+        raise UserError("13 is no number")
+    return 2 * number
+
+
+def test_each_part_is_computed_also_where_workers_are_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray = stand_in(monkeypatch, {3: 1, 5: MOST_ATTEMPTS - 1})
+    with RayTasks(2) as engine:
+        found = dict(engine.map(double, range(9), tmp_path))
+    assert found == {number: 2 * number for number in range(9)} and engine.redone == MOST_ATTEMPTS
+    assert ray.most_at_once == 2 and Counter(ray.begun)[5] == MOST_ATTEMPTS and Counter(ray.begun)[0] == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_that_costs_every_worker_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray = stand_in(monkeypatch, {5: MOST_ATTEMPTS})
+    with RayTasks(3) as engine, pytest.raises(UserError, match="4 workers in turn were lost with the same part"):
+        list(engine.map(double, range(9), tmp_path))
+    assert len(ray.cancelled) == 2 and not list(tmp_path.iterdir())
+
+
+def test_what_the_user_must_mend_ends_it_and_what_is_at_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray = stand_in(monkeypatch)
+    with RayTasks(2) as engine, pytest.raises(UserError, match="13 is no number"):
+        list(engine.map(double, [1, 2, 13, 4, 5, 6], tmp_path))
+    assert len(ray.cancelled) == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_cluster_is_given_twice_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray = stand_in(monkeypatch)
+    with RayTasks(0, "auto") as engine:
+        list(engine.map(double, range(9), tmp_path))
+    assert ray.most_at_once == 4
+
+
+def test_ray_starts_where_lockstep_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its workers look for modules first in the folder in which it is started."""
+    ray = stand_in(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    with RayTasks(2) as engine:
+        list(engine.map(double, [1], tmp_path))
+        assert ray.init_folder == Path(lockstep.__path__[0]).parent and Path.cwd() == tmp_path
+        assert ray.init_arguments["num_cpus"] == 2 and ray.init_arguments["address"] == "local"
+    assert ray.init_arguments == {}
+    with RayTasks(2, "auto") as engine:
+        list(engine.map(double, [1], tmp_path))
+        assert ray.init_arguments["address"] == "auto" and "num_cpus" not in ray.init_arguments
+
+
+def test_the_bytes_are_those_of_the_processes(
+    prepared: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    with RayTasks(3) as engine:
+        result = prepare(settings_for(tmp_path / "out", texts), engine=engine)
+    assert contents(tmp_path / "out") == contents(prepared) and result.shards_kept == 0
+
+
+def test_without_ray_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with RayTasks(2) as engine, pytest.raises(UserError, match=r"pip install 'lockstep\[ray\]'"):
+        list(engine.map(double, [1], tmp_path))
+
+
+def test_nothing_is_left_where_ray_is_not_reached(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = "127.0.0.1:{}".format(free.getsockname()[1])
+        words = ["--data.source", str(texts), "--data.path", str(tmp_path / "out"), "--engine", "ray"]
+        assert cli.run(["data", "prepare", *words, "--ray-address", address]) == 2
+    err = capsys.readouterr().err
+    assert f"cannot reach Ray at {address}: Connection refused" in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_ray_of_another_version_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = stand_in(monkeypatch)
+
+    def init(**_: Any) -> None:
+        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 1\n")
+
+    monkeypatch.setattr(ray, "init", init)
+    with RayTasks(2, "auto") as engine, pytest.raises(UserError) as said:
+        list(engine.map(double, [1], tmp_path))
+    assert str(said.value) == "cannot reach Ray at auto: Version mismatch: The cluster was started with:"
+
+
+def test_an_address_without_the_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["data", "prepare", "--ray-address", "auto"]) == 2
+    assert "give --engine ray, too" in capsys.readouterr().err
+
+
+def test_a_worker_that_does_not_see_the_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shared_folder, "LATE_SECONDS", 0.0)
+    found = ray_tasks._compute(double, 1, (str(tmp_path), "token", ray_tasks._code()))
+    assert isinstance(found, UserError)
+    assert f"a worker on {socket.gethostname()} does not see {tmp_path}" in str(found)
+    (tmp_path / "token").touch()
+    assert ray_tasks._compute(double, 1, (str(tmp_path), "token", ray_tasks._code())) == 2
+
+
+def test_a_worker_with_other_code_is_named(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    found = ray_tasks._compute(double, 1, (str(tmp_path), "other", "0" * 64))
+    assert isinstance(found, UserError) and "does not run the same code as this command" in str(found)
+
+
+def test_a_worker_that_does_not_see_the_source_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("some text")
+    listed = list_source(str(file)).files[0]
+    require_source(listed)
+    file.unlink()
+    with pytest.raises(UserError, match=f"a worker on {socket.gethostname()} does not see {file}"):
+        require_source(listed)
+
+
+def test_one_process_computes_in_itself(tmp_path: Path) -> None:
+    assert list(Processes(1).map(double, range(5), tmp_path)) == [(n, 2 * n) for n in range(5)]
+    with pytest.raises(UserError, match="13 is no number"):
+        list(Processes(1).map(double, [1, 13, 2], tmp_path))
