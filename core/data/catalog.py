@@ -6,17 +6,23 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.data.documents import Document, OnBroken, line_end, read_documents
+from lockstep.core.data.engines.engine import Engine
 from lockstep.core.data.left_out import KEPT, RecordCounts, left_out_in_words
 from lockstep.core.data.sources import SourceFile, SourceListing
 from lockstep.core.errors import UserError
 
 Duplicates = Literal["keep", "drop"]
+
+# Read by one worker at a time. Reading is some hundred times as fast as encoding, so less is not worth its start.
+_PART_BYTES = 32 << 20
+_PARTS_FOR_WORKERS = 4
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,16 @@ class Catalog:
     counts: RecordCounts
 
 
+@dataclass(frozen=True)
+class CatalogTask:
+    """Hold a worker's task: files to read, `first` the number of the first in its listing, and how to read them."""
+
+    first: int
+    files: tuple[SourceFile, ...]
+    column: str
+    rules: RecordRules
+
+
 class _Columns:
     """The columns of a catalog as they grow: 44 bytes a document."""
 
@@ -70,6 +86,11 @@ class _Columns:
         self.split.append(split)
         self.copy.append(copy)
 
+    def extend(self, other: _Columns) -> None:
+        """Add the documents of `other` behind these."""
+        for name, column in vars(self).items():
+            column.extend(getattr(other, name))
+
 
 def read_catalog(
     listing: SourceListing,
@@ -77,6 +98,8 @@ def read_catalog(
     val_fraction: float,
     on_bytes: Callable[[int], None],
     rules: RecordRules = RecordRules(),
+    engine: Engine | None = None,
+    folder: Path = Path(),
 ) -> Catalog:
     """Read the whole source once.
 
@@ -91,8 +114,10 @@ def read_catalog(
         listing: the files.
         column: see `read_documents`.
         val_fraction: in (0, 1).
-        on_bytes: told the bytes of source read so far, after each file.
+        on_bytes: told the bytes of source read so far, after each file or each part that a worker has read.
         rules: what is done with other records.
+        engine: who reads, several files at a time; None, or a source of less than a few parts: this process.
+        folder: the folder that the engine's workers must see.
 
     Raises:
         UserError: no document with text in it, or see `read_documents`.
@@ -100,11 +125,10 @@ def read_catalog(
     columns = _Columns()
     counts = RecordCounts()
     done = 0
-    for number, listed in enumerate(listing.files):
-        for document in read_documents(listed, column, on_broken=rules.on_broken):
-            if (kind := _add(columns, number, document, rules.max_document_bytes)) is not None:
-                counts.add(kind, listed.name, document.place)
-        done += listed.size
+    for part, (documents, others) in _read_parts(listing, column, rules, engine, folder):
+        columns.extend(documents)
+        counts.extend(others)
+        done += sum(file.size for file in part.files)
         on_bytes(done)
     if not columns.file:
         found = {"files": len(listing.files), **counts.content()}
@@ -120,6 +144,47 @@ def read_catalog(
         start, stop = np.append(start, cut), np.append(cut, stop)
         size = stop - start
     return Catalog(file, start, stop, size, is_val, counts)
+
+
+def catalog_files(task: CatalogTask) -> tuple[_Columns, RecordCounts]:
+    """Read the files of a task; what is found depends on them and the rules only.
+
+    Raises:
+        UserError: see `read_documents`.
+    """
+    columns, counts = _Columns(), RecordCounts()
+    for number, file in enumerate(task.files, task.first):
+        for document in read_documents(file, task.column, on_broken=task.rules.on_broken):
+            if (kind := _add(columns, number, document, task.rules.max_document_bytes)) is not None:
+                counts.add(kind, file.name, document.place)
+    return columns, counts
+
+
+def _read_parts(
+    listing: SourceListing, column: str, rules: RecordRules, engine: Engine | None, folder: Path
+) -> Iterator[tuple[CatalogTask, tuple[_Columns, RecordCounts]]]:
+    """Yield each part of the listing and what is found in it, in order, whoever is done first."""
+    parts = list(_parts(listing, column, rules, _PART_BYTES))
+    if engine is None or len(parts) < _PARTS_FOR_WORKERS:
+        yield from ((part, catalog_files(part)) for part in _parts(listing, column, rules, 0))
+        return
+    found: dict[int, tuple[_Columns, RecordCounts]] = {}
+    following = 0
+    for number, result in engine.map(catalog_files, parts, folder):
+        found[number] = result
+        while following in found:
+            yield parts[following], found.pop(following)
+            following += 1
+
+
+def _parts(listing: SourceListing, column: str, rules: RecordRules, least: int) -> Iterator[CatalogTask]:
+    """Cut the listing into neighbouring files of `least` bytes together, or more."""
+    first, size = 0, 0
+    for number, file in enumerate(listing.files, 1):
+        size += file.size
+        if size >= least or number == len(listing.files):
+            yield CatalogTask(first, listing.files[first:number], column, rules)
+            first, size = number, 0
 
 
 def _add(columns: _Columns, number: int, document: Document, most: int) -> str | None:

@@ -41,6 +41,11 @@ class RecordCounts:
         counts[kind] = counts.get(kind, 0) + count
         self.first.setdefault(kind, place)
 
+    def extend(self, other: RecordCounts) -> None:
+        """Add the counts of files that follow these."""
+        self.by_file |= other.by_file
+        self.first = other.first | self.first
+
     def total(self, kind: str) -> int:
         """Return how many records of `kind` all files hold together."""
         return sum(counts.get(kind, 0) for counts in self.by_file.values())

@@ -151,7 +151,7 @@ def _prepare(settings: PrepareSettings, folder: Path, report: OnProgress, engine
         # What hinders the workers shows now, and not after hours of reading.
         list(engine.map(require_source, listing.files[:1], folder))
         remove_prepared(folder)
-        plan = _start(settings, folder, identity, listing, given, report)
+        plan = _start(settings, folder, identity, listing, given, report, engine)
     elif (folder / INDEX_NAME).is_file():
         index = read_index(folder)
         if not (damaged := damaged_shards(folder, index)):
@@ -214,11 +214,12 @@ def _start(
     listing: SourceListing,
     given: TextTokenizer | None,
     report: OnProgress,
+    engine: Engine,
 ) -> Plan:
     """Read the source, settle the tokenizer and the shards, and write both down."""
     total = listing.size
     on_bytes: Callable[[int], None] = lambda done: report(Progress("read", done, total))  # noqa: E731
-    catalog = read_catalog(listing, settings.column, settings.val_fraction, on_bytes, settings.rules)
+    catalog = read_catalog(listing, settings.column, settings.val_fraction, on_bytes, settings.rules, engine, folder)
     report(Progress("tokenizer", 0, 0))
     tokenizer, bytes_per_token = _settle_tokenizer(identity, listing, catalog, given)
     plan = Plan(

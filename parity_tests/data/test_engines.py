@@ -5,6 +5,7 @@ Ray is a stand-in here; test_ray_tasks.py runs a real one.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -13,9 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import lockstep
+from lockstep.core.data import catalog
+from lockstep.core.data.catalog import RecordRules, read_catalog
 from lockstep.core.data.engines import ray_tasks
 from lockstep.core.data.engines.processes import Processes
 from lockstep.core.data.engines.ray_tasks import MOST_ATTEMPTS, RayTasks
@@ -163,6 +167,24 @@ def test_the_bytes_are_those_of_the_processes(
     with RayTasks(3) as engine:
         result = prepare(settings_for(tmp_path / "out", texts), engine=engine)
     assert contents(tmp_path / "out") == contents(prepared) and result.shards_kept == 0
+
+
+def test_a_catalog_is_the_same_whoever_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts come back in any order; files are counted, and copies found, across them."""
+    for number in range(12):
+        lines = [json.dumps({"text": text}) for text in (f"document {number}", "a copy", "", f"more of {number}")]
+        (tmp_path / f"{number:02d}.jsonl").write_text("\n".join([*lines, '{"text": null}', ""]))
+    listing = list_source(str(tmp_path))
+    rules = RecordRules(duplicates="drop")
+    alone, seen = read_catalog(listing, "text", 0.2, lambda done: None, rules), []
+    stand_in(monkeypatch)
+    monkeypatch.setattr(catalog, "_PART_BYTES", 2 * listing.files[0].size)
+    with RayTasks(3) as engine:
+        found = read_catalog(listing, "text", 0.2, seen.append, rules, engine, tmp_path)
+    for name, column in vars(alone).items():
+        assert np.array_equal(column, getattr(found, name)) if name != "counts" else column == found.counts
+    assert alone.counts.total("duplicate_documents") == 11 and alone.counts.total("empty_documents") == 12
+    assert seen == sorted(seen) and seen[-1] == listing.size and 4 <= len(seen) < 12
 
 
 def test_without_ray_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
