@@ -46,10 +46,10 @@ def ray_folder() -> Iterator[str]:
 
 
 def on_ray(ray_folder: str, out: Path, source: Path, **more: Any) -> dict[str, Any]:
-    """Return what parity_tests/data/on_ray.py reports."""
+    """Return what scripts/studies/on_ray.py reports."""
     settings = {"out": str(out), "source": str(source), "vocab_size": 300, "val_fraction": 0.2, "workers": 4}
     done = subprocess.run(
-        [sys.executable, "-m", "lockstep.parity_tests.data.on_ray", json.dumps(settings | more)],
+        [sys.executable, "-m", "lockstep.scripts.studies.on_ray", json.dumps(settings | more)],
         cwd=out.parent,
         env={**os.environ, "PYTHONPATH": str(REPO), "RAY_TMPDIR": ray_folder},
         capture_output=True,

@@ -23,7 +23,7 @@ from lockstep.core.versions import version_of
 MOST_ATTEMPTS = 4
 # Ray's own store for what travels between processes; parts and results are small, and 75 MiB is the least it takes.
 _LOCAL_STORE_BYTES = 128 << 20
-_CANCEL_SECONDS = 20.0
+_CANCEL_SECONDS = 5.0
 _CONNECT_SECONDS = 5.0
 
 
@@ -108,6 +108,9 @@ class RayTasks:
                 raise UserError("the engine ray needs Ray, which is not installed: pip install 'lockstep[ray]'") from None
             _require_open_port(self._address)
             if self._address == "local":
+                # Ray's workers have a low priority, so that they leave a machine to its head and its user. Here they
+                # are what the user waits for, as the processes of the other engine are.
+                os.environ.setdefault("RAY_worker_niceness", "0")
                 cpus = self._workers or os.cpu_count() or 1
                 more = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
             else:

@@ -1,8 +1,9 @@
 """A preparation on a Ray of this machine, in a process of its own, as a script that a test or a study starts.
 
-`python -m lockstep.parity_tests.data.on_ray SETTINGS` with a JSON object: out, source, workers, kill (numbers of
-reports of progress at which a worker dies), and settings of `prepare`. The last line of its output is a JSON object:
-seconds, redone, written, kept, killed; or error.
+`python -m lockstep.scripts.studies.on_ray SETTINGS` with a JSON object: out, source, workers, kill (numbers of
+reports of progress at which a worker dies), engine ("local" for processes), and settings of `prepare`. The last line
+of its output is a JSON object: seconds, start (seconds before the first shard), redone, written, kept, killed; or
+error.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.data.engines.processes import Processes
 from lockstep.core.data.engines.ray_tasks import RayTasks
 from lockstep.core.data.prepare import PrepareSettings, Progress, prepare
 from lockstep.core.errors import UserError
@@ -45,14 +47,16 @@ def kill_one(root: int, number: int) -> int:
 def main(arguments: dict[str, Any]) -> dict[str, Any]:
     """Prepare; see the module."""
     workers, kill = arguments.pop("workers"), arguments.pop("kill", [])
-    reports = 0
+    local = arguments.pop("engine", "ray") == "local"
+    reports, start = 0, 0.0
     kills: list[Future[int]] = []
     # Beside the driver, which gives out the next parts meanwhile.
     pool = ThreadPoolExecutor(1)
 
     def on_progress(progress: Progress) -> None:
-        nonlocal reports
+        nonlocal reports, start
         if progress.stage == "encode":
+            start = start or time.perf_counter() - began
             if reports in kill:
                 kills.append(pool.submit(kill_one, os.getpid(), reports))
             reports += 1
@@ -60,14 +64,16 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         with RayTasks(workers, arguments.pop("address", None)) as engine:
-            result = prepare(PrepareSettings(**arguments), on_progress, engine)
+            settings = PrepareSettings(**arguments)
+            result = prepare(settings, on_progress, Processes(workers) if local else engine)
     except UserError as error:
         return {"error": str(error)}
     seconds = time.perf_counter() - began
     pool.shutdown(wait=False, cancel_futures=True)
     killed = sum(kill.done() for kill in kills)
     written, kept = result.shards_written, result.shards_kept
-    return {"seconds": seconds, "redone": engine.redone, "written": written, "kept": kept, "killed": killed}
+    found = {"seconds": seconds, "start": start, "redone": engine.redone}
+    return {**found, "written": written, "kept": kept, "killed": killed}
 
 
 def _below(root: int) -> Iterator[int]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A Lockstep run over several nodes under Slurm: one torchrun a node, one rank a GPU.
 #
-#   sbatch docs/examples/slurm.sh configs/quickstart.toml [settings …]
+#   sbatch docs/examples/cluster/slurm/train.sh configs/quickstart.toml [settings …]
 #
 # The repository, its environment and `runs/` must lie where every node has them by the same name; the data are read on
 # the first node alone. The job's number is the launch's name: ranks that die are started anew by torchrun, and a job

@@ -1,0 +1,77 @@
+"""Find the commands of `lockstep` in a script or a list of words, and parse them as the command line would."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from lockstep.core.config.file import load_config
+from lockstep.core.config.schema import RunConfig
+from lockstep.parity_tests.repository import REPO
+from lockstep.scripts import cli
+
+EXAMPLES = REPO / "docs/examples/cluster"
+# What the examples leave to the machine that they run on.
+VALUES = {
+    "ranks": "16",
+    "SOURCE": "hf://datasets/a/b",
+    "GPUS_PER_TRIAL:-1": "1",
+}
+IN_THE_CONTAINER = "/opt/lockstep/"
+
+
+class Parsed(Exception):
+    """The end of a command that was parsed, and not run."""
+
+
+def in_script(text: str, words: Sequence[str] = ()) -> Iterator[list[str]]:
+    """Yield the words behind `lockstep` of each command of a shell script; `"$@"` stands for `words`."""
+    text = re.sub(r"\\\n\s*", " ", text)
+    for line in text.splitlines():
+        line = line.strip()
+        if line.startswith("#") or not re.search(r"(^|\s)lockstep\s", line):
+            continue
+        for name, value in VALUES.items():
+            line = line.replace("${" + name + "}", value).replace("$" + name, value)
+        line = line.replace('"$@"', shlex.join(words))
+        found = in_words(shlex.split(line, comments=True))
+        if found:
+            yield found
+
+
+def in_words(words: Sequence[str]) -> list[str]:
+    """Return the words behind `lockstep`, if one of the words is that command."""
+    at = [number for number, word in enumerate(words) if word == "lockstep"]
+    return list(words[at[0] + 1 :]) if at else []
+
+
+def parsed(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, RunConfig]:
+    """Return the options and the configuration of a command; raises UserError or KeyError as the command line would.
+
+    Run files of a container are those of the checkout.
+    """
+    words = [word.replace(IN_THE_CONTAINER, f"{REPO}/") for word in words]
+    name = " ".join(words[:2]) if words[0] in cli.GROUPS else words[0]
+    module = import_module(cli.COMMANDS[name][0])
+    found: list[Any] = []
+    parse = module.parse
+
+    def note(*arguments: Any, **keywords: Any) -> Any:
+        found.append(parse(*arguments, **keywords))
+        raise Parsed
+
+    with monkeypatch.context() as patch, pytest.raises(Parsed):
+        patch.setattr(module, "parse", note)
+        patch.chdir(REPO)
+        module.main(words[len(name.split()) :])
+    options, given = found[0]
+    file = getattr(options, "config", None)
+    if resumed := getattr(options, "resume", None):
+        # A run directory holds its file.
+        file = f"configs/{resumed.name}.toml"
+    return options, load_config(None if file is None else REPO / file, given)

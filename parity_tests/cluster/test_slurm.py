@@ -1,0 +1,159 @@
+"""The examples for Slurm, with stand-ins for what Slurm and Ray bring: agents for nodes, and a queue that notes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.core.run.directory import RunDir
+from lockstep.parity_tests.cli.workspace import REPO, write_workspace
+from lockstep.parity_tests.cluster.commands import EXAMPLES, in_script, parsed
+from lockstep.parity_tests.ranks.test_restarts import SETTINGS, free_port
+from lockstep.scripts import cli
+
+SCRIPTS = {path.stem: path for path in sorted((EXAMPLES / "slurm").glob("*.sh"))}
+SCRIPT = SCRIPTS["train"]
+# Runs what follows its own options on each of two nodes.
+SRUN = """#!/usr/bin/env bash
+shift
+SLURM_PROCID=0 "$@" & one=$!
+SLURM_PROCID=1 "$@" & other=$!
+wait "$one"; first=$?; wait "$other"; second=$?
+exit $((first > second ? first : second))
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then printf '127.0.0.1\\nnode2\\n'; else echo "$@" >> "$QUEUE"; fi
+"""
+# Runs the command behind `--` on the first node, as `ray symmetric-run` does, and tells what it was given. Where a file
+# `broken` lies beside it, it fails as that does: without a word, and with 0.
+RAY = """#!/usr/bin/env bash
+here=$(dirname "$0")
+echo "$SLURM_PROCID $*" >> "$here/ray.txt"
+[ "$SLURM_PROCID" = 0 ] && [ ! -e "$here/broken" ] || exit 0
+while [ "$1" != -- ]; do shift; done
+shift
+"$@"
+"""
+LOCKSTEP = """#!/usr/bin/env bash
+printf '%s\\n' "$@" >> "$(dirname "$0")/lockstep.txt"
+exit "${CODE:-0}"
+"""
+START = {"prepare": "--num-cpus=64", "sweep": "--num-cpus=64 --num-gpus=8"}
+# Options of sbatch that the examples use, by its manual page.
+OPTIONS = {
+    "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "exclusive", "time", "requeue",
+    "open-mode", "signal",
+}  # fmt: skip
+
+
+def stand_ins(folder: Path, torchrun: str) -> dict[str, str]:
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "torchrun": torchrun}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "RANKS_PER_NODE": "1"}
+    return job | {"PATH": f"{folder}:{os.environ['PATH']}", "QUEUE": str(folder / "queue"), "PYTHONPATH": str(REPO)}
+
+
+def submitted(
+    folder: Path, environment: dict[str, str], *arguments: str, script: Path = SCRIPT
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(script), *arguments],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def wrong_lines(text: str) -> list[str]:
+    """Return the lines of a script that ask sbatch for what is none of OPTIONS."""
+    asked = [line.removeprefix("#SBATCH").strip() for line in text.splitlines() if line.startswith("#SBATCH")]
+    return [line for line in asked if line.removeprefix("--").partition("=")[0] not in OPTIONS]
+
+
+def test_there_is_one_for_each_task() -> None:
+    assert set(SCRIPTS) == {"train", "prepare", "sweep"}
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS.values(), EXAMPLES / "on_ray.sh"], ids=lambda path: path.stem)
+def test_the_script_is_a_script(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+    assert not wrong_lines(script.read_text())
+
+
+def test_a_planted_mistake_is_found(tmp_path: Path) -> None:
+    text = SCRIPT.read_text()
+    assert wrong_lines(text.replace("--nodes=2", "--node=2")) == ["--node=2"]
+    (tmp_path / "broken.sh").write_text(text.replace("code=$?", "code=$("))
+    assert subprocess.run(["bash", "-n", str(tmp_path / "broken.sh")], stderr=subprocess.DEVNULL).returncode != 0
+
+
+@pytest.mark.parametrize("task", SCRIPTS)
+def test_the_command_is_one_of_lockstep(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = ["--vary", "optim.peak-lr=1e-4:3e-3:log"] if task == "sweep" else []
+    file = "configs/rollout/h100x8.toml"
+    (words,) = in_script(SCRIPTS[task].read_text(), [file, *more])
+    if words[0] not in {*cli.COMMANDS, *cli.GROUPS}:
+        pytest.skip(f"`lockstep {words[0]}` is not there yet")
+    options, config = parsed(words, monkeypatch)
+    assert str(options.config) == file and config.train.ranks == (16 if task == "train" else 8)
+
+
+@pytest.mark.parametrize("task", ["prepare", "sweep"])
+def test_ray_runs_on_each_node_and_the_command_on_the_first(task: str, tmp_path: Path) -> None:
+    environment = ray_job(tmp_path)
+    assert submitted(tmp_path, environment, "a.toml", "--data.path", "a b", script=SCRIPTS[task]).returncode == 0
+    asked = sorted((tmp_path / "ray.txt").read_text().splitlines())
+    start = f"symmetric-run --address 127.0.0.1:24711 --min-nodes 2 {START[task]} -- bash -c "
+    assert [line[: 2 + len(start)] for line in asked] == [f"0 {start}", f"1 {start}"]
+    words = (tmp_path / "lockstep.txt").read_text().splitlines()
+    command = ["data", "prepare"] if task == "prepare" else ["sweep"]
+    more = [] if task == "prepare" else ["--gpus", "1"]
+    assert words == [*command, "a.toml", "--data.path", "a b", "--engine", "ray", "--ray-address", "auto", *more]
+
+
+def ray_job(folder: Path) -> dict[str, Any]:
+    environment = stand_ins(folder, "") | {"LOCKSTEP_EXAMPLES": str(EXAMPLES), "SLURM_CPUS_PER_TASK": "64"}
+    for name, text in {"ray": RAY, "lockstep": LOCKSTEP}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return environment | {"SLURM_GPUS_ON_NODE": "8"}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_job_over_ray_ends_with_the_code_of_its_command(broken: bool, tmp_path: Path) -> None:
+    """Also where Ray does not start on the first node, and symmetric-run ends with 0 all the same."""
+    environment = ray_job(tmp_path) | {"CODE": "0" if broken else "2"}
+    if broken:
+        (tmp_path / "broken").touch()
+    assert submitted(tmp_path, environment, "a.toml", script=SCRIPTS["prepare"]).returncode == 2
+    assert (tmp_path / "lockstep.txt").exists() != broken
+
+
+def test_a_job_trains_over_its_nodes(tmp_path: Path) -> None:
+    file = write_workspace(tmp_path / "workspace")
+    assert cli.run(["data", "prepare", str(file)]) == 0
+    # All but the port is the script's: another process may have that one.
+    command = f"{sys.executable} -m torch.distributed.run --local-addr 127.0.0.1"
+    torchrun = f'#!/usr/bin/env bash\nexec {command} "${{@//:24711/:{free_port()}}}"\n'
+    done = submitted(tmp_path, stand_ins(tmp_path, torchrun), str(file), *SETTINGS)
+    assert done.returncode == 0, done.stderr
+    run = RunDir.open(tmp_path / "runs/tiny")
+    assert run.info["finished"] and run.info["launch"] == "4711" and run.config.train.ranks == 2
+    assert not (tmp_path / "queue").exists()
+
+
+@pytest.mark.parametrize(("before", "queued"), [("0", True), ("4", True), ("5", False)])
+def test_a_job_that_fails_is_queued_again_but_not_for_ever(before: str, queued: bool, tmp_path: Path) -> None:
+    environment = stand_ins(tmp_path, "#!/usr/bin/env bash\nexit 1\n") | {"SLURM_RESTART_COUNT": before}
+    assert submitted(tmp_path, environment, "a.toml").returncode == 1
+    assert (tmp_path / "queue").exists() == queued
+    if queued:
+        assert (tmp_path / "queue").read_text() == "requeue 4711\n"
