@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -106,35 +108,55 @@ def test_the_command_is_one_of_lockstep(task: str, monkeypatch: pytest.MonkeyPat
     assert str(options.config) == file and config.train.ranks == (16 if task == "train" else 8)
 
 
-@pytest.mark.parametrize("task", ["prepare", "sweep"])
-def test_ray_runs_on_each_node_and_the_command_on_the_first(task: str, tmp_path: Path) -> None:
-    environment = ray_job(tmp_path)
-    assert submitted(tmp_path, environment, "a.toml", "--data.path", "a b", script=SCRIPTS[task]).returncode == 0
-    asked = sorted((tmp_path / "ray.txt").read_text().splitlines())
-    start = f"symmetric-run --address 127.0.0.1:24711 --min-nodes 2 {START[task]} -- bash -c "
-    assert [line[: 2 + len(start)] for line in asked] == [f"0 {start}", f"1 {start}"]
-    words = (tmp_path / "lockstep.txt").read_text().splitlines()
-    command = ["data", "prepare"] if task == "prepare" else ["sweep"]
-    more = [] if task == "prepare" else ["--gpus", "1"]
-    assert words == [*command, "a.toml", "--data.path", "a b", "--engine", "ray", "--ray-address", "auto", *more]
+@pytest.fixture
+def head() -> Iterator[int]:
+    """Listen at a port, as Ray does on the first node; return a number of a job that has this port."""
+    with socket.socket() as listening:
+        for port in range(21_000, 40_000):
+            with contextlib.suppress(OSError):
+                listening.bind(("127.0.0.1", port))
+                break
+        listening.listen()
+        yield listening.getsockname()[1] - 20_000
 
 
-def ray_job(folder: Path) -> dict[str, Any]:
-    environment = stand_ins(folder, "") | {"LOCKSTEP_EXAMPLES": str(EXAMPLES), "SLURM_CPUS_PER_TASK": "64"}
+def ray_job(folder: Path, number: int) -> dict[str, str]:
     for name, text in {"ray": RAY, "lockstep": LOCKSTEP}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    return environment | {"SLURM_GPUS_ON_NODE": "8"}
+    job = {"SLURM_JOB_ID": str(number), "SLURM_CPUS_PER_TASK": "64", "SLURM_GPUS_ON_NODE": "8"}
+    return stand_ins(folder, "") | job | {"LOCKSTEP_EXAMPLES": str(EXAMPLES)}
+
+
+@pytest.mark.parametrize("task", ["prepare", "sweep"])
+def test_ray_runs_on_each_node_and_the_command_on_the_first(task: str, head: int, tmp_path: Path) -> None:
+    words = ["a.toml", "--data.path", "a b"]
+    assert submitted(tmp_path, ray_job(tmp_path, head), *words, script=SCRIPTS[task]).returncode == 0
+    asked = sorted((tmp_path / "ray.txt").read_text().splitlines())
+    start = f"symmetric-run --address 127.0.0.1:{20_000 + head} --min-nodes 2 {START[task]} -- bash -c "
+    assert [line[: 2 + len(start)] for line in asked] == [f"0 {start}", f"1 {start}"]
+    command = ["data", "prepare"] if task == "prepare" else ["sweep"]
+    more = [] if task == "prepare" else ["--gpus", "1"]
+    found = (tmp_path / "lockstep.txt").read_text().splitlines()
+    assert found == [*command, *words, "--engine", "ray", "--ray-address", "auto", *more]
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_job_over_ray_ends_with_the_code_of_its_command(broken: bool, tmp_path: Path) -> None:
+def test_a_job_over_ray_ends_with_the_code_of_its_command(broken: bool, head: int, tmp_path: Path) -> None:
     """Also where Ray does not start on the first node, and symmetric-run ends with 0 all the same."""
-    environment = ray_job(tmp_path) | {"CODE": "0" if broken else "2"}
+    environment = ray_job(tmp_path, head) | {"CODE": "0" if broken else "2"}
     if broken:
         (tmp_path / "broken").touch()
     assert submitted(tmp_path, environment, "a.toml", script=SCRIPTS["prepare"]).returncode == 2
     assert (tmp_path / "lockstep.txt").exists() != broken
+
+
+def test_a_node_gives_up_where_the_first_one_has_no_ray(tmp_path: Path) -> None:
+    environment = ray_job(tmp_path, 1) | {"SLURM_PROCID": "1", "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "1"}
+    words = ["127.0.0.1:1", "2", "lockstep", "data", "prepare"]
+    ended = submitted(tmp_path, environment, *words, script=EXAMPLES / "on_ray.sh")
+    assert ended.returncode == 2 and "Ray at 127.0.0.1:1 is not there after 1 s" in ended.stderr
+    assert not (tmp_path / "ray.txt").exists()
 
 
 def test_a_job_trains_over_its_nodes(tmp_path: Path) -> None:

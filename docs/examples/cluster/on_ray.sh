@@ -11,7 +11,24 @@ set -uo pipefail
 address=$1 nodes=$2
 shift 2
 number=${SLURM_PROCID:-${JOB_COMPLETION_INDEX:-0}}
-export RAY_USAGE_STATS_ENABLED=0 RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=${RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT:-600}
+export RAY_USAGE_STATS_ENABLED=0
+# Seconds.
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=${RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT:-600}
+host=${address%:*} port=${address##*:}
+patience=${RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT}
+
+# A node's name may be known late, and symmetric-run waits some seconds for the first node's Ray, no longer.
+wait_for() { # what, command
+    until "${@:2}" >/dev/null 2>&1; do
+        [ "$SECONDS" -lt "$patience" ] || { echo "$0: $1 is not there after $patience s" >&2; exit 2; }
+        sleep 1
+    done
+}
+wait_for "the name $host" getent hosts "$host"
+if [ "$number" -ne 0 ]; then
+    wait_for "Ray at $address" bash -c "exec 3<>/dev/tcp/$host/$port"
+fi
+
 code_of_command=$(mktemp)
 trap 'rm -f "$code_of_command"' EXIT
 
