@@ -123,6 +123,8 @@ def test_its_numbers_and_names_agree(name: str) -> None:
         assert words[:2] == ["bash", IN_THE_CONTAINER + "docs/examples/cluster/on_ray.sh"]
         assert words[2].startswith(f"{first}:") and words[3] == str(job["completions"])
         (start,) = [each["value"] for each in container["env"] if each["name"] == "RAY_START"]
+        (secret,) = [each["valueFrom"] for each in container["env"] if each["name"] == "RAY_AUTH_TOKEN"]
+        assert f"secret generic {secret['secretKeyRef']['name']} --from-literal=token=" in FILES[name].read_text()
         assert f"--num-cpus={container['resources']['requests']['cpu']}" in start
         assert (f"--num-gpus={gpus}" in start) == bool(gpus)
     assert (REPO / "docs/examples/cluster/on_ray.sh").is_file()

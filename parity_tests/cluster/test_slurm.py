@@ -36,6 +36,7 @@ if [ "$1" = show ]; then printf '127.0.0.1\\nnode2\\n'; else echo "$@" >> "$QUEU
 RAY = """#!/usr/bin/env bash
 here=$(dirname "$0")
 echo "$SLURM_PROCID $*" >> "$here/ray.txt"
+echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >> "$here/secret.txt"
 [ "$SLURM_PROCID" = 0 ] && [ ! -e "$here/broken" ] || exit 0
 while [ "$1" != -- ]; do shift; done
 shift
@@ -135,6 +136,8 @@ def test_ray_runs_on_each_node_and_the_command_on_the_first(task: str, head: int
     asked = sorted((tmp_path / "ray.txt").read_text().splitlines())
     start = f"symmetric-run --address 127.0.0.1:{20_000 + head} --min-nodes 2 {START[task]} -- bash -c "
     assert [line[: 2 + len(start)] for line in asked] == [f"0 {start}", f"1 {start}"]
+    first, second = (tmp_path / "secret.txt").read_text().splitlines()
+    assert first == second and first.startswith("token ") and len(first) == len("token ") + 64
     command = ["data", "prepare"] if task == "prepare" else ["sweep"]
     more = [] if task == "prepare" else ["--gpus", "1"]
     found = (tmp_path / "lockstep.txt").read_text().splitlines()
@@ -152,11 +155,18 @@ def test_a_job_over_ray_ends_with_the_code_of_its_command(broken: bool, head: in
 
 
 def test_a_node_gives_up_where_the_first_one_has_no_ray(tmp_path: Path) -> None:
-    environment = ray_job(tmp_path, 1) | {"SLURM_PROCID": "1", "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "1"}
+    environment = ray_job(tmp_path, 1) | {
+        "SLURM_PROCID": "1",
+        "RAY_AUTH_TOKEN": "a",
+        "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "1",
+    }
     words = ["127.0.0.1:1", "2", "lockstep", "data", "prepare"]
     ended = submitted(tmp_path, environment, *words, script=EXAMPLES / "on_ray.sh")
     assert ended.returncode == 2 and "Ray at 127.0.0.1:1 is not there after 1 s" in ended.stderr
     assert not (tmp_path / "ray.txt").exists()
+    del environment["RAY_AUTH_TOKEN"]
+    ended = submitted(tmp_path, environment, *words, script=EXAMPLES / "on_ray.sh")
+    assert ended.returncode == 2 and "RAY_AUTH_TOKEN is not set" in ended.stderr
 
 
 def test_a_job_trains_over_its_nodes(tmp_path: Path) -> None:

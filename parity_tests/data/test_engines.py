@@ -199,7 +199,7 @@ def test_nothing_is_left_where_ray_is_not_reached(
     stand_in(monkeypatch)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = "127.0.0.1:{}".format(free.getsockname()[1])
+        address = f"127.0.0.1:{free.getsockname()[1]}"
         words = ["--data.source", str(texts), "--data.path", str(tmp_path / "out"), "--engine", "ray"]
         assert cli.run(["data", "prepare", *words, "--ray-address", address]) == 2
     err = capsys.readouterr().err
@@ -207,11 +207,14 @@ def test_nothing_is_left_where_ray_is_not_reached(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_ray_of_another_version_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, Exception])
+def test_a_ray_of_another_version_is_one_line(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray = stand_in(monkeypatch)
 
     def init(**_: Any) -> None:
-        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 1\n")
+        raise kind("Version mismatch: The cluster was started with:\n    Ray: 1\n")
 
     monkeypatch.setattr(ray, "init", init)
     with RayTasks(2, "auto") as engine, pytest.raises(UserError) as said:

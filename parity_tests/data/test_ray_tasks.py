@@ -60,9 +60,7 @@ def on_ray(ray_folder: str, out: Path, source: Path, **more: Any) -> dict[str, A
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_killed_worker_changes_no_byte(
-    many: Path, expected: dict[str, str], ray_folder: str, tmp_path: Path
-) -> None:
+def test_a_killed_worker_changes_no_byte(many: Path, expected: dict[str, str], ray_folder: str, tmp_path: Path) -> None:
     found = on_ray(ray_folder, tmp_path / "out", many, shard_tokens=20_000, kill=[1, 4])
     assert found["killed"] == 2 == found["redone"]
     assert contents(tmp_path / "out") == expected and found["written"] == len(list((tmp_path / "out").glob("*.bin")))

@@ -17,9 +17,7 @@ class Engine(Protocol):
     it writes must be whole or absent.
     """
 
-    def map(
-        self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path
-    ) -> Iterator[tuple[int, Result]]:
+    def map(self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path) -> Iterator[tuple[int, Result]]:
         """Yield (number of the part, `work(part)`) as parts are done, in no particular order.
 
         Parts are begun in their order, so the largest should come first: no worker is then left alone with one.

@@ -26,9 +26,7 @@ class Processes:
     def __init__(self, workers: int) -> None:
         self._workers = workers
 
-    def map(
-        self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path
-    ) -> Iterator[tuple[int, Result]]:
+    def map(self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path) -> Iterator[tuple[int, Result]]:
         """Yield each part's number and result; a worker that dies ends it all, and parts that are done stay."""
         if self._workers == 1 or len(parts) < 2:
             for number, part in enumerate(parts):

@@ -59,9 +59,7 @@ class RayTasks:
             self._ray.shutdown()
             self._ray = None
 
-    def map(
-        self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path
-    ) -> Iterator[tuple[int, Result]]:
+    def map(self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path) -> Iterator[tuple[int, Result]]:
         """Yield each part's number and result."""
         if not parts:
             return
@@ -105,7 +103,9 @@ class RayTasks:
             try:
                 import ray
             except ImportError:
-                raise UserError("the engine ray needs Ray, which is not installed: pip install 'lockstep[ray]'") from None
+                raise UserError(
+                    "the engine ray needs Ray, which is not installed: pip install 'lockstep[ray]'"
+                ) from None
             _require_open_port(self._address)
             if self._address == "local":
                 # Ray's workers have a low priority, so that they leave a machine to its head and its user. Here they
@@ -120,8 +120,9 @@ class RayTasks:
                 # user's they could load anybody's modules; from this one they load Lockstep.
                 with contextlib.chdir(Path(lockstep.__path__[0]).parent):
                     ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR, **more)
-            except (OSError, RuntimeError, ValueError) as error:
-                # Among them ConnectionError, and the refusal of another version of Ray or Python.
+            except Exception as error:
+                # No address, another version of Ray or Python, a wrong token, a machine that is too busy: each is another
+                # exception of Ray's, down to a plain Exception.
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise UserError(f"cannot reach Ray at {self._address}: {first}") from error
             self._ray = ray
@@ -138,13 +139,13 @@ class RayTasks:
         for force in (False, True):
             for ref in refs:
                 self._ray.cancel(ref, force=force)
-            done, refs = self._ray.wait(refs, num_returns=len(refs), timeout=_CANCEL_SECONDS)
+            _, refs = self._ray.wait(refs, num_returns=len(refs), timeout=_CANCEL_SECONDS)
             if not refs:
                 return
 
 
 def _compute(work: Callable[[Part], Result], part: Part, place: tuple[str, str, str]) -> Result | UserError:
-    """Compute a part in a worker of Ray; what is the user's to mend is returned, as Ray would wrap it in a traceback."""
+    """Compute a part in a worker of Ray; a UserError is returned, as Ray would wrap it in a traceback."""
     one_thread_a_worker()
     try:
         _require_place(*place)

@@ -3,7 +3,8 @@
 #
 #   on_ray.sh HOST:PORT NODES COMMAND …
 #
-# HOST is the first node: SLURM_PROCID or JOB_COMPLETION_INDEX is 0 there. RAY_START holds more options of `ray start`.
+# HOST is the first node: SLURM_PROCID or JOB_COMPLETION_INDEX is 0 there. RAY_AUTH_TOKEN is the same secret on all nodes:
+# who can reach a Ray can run anything on it. RAY_START holds more options of `ray start`.
 # When the command ends, Ray ends on all nodes, with every other Ray of this user there. Ends with the command's code.
 set -uo pipefail
 
@@ -11,7 +12,8 @@ set -uo pipefail
 address=$1 nodes=$2
 shift 2
 number=${SLURM_PROCID:-${JOB_COMPLETION_INDEX:-0}}
-export RAY_USAGE_STATS_ENABLED=0
+[ -n "${RAY_AUTH_TOKEN:-}" ] || { echo "$0: RAY_AUTH_TOKEN is not set" >&2; exit 2; }
+export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 # Seconds.
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=${RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT:-600}
 host=${address%:*} port=${address##*:}
@@ -24,7 +26,7 @@ wait_for() { # what, command
         sleep 1
     done
 }
-wait_for "the name $host" getent hosts "$host"
+wait_for "the name $host" getent ahosts "$host"
 if [ "$number" -ne 0 ]; then
     wait_for "Ray at $address" bash -c "exec 3<>/dev/tcp/$host/$port"
 fi

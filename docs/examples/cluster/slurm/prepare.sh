@@ -18,6 +18,9 @@ set -uo pipefail
 [ $# -ge 1 ] || { echo "usage: sbatch $0 CONFIG [settings …]" >&2; exit 2; }
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export RAY_START="--num-cpus=${SLURM_CPUS_PER_TASK:-1}"
+# srun hands it on; nobody else can use this Ray.
+RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+export RAY_AUTH_TOKEN
 # Slurm runs a copy of this script: the one beside it is found from the folder of the submission.
 exec srun --kill-on-bad-exit=1 bash "${LOCKSTEP_EXAMPLES:-docs/examples/cluster}/on_ray.sh" \
     "$first:$((20000 + SLURM_JOB_ID % 20000))" "$SLURM_JOB_NUM_NODES" \
