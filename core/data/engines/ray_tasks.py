@@ -121,8 +121,8 @@ class RayTasks:
                 with contextlib.chdir(Path(lockstep.__path__[0]).parent):
                     ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR, **more)
             except Exception as error:
-                # No address, another version of Ray or Python, a wrong token, a machine that is too busy: each is another
-                # exception of Ray's, down to a plain Exception.
+                # No address, another version of Ray or Python, a wrong token, a machine that is too busy: for each Ray
+                # has another exception, down to a plain Exception.
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise UserError(f"cannot reach Ray at {self._address}: {first}") from error
             self._ray = ray
