@@ -179,28 +179,37 @@ def page(results: dict[str, Any]) -> str:
         "",
         "Before the first shard the source is read once and the tokenizer trained; with Ray, its start is in it.",
         "",
+        *(_kills(kills) if kills else ["Kills of a worker: not measured (`--rows kills`).", ""]),
+        *(_drivers(drivers) if drivers else ["Kills of the command: not measured (`--rows drivers`)."]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _kills(rows: list[dict[str, Any]]) -> list[str]:
+    return [
         "## One of four workers killed",
         "",
         "SIGKILL in the midst of a shard, at a random point:",
-        f"{sum(row['equal'] for row in kills)} of {len(kills)} preparations ended with the bytes of one left alone.",
+        f"{sum(row['equal'] for row in rows)} of {len(rows)} preparations ended with the bytes of one left alone.",
         "",
         "| after shard | of | parts begun again | equal bytes |",
         "|--:|--:|--:|---|",
-        *(f"| {row['at']} | {row['of']} | {row['redone']} | {_yes(row['equal'])} |" for row in kills),
+        *(f"| {row['at']} | {row['of']} | {row['redone']} | {_yes(row['equal'])} |" for row in rows),
         "",
+    ]
+
+
+def _drivers(rows: list[dict[str, Any]]) -> list[str]:
+    return [
         "## The command killed and started again",
         "",
         "SIGKILL to the command when so many shards were there, then the same command once more:",
-        f"{sum(row['equal'] for row in drivers)} of {len(drivers)} ended with the same bytes.",
+        f"{sum(row['equal'] for row in rows)} of {len(rows)} ended with the same bytes.",
         "",
         "| shards there | of | kept by the second start | written by it | equal bytes |",
         "|--:|--:|--:|--:|---|",
-        *(
-            f"| {row['at']} | {row['of']} | {row['kept']} | {row['written']} | {_yes(row['equal'])} |"
-            for row in drivers
-        ),
+        *(f"| {row['at']} | {row['of']} | {row['kept']} | {row['written']} | {_yes(row['equal'])} |" for row in rows),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _yes(equal: bool) -> str:
