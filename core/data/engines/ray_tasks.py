@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import lockstep
 from lockstep.core.data.encode import one_thread_a_worker
 from lockstep.core.data.engines.engine import Part, Result
 from lockstep.core.errors import UserError
@@ -25,6 +24,8 @@ MOST_ATTEMPTS = 4
 _LOCAL_STORE_BYTES = 128 << 20
 _CANCEL_SECONDS = 5.0
 _CONNECT_SECONDS = 5.0
+# The folder that the package was imported from: not resolved, as a checkout's package is made of links.
+_ABOVE_LOCKSTEP = Path(__file__).absolute().parents[4]
 
 
 class RayTasks:
@@ -118,7 +119,7 @@ class RayTasks:
             try:
                 # Ray's workers look for modules first in the folder that this call is made in. From a folder of the
                 # user's they could load anybody's modules; from this one they load Lockstep.
-                with contextlib.chdir(Path(lockstep.__path__[0]).parent):
+                with contextlib.chdir(_ABOVE_LOCKSTEP):
                     ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR, **more)
             except Exception as error:
                 # No address, another version of Ray or Python, a wrong token, a machine that is too busy: for each Ray
