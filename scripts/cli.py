@@ -70,6 +70,10 @@ COMMANDS = {
         "lockstep.scripts.commands.train",
         "train; --resume RUN goes on; --parity.every N checks steps against the reference",
     ),
+    "sweep": (
+        "lockstep.scripts.commands.sweep",
+        "try a run file under many settings, and rank what comes of it",
+    ),
     "parity": ("lockstep.scripts.commands.parity", "check the first steps side by side with the reference"),
     "calibrate": ("lockstep.scripts.commands.calibrate", "measure what clean checks show on this machine"),
     "replay": ("lockstep.scripts.commands.replay", "check a recorded step or a capsule later, or on another machine"),

@@ -62,7 +62,7 @@ def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -
         values.pop(key, None)
         if key in known:
             try:
-                values[key] = _adapter(known[key]).validate_strings(text)
+                values[key] = adapter(known[key]).validate_strings(text)
             except ValidationError as error:
                 errors.append(complaint(COMMAND_LINE, key, text, error))
         else:
@@ -73,7 +73,7 @@ def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -
             errors.append(f"{origin[key]}: {unknown_key(key, value, known)}")
             continue
         try:
-            checked[key] = _adapter(known[key]).validate_python(value, strict=True)
+            checked[key] = adapter(known[key]).validate_python(value, strict=True)
         except ValidationError as error:
             errors.append(complaint(origin[key], key, value, error))
     places.append(COMMAND_LINE)
@@ -120,7 +120,8 @@ def _sections(known: Mapping[str, Any]) -> set[str]:
     return {key.rsplit(".", 1)[0] for key in known if "." in key}
 
 
-def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
+def adapter(field: FieldInfo) -> TypeAdapter[Any]:
+    """Return what checks the value of one setting."""
     from typing import Annotated
 
     return TypeAdapter(Annotated[field.annotation, field], config={"allow_inf_nan": False})  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ _RUN = ("rich", "safetensors", "tokenizers", "tomli_w")
 NEEDS: dict[str, tuple[str, ...]] = {
     "data prepare": ("fsspec", "rich", "tokenizers"),
     "train": _RUN,
+    "sweep": _RUN,
     "parity": _RUN,
     "calibrate": ("safetensors", "tokenizers", "tomli_w"),
     "replay": _RUN,

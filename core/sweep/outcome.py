@@ -1,0 +1,129 @@
+"""What came of a trial, read from its run directory alone: killed, resumed or made elsewhere, it is the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.errors import UserError
+from lockstep.core.parity.modes.coverage import coverage
+from lockstep.core.run.directory import RunDir
+from lockstep.core.run.layout import CHECKS, is_run
+from lockstep.core.sweep.prune import Decision, Earlier, Rule, decide, reports_of
+
+WAITING, RUNNING = "waiting", "running"
+COMPLETE, PRUNED, FAILED, MARKED = "complete", "pruned", "failed", "marked"
+ENDED = (COMPLETE, PRUNED, FAILED, MARKED)
+# Points of a training curve that are kept for the page.
+CURVE = 240
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a trial's run directory shows.
+
+    value: the objective, None if there is none: the last validation loss, or, in a run without, the mean training loss
+    of its last tenth. step: the last one that counts. why: of a trial that was pruned, failed or marked. reports: step
+    → loss that the pruner sees. curve: (step, training loss), at most CURVE of them, each the mean of its stretch.
+    agreed, disagreed, due: parity checks up to `step`.
+    """
+
+    state: str
+    value: float | None = None
+    step: int = 0
+    why: str = ""
+    reports: Mapping[int, float] = field(default_factory=dict)
+    rungs: Mapping[str, float] = field(default_factory=dict)
+    curve: Sequence[tuple[int, float]] = ()
+    agreed: int = 0
+    disagreed: Sequence[int] = ()
+    due: int = 0
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+
+    @property
+    def earlier(self) -> Earlier:
+        """Return it as later trials are held against it: one that a check accused, or that failed, counts nothing."""
+        return Earlier(self.state, self.value, self.reports, self.rungs)
+
+
+def read_outcome(run: Path, rule: Rule, failure: str = "") -> Outcome:
+    """Read what came of a trial so far.
+
+    failure: why its process ended without finishing, empty if it did not, or may go on. A trial that is neither
+    finished nor given up is `waiting` or `running`.
+    """
+    if not is_run(run):
+        return Outcome(FAILED, why=failure) if failure else Outcome(WAITING)
+    try:
+        return _read(RunDir.open(run), rule, failure)
+    except UserError as error:
+        return Outcome(FAILED, why=failure or str(error))
+
+
+def _read(run: RunDir, rule: Rule, failure: str) -> Outcome:
+    steps, validated = run.config.train.steps, run.config.eval.every > 0
+    records = sorted({line["step"]: line for line in run.records()}.values(), key=lambda line: int(line["step"]))
+    reports = reports_of(records, steps, validated)
+    decision = decide(rule, reports)
+    cut = decision.step if decision.step is not None else steps
+    records = [line for line in records if line["step"] <= cut]
+    reports = {step: loss for step, loss in reports.items() if step <= cut}
+    checks = [line for line in run.checks() if line.get("step", 0) <= cut]
+    bad = sorted(line["step"] for line in checks if line.get("verdict") == "disagreed")
+    facts: dict[str, Any] = {
+        "step": records[-1]["step"] if records else 0,
+        "reports": reports,
+        "rungs": decision.rungs,
+        "curve": _curve(records),
+        "agreed": sum(line.get("verdict") == "agreed" for line in checks),
+        "disagreed": tuple(bad),
+        "due": len(run.checks_due(cut)),
+        "seconds": sum(float(line.get("seconds") or 0.0) for line in records),
+        "tokens_per_second": _speed(records),
+    }
+    finished = bool(run.info.get("finished"))
+    value = _objective(records, reports, steps, validated) if finished and decision.step is None else None
+    over = finished or decision.step is not None or bool(failure)
+    if bad and over:
+        said = f"the parity check{'s' if len(bad) > 1 else ''} of step {', '.join(map(str, bad))} disagreed"
+        return Outcome(MARKED, value, why=said, **facts)
+    if decision.step is not None:
+        return Outcome(PRUNED, why=decision.why, **facts)
+    if not finished:
+        return Outcome(FAILED, why=failure, **facts) if failure else Outcome(RUNNING, **facts)
+    made = coverage(run.checks_due(steps), checks, f"{CHECKS} has no line of it")
+    if not made.is_enough:
+        return Outcome(FAILED, value, why=made.words, **facts)
+    if value is None or not math.isfinite(value):
+        return Outcome(FAILED, None, why="its last loss is not finite", **facts)
+    return Outcome(COMPLETE, value, **facts)
+
+
+def _objective(
+    records: Sequence[Mapping[str, Any]], reports: Mapping[int, float], steps: int, validated: bool
+) -> float | None:
+    if validated:
+        return reports.get(steps)
+    last = [float(line["loss"]) for line in records[-max(1, steps // 10) :]]
+    return sum(last) / len(last) if last else None
+
+
+def _curve(records: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+    found = [(int(line["step"]), float(line["loss"])) for line in records if isinstance(line.get("loss"), int | float)]
+    stride = max(1, -(-len(found) // CURVE))
+    parts = [found[i : i + stride] for i in range(0, len(found), stride)]
+    return tuple((part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts)
+
+
+def _speed(records: Sequence[Mapping[str, Any]]) -> float:
+    found = sorted(float(line.get("tokens_per_second") or 0.0) for line in records)
+    return found[len(found) // 2] if found else 0.0
+
+
+def decision_of(rule: Rule, records: Sequence[Mapping[str, Any]], validated: bool) -> Decision:
+    """Return whether a trial that trains is given up, by the records that it has written so far."""
+    return decide(rule, reports_of(records, rule.steps, validated))

@@ -1,0 +1,223 @@
+"""`lockstep sweep`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from lockstep.core.config.file import COMMAND_LINE
+from lockstep.core.errors import UserError
+from lockstep.core.files.paths import quoted
+from lockstep.scripts.shared.arguments import parse
+from lockstep.scripts.shared.interrupts import terminated_as_interrupted
+from lockstep.scripts.shared.needs import in_words
+from lockstep.scripts.shared.open_data import open_data
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lockstep.core.config.schema import RunConfig
+    from lockstep.core.sweep.local import Engine
+    from lockstep.core.sweep.plan import Plan
+    from lockstep.core.sweep.sweep import Sweep, Trial
+
+SWEEPS = Path("sweeps")
+
+
+@dataclass
+class SweepOptions:
+    """Try a run file under many settings, and rank what comes of it. An example:
+
+    lockstep sweep CONFIG --vary optim.peak-lr=1e-4:3e-3:log --vary optim.weight-decay=0,0.1 --trials 16
+
+    Each trial is a run of its own, as lockstep train makes it; its command is printed. One whose parity check disagreed
+    never wins. The same command again goes on with a sweep that was stopped or killed. Every setting of a run file is a
+    flag, too, as for lockstep train, and holds for all trials.
+
+    Ends 0 when all trials have ended, 1 if a parity check disagreed in one of them, 2 if it could not run or no trial
+    finished, 130 after Ctrl-C.
+    """
+
+    config: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
+    """run file (TOML)"""
+    vary: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(metavar="KEY=VALUES", help_behavior_hint="(required, repeatable)"),
+    ] = ()
+    """a setting and its values: KEY=LOW:HIGH, KEY=LOW:HIGH:log, or a list KEY=VALUE,VALUE…"""
+    trials: int = 0
+    """trials, of each width; 0: the whole grid if all are lists, else 12"""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: sweeps/NAME)")] = None
+    """folder of the sweep: runs in trials/, the page sweep.html, the study"""
+    sampler: Literal["auto", "grid", "sobol", "random", "tpe"] = "auto"
+    """which points: every combination of lists; Sobol's sequence; at random; or by what earlier rounds have shown
+    (TPE). auto: grid if all are lists, else sobol"""
+    pruner: Literal["none", "median", "hyperband"] = "none"
+    """give up trials that fall behind those of earlier rounds"""
+    round: int = 4
+    """with a pruner or TPE: trials, of each width, that are proposed together and not held against each other"""
+    draw_seed: int = 0
+    """seed of the points"""
+    widths: Annotated[str, tyro.conf.arg(metavar="W,W…", help_behavior_hint="(default: the run file's)")] = ""
+    """make the sweep at each of these widths (model.hidden, with heads and MLP in proportion)"""
+    width_rule: Literal["inverse", "constant"] = "inverse"
+    """with widths: the matrices' learning rate is ∝ 1/width (optim.base_width = the first width), or the same"""
+    engine: Literal["local", "ray"] = "local"
+    """where trials run: processes of this machine, or placed by Ray Tune"""
+    jobs: int = 0
+    """trials at a time; 0: one, or with ray as many as fit"""
+    gpus: int = 0
+    """GPUs of each trial; 0: with local, those that are visible"""
+    threads: int = 0
+    """CPU threads of each trial, and with ray its cores; 0: as the environment has it (ray: 1 core)"""
+    ray_address: Annotated[str, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="(default: a Ray of its own)")] = ""
+    """with ray: a running cluster, or auto for the one of this machine"""
+    backend: Annotated[str, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: torch)")] = ""
+    """who trains, as for lockstep train"""
+    retry_failed: bool = False
+    """make trials that failed again"""
+
+
+def main(argv: list[str]) -> int:
+    """Check everything that can be checked, make the folder, then the trials, then the page and the ranking."""
+    # Settings that help does not list, tyro does not know either.
+    asks = bool({"-h", "--help"} & set(argv))
+    options, given = parse(SweepOptions, "sweep", argv, with_settings=True, shown=lambda key: not asks)
+    _check(options)
+    plan, folder = _plan(options, given)
+    from lockstep.core.sweep.plan import check_folder, write_plan
+    from lockstep.core.sweep.sweep import Sweep, check_points
+
+    check_folder(folder, plan)
+    check_points(plan, options.config, given)
+    _check_data(plan, options.config, given)
+    write_plan(folder, plan)
+    with Sweep(folder, plan) as sweep, terminated_as_interrupted():
+        return _run(sweep, _engine(options, folder), options, argv)
+
+
+def _check(options: SweepOptions) -> None:
+    for name, least in (("trials", 0), ("round", 1), ("jobs", 0), ("gpus", 0), ("threads", 0), ("draw_seed", 0)):
+        if getattr(options, name) < least:
+            raise UserError(f"{COMMAND_LINE}: {name} = {getattr(options, name)}: at least {least}")
+    for name, most in (("trials", 10_000), ("round", 10_000), ("jobs", 1024), ("draw_seed", 2**32 - 1)):
+        if getattr(options, name) > most:
+            raise UserError(f"{COMMAND_LINE}: {name} = {getattr(options, name)}: at most {most}")
+    if options.ray_address and options.engine != "ray":
+        raise UserError(f"{COMMAND_LINE}: ray_address: only with --engine ray")
+    if find_spec("optuna") is None:
+        raise UserError(in_words("sweep", ["optuna"]))
+    if options.engine == "ray" and find_spec("ray") is None:
+        raise UserError(f"{in_words('sweep --engine ray', ['ray[tune]'])}; --engine local needs no Ray")
+
+
+def _plan(options: SweepOptions, given: Mapping[str, str]) -> tuple[Plan, Path]:
+    from lockstep.core.config.file import load_config
+    from lockstep.core.sweep.plan import Plan
+    from lockstep.core.sweep.propose import choose
+    from lockstep.core.sweep.space import read_space
+    from lockstep.core.sweep.widths import read_widths, require_free
+
+    varied = read_space(options.vary)
+    for one in varied:
+        if one.key in given:
+            raise UserError(f"{COMMAND_LINE}: {one.key} is varied and has a value of its own; leave one of them out")
+    widths = read_widths(options.widths)
+    if widths:
+        require_free(varied)
+    sampling = choose(varied, options.sampler, options.trials, options.draw_seed)
+    config = load_config(options.config, given)
+    plan = Plan(
+        config,
+        sampling,
+        options.pruner,
+        options.round,
+        widths,
+        options.width_rule if widths else "",
+        options.backend,
+        options.threads,
+    )
+    return plan, options.out or SWEEPS / config.name
+
+
+def _check_data(plan: Plan, file: Path, given: Mapping[str, str]) -> None:
+    """Raise UserError if the data is not there; where it is varied, each trial says so itself."""
+    if not any(one.key.startswith("data.") for one in plan.sampling.varied):
+        open_data(plan.config, file, given)
+
+
+def _engine(options: SweepOptions, folder: Path) -> Engine:
+    from lockstep.core.sweep.local import Local
+    from lockstep.core.sweep.ray_engine import OnRay
+
+    if options.engine == "ray":
+        return OnRay(folder, options.jobs, options.gpus, max(1, options.threads), options.ray_address)
+    return Local(max(1, options.jobs), options.gpus)
+
+
+def _run(sweep: Sweep, engine: Engine, options: SweepOptions, argv: list[str]) -> int:
+    from lockstep.core.sinks.terminal import open_console
+    from lockstep.core.sweep.outcome import MARKED
+    from lockstep.core.sweep.page import write_page
+    from lockstep.core.sweep.sweep import ranking
+    from lockstep.core.sweep.table import final
+
+    console = open_console()
+    try:
+        with _shown(console, sweep) as told:
+            sweep.run(engine, told, options.retry_failed)
+    except KeyboardInterrupt:
+        write_page(sweep)
+        console.print(f"stopped; the same command goes on with {quoted(sweep.folder)}", soft_wrap=True)
+        return 130
+    console.print(final(sweep.trials))
+    page = write_page(sweep)
+    for arm in sweep.plan.arms:
+        best = ranking(sweep.of(arm))
+        said = "" if arm.width is None else f" at width {arm.width}"
+        if best:
+            console.print(f"best{said}: {best[0].outcome.value:.4f}, {best[0].name}: {best[0].line}", soft_wrap=True)
+        else:
+            console.print(f"best{said}: none, as no trial finished that no check accused", soft_wrap=True)
+    console.print(f"page: {page}", soft_wrap=True)
+    if not ranking(sweep.trials):
+        raise UserError(f"no trial of {sweep.folder} finished that no check accused; {page} shows why")
+    return int(any(trial.outcome.state == MARKED for trial in sweep.trials))
+
+
+@contextmanager
+def _shown(console: Console, sweep: Sweep) -> Iterator[Callable[[Trial | None], None]]:
+    """Give what tells of trials: lines, and on a terminal a table below them that is drawn again and again."""
+    from rich.live import Live
+
+    from lockstep.core.sweep.page import write_page
+    from lockstep.core.sweep.outcome import ENDED
+    from lockstep.core.sweep.table import live, told
+
+    with Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else _Quiet() as shown:
+
+        def tell(trial: Trial | None) -> None:
+            if trial is not None:
+                console.print(told(trial), soft_wrap=True, markup=False, highlight=False)
+                if trial.outcome.state in ENDED:
+                    write_page(sweep)
+            if isinstance(shown, Live):
+                shown.update(live(sweep.trials), refresh=True)
+
+        yield tell
+
+
+class _Quiet:
+    """Stand for the live table where the output is a file or a pipe."""
+
+    def __enter__(self) -> _Quiet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
