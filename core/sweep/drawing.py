@@ -103,7 +103,7 @@ def _ticks(low: float, high: float, count: int = 6) -> list[float]:
     base = 10.0 ** math.floor(math.log10(raw))
     step = next(m * base for m in (1, 2, 5, 10) if m * base >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, int(math.floor(high / step + 1e-9)) + 1)]
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

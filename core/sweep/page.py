@@ -11,8 +11,9 @@ from lockstep.core.files.atomic import write_atomically
 from lockstep.core.report.build import page
 from lockstep.core.report.text import esc, number, plural
 from lockstep.core.sweep import charts
-from lockstep.core.sweep.fit import Optimum, by_width, optimum
+from lockstep.core.sweep.fit import Optimum, by_width
 from lockstep.core.sweep.outcome import COMPLETE, FAILED, MARKED, PRUNED
+from lockstep.core.sweep.results import optimum_of, write_results
 from lockstep.core.sweep.space import LEARNING_RATE, Varied
 from lockstep.core.sweep.sweep import ranking
 from lockstep.core.sweep.widths import INVERSE
@@ -28,7 +29,8 @@ _STATES = {COMPLETE: "", PRUNED: "pruned", FAILED: "failed", MARKED: "parity dis
 
 
 def write_page(sweep: Sweep) -> Path:
-    """Write the page into the sweep's folder, whole or not at all; return where."""
+    """Write the page into the sweep's folder, and results.json beside it, each whole or not at all; return where."""
+    write_results(sweep)
     path = sweep.folder / PAGE
     write_atomically(path, [build_page(sweep).encode("utf-8")])
     return path
@@ -37,7 +39,7 @@ def write_page(sweep: Sweep) -> Path:
 def build_page(sweep: Sweep) -> str:
     """Return the page of a sweep as it stands."""
     name = sweep.plan.config.name
-    optima = {arm.study: _optimum(sweep, arm) for arm in sweep.plan.arms}
+    optima = {arm.study: optimum_of(sweep, arm) for arm in sweep.plan.arms}
     body = "\n".join(
         [
             f'<header class="head"><p class="eyebrow">Lockstep sweep</p><h1>{esc(name)}</h1></header>',
@@ -53,13 +55,6 @@ def build_page(sweep: Sweep) -> str:
         ]
     )
     return page(f"{name} · Lockstep sweep", body, {}, ())
-
-
-def _optimum(sweep: Sweep, arm: Arm) -> Optimum | None:
-    varied = sweep.plan.sampling.varied
-    rate = next((one for one in varied if one.key == LEARNING_RATE and one.numbers), None)
-    rows = [(t.point, t.outcome.value) for t in sweep.of(arm) if t.outcome.state == COMPLETE]
-    return optimum([(p, v) for p, v in rows if v is not None], rate.key, varied) if rate else None
 
 
 def _verdict(sweep: Sweep) -> str:

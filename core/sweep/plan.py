@@ -14,8 +14,8 @@ from lockstep.core.files.atomic import read_sealed_json, write_atomically, write
 from lockstep.core.files.new_folder import new_folder
 from lockstep.core.files.paths import quoted
 from lockstep.core.run.info import settings_of
-from lockstep.core.sweep.prune import NONE
 from lockstep.core.sweep.propose import Sampling
+from lockstep.core.sweep.prune import NONE
 from lockstep.core.sweep.space import Point
 from lockstep.core.sweep.widths import settings_of as settings_of_width
 
@@ -44,9 +44,9 @@ class Arm:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep, but for its folder. config: of every trial, before its own settings. backend: `lockstep train --backend`.
+    """A sweep, but for its folder. config: of every trial, before its own settings.
 
-    per_round: trials proposed together, of each width. threads: CPU threads of a trial, 0 = as the environment has it.
+    backend: as `lockstep train --backend` takes it, empty for torch. per_round: trials proposed together, of each width. threads: CPU threads of a trial, 0 = as the environment has it.
     """
 
     config: RunConfig

@@ -105,8 +105,8 @@ class OnRay:
         for name, asked in (("GPU", self.gpus), ("CPU", self.cpus)):
             if asked > found.get(name, 0):
                 raise UserError(
-                    f"a trial asks for {asked} {name}s, and the Ray cluster has {found.get(name, 0):g} in all; no trial "
-                    "would ever begin"
+                    f"a trial asks for {asked} {name}s, and the Ray cluster has {found.get(name, 0):g} in all: no "
+                    "trial would ever begin"
                 )
 
 

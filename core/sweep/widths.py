@@ -26,7 +26,7 @@ def read_widths(text: str) -> tuple[int, ...]:
     if not words:
         return ()
     begin = f"{COMMAND_LINE}: widths = {text}: "
-    if not all(word.isascii() and word.isdecimal() and 0 < int(word[:12]) for word in words):
+    if not all(word.isascii() and word.isdecimal() and int(word[:12]) > 0 for word in words):
         raise UserError(f"{begin}widths are whole numbers above 0, as in --widths 128,256")
     widths = tuple(int(word[:12]) for word in words)
     if len(set(widths)) < 2 or len(set(widths)) < len(widths):

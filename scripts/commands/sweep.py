@@ -22,7 +22,6 @@ from lockstep.scripts.shared.open_data import open_data
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lockstep.core.config.schema import RunConfig
     from lockstep.core.sweep.local import Engine
     from lockstep.core.sweep.plan import Plan
     from lockstep.core.sweep.sweep import Sweep, Trial
@@ -32,9 +31,9 @@ SWEEPS = Path("sweeps")
 
 @dataclass
 class SweepOptions:
-    """Try a run file under many settings, and rank what comes of it. An example:
+    """Try a run file under many settings, and rank what comes of it.
 
-    lockstep sweep CONFIG --vary optim.peak-lr=1e-4:3e-3:log --vary optim.weight-decay=0,0.1 --trials 16
+    Example: lockstep sweep CONFIG --vary optim.peak-lr=1e-4:3e-3:log --vary optim.weight-decay=0,0.1 --trials 16
 
     Each trial is a run of its own, as lockstep train makes it; its command is printed. One whose parity check disagreed
     never wins. The same command again goes on with a sweep that was stopped or killed. Every setting of a run file is a
@@ -196,8 +195,8 @@ def _shown(console: Console, sweep: Sweep) -> Iterator[Callable[[Trial | None], 
     """Give what tells of trials: lines, and on a terminal a table below them that is drawn again and again."""
     from rich.live import Live
 
-    from lockstep.core.sweep.page import write_page
     from lockstep.core.sweep.outcome import ENDED
+    from lockstep.core.sweep.page import write_page
     from lockstep.core.sweep.table import live, told
 
     with Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else _Quiet() as shown:
