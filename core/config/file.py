@@ -21,6 +21,8 @@ COMMAND_LINE = "command line"
 NAME = "must begin with a letter from A to Z or a digit; after it, '.', '_' and '-' may stand as well"
 # Ten times what every setting with its description would take.
 _LARGEST_FILE = 1 << 20
+# By the identity of a setting's field, which is kept beside: an address may be another's later.
+_ADAPTERS: dict[int, tuple[FieldInfo, TypeAdapter[Any]]] = {}
 # Characters of a wrong value that are shown.
 _SHOWN = 60
 
@@ -121,10 +123,14 @@ def _sections(known: Mapping[str, Any]) -> set[str]:
 
 
 def adapter(field: FieldInfo) -> TypeAdapter[Any]:
-    """Return what checks the value of one setting."""
+    """Return what checks the value of one setting. It takes milliseconds to make, and is made once."""
     from typing import Annotated
 
-    return TypeAdapter(Annotated[field.annotation, field], config={"allow_inf_nan": False})  # type: ignore[arg-type]
+    made = _ADAPTERS.get(id(field))
+    if made is None or made[0] is not field:
+        checks = TypeAdapter(Annotated[field.annotation, field], config={"allow_inf_nan": False})  # type: ignore[arg-type]
+        made = _ADAPTERS[id(field)] = field, checks
+    return made[1]
 
 
 def complaint(origin: str, key: str, value: Any, error: ValidationError) -> str:

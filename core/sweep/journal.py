@@ -43,10 +43,9 @@ class Journal:
         """Return the points of a study by number. Raises UserError if one does not lie in the space."""
         found: list[Point] = []
         for trial in self._study(name).get_trials(deepcopy=False):
-            point = {one.key: one.text_of(trial.params[one.key]) for one in self._varied if one.key in trial.params}
-            if len(point) < len(self._varied) or not all(one.holds(point[one.key]) for one in self._varied):
+            if not all(one.holds(str(trial.params.get(one.key, ""))) for one in self._varied):
                 raise UserError(f"{self.path}: trial {trial.number} of {name} does not lie in the search space")
-            found.append(point)
+            found.append({one.key: one.text_of(trial.params[one.key]) for one in self._varied})
         return found
 
     def add(self, name: str, point: Point) -> None:

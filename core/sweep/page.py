@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from lockstep.core.sweep.sweep import Sweep, Trial
 
 PAGE = "sweep.html"
-_GRID = "display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:20px 32px"
+_GRID = "display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,520px),1fr));gap:20px 32px"
+_FIT = (
+    '<p class="hint">The fit is a parabola in ln lr near the best trial, the other settings added to it; the band is '
+    "the 95 % interval of its minimum (Fieller).</p>"
+)
 # Words of a state, and the class of its row.
 _STATES = {COMPLETE: "", PRUNED: "pruned", FAILED: "failed", MARKED: "parity disagreed"}
 
@@ -45,10 +49,8 @@ def build_page(sweep: Sweep) -> str:
             f'<header class="head"><p class="eyebrow">Lockstep sweep</p><h1>{esc(name)}</h1></header>',
             _verdict(sweep),
             _facts(sweep),
-            _rates(sweep, optima),
+            _section("charts", "What the trials show", "Point at a mark or a line to read it.", _charts(sweep, optima)),
             _widths(sweep, optima),
-            _curves(sweep),
-            _parallel(sweep),
             _table(sweep),
             _given_up(sweep),
             _commands(sweep),
@@ -128,24 +130,30 @@ def optimum_in_words(found: Optimum | None) -> str:
     return " ".join(lines)
 
 
-def _rates(sweep: Sweep, optima: dict[str, Optimum | None]) -> str:
+def _charts(sweep: Sweep, optima: dict[str, Optimum | None]) -> list[str]:
+    figures = []
+    for arm in sweep.plan.arms:
+        at = "" if arm.width is None else f", width {arm.width}"
+        figures += [*_rates(sweep, arm, optima[arm.study], at), _curves(sweep, arm, at), _parallel(sweep, arm, at)]
+    if LEARNING_RATE not in {one.key for one in sweep.plan.sampling.varied}:
+        figures.append('<p class="hint">The learning rate was not varied: no optimum is fitted.</p>')
+    return figures
+
+
+def _rates(sweep: Sweep, arm: Arm, optimum: Optimum | None, at: str) -> list[str]:
     varied = sweep.plan.sampling.varied
     by = next((one for one in varied if not one.is_range and one.key != LEARNING_RATE and len(one.choices) > 1), None)
     figures = []
-    for arm in sweep.plan.arms:
-        for one in varied:
-            if not one.numbers or (not one.is_range and len(one.choices) < 3):
-                continue
-            found = optima[arm.study] if one.key == LEARNING_RATE else None
-            drawn = charts.against(sweep.of(arm), one, found, by if by is not one else None)
-            words = optimum_in_words(found) if one.key == LEARNING_RATE else ""
-            width = "" if arm.width is None else f", width {arm.width}"
-            name = f"Loss against {one.key.rpartition('.')[2].replace('_', '-')}{width}"
-            figures.append(_figure(name, "", drawn, f"{_legend(by if by is not one else None)}<p>{esc(words)}</p>"))
-    if LEARNING_RATE not in {one.key for one in varied}:
-        figures.append('<p class="hint">The learning rate was not varied: no optimum is fitted.</p>')
-    hint = "A parabola in ln lr near the best trial; the band is its minimum's 95 % interval (Fieller)."
-    return _section("rates", "Loss against learning rate", hint, figures)
+    for one in varied:
+        if not one.numbers or (not one.is_range and len(one.choices) < 3):
+            continue
+        found = optimum if one.key == LEARNING_RATE else None
+        colours = by if by is not one else None
+        drawn = charts.against(sweep.of(arm), one, found, colours)
+        words = f"<p>{esc(optimum_in_words(found))}</p>{_FIT if found else ''}" if one.key == LEARNING_RATE else ""
+        name = f"Loss against {one.key.rpartition('.')[2].replace('_', '-')}{at}"
+        figures.append(_figure(name, "", drawn, f"{words}{_legend(colours)}"))
+    return figures
 
 
 def _legend(by: Varied | None) -> str:
@@ -185,23 +193,18 @@ def _widths(sweep: Sweep, optima: dict[str, Optimum | None]) -> str:
     return _section("widths", "Optimum against width", "", [_figure("Learning rate of the matrices", "", drawn), table])
 
 
-def _curves(sweep: Sweep) -> str:
-    figures = []
-    for arm in sweep.plan.arms:
-        name = "Training loss" if arm.width is None else f"Training loss, width {arm.width}"
-        figures.append(_figure(name, "nats per token", charts.curves(sweep.of(arm))))
+def _curves(sweep: Sweep, arm: Arm, at: str) -> str:
     hint = (
         "Blue: the best. Grey: complete. Dashed: pruned (ends in a dot) or failed (ends in ×). Red: a check disagreed."
     )
-    return _section("curves", "Curves", hint, figures)
+    drawn = charts.curves(sweep.of(arm))
+    return _figure(f"Training loss{at}", "nats per token", drawn, f'<p class="hint">{hint}</p>')
 
 
-def _parallel(sweep: Sweep) -> str:
-    figures = []
-    for arm in sweep.plan.arms:
-        name = "Settings and loss" if arm.width is None else f"Settings and loss, width {arm.width}"
-        figures.append(_figure(name, "", charts.parallel(sweep.of(arm), sweep.plan.sampling.varied)))
-    return _section("parallel", "Parallel coordinates", "The darker, the better; the best is thick.", figures)
+def _parallel(sweep: Sweep, arm: Arm, at: str) -> str:
+    hint = "A line a trial, through its settings to its loss: darker is better. Red: a check disagreed."
+    drawn = charts.parallel(sweep.of(arm), sweep.plan.sampling.varied)
+    return _figure(f"Settings and loss{at}", "", drawn, f'<p class="hint">{hint}</p>')
 
 
 def _table(sweep: Sweep) -> str:

@@ -46,7 +46,8 @@ class Arm:
 class Plan:
     """A sweep, but for its folder. config: of every trial, before its own settings.
 
-    backend: as `lockstep train --backend` takes it, empty for torch. per_round: trials proposed together, of each width. threads: CPU threads of a trial, 0 = as the environment has it.
+    backend: as `lockstep train --backend` takes it, empty for torch. per_round: trials proposed together, of each
+    width. threads: CPU threads of a trial, 0 = as the environment has it.
     """
 
     config: RunConfig

@@ -1,0 +1,237 @@
+"""A sweep gives the same results in any order of its trials and wherever it stops, and a wrong trial never wins."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lockstep.core.config.schema import ParityConfig
+from lockstep.core.errors import UserError
+from lockstep.core.sweep.journal import JOURNAL
+from lockstep.core.sweep.outcome import COMPLETE, FAILED, MARKED, PRUNED
+from lockstep.core.sweep.plan import ABOUT, check_folder, write_plan
+from lockstep.core.sweep.results import RESULTS
+from lockstep.core.sweep.sweep import TRIALS, Sweep, check_points, ranking
+from lockstep.parity_tests.sweep.made_up import BEST, CONFIG, MadeUp, made, outcomes, plan
+
+CHECKED = CONFIG.model_copy(update={"parity": ParityConfig(every=10)})
+
+
+def backwards(jobs):
+    return list(reversed(jobs))
+
+
+def shuffled(jobs):
+    return random.Random(3).sample(list(jobs), len(jobs))
+
+
+KINDS = {
+    "sobol": {"trials": 6},
+    "median": {"trials": 9, "pruner": "median"},
+    "hyperband": {"trials": 10, "pruner": "hyperband"},
+    "tpe": {"trials": 9, "sampler": "tpe", "pruner": "median", "per_round": 3},
+    "widths": {"trials": 3, "widths": (128, 256), "width_rule": "inverse"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_depend_on_no_order_and_on_no_kill(kind: str, tmp_path: Path) -> None:
+    of = plan(**KINDS[kind])
+    whole = outcomes(made(tmp_path / "whole", of, MadeUp()))
+    assert outcomes(made(tmp_path / "other", of, MadeUp(order=shuffled))) == whole
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path / "stopped", of, MadeUp(order=backwards, stop_after=5))
+    again = MadeUp()
+    assert outcomes(made(tmp_path / "stopped", of, again)) == whole
+    assert 0 < len(again.made) < len(whole)
+    if "pruner" in KINDS[kind]:
+        assert {state for _, _, state, *_ in whole} == {COMPLETE, PRUNED}
+
+
+def test_the_first_trials_are_the_same_however_many_there_are(tmp_path: Path) -> None:
+    few = outcomes(made(tmp_path / "a", plan(trials=3), MadeUp()))
+    assert check_folder(tmp_path / "a", plan(trials=5))
+    grown = made(tmp_path / "a", plan(trials=5), engine := MadeUp())
+    assert outcomes(grown)[:3] == few and engine.made == ["trial_003", "trial_004"]
+    with pytest.raises(UserError, match="trials only grow"):
+        check_folder(tmp_path / "a", plan(trials=4))
+
+
+def test_a_trial_whose_check_disagreed_never_wins(tmp_path: Path) -> None:
+    """The wrong region holds the lowest loss; without the mark it would win."""
+    of = plan("optim.peak-lr=1e-3,3e-3,9e-3", config=CHECKED)
+    trials = made(tmp_path / "sweep", of, MadeUp(wrong=lambda config: config.optim.peak_lr == BEST))
+    lowest = min(trials, key=lambda trial: trial.outcome.value)
+    assert lowest.point == {"optim.peak_lr": "3e-3"} and lowest.outcome.state == MARKED
+    assert lowest not in ranking(trials) and ranking(trials)[0].name == "trial_000"
+    assert lowest.outcome.why == "the parity checks of step 1, 10, 20 disagreed"
+
+
+def test_nor_is_a_right_trial_given_up_for_being_worse_than_a_wrong_one(tmp_path: Path) -> None:
+    of = plan(trials=9, pruner="median", config=CHECKED)
+
+    def given_up(name: str, wrong: bool) -> int:
+        engine = MadeUp(wrong=lambda config: wrong and config.optim.peak_lr > 1e-3, loss=_lower_above)
+        trials = made(tmp_path / name, of, engine)
+        return sum(t.outcome.state == PRUNED for t in trials if float(t.point["optim.peak_lr"]) <= 1e-3)
+
+    assert given_up("seen", wrong=True) == 0 < given_up("not seen", wrong=False)
+
+
+def _lower_above(config):
+    return 1.0 if config.optim.peak_lr > 1e-3 else 4.0
+
+
+def test_a_trial_whose_checks_were_not_made_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.core.run.directory.RunDir.append_check", lambda self, line: None)
+    (trial,) = made(tmp_path / "sweep", plan("optim.peak-lr=1e-3", config=CHECKED), MadeUp())
+    assert trial.outcome.state == FAILED and "3 due, 0 made, fewer than half" in trial.outcome.why
+
+
+def test_what_fails_or_diverges_is_kept_and_shown(tmp_path: Path) -> None:
+    of = plan("optim.peak-lr=1e-3,3e-3,9e-3")
+    engine = MadeUp(
+        failing=lambda config: "step 3: the loss is not finite" if config.optim.peak_lr == BEST else "",
+        loss=lambda config: math.nan if config.optim.peak_lr > BEST else 4.0,
+    )
+    trials = made(tmp_path / "sweep", of, engine)
+    assert [trial.outcome.state for trial in trials] == [COMPLETE, FAILED, FAILED]
+    assert [t.outcome.why for t in trials[1:]] == ["step 3: the loss is not finite", "its last loss is not finite"]
+    again = MadeUp()
+    assert outcomes(made(tmp_path / "sweep", of, again)) == outcomes(trials) and again.made == []
+    assert [t.outcome.state for t in made(tmp_path / "sweep", of, again, retry=True)] == [COMPLETE, COMPLETE, FAILED]
+    assert again.made == ["trial_001"]
+
+
+def test_without_validation_the_last_tenth_of_the_training_loss_counts(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"eval": CONFIG.eval.model_copy(update={"every": 0})})
+    (trial,) = made(tmp_path / "sweep", plan("optim.peak-lr=3e-3", config=config), MadeUp(loss=lambda config: 4.0))
+    assert trial.outcome.value == pytest.approx(4 + (0 + 0.1) / 2)
+    assert list(trial.outcome.reports) == list(range(2, 21, 2))
+
+
+# The folder
+
+
+OTHERS: dict[str, Callable[[], object]] = {
+    "vary was 1 optim.peak-lr=1e-3,2e-3": lambda: plan("optim.peak-lr=1e-3,3e-3"),
+    "optim.beta1 was 0.9 and is 0.8": lambda: plan(
+        "optim.peak-lr=1e-3,2e-3",
+        config=CONFIG.model_copy(update={"optim": CONFIG.optim.model_copy(update={"beta1": 0.8})}),
+    ),
+    "pruner was 'none' and is 'median'": lambda: plan("optim.peak-lr=1e-3,2e-3", pruner="median"),
+}
+
+
+@pytest.mark.parametrize("said", OTHERS)
+def test_a_folder_refuses_another_sweep(said: str, tmp_path: Path) -> None:
+    of = plan("optim.peak-lr=1e-3,2e-3")
+    made(tmp_path / "sweep", of, MadeUp())
+    assert check_folder(tmp_path / "sweep", of)
+    with pytest.raises(UserError, match="holds another sweep") as error:
+        check_folder(tmp_path / "sweep", OTHERS[said]())  # type: ignore[arg-type]
+    assert said.replace("vary was 1 ", "vary was ") in str(error.value)
+
+
+def test_what_is_no_sweep_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="is not empty and holds no sweep"):
+        check_folder(tmp_path, plan())
+    with pytest.raises(UserError, match="is a file"):
+        check_folder(tmp_path / "file", plan())
+    (tmp_path / "empty").mkdir()
+    assert not check_folder(tmp_path / "empty", plan())
+    write_plan(tmp_path / "empty", plan())
+    (tmp_path / "empty" / ABOUT).write_text("{}")
+    with pytest.raises(UserError, match="damaged or was edited"):
+        check_folder(tmp_path / "empty", plan())
+
+
+def test_one_process_writes_a_folder(tmp_path: Path) -> None:
+    write_plan(tmp_path / "sweep", plan())
+    with Sweep(tmp_path / "sweep", plan()), pytest.raises(UserError, match="is being written by another process"):
+        Sweep(tmp_path / "sweep", plan())
+
+
+# The journal
+
+
+def test_a_journal_that_a_kill_tore_goes_on(tmp_path: Path) -> None:
+    of = plan(trials=3)
+    whole = outcomes(made(tmp_path / "sweep", of, MadeUp()))
+    journal = tmp_path / "sweep" / JOURNAL
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:3]) + lines[3][:-9])
+    (tmp_path / "sweep" / f"{JOURNAL}.lock").symlink_to(journal)
+    assert outcomes(made(tmp_path / "sweep", of, MadeUp())) == whole
+    assert all(json.loads(line) for line in journal.read_text().splitlines())
+
+
+BROKEN = {
+    "no JSON": ("{", "["),
+    "no operation": ('"op_code":0', '"op_code":"__import__(\'os\')"'),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_damaged_journal_is_refused(kind: str, tmp_path: Path) -> None:
+    of = plan("optim.peak-lr=1e-3")
+    made(tmp_path / "sweep", of, MadeUp())
+    journal = tmp_path / "sweep" / JOURNAL
+    changed = journal.read_text().replace(*BROKEN[kind], 1)
+    assert changed != journal.read_text()
+    journal.write_text(changed)
+    with pytest.raises(UserError, match="is damaged"):
+        made(tmp_path / "sweep", of, MadeUp())
+
+
+def test_a_point_outside_of_the_space_is_refused(tmp_path: Path) -> None:
+    of = plan(trials=2)
+    made(tmp_path / "sweep", of, MadeUp())
+    journal = tmp_path / "sweep" / JOURNAL
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for line in lines:
+        if "optim.peak_lr" in line.get("params", {}):
+            line["params"]["optim.peak_lr"] = 5.0
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match="does not lie in the search space"):
+        made(tmp_path / "sweep", of, MadeUp())
+
+
+def test_what_came_of_a_trial_is_read_from_its_run_and_not_from_the_journal(tmp_path: Path) -> None:
+    of = plan("optim.peak-lr=1e-3,3e-3")
+    whole = outcomes(made(tmp_path / "sweep", of, MadeUp()))
+    journal = tmp_path / "sweep" / JOURNAL
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for line in lines:
+        if line.get("values"):
+            line["values"] = [0.0]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert outcomes(made(tmp_path / "sweep", of, MadeUp())) == whole
+
+
+# What is known before anything begins
+
+
+def test_a_rule_refuses_a_trial_before_any_begins(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("")
+    of = plan("model.heads=8,7", "optim.weight-decay=0,0.1")
+    with pytest.raises(UserError) as error:
+        check_points(of, file, {})
+    assert error.value.lines[0].startswith("trial_002 (model.heads 7, optim.weight_decay 0): command line: model.")
+    assert not (tmp_path / TRIALS).exists() and not (tmp_path / RESULTS).exists()
+    check_points(plan("model.heads=8,4", "optim.weight-decay=0,0.1"), file, {})
+
+
+def test_what_tpe_draws_and_a_rule_refuses_is_a_trial_that_failed(tmp_path: Path) -> None:
+    of = plan("optim.warmup-steps=1:19", "train.steps=10,20", trials=6, sampler="tpe")
+    trials = made(tmp_path / "sweep", of, MadeUp())
+    refused = [trial for trial in trials if trial.outcome.state == FAILED]
+    assert refused and all("warm-up steps do not fit" in trial.outcome.why for trial in refused)
+    assert len(ranking(trials)) == 6 - len(refused) > 0
