@@ -36,6 +36,8 @@ STROKES = {
     COMPLETE: "stroke:var(--c7);stroke-width:1.2;opacity:0.6",
     MARKED: "stroke:var(--bad);stroke-width:1.6",
 }
+# Characters of a value at an axis.
+_LABEL = 9
 _X, _Y = (LEFT, WIDTH - RIGHT), (HEIGHT - BOTTOM, TOP)
 
 
@@ -200,7 +202,7 @@ def parallel(trials: Sequence[Trial], varied: Sequence[Varied]) -> str:
     for x, one in zip(xs, axes, strict=False):
         body.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP + 14}" y2="{HEIGHT - BOTTOM}"/>')
         for value in _ends(one):
-            body.append(text(x - 5, one[value] + 4, value if len(value) < 9 else number(float(value), 3), "end"))
+            body.append(text(x - 5, one[value] + 4, _label(value), "end"))
     x = xs[-1]
     body.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP + 14}" y2="{HEIGHT - BOTTOM}"/>')
     body += [text(x + 5, losses.at(tick) + 4, number(tick, 4)) for tick in losses.ticks]
@@ -230,6 +232,12 @@ def _coordinate(one: Varied, trials: Sequence[Trial]) -> dict[str, float]:
     if len(one.choices) == 1:
         return {one.choices[0]: (bottom + top) / 2}
     return {choice: bottom - i * room for i, choice in enumerate(one.choices)}
+
+
+def _label(value: str) -> str:
+    if len(value) <= _LABEL:
+        return value
+    return number(float(value), 3) if _is_number(value) else f"{value[: _LABEL - 1]}…"
 
 
 def _ends(places: dict[str, float]) -> list[str]:

@@ -29,6 +29,8 @@ SAMPLERS = (AUTO, GRID, SOBOL, RANDOM, TPE)
 # TPE draws at random until so many trials have a value.
 STARTUP = 6
 DEFAULT_TRIALS = 12
+# Trials of a sweep, of each width: each is a process, and its configuration is checked before the first begins.
+MOST = 1000
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ def choose(varied: tuple[Varied, ...], sampler: str, trials: int, seed: int) -> 
                 f"{COMMAND_LINE}: trials = {trials}: the grid has {size} points; leave trials out, or take --sampler "
                 "sobol"
             )
+        if size > MOST:
+            raise UserError(f"{COMMAND_LINE}: the grid has {size:,} points: at most {MOST:,}, or take --sampler sobol")
         trials = size
     return Sampling(varied, chosen, trials or DEFAULT_TRIALS, seed)
 

@@ -41,6 +41,8 @@ class OnRay:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
         os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+        # After Ctrl-C nothing of Tune's starts another Ray.
+        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
         import ray
         from ray import tune
 
@@ -91,7 +93,7 @@ class OnRay:
     def _start(self, ray: Any) -> None:
         try:
             ray.init(
-                address=self.address or None,
+                address=self.address or "local",
                 include_dashboard=None if self.address else False,
                 logging_level=logging.ERROR,
                 log_to_driver=False,

@@ -105,7 +105,7 @@ def supervise(job: Job, stop: Callable[[], bool]) -> End:
         was_there = is_run(run)
         code, given_up = _train(job, _words(job, run), stop)
         if given_up or code in (0, DISAGREED):
-            alarmed = not given_up and not _is_over(read_outcome(run, job.rule))
+            alarmed = code == DISAGREED and not given_up and not _is_over(read_outcome(run, job.rule))
             return End(failure="a parity check disagreed, and the run stopped" if alarmed else "", restarts=restarts)
         if stop():
             return End(stopped=True, restarts=restarts)

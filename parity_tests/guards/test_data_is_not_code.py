@@ -380,6 +380,7 @@ DOORS: dict[str, dict[str, str]] = {
     },
     "scripts/shared/peers.py": {"torch.distributed.launcher.api.elastic_launch": "this Python, with Lockstep"},
     "core/bench/suite.py": {"subprocess.Popen": "this Python, with a module of Lockstep's"},
+    "core/sweep/trial.py": {"subprocess.Popen": "this Python, with lockstep train"},
     "core/bench/turns.py": {"subprocess.Popen": "this Python, with a module of Lockstep's"},
     "scripts/shared/bench_peer.py": {"importlib.import_module": "a contender or a loader, out of core/bench"},
     "scripts/shared/bench_loader.py": {"importlib.import_module": "a contender, out of core/bench/data.py"},
@@ -395,6 +396,7 @@ DOORS: dict[str, dict[str, str]] = {
     "torch_backend/kernels/one_kernel.py": {"importlib.util.find_spec": "whether a library is there"},
     "torch_backend/kernels/library_heads.py": {"importlib.util.find_spec": "whether a library is there"},
     "scripts/commands/bench_peers.py": {"importlib.util.find_spec": "whether a library is there"},
+    "scripts/commands/sweep.py": {"importlib.util.find_spec": "whether a library is there"},
     # Studies: no command opens them.
     "scripts/studies/false_alarms.py": {"torch.distributed.launcher.api.elastic_launch": "a function of its own"},
     "scripts/studies/incident.py": {
@@ -417,6 +419,7 @@ DOORS: dict[str, dict[str, str]] = {
         "subprocess.Popen": "this Python, with Lockstep",
         "subprocess.run": "chromedriver, for its version",
     },
+    "scripts/studies/sweep.py": {"subprocess.Popen": "this Python", "subprocess.run": "this Python"},
     "scripts/studies/start.py": {"subprocess.Popen": "this Python", "subprocess.run": "git in a clone; this Python"},
 }
 MODULES = {

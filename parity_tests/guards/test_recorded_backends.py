@@ -68,6 +68,7 @@ def test_a_planted_program_runs_only_by_the_line_that_the_refusal_prints(
 GIVEN = {
     "data prepare": [["RUN/config.toml", "--data.source", "RUN", "--data.path", "prepared", "--workers", "1"]],
     "train": [["--resume", "RUN"], ["RUN/config.toml", "--out", "other", "--train.steps", "2"]],
+    "sweep": [["RUN/config.toml", "--out", "RUN", "--vary", "optim.peak-lr=1e-3,2e-3"], ["capsule"]],
     "parity": [["RUN"]],
     "replay": [["RUN"], ["RUN/spikes/step_000002"], ["capsule"], ["RUN/checkpoints/step_000002"]],
     "bisect": [["RUN"], ["capsule"]],

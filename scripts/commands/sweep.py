@@ -102,10 +102,12 @@ def main(argv: list[str]) -> int:
 
 
 def _check(options: SweepOptions) -> None:
+    from lockstep.core.sweep.propose import MOST
+
     for name, least in (("trials", 0), ("round", 1), ("jobs", 0), ("gpus", 0), ("threads", 0), ("draw_seed", 0)):
         if getattr(options, name) < least:
             raise UserError(f"{COMMAND_LINE}: {name} = {getattr(options, name)}: at least {least}")
-    for name, most in (("trials", 10_000), ("round", 10_000), ("jobs", 1024), ("draw_seed", 2**32 - 1)):
+    for name, most in (("trials", MOST), ("round", MOST), ("jobs", 1024), ("draw_seed", 2**32 - 1)):
         if getattr(options, name) > most:
             raise UserError(f"{COMMAND_LINE}: {name} = {getattr(options, name)}: at most {most}")
     if options.ray_address and options.engine != "ray":

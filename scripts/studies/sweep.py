@@ -57,10 +57,10 @@ PARTS = (
             *("--backend", f"{PLANTED}:WrongAbove"),
         ),
     ),
+    Part("widths", ("--vary", "optim.peak-lr=2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2", "--widths", "32,64", "--jobs", "2")),
     Part("median, two jobs", (*SPACE, "--trials", "12", *MEDIAN, "--jobs", "2")),
     Part("median, three jobs, killed", (*SPACE, "--trials", "12", *MEDIAN, "--jobs", "3"), kills=2),
     Part("Ray", (*SPACE, "--trials", "12", "--engine", "ray", "--jobs", "2")),
-    Part("widths", ("--vary", "optim.peak-lr=2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2", "--widths", "32,64", "--jobs", "2")),
 )
 
 

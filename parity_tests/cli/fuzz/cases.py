@@ -61,7 +61,7 @@ _ABSURD = [
 ]
 # Settings, and options of commands that run to their end, that ask for long work when they are large: that they get it
 # is no fault.
-_ASKS_FOR_WORK = {"log.sample_tokens", "train.steps", "optim.ns_steps", "steps"}
+_ASKS_FOR_WORK = {"log.sample_tokens", "train.steps", "optim.ns_steps", "steps", "trials"}
 # A reference in a process of its own: seconds a case.
 _STARTS_A_WORKER = {"parity.every"}
 # Large enough to train for minutes and small enough to fit into memory: neither a test of refusal nor a quick run.
@@ -342,6 +342,7 @@ def _through(command: str) -> st.SearchStrategy[bool]:
 
 _COMMAND_OPTIONS = {
     "train": "lockstep.scripts.commands.train:Train",
+    "sweep": "lockstep.scripts.commands.sweep:SweepOptions",
     "parity": "lockstep.scripts.commands.parity:Parity",
     "report": "lockstep.scripts.commands.report:Report",
     "runs": "lockstep.scripts.commands.runs:Runs",
@@ -368,6 +369,7 @@ _COMMAND_OPTIONS = {
 assert set(_COMMAND_OPTIONS) == set(COMMANDS), "every command is fuzzed"
 TAKES_A_RUN_FILE = (
     "train",
+    "sweep",
     "parity",
     "data prepare",
     "mutate",

@@ -383,6 +383,7 @@ def _cuts(case: Case) -> list[Any]:
         mock.patch("lockstep.scripts.commands.bench_parity.RunData", types.SimpleNamespace(open=_reached)),
         mock.patch("lockstep.scripts.commands.faults.run", _reached),
         mock.patch("lockstep.scripts.commands.mutate.run", _reached),
+        mock.patch("lockstep.core.sweep.plan.write_plan", _reached),
         mock.patch("lockstep.scripts.commands.calibrate.open_named", _reached),
         mock.patch("torch.distributed.launcher.api.elastic_launch", _reached),
         mock.patch("lockstep.scripts.commands.profile.batches_of", _reached),

@@ -1,0 +1,188 @@
+"""`lockstep sweep`: what is wrong is said in one line before anything is written, and killed trials cost nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.core.config.file import load_config
+from lockstep.core.sweep.results import RESULTS
+from lockstep.parity_tests.cli.conftest import Lockstep
+from lockstep.parity_tests.cli.workspace import REPO
+from lockstep.parity_tests.sweep import wrong_above
+from lockstep.parity_tests.sweep.made_up import MadeUp
+from lockstep.scripts.commands import sweep as command
+
+RATES = ("--vary", "optim.peak-lr=1e-3,3e-3")
+
+BAD: dict[str, tuple[tuple[str, ...], str]] = {
+    "nothing varied": ((), "the search space is empty: say what to vary, as in --vary optim.peak-lr="),
+    "no such setting": (("--vary", "optim.peek-lr=1,2"), "did you mean optim.peak_lr?"),
+    "a rule": (
+        ("--vary", "train.micro-batch-size=2,3"),
+        "trial_001 (train.micro_batch_size 3): command line: train.micro_batch_size: 4 sequences are not",
+    ),
+    "a value beside": ((*RATES, "--optim.peak-lr", "1e-3"), "optim.peak_lr is varied and has a value of its own"),
+    "grid": (("--vary", "optim.peak-lr=1e-3:1e-2", "--sampler", "grid"), "optim.peak_lr is a range"),
+    "a large grid": (
+        ("--vary", f"seed={','.join(map(str, range(40)))}", "--vary", f"data.seed={','.join(map(str, range(40)))}"),
+        "the grid has 1,600 points: at most 1,000",
+    ),
+    "widths": ((*RATES, "--widths", "64,100"), "at width 100 model.heads would be 4 × 100 / 64, which is not whole"),
+    "jobs": ((*RATES, "--jobs", "-1"), "jobs = -1: at least 0"),
+    "an engine": ((*RATES, "--engine", "slurm"), "engine = 'slurm': input should be 'local' or 'ray'"),
+    "an address": ((*RATES, "--ray-address", "auto"), "ray_address: only with --engine ray"),
+    "no data": (
+        (*RATES, "--data.path", "nowhere"),
+        "nowhere holds no prepared data; make it with: lockstep data prepare",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_wrong_is_said_in_one_line(kind: str, refused: Callable[..., str], run_file: Path) -> None:
+    words, said = BAD[kind]
+    assert said in refused("sweep", run_file, *words)
+
+
+def test_a_library_that_is_missing_is_named(
+    refused: Callable[..., str], run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "ray" else True)
+    assert refused("sweep", run_file, *RATES, "--engine", "ray") == (
+        "sweep --engine ray: this Python lacks ray[tune]: pip install ray[tune]; --engine local needs no Ray"
+    )
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert refused("sweep", run_file, *RATES) == "sweep: this Python lacks optuna: pip install optuna"
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+    """Stand for the engine: runs are written at once."""
+    engine = MadeUp()
+    monkeypatch.setattr(command, "_engine", lambda options, folder: engine)
+    return engine
+
+
+def test_a_sweep_is_ranked_and_goes_on(lockstep: Lockstep, run_file: Path, made_up: MadeUp, here: Path) -> None:
+    words = ("sweep", run_file, *RATES, "--eval.every", "4")
+    made_up.stop_after = 1
+    stopped = lockstep(*words)
+    assert stopped.code == 130 and "stopped; the same command goes on with sweeps/tiny" in stopped.out
+    made_up.stop_after = 99
+    done = lockstep(*words)
+    assert (done.code, done.err) == (0, "") and made_up.made == ["trial_000", "trial_001"]
+    line = "lockstep train sweeps/tiny/config.toml --name trial_001 --out sweeps/tiny/trials --optim.peak-lr=3e-3"
+    assert f"best: 4.0010, trial_001: {line}" in done.out and f"trial_001: {line}" in done.out
+    results = json.loads((here / "sweeps/tiny" / RESULTS).read_text())
+    assert [trial["state"] for trial in results["trials"]] == ["complete"] * 2
+    assert results["arms"][0]["best"] == "trial_001"
+    other = lockstep("sweep", run_file, "--vary", "optim.peak-lr=1e-3,4e-3", "--eval.every", "4")
+    assert other.code == 2 and "sweeps/tiny holds another sweep: vary was" in other.err
+    # The printed line is one that a user can run: its configuration is the trial's.
+    config = load_config(here / "sweeps/tiny/config.toml", {"optim.peak_lr": "3e-3", "name": "trial_001"})
+    assert load_config(here / "sweeps/tiny/trials/trial_001/config.toml") == config
+
+
+def test_a_marked_trial_ends_the_command_with_1(lockstep: Lockstep, run_file: Path, made_up: MadeUp) -> None:
+    made_up.wrong = lambda config: config.optim.peak_lr == 3e-3
+    done = lockstep("sweep", run_file, *RATES, "--parity.every", "6")
+    assert done.code == 1 and "best: 4.1217, trial_000" in done.out
+    assert "trial_001: marked: the parity checks of step 1, 6, 12 disagreed" in done.out
+
+
+def test_a_sweep_without_a_winner_could_not(lockstep: Lockstep, run_file: Path, made_up: MadeUp) -> None:
+    made_up.failing = lambda config: "step 3: the loss is not finite"
+    done = lockstep("sweep", run_file, *RATES)
+    assert done.code == 2 and "no trial of sweeps/tiny finished that no check accused" in done.err
+    assert "trial_000: failed: step 3: the loss is not finite" in done.out
+
+
+def test_a_ranking_fits_80_columns(
+    lockstep: Lockstep, run_file: Path, made_up: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = lockstep("sweep", run_file, *RATES, "--vary", "optim.embedding-weight-decay=0.001,0.1", "--out", "x")
+    table = done.out[done.out.index("Ranking: ") : done.out.index("best: ")]
+    assert all(len(line) <= 80 for line in table.splitlines()) and "embedding_weight_decay" in table
+
+
+# Real trials
+
+
+def _values(folder: Path) -> list[Any]:
+    found = json.loads((folder / RESULTS).read_text())["trials"]
+    return [[trial[key] for key in ("trial", "settings", "state", "value", "reports")] for trial in found]
+
+
+def _kill_trials(folder: Path, step: int, killed: list[int], over: threading.Event) -> None:
+    """Kill the first two processes that train, each once it has recorded `step` steps."""
+    while not over.is_set() and len(killed) < 2:
+        for run in sorted((folder / "trials").glob("trial_*")):
+            records, lock = run / "records.jsonl", run / ".lock"
+            if records.exists() and records.read_bytes().count(b"\n") >= step and len(killed) < 2:
+                pid = int(lock.read_text() or 0)
+                if pid and pid not in killed and f"{run.name}" not in map(str, killed):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+                    step += 2
+        time.sleep(0.01)
+
+
+SMALL = ("--train.steps", "8", "--eval.every", "2", "--checkpoint.every", "2", "--optim.warmup-steps", "2")
+
+
+def test_killed_trials_and_a_killed_sweep_give_the_same_results(
+    lockstep: Lockstep, run_file: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    words = ("sweep", str(run_file), "--vary", "optim.peak-lr=1e-3:1e-1:log", "--trials", "3", "--threads", "1", *SMALL)
+    assert lockstep(*words, "--out", "whole").code == 0
+    killed: list[int] = []
+    over = threading.Event()
+    killing = threading.Thread(target=_kill_trials, args=(here / "harmed", 3, killed, over))
+    killing.start()
+    process = subprocess.Popen([sys.executable, "-m", "lockstep", *words, "--jobs", "2", "--out", "harmed"], cwd=here)
+    try:
+        killing.join(300)
+    finally:
+        over.set()
+        process.kill()
+        process.wait()
+    assert len(killed) == 2
+    assert lockstep(*words, "--jobs", "2", "--out", "harmed").code == 0
+    assert _values(here / "harmed") == _values(here / "whole")
+
+
+def test_a_fault_in_one_region_never_wins(
+    lockstep: Lockstep, run_file: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    backend = f"{Path(wrong_above.__file__)}:WrongAbove"
+    words = ("--parity.every", "8", "--backend", backend, "--threads", "1", *SMALL)
+    done = lockstep("sweep", run_file, "--vary", "optim.peak-lr=1e-3,1e-2", *words)
+    first, second = json.loads((here / "sweeps/tiny" / RESULTS).read_text())["trials"]
+    assert done.code == 1 and (first["state"], second["state"]) == ("complete", "marked")
+    assert second["value"] < first["value"] and "best: " in done.out and ", trial_000: " in done.out
+
+
+def test_ray_gives_the_same_results(
+    lockstep: Lockstep, run_file: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    words = ("sweep", run_file, *RATES, "--threads", "1", *SMALL)
+    assert lockstep(*words, "--out", "here").code == 0
+    assert lockstep(*words, "--out", "there", "--engine", "ray", "--jobs", "2").code == 0
+    assert _values(here / "there") == _values(here / "here")
+    assert not (here / "there" / ".ray").exists()
