@@ -28,7 +28,7 @@ class Outcome:
     value: the objective, None if there is none: the last validation loss, or, in a run without, the mean training loss
     of its last tenth. step: the last one that counts. why: of a trial that was pruned, failed or marked. reports: step
     → loss that the pruner sees. curve: (step, training loss), at most CURVE of them, each the mean of its stretch.
-    agreed, disagreed, due: parity checks up to `step`.
+    agreed, disagreed, due: parity checks up to `step`. resumes: how often it went on from a checkpoint.
     """
 
     state: str
@@ -41,6 +41,7 @@ class Outcome:
     agreed: int = 0
     disagreed: Sequence[int] = ()
     due: int = 0
+    resumes: int = 0
     seconds: float = 0.0
     tokens_per_second: float = 0.0
 
@@ -82,6 +83,7 @@ def _read(run: RunDir, rule: Rule, failure: str) -> Outcome:
         "agreed": sum(line.get("verdict") == "agreed" for line in checks),
         "disagreed": tuple(bad),
         "due": len(run.checks_due(cut)),
+        "resumes": len(run.info.get("resumes", [])),
         "seconds": sum(float(line.get("seconds") or 0.0) for line in records),
         "tokens_per_second": _speed(records),
     }

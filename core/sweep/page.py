@@ -213,7 +213,7 @@ def _table(sweep: Sweep) -> str:
         trials = sweep.of(arm)
         best = ranking(trials)
         keys = [one.key for one in sweep.plan.sampling.varied]
-        heads = ["", "trial", *(key.replace("_", "-") for key in keys), "loss", "step", "checks", "killed", ""]
+        heads = ["", "trial", *(key.replace("_", "-") for key in keys), "loss", "step", "checks", "resumes", ""]
         header = "".join(f"<th>{esc(head)}</th>" for head in heads)
         rows = "".join(
             _row(trial, str(best.index(trial) + 1) if trial in best else "", keys)
@@ -231,7 +231,7 @@ def _row(trial: Trial, place: str, keys: Sequence[str]) -> str:
     loss = "–" if outcome.value is None else f"{outcome.value:.4f}"
     state = _STATES.get(outcome.state, outcome.state)
     cells = [place, trial.name, *(trial.point[key] for key in keys), loss, f"{outcome.step:,}", checks]
-    cells += [str(trial.restarts) if trial.restarts else "", state]
+    cells += [str(outcome.resumes) if outcome.resumes else "", state]
     kind = ' class="bad"' if outcome.state == MARKED else ""
     return f"<tr{kind}>{''.join(f'<td>{esc(cell)}</td>' for cell in cells)}</tr>"
 

@@ -55,7 +55,7 @@ def _row(trial: Trial) -> dict[str, Any]:
         "why": outcome.why,
         "checks": {"due": outcome.due, "agreed": outcome.agreed, "disagreed": list(outcome.disagreed)},
         "reports": {str(step): _plain(loss) for step, loss in outcome.reports.items()},
-        "restarts": trial.restarts,
+        "resumes": outcome.resumes,
         "seconds": round(outcome.seconds, 3),
         "command": trial.line,
     }

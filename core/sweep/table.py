@@ -85,7 +85,7 @@ def _row(trial: Trial, place: dict[str, int]) -> list[str]:
 def told(trial: Trial) -> str:
     """Return a line about a trial that begins or has ended."""
     outcome = trial.outcome
-    again = f" (killed and gone on with {trial.restarts}×)" if trial.restarts else ""
+    again = f" (went on from a checkpoint {outcome.resumes}×)" if outcome.resumes else ""
     if outcome.state == COMPLETE:
         return f"{trial.name}: {outcome.value:.4f} · {settings_in_short(trial)}{again}"
     if outcome.state in ENDED:

@@ -25,6 +25,9 @@ POLL_SECONDS = 0.2
 RESTARTS = 5
 # Exit codes of `lockstep train`.
 DISAGREED, COULD_NOT, INTERRUPTED = 1, 2, 130
+# How `lockstep train` ends where another process has the run.
+BUSY = "is being written by another process"
+TAKEN = (BUSY, "holds a run already")
 # Last bytes of a log that are searched for the reason of a failure.
 _TAIL = 1 << 16
 
@@ -102,15 +105,16 @@ def supervise(job: Job, stop: Callable[[], bool]) -> End:
             return End(stopped=True, restarts=restarts)
         if _is_over(read_outcome(run, job.rule)):
             return End(restarts=restarts)
-        was_there = is_run(run)
         code, given_up = _train(job, _words(job, run), stop)
         if given_up or code in (0, DISAGREED):
             alarmed = code == DISAGREED and not given_up and not _is_over(read_outcome(run, job.rule))
             return End(failure="a parity check disagreed, and the run stopped" if alarmed else "", restarts=restarts)
         if stop():
             return End(stopped=True, restarts=restarts)
-        if code == COULD_NOT and not (is_run(run) and not was_there and _is_busy(run)):
-            return End(failure=_reason(Path(job.log)), restarts=restarts)
+        reason = _reason(Path(job.log)) if code == COULD_NOT else ""
+        # A process of an earlier sweep that was still loading took the run meanwhile.
+        if code == COULD_NOT and not any(words in reason for words in TAKEN):
+            return End(failure=reason, restarts=restarts)
         restarts += 1
         if restarts > RESTARTS:
             return End(failure=f"its process was killed {restarts} times (the last time: {_ending(code)})")
@@ -168,7 +172,7 @@ def _is_busy(run: Path) -> bool:
     try:
         FolderLock(run).release()
     except UserError as error:
-        return "is being written by another process" in str(error)
+        return BUSY in str(error)
     return False
 
 

@@ -88,6 +88,18 @@ def test_one_that_cannot_go_on_says_why(job: Job, script: Callable[..., list[Seq
     assert supervise(job, never) == End(failure="step 3: the loss is not finite") and len(words) == 1
 
 
+def test_one_whose_run_was_taken_meanwhile_is_waited_for(job: Job, script: Callable[..., list[Sequence[str]]]) -> None:
+    """A process of an earlier sweep was still loading, and had no lock yet, when this one looked."""
+    Path(job.log).parent.mkdir()
+
+    def taken() -> None:
+        _run(job, checkpoint=True)
+        Path(job.log).write_text(f"lockstep: {job.run} is being written by another process (pid 7)\n")
+
+    words = script((taken, 2), (lambda: _run(job, finished=True), 0))
+    assert supervise(job, never) == End(restarts=1) and words == [job.words, job.resume]
+
+
 def test_a_run_that_an_alarm_stopped_does_not_go_on(job: Job, script: Callable[..., list[Sequence[str]]]) -> None:
     script((lambda: _run(job), 1))
     assert supervise(job, never).failure == "a parity check disagreed, and the run stopped"
