@@ -86,7 +86,7 @@ def _facts(sweep: Sweep) -> str:
         ("Pruned", f"{states[PRUNED]}", sweep.plan.pruner),
         ("Failed", f"{states[FAILED]}", "kept, and shown below"),
         ("Marked", f"{states[MARKED]}", "a check disagreed"),
-        ("Parity checks", f"{agreed + bad}", f"of {due} due; {agreed} agreed, {bad} disagreed"),
+        ("Parity checks", f"{agreed + bad}", f"of {due} due; {agreed} agreed, {bad} disagreed" if due else "none due"),
     ]
     boxes = "".join(
         f'<div class="tile"><dt>{esc(label)}</dt><dd>{esc(value)}<small>{esc(beside)}</small></dd></div>'

@@ -28,14 +28,13 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 @dataclass
 class Trial:
-    """One trial, and what is known of it so far. loss: the last training loss. restarts: after kills."""
+    """One trial, and what is known of it so far. loss: the last training loss."""
 
     arm: Arm
     number: int
     point: Point
     outcome: Outcome = field(default_factory=lambda: Outcome(WAITING))
     failure: str = ""
-    restarts: int = 0
     step: int = 0
     loss: float | None = None
     steps: int = 0
@@ -111,7 +110,7 @@ class Sweep:
     def _round(self, begin: int, end: int) -> list[Trial]:
         return [trial for trial in self.trials if begin <= trial.number < end]
 
-    def _propose(self, begin: int, end: int, ends: Mapping[str, tuple[str, int]]) -> None:
+    def _propose(self, begin: int, end: int, ends: Mapping[str, str]) -> None:
         for arm in self.plan.arms:
             kept = self._journal.points(arm.study)
             if len(kept) < end:
@@ -121,7 +120,7 @@ class Sweep:
                 kept = self._journal.points(arm.study)
             for number in range(begin, end):
                 trial = Trial(arm, number, kept[number])
-                trial.failure, trial.restarts = ends.get(trial.name, ("", 0))
+                trial.failure = ends.get(trial.name, "")
                 self.trials.append(trial)
                 try:
                     trial.steps = self._config_of(trial).train.steps
@@ -199,24 +198,21 @@ class Sweep:
 
     # How processes ended, which a run directory does not hold
 
-    def _read_ends(self) -> dict[str, tuple[str, int]]:
-        found: dict[str, tuple[str, int]] = {}
-        for line in read_lines(self.folder / ENDS):
-            name, failure, restarts = line.get("trial"), line.get("failure"), line.get("restarts")
-            if isinstance(name, str) and isinstance(failure, str) and isinstance(restarts, int):
-                found[name] = (failure, found.get(name, ("", 0))[1] + restarts)
-        return found
+    def _read_ends(self) -> dict[str, str]:
+        lines = read_lines(self.folder / ENDS)
+        pairs = ((line.get("trial"), line.get("failure")) for line in lines)
+        return {name: why for name, why in pairs if isinstance(name, str) and isinstance(why, str)}
 
     def _note(self, trial: Trial, end: End) -> None:
-        trial.failure, trial.restarts = end.failure, trial.restarts + end.restarts
-        self._ends.append({"trial": trial.name, "failure": end.failure, "restarts": end.restarts})
+        trial.failure = end.failure
+        self._ends.append({"trial": trial.name, "failure": end.failure})
         self._read(trial)
 
     def _forget_failures(self, begin: int, end: int) -> None:
         for trial in self._round(begin, end):
             if trial.outcome.state == FAILED and trial.failure and not trial.failure.startswith("refused: "):
                 trial.failure = ""
-                self._ends.append({"trial": trial.name, "failure": "", "restarts": 0})
+                self._ends.append({"trial": trial.name, "failure": ""})
                 self._read(trial)
 
 

@@ -53,7 +53,7 @@ PARTS = (
     Part(
         "fault",
         (
-            *(*SPACE, "--trials", "12", "--jobs", "2", "--parity.every", "30", "--parity.queue", "4"),
+            *(*SPACE, "--trials", "6", "--jobs", "2", "--parity.every", "30", "--parity.queue", "4"),
             *("--backend", f"{PLANTED}:WrongAbove"),
         ),
     ),
