@@ -169,7 +169,8 @@ def by_width(rows: Sequence[tuple[int, float, float | None, float | None, bool]]
     for (name, values), style in zip(expected.items(), ("stroke:var(--c3)", "stroke:var(--c2)"), strict=True):
         places = [(x.at(width), y.at(value)) for width, value in zip(ends, values, strict=True)]
         body.append(line(places, f"{style};stroke-width:1.4;stroke-dasharray:6 4", name))
-        body.append(text(places[-1][0] - 4, places[-1][1] - 6, name, "end"))
+        middle = ((places[0][0] + places[1][0]) / 2, (places[0][1] + places[1][1]) / 2)
+        body.append(text(middle[0], middle[1] - 7, name))
     for width, rate, low, high, fitted in rows:
         at = x.at(width)
         if low is not None and high is not None:
@@ -178,7 +179,7 @@ def by_width(rows: Sequence[tuple[int, float, float | None, float | None, bool]]
         words = f"width {width}: peak-lr {number(rate, 3)}{'' if fitted else ', the best trial (no fit)'}"
         style = "fill:var(--c1)" if fitted else "fill:var(--bg);stroke:var(--c1);stroke-width:1.8"
         body.append(dot(at, y.at(of_matrices(width, rate)), style, words, 5))
-    return frame(x, y, "width", "optimal learning rate of the matrices", body)
+    return frame(x, y, "width", "optimal learning rate of the matrices", body, widths)
 
 
 def parallel(trials: Sequence[Trial], varied: Sequence[Varied]) -> str:

@@ -48,20 +48,22 @@ def axis(values: Iterable[float], begin: float, end: float, log: bool = False, r
     return Axis(low - more, high + more, begin, end)
 
 
-def frame(x: Axis, y: Axis, x_title: str, y_title: str, body: Sequence[str], height: int = HEIGHT) -> str:
-    """Return a chart: its grid, labels and titles, and `body` between them."""
-    bottom = height - BOTTOM
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{esc(y_title)} by {esc(x_title)}">']
+def frame(
+    x: Axis, y: Axis, x_title: str, y_title: str, body: Sequence[str], x_ticks: Sequence[float] | None = None
+) -> str:
+    """Return a chart: its grid, labels and titles, and `body` between them. x_ticks: instead of the axis's own."""
+    bottom = HEIGHT - BOTTOM
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{esc(y_title)} by {esc(x_title)}">']
     for tick in y.ticks:
         at = y.at(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(text(LEFT - 7, at + 4, number(tick, 4), "end"))
-    for tick in x.ticks:
+    for tick in x.ticks if x_ticks is None else x_ticks:
         at = x.at(tick)
         parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}"/>')
         parts.append(text(at, bottom + 15, number(tick, 3), "middle"))
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
-    parts.append(text((LEFT + WIDTH - RIGHT) / 2, height - 6, x_title, "middle"))
+    parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_title, "middle"))
     return "\n".join([*parts, *body, "</svg>"])
 
 

@@ -49,7 +49,7 @@ class Part:
 
 PARTS = (
     Part("unharmed", (*SPACE, "--trials", "12")),
-    Part("killed", (*SPACE, "--trials", "12", "--jobs", "2"), kills=2),
+    Part("killed", (*SPACE, "--trials", "12", "--jobs", "3"), kills=2),
     Part(
         "fault",
         (
