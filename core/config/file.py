@@ -128,7 +128,8 @@ def adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
     made = _ADAPTERS.get(id(field))
     if made is None or made[0] is not field:
-        checks = TypeAdapter(Annotated[field.annotation, field], config={"allow_inf_nan": False})  # type: ignore[arg-type]
+        kind: Any = Annotated[field.annotation, field]
+        checks: TypeAdapter[Any] = TypeAdapter(kind, config={"allow_inf_nan": False})
         made = _ADAPTERS[id(field)] = field, checks
     return made[1]
 

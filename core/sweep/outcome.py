@@ -43,7 +43,6 @@ class Outcome:
     due: int = 0
     resumes: int = 0
     seconds: float = 0.0
-    tokens_per_second: float = 0.0
 
     @property
     def earlier(self) -> Earlier:
@@ -85,7 +84,6 @@ def _read(run: RunDir, rule: Rule, failure: str) -> Outcome:
         "due": len(run.checks_due(cut)),
         "resumes": len(run.info.get("resumes", [])),
         "seconds": sum(float(line.get("seconds") or 0.0) for line in records),
-        "tokens_per_second": _speed(records),
     }
     finished = bool(run.info.get("finished"))
     value = _objective(records, reports, steps, validated) if finished and decision.step is None else None
@@ -119,11 +117,6 @@ def _curve(records: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...
     stride = max(1, -(-len(found) // CURVE))
     parts = [found[i : i + stride] for i in range(0, len(found), stride)]
     return tuple((part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts)
-
-
-def _speed(records: Sequence[Mapping[str, Any]]) -> float:
-    found = sorted(float(line.get("tokens_per_second") or 0.0) for line in records)
-    return found[len(found) // 2] if found else 0.0
 
 
 def decision_of(rule: Rule, records: Sequence[Mapping[str, Any]], validated: bool) -> Decision:

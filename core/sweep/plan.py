@@ -12,7 +12,6 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import read_sealed_json, write_atomically, write_sealed_json
 from lockstep.core.files.new_folder import new_folder
-from lockstep.core.files.paths import quoted
 from lockstep.core.run.info import settings_of
 from lockstep.core.sweep.propose import Sampling
 from lockstep.core.sweep.prune import NONE
@@ -147,8 +146,3 @@ def write_plan(folder: Path, plan: Plan) -> None:
         made.mkdir()
         write_atomically(made / CONFIG, [dump_config(plan.config).encode()])
         write_sealed_json(made / ABOUT, about, indent=2)
-
-
-def line_to_go_on(words: list[str]) -> str:
-    """Return the command that goes on with a sweep."""
-    return f"lockstep sweep {' '.join(quoted(Path(word)) for word in words)}"

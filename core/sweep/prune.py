@@ -89,13 +89,15 @@ def decide(rule: Rule, reports: Mapping[int, float]) -> Decision:
     return Decision(rungs=rungs())
 
 
-def frozen(one: Earlier, parameters: Mapping[str, Any] | None = None, space: Mapping[str, Any] | None = None) -> Any:
+def frozen(
+    one: Earlier, parameters: Mapping[str, Any] | None = None, space: Mapping[str, Any] | None = None
+) -> FrozenTrial:
     """Return a trial that ended as Optuna has it; one that counts nothing is a failed one."""
     from optuna.trial import TrialState, create_trial
 
     if one.state not in ("complete", "pruned"):
-        return _failed(create_trial, TrialState.FAIL)
-    made: FrozenTrial = create_trial(
+        return create_trial(state=TrialState.FAIL)
+    return create_trial(
         state=TrialState.COMPLETE if one.state == "complete" else TrialState.PRUNED,
         value=one.value if one.state == "complete" else None,
         params=dict(parameters or {}),
@@ -103,11 +105,6 @@ def frozen(one: Earlier, parameters: Mapping[str, Any] | None = None, space: Map
         intermediate_values=dict(one.reports),
         system_attrs=dict(one.rungs),
     )
-    return made
-
-
-def _failed(create_trial: Any, state: Any) -> Any:
-    return create_trial(state=state)
 
 
 def _pruner(rule: Rule) -> BasePruner:

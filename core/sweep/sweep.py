@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
@@ -20,6 +22,9 @@ from lockstep.core.sweep.propose import TPE, as_parameters, distributions, point
 from lockstep.core.sweep.prune import Earlier, Rule, frozen
 from lockstep.core.sweep.space import Point, config_of, in_words
 from lockstep.core.sweep.trial import End, Job, Records
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
 
 TRIALS, LOGS, ENDS = "trials", "logs", "ends.jsonl"
 # Variables by which libraries count their threads; a trial's are the same under every engine.
@@ -129,7 +134,7 @@ class Sweep:
                 self._read(trial)
         self.trials.sort(key=lambda trial: (self.plan.arms.index(trial.arm), trial.number))
 
-    def _history(self, arm: Arm, begin: int) -> list[object]:
+    def _history(self, arm: Arm, begin: int) -> list[FrozenTrial]:
         if self.plan.sampling.sampler != TPE:
             return []
         varied = self.plan.sampling.varied
@@ -151,8 +156,7 @@ class Sweep:
 
     def _rule(self, trial: Trial) -> Rule:
         config = self._config_of(trial)
-        size = self.plan.per_round
-        begin = trial.number // size * size
+        begin = trial.number // self.plan.per_round * self.plan.per_round
         before = [other for other in self.of(trial.arm) if other.number < trial.number]
         earlier = tuple(other.outcome.earlier if other.number < begin else Earlier(WAITING) for other in before)
         least = config.eval.every or max(1, config.train.steps // 10)
@@ -255,8 +259,6 @@ def check_points(plan: Plan, file: Path, given: Point) -> None:
 
 
 def _corners(plan: Plan, most: int = 256) -> list[Point]:
-    import itertools
-
     varied = plan.sampling.varied
     corners = itertools.islice(itertools.product(*(one.ends for one in varied)), most)
     return [dict(zip((one.key for one in varied), values, strict=True)) for values in corners]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from lockstep.core.sweep.fit import by_width, optimum, quantile
-from lockstep.core.sweep.space import read_space
+from lockstep.core.sweep.fit import Optimum, by_width, optimum, quantile
+from lockstep.core.sweep.space import Point, Varied, read_space
 
 KEY = "optim.peak_lr"
 VARIED = read_space(["optim.peak-lr=1e-4:1e-1:log"])
@@ -20,11 +21,18 @@ def rows(rates, noise=0.0, seed=0, best=BEST):
     return [({KEY: repr(float(r))}, 4 + 0.1 * math.log(r / best) ** 2 + noise * draw.standard_normal()) for r in rates]
 
 
+def fit(of: Sequence[tuple[Point, float]], key: str, varied: Sequence[Varied]) -> Optimum:
+    """The optimum of trials that have one."""
+    found = optimum(of, key, varied)
+    assert found is not None
+    return found
+
+
 RATES = np.geomspace(6e-4, 2e-2, 10)
 
 
 def test_a_parabola_is_found_exactly() -> None:
-    found = optimum(rows(RATES), KEY, VARIED)
+    found = fit(rows(RATES), KEY, VARIED)
     assert found.rate == pytest.approx(BEST, rel=1e-6) and found.edge == "" and found.used == found.of == 10
     assert found.low == pytest.approx(BEST, rel=1e-4) and found.high == pytest.approx(BEST, rel=1e-4)
 
@@ -32,7 +40,7 @@ def test_a_parabola_is_found_exactly() -> None:
 def test_the_interval_covers_as_often_as_it_says() -> None:
     """All rates within the factor take part in every draw, as the best trial is near the middle of few rates."""
     rates = np.geomspace(2e-3, 4.5e-3, 8)
-    found = [optimum(rows(rates, 0.002, seed), KEY, VARIED) for seed in range(400)]
+    found = [fit(rows(rates, 0.002, seed), KEY, VARIED) for seed in range(400)]
     covered = [
         one.low is None or one.high is None or one.low <= BEST <= one.high for one in found if one.rate is not None
     ]
@@ -47,21 +55,21 @@ def test_other_settings_are_added_and_not_taken_for_noise() -> None:
         beta = draw.uniform(0.8, 0.95)
         more = {"optim.weight_decay": "0.1" if i % 2 else "0", "optim.beta1": repr(beta)}
         made.append(({**point, **more}, loss + 0.3 * (i % 2) + beta))
-    assert optimum(made, KEY, varied).rate == pytest.approx(BEST, rel=1e-6)
-    alone = optimum([({KEY: point[KEY]}, loss) for point, loss in made], KEY, VARIED)
-    assert alone.rate is None or alone.low is None or alone.high / alone.low > 1.5
+    assert fit(made, KEY, varied).rate == pytest.approx(BEST, rel=1e-6)
+    alone = fit([({KEY: point[KEY]}, loss) for point, loss in made], KEY, VARIED)
+    assert alone.low is None or alone.high is None or alone.high / alone.low > 1.5
 
 
 def test_far_from_the_minimum_the_loss_is_no_parabola_and_is_left_out() -> None:
     diverged = [({KEY: "0.09"}, 50.0), ({KEY: "0.07"}, 40.0)]
-    found = optimum([*rows(RATES), *diverged], KEY, VARIED)
+    found = fit([*rows(RATES), *diverged], KEY, VARIED)
     assert found.used < found.of == 12 and found.rate == pytest.approx(BEST, rel=1e-6)
 
 
 @pytest.mark.parametrize(("rates", "edge"), [(RATES[:5], "high"), (RATES[6:], "low")])
 def test_an_optimum_at_the_edge_is_told(rates, edge) -> None:
     assert (
-        optimum(
+        fit(
             rows([*rates, *(rates * 1.01)]),
             KEY,
             VARIED,
@@ -72,11 +80,11 @@ def test_an_optimum_at_the_edge_is_told(rates, edge) -> None:
 
 def test_what_cannot_be_fitted_says_why() -> None:
     assert optimum([], KEY, VARIED) is None
-    few = optimum(rows(RATES[:4]), KEY, VARIED)
+    few = fit(rows(RATES[:4]), KEY, VARIED)
     assert few.rate is None and few.why == "a fit needs 5 trials at four rates or more, and there are 4 that ended"
-    hill = optimum([(point, -loss) for point, loss in rows(np.geomspace(2e-3, 4.5e-3, 8))], KEY, VARIED)
+    hill = fit([(point, -loss) for point, loss in rows(np.geomspace(2e-3, 4.5e-3, 8))], KEY, VARIED)
     assert hill.rate is None and "not curved upwards" in hill.why and hill.edge
-    flat = optimum(rows(np.geomspace(2e-3, 4.5e-3, 8), noise=1.0, seed=2), KEY, VARIED)
+    flat = fit(rows(np.geomspace(2e-3, 4.5e-3, 8), noise=1.0, seed=2), KEY, VARIED)
     assert flat.rate is None or flat.low is None
 
 
@@ -87,7 +95,7 @@ def test_quantiles_are_students() -> None:
 
 
 def test_each_width_has_its_optimum_or_its_best_trial() -> None:
-    fitted, alone = optimum(rows(RATES), KEY, VARIED), optimum(rows(RATES[:3]), KEY, VARIED)
+    fitted, alone = fit(rows(RATES), KEY, VARIED), fit(rows(RATES[:3]), KEY, VARIED)
     first, second = by_width({256: alone, 128: fitted})
     assert first[0] == 128 and first[1] == pytest.approx(BEST) and first[4]
-    assert second == (256, pytest.approx(RATES[2]), None, None, False)
+    assert second[0] == 256 and second[1] == pytest.approx(RATES[2]) and second[2:] == (None, None, False)

@@ -36,6 +36,10 @@ COMMON = (
     *("--log.memory-every", "0", "--log.attention-logits-every", "0", "--log.spike-sigma", "0", "--threads", "1"),
 )
 MEDIAN = ("--pruner", "median")
+FOUND = (
+    "The first run of `killed` found a race, which is mended: where the sweep was killed while a trial's process was "
+    "still loading, the next call began a second one, and took its refusal (the run is being written) for a failure."
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def page(found: Mapping[str, Any]) -> str:
         "![The page of the sweep with the planted fault](sweep.png)",
         "## The same results, whatever happens on the way",
     ]
-    lines += [_comparison(parts), _verdicts(parts)]
+    lines += [_comparison(parts), _verdicts(parts), FOUND]
     if "fault" in parts:
         lines += ["## A fault in one region never wins", _fault(parts["fault"])]
     pruned = [name for name in parts if name.startswith("median")]
@@ -174,7 +178,9 @@ def _verdicts(parts: Mapping[str, Any]) -> str:
     ]
     lines = []
     for first, second in pairs:
-        if first in parts and second in parts:
+        if first not in parts or second not in parts:
+            lines.append(f"* {first} and {second}: not measured yet.")
+        else:
             same = _bits(parts[first]) == _bits(parts[second])
             said = "every trial has the same state, loss and reports, bit for bit" if same else "they differ"
             lines.append(f"* {first} and {second}: {said}.")
