@@ -57,7 +57,7 @@ PARTS = (
     Part(
         "fault",
         (
-            *(*SPACE, "--trials", "6", "--jobs", "2", "--parity.every", "30", "--parity.queue", "4"),
+            *(*SPACE, "--trials", "4", "--jobs", "2", "--parity.every", "30", "--parity.queue", "4"),
             *("--backend", f"{PLANTED}:WrongAbove"),
         ),
     ),
