@@ -93,7 +93,8 @@ def against(trials: Sequence[Trial], one: Varied, found: Optimum | None, by: Var
     log = one.log or (min(rates) > 0 and max(rates) / min(rates) > 20)
     # The best trials fill the chart; what lies far above them is put at its upper edge.
     cut = sorted(losses)[int(0.85 * (len(losses) - 1))]
-    top = max(cut + 0.6 * (cut - min(losses)), min(losses) + 1e-6)
+    winner = [trial.outcome.value for trial in ranking(there)[:1] if trial.outcome.value is not None]
+    top = max(cut + 0.6 * (cut - min(losses)), min(losses) + 1e-6, *winner)
     x = axis(rates, *_X, log=log, room=0.05)
     y = axis([*(min(loss, top) for loss in losses)], *_Y, room=0.1)
     body: list[str] = []

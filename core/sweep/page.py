@@ -150,7 +150,11 @@ def _rates(sweep: Sweep, arm: Arm, optimum: Optimum | None, at: str) -> list[str
         found = optimum if one.key == LEARNING_RATE else None
         colours = by if by is not one else None
         drawn = charts.against(sweep.of(arm), one, found, colours)
-        words = f"<p>{esc(optimum_in_words(found))}</p>{_FIT if found else ''}" if one.key == LEARNING_RATE else ""
+        words = (
+            f"<p>{esc(optimum_in_words(found))}</p>{_FIT if found and found.rate is not None else ''}"
+            if one.key == LEARNING_RATE
+            else ""
+        )
         name = f"Loss against {one.key.rpartition('.')[2].replace('_', '-')}{at}"
         figures.append(_figure(name, "", drawn, f"{words}{_legend(colours)}"))
     return figures

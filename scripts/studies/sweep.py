@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,14 +144,19 @@ def page(found: Mapping[str, Any]) -> str:
     ]
     lines += [_comparison(parts), _verdicts(parts), FOUND]
     if "fault" in parts:
-        lines += ["## A fault in one region never wins", _fault(parts["fault"])]
+        lines += ["## A fault in one region never wins", *_fault(parts["fault"])]
     pruned = [name for name in parts if name.startswith("median")]
     if pruned:
         lines += ["## What was pruned", _pruned(parts[pruned[0]])]
     if "widths" in parts:
         lines += ["## Optimum against width", _widths(parts["widths"])]
     lines += ["## The commands", "\n".join(["```", *(f"lockstep {one['line']}" for one in parts.values()), "```"])]
-    return "\n\n".join(lines) + "\n"
+    return "\n\n".join(map(_in_lines, lines)) + "\n"
+
+
+def _in_lines(part: str) -> str:
+    """Break a paragraph into lines; tables, lists, pictures and code stay."""
+    return part if part[0] in "|*!`#" else "\n".join(textwrap.fill(line, 150) for line in part.split("\n"))
 
 
 def _comparison(parts: Mapping[str, Any]) -> str:
@@ -192,7 +198,7 @@ def _bits(one: Mapping[str, Any]) -> list[Any]:
     return [[trial[key] for key in keys] for trial in one["trials"]]
 
 
-def _fault(one: Mapping[str, Any]) -> str:
+def _fault(one: Mapping[str, Any]) -> list[str]:
     rows = sorted(one["trials"], key=lambda trial: (trial["value"] is None, trial["value"]))
     marked = [trial for trial in rows if trial["state"] == "marked"]
     above = [trial for trial in rows if float(trial["settings"]["optim.peak_lr"]) > LIMIT]
@@ -209,7 +215,7 @@ def _fault(one: Mapping[str, Any]) -> str:
             for t in rows
         ),
     ]
-    return "\n\n".join(lines)
+    return lines
 
 
 def _pruned(one: Mapping[str, Any]) -> str:
