@@ -55,21 +55,20 @@ class OnRay:
 
         def fit() -> None:
             try:
-                made.extend(
-                    tune.Tuner(
-                        tune.with_resources(
-                            tune.with_parameters(trainable, jobs=tuple(jobs)), {"cpu": self.cpus, "gpu": self.gpus}
-                        ),
-                        param_space={"number": tune.grid_search(list(range(len(jobs))))},
-                        tune_config=tune.TuneConfig(max_concurrent_trials=self.jobs or None),
-                        run_config=tune.RunConfig(
-                            name="round",
-                            storage_path=str(scratch.absolute()),
-                            failure_config=tune.FailureConfig(max_failures=RESTARTS),
-                            verbose=0,
-                        ),
-                    ).fit()
-                )
+                found = tune.Tuner(
+                    tune.with_resources(
+                        tune.with_parameters(trainable, jobs=tuple(jobs)), {"cpu": self.cpus, "gpu": self.gpus}
+                    ),
+                    param_space={"number": tune.grid_search(list(range(len(jobs))))},
+                    tune_config=tune.TuneConfig(max_concurrent_trials=self.jobs or None),
+                    run_config=tune.RunConfig(
+                        name="round",
+                        storage_path=str(scratch.absolute()),
+                        failure_config=tune.FailureConfig(max_failures=RESTARTS),
+                        verbose=0,
+                    ),
+                ).fit()
+                made.extend(found[i] for i in range(len(found)))
             except BaseException as error:
                 failed.append(error)
 

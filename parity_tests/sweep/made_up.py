@@ -12,11 +12,12 @@ from lockstep.core.backend import StepRecord
 from lockstep.core.config.file import load_config
 from lockstep.core.config.schema import EvalConfig, OptimConfig, RunConfig, TrainConfig
 from lockstep.core.run.directory import RunDir
+from lockstep.core.sweep.outcome import decision_of
 from lockstep.core.sweep.plan import Plan, write_plan
 from lockstep.core.sweep.propose import choose
 from lockstep.core.sweep.space import read_space
 from lockstep.core.sweep.sweep import Sweep, Trial
-from lockstep.core.sweep.trial import End, Job, decision_of
+from lockstep.core.sweep.trial import End, Job
 
 CONFIG = RunConfig(
     name="made_up",

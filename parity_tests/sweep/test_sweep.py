@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def shuffled(jobs):
     return random.Random(3).sample(list(jobs), len(jobs))
 
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "sobol": {"trials": 6},
     "median": {"trials": 9, "pruner": "median"},
     "hyperband": {"trials": 10, "pruner": "hyperband"},
@@ -66,7 +67,7 @@ def test_a_trial_whose_check_disagreed_never_wins(tmp_path: Path) -> None:
     """The wrong region holds the lowest loss; without the mark it would win."""
     of = plan("optim.peak-lr=1e-3,3e-3,9e-3", config=CHECKED)
     trials = made(tmp_path / "sweep", of, MadeUp(wrong=lambda config: config.optim.peak_lr == BEST))
-    lowest = min(trials, key=lambda trial: trial.outcome.value)
+    lowest = min(trials, key=lambda trial: trial.outcome.value or math.inf)
     assert lowest.point == {"optim.peak_lr": "3e-3"} and lowest.outcome.state == MARKED
     assert lowest not in ranking(trials) and ranking(trials)[0].name == "trial_000"
     assert lowest.outcome.why == "the parity checks of step 1, 10, 20 disagreed"
