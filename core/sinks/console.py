@@ -1,9 +1,9 @@
-"""The terminal: a live bar for a person who watches, plain lines now and then for a log file."""
+"""The terminal: a live line for a person who watches, plain lines now and then for a log file, a table at the end."""
 
 from __future__ import annotations
 
 import os
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -11,27 +11,35 @@ from lockstep.core.backend import StepRecord
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.run.checkpoints import Saved
 from lockstep.core.sinks import phrases, tables
+from lockstep.core.sinks.lines import bar, say
+from lockstep.core.sinks.summary import Summary
 from lockstep.core.sinks.terminal import open_console
-from lockstep.core.train.metrics import SECONDS
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+# Columns of the live line's bar.
+SHORTEST_BAR, LONGEST_BAR = 8, 20
+# More columns than a step's line has with all of its measures.
+LONGEST_LINE = 10_000
 PACE_STEPS = 50  # wall times that the time left is estimated from
 
 
 class ConsoleSink:
-    """A live bar on a terminal; on anything else the first step, about every tenth of the run, and the last.
+    """A live line on a terminal; on anything else the first step, about every tenth of the run, and the last.
 
-    total: steps of the run. done: steps that were done before (a resumed run).
-    Validation, checks, notes and samples get a line of their own in both cases. Reasons for skipped checks that repeat
-    are said once. When nobody reads any more (the terminal was closed), the words go nowhere and training goes on.
+    total: steps of the run. done: steps that were done before (a resumed run). verbose: also print what is measured at
+    an interval: norms, memory, the loss in FP32, attention logits, and at the end where the time went.
+    A step's line fits the console: what matters less is left out, and stands in the records. Validation, checks, notes
+    and samples get a line of their own in both cases, broken between words on a terminal. Reasons for skipped checks
+    that repeat are said once. When nobody reads any more (the terminal was closed), the words go nowhere and training
+    goes on.
     """
 
-    def __init__(self, total: int, done: int = 0, console: Console | None = None) -> None:
+    def __init__(self, total: int, done: int = 0, console: Console | None = None, verbose: bool = False) -> None:
         self._console = console or open_console()
-        self._total = total
+        self._total, self._verbose = total, verbose
         self._every = max(1, round(total / 10))
         self._first: int | None = None
         self._last_printed = 0
@@ -41,31 +49,35 @@ class ConsoleSink:
         self._reason = ""
         self._latest: StepRecord | None = None
         self._norms: tuple[int, Mapping[str, float]] = 0, {}
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._summary = Summary()
         self._closed = False
         self._progress: Progress | None = self._bar(done) if self._console.is_terminal else None
 
     def record(self, record: StepRecord) -> None:
-        """Move the bar, or print a line if one is due; then what was measured besides."""
+        """Renew the live line, or print a line if one is due; then what was measured besides."""
         before, self._latest = self._latest, record
         if self._first is None:
             self._first = record.step
         else:  # the first step compiles, which says nothing about the others
             self._pace.append(record.seconds)
         self._val_loss = record.metrics.get("val/loss", self._val_loss)
-        for line in phrases.metric_lines(record.step, record.metrics, before.metrics if before else {}):
+        self._summary.add(record)
+        before_this = before.metrics if before else {}
+        for line in phrases.metric_lines(record.step, record.metrics, before_this, self._verbose):
             self._print(line)
         if record.left_out is not None:
             self._print(phrases.left_out_line(record), "yellow")
-        self._seen(record)
+        seen = {**record.metrics, **record.host}
+        if found := {key: value for key, value in seen.items() if key.startswith(phrases.NORMS)}:
+            self._norms = record.step, found
         if record.sample is not None:
             self._print(f"step {record.step}: sample: {record.sample!r}")
         due = record.step in (self._first, self._total) or record.step % self._every == 0
         if self._progress:
-            self._progress.update(self._progress.task_ids[0], completed=record.step, status=self._status(record))
+            self._progress.update(self._progress.task_ids[0], status=self._live(record))
         elif due:
             self._print_step(record)
-        if due and self._norms[1]:
+        if due and self._verbose and self._norms[1]:
             for line in phrases.norm_lines(*self._norms):
                 self._print(line)
             self._norms = 0, {}
@@ -94,7 +106,7 @@ class ConsoleSink:
         self._print(text)
 
     def close(self) -> None:
-        """Take the bar away and leave its last state as a line; of a run that was cut short, the last step."""
+        """Take the live line away; leave the last step as a line, then a table of what matters."""
         if self._closed:
             return
         self._closed = True
@@ -103,49 +115,52 @@ class ConsoleSink:
             self._progress = None
         if self._latest and self._latest.step != self._last_printed:
             self._print_step(self._latest)
-        if self._seconds:
-            drawn = tables.where_the_time_went(self._seconds)
+        if rows := self._summary.rows():
+            self._say(lambda: self._console.print(tables.facts("The run", rows)))
+        if self._verbose and self._summary.seconds:
+            drawn = tables.where_the_time_went(self._summary.seconds)
             self._say(lambda: self._console.print(drawn))
         if verdict := phrases.verdicts(self._agreed, self._judged, self._skipped):
             self._print(verdict, "green" if self._agreed == self._judged and self._judged else "bold red")
 
-    def _seen(self, record: StepRecord) -> None:
-        """Keep what is said later: the last norms and memory, and where the time went."""
-        seen = {**record.metrics, **record.host}
-        if found := {key: value for key, value in seen.items() if key.startswith(phrases.NORMS)}:
-            self._norms = record.step, found
-        for key, seconds in record.host.items():
-            if key.startswith(SECONDS):
-                self._seconds[key.removeprefix(SECONDS)] += seconds
-
     def _bar(self, done: int) -> Progress:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import Progress, TextColumn
 
-        # The numbers are not markup: a `[` in them would vanish.
-        progress = Progress(
-            TextColumn("step", markup=False),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[status]}", markup=False),
-            console=self._console,
-            transient=True,
-        )
-        progress.add_task("train", total=self._total, completed=done, status="compiling the first step")
+        # The numbers are not markup: a `[` in them would vanish. One line of one column fits the terminal as a whole.
+        progress = Progress(TextColumn("{task.fields[status]}", markup=False), console=self._console, transient=True)
+        progress.add_task("train", status=f"step {done}/{self._total} · compiling the first step")
         progress.start()
         return progress
 
-    def _status(self, record: StepRecord) -> str:
-        parts = phrases.measures(record, self._val_loss, record.mfu)
-        parts.append(phrases.time_left(self._pace, self._total - record.step))
-        parts.append(phrases.verdicts(self._agreed, self._judged, self._skipped))
-        return " · ".join(part for part in parts if part)
+    def _live(self, record: StepRecord) -> str:
+        """Return the live line: what fits, and a bar where there is room for it as well."""
+        # The last column of a terminal stays free: some break the line there.
+        width = self._console.width - 1
+        line = self._line(record, width)
+        if (room := width - len(line) - 1) < SHORTEST_BAR:
+            return line
+        length = min(room, LONGEST_BAR)
+        return f"{bar(record.step / self._total, length, self._console.options.ascii_only)} {line}"
+
+    def _line(self, record: StepRecord, width: int) -> str:
+        parts = {"step": f"step {record.step}/{self._total}", **phrases.measures(record, self._val_loss, record.mfu)}
+        parts["left"] = phrases.time_left(self._pace, self._total - record.step)
+        parts["verdict"] = phrases.verdicts(self._agreed, self._judged, self._skipped)
+        line = phrases.fitting(parts, width)
+        if parts["verdict"] and parts["verdict"] not in line:
+            # Without its word it may fit.
+            line = phrases.fitting(parts | {"verdict": parts["verdict"].removeprefix("parity ")}, width)
+        return line
 
     def _print_step(self, record: StepRecord) -> None:
         self._last_printed = record.step
-        self._print(f"step {record.step}/{self._total} · {self._status(record)}")
+        self._print(self._line(record, LONGEST_LINE if self._verbose else self._console.width))
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self._say(lambda: self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True))
+        if self._console.is_terminal:
+            self._say(lambda: say(self._console, text, style))
+        else:  # a file's lines are found by their beginning, and stay whole
+            self._say(lambda: self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True))
 
     def _say(self, words: Callable[[], None]) -> None:
         try:

@@ -11,6 +11,7 @@ from lockstep.core.train.loss_scale import FINITE, SCALE, SKIPPED
 from lockstep.core.train.metrics import ATTENTION_LOGIT, MEMORY, RECOMPILED, SEQUENCE_LENGTH
 from lockstep.core.train.validation import LOSS_OF
 
+SEPARATOR = " · "
 # Metrics that `norm_lines` speaks of.
 NORMS = ("update_ratio/", "param_norm/", "grad_norm/", MEMORY)
 
@@ -33,15 +34,34 @@ def duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-def measures(record: StepRecord, val_loss: float | None, mfu: Mapping[str, float]) -> list[str]:
-    """Format a step's measures, in the order of the progress line. `val_loss` is the last one known."""
-    parts = [f"loss {record.loss:.4f}"]
+def measures(record: StepRecord, val_loss: float | None, mfu: Mapping[str, float]) -> dict[str, str]:
+    """Format a step's measures, by name, in the order of a progress line. `val_loss` is the last one known."""
+    parts = {"loss": f"loss {record.loss:.4f}"}
     if val_loss is not None:
-        parts.append(f"val {val_loss:.4f}")
-    parts += [f"lr {record.lr:.2e}", f"grad {record.grad_norm:.3g}", f"{count(record.tokens_per_second)} tok/s"]
+        parts["val"] = f"val {val_loss:.4f}"
+    parts |= {"lr": f"lr {record.lr:.2e}", "grad": f"grad {record.grad_norm:.3g}"}
+    parts["pace"] = f"{count(record.tokens_per_second)} tok/s"
     if mfu:
-        parts.append("MFU " + " ".join(f"{kind} {share:.1%}" for kind, share in mfu.items()))
+        parts["mfu"] = "MFU " + " ".join(f"{kind} {share:.1%}" for kind, share in mfu.items())
     return parts
+
+
+# Names of what `fitting` joins, the most important first.
+RANKED = ("step", "loss", "pace", "lr", "left", "verdict", "val", "grad", "mfu")
+
+
+def fitting(parts: Mapping[str, str], width: int) -> str:
+    """Join parts, by their names in RANKED, that fit into `width` columns together: less important ones are left out.
+
+    Parts keep their order. The most important one is there at any width.
+    """
+    shown: set[str] = set()
+    for name in sorted(filter(parts.get, parts), key=RANKED.index):
+        line = SEPARATOR.join(parts[each] for each in parts if each in {*shown, name})
+        if shown and len(line) > width:
+            break
+        shown.add(name)
+    return SEPARATOR.join(parts[name] for name in parts if name in shown)
 
 
 def verdicts(agreed: int, judged: int, skipped: int) -> str:
@@ -107,10 +127,13 @@ def bounds(low: float | None, high: float | None) -> str:
     return f"{low:.3g} … {high:.3g}"
 
 
-def metric_lines(step: int, metrics: Mapping[str, float], before: Mapping[str, float]) -> list[str]:
+def metric_lines(
+    step: int, metrics: Mapping[str, float], before: Mapping[str, float], verbose: bool = True
+) -> list[str]:
     """Lines for what was measured besides the step itself: a new length, validation, the loss in FP32, a step left out.
 
-    before: the metrics of the last step.
+    before: the metrics of the last step. verbose: also what is measured at an interval and is no event: the loss in
+    FP32, attention logits.
     """
     lines = []
     if metrics.get(SEQUENCE_LENGTH) != before.get(SEQUENCE_LENGTH, metrics.get(SEQUENCE_LENGTH)):
@@ -120,11 +143,11 @@ def metric_lines(step: int, metrics: Mapping[str, float], before: Mapping[str, f
         sources = [key for key in metrics if key.startswith(LOSS_OF)]
         each = ", ".join(f"{key.removeprefix(LOSS_OF)} {metrics[key]:.4f}" for key in sources)
         lines.append(f"step {step}: validation loss {metrics['val/loss']:.4f}{top1}" + (f" ({each})" if each else ""))
-    if "fp32/loss" in metrics:
+    if verbose and "fp32/loss" in metrics:
         difference = f", training precision {metrics['fp32/difference']:+.1e}" if "fp32/difference" in metrics else ""
         top1 = f", top-1 {metrics['train/top1']:.1%}" if "train/top1" in metrics else ""
         lines.append(f"step {step}: loss in FP32 {metrics['fp32/loss']:.4f}{difference}{top1} (a slice of the batch)")
-    if (largest := metrics.get(f"{ATTENTION_LOGIT}max")) is not None:
+    if verbose and (largest := metrics.get(f"{ATTENTION_LOGIT}max")) is not None:
         lines.append(f"step {step}: largest attention logit {largest:.3g}, in {_largest_of(metrics, ATTENTION_LOGIT)}")
     if FINITE in metrics and metrics[SKIPPED] > before.get(SKIPPED, 0) and metrics[FINITE] == 0:
         skipped, scale = int(metrics[SKIPPED]), math.log2(metrics[SCALE])

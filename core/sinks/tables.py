@@ -77,7 +77,9 @@ def where_the_time_went(seconds: Mapping[str, float]) -> Table:
 
 def facts(title: str, values: Mapping[str, object]) -> Table:
     """Names and values: what is in force, versions, hardware."""
-    return table(title, ("", ""), list(values.items()))
+    drawn = table(title, ("", ""), list(values.items()))
+    drawn.show_header = False
+    return drawn
 
 
 def _cell(value: object) -> str:

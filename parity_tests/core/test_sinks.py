@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -42,12 +43,18 @@ def check(step: int, value: float = 1.0, compared: bool = True) -> Check:
     return Check(step, findings if compared else (), ("logits: not exposed",))
 
 
-def shown(total: int, play, terminal: bool = False, done: int = 0) -> str:
+def shown(total: int, play, terminal: bool = False, done: int = 0, width: int = 400, verbose: bool = False) -> str:
     text = io.StringIO()
-    sink = ConsoleSink(total, done, Console(file=text, force_terminal=terminal, width=400, color_system=None))
+    console = Console(file=text, force_terminal=terminal, width=width, color_system=None)
+    sink = ConsoleSink(total, done, console, verbose)
     play(sink)
     sink.close()
     return text.getvalue()
+
+
+def step_lines(text: str) -> list[str]:
+    """The lines of steps, without the table at the end."""
+    return [line for line in text.splitlines() if line.startswith("step ")]
 
 
 # Phrases
@@ -104,24 +111,24 @@ def test_an_empty_finding_has_a_line_too():
 
 
 def test_plain_lines_come_first_then_every_tenth_then_last():
-    lines = shown(200, lambda sink: [sink.record(record(step)) for step in range(1, 201)]).splitlines()
+    lines = step_lines(shown(200, lambda sink: [sink.record(record(step)) for step in range(1, 201)]))
     assert [int(line.split()[1].split("/")[0]) for line in lines] == [1, *range(20, 201, 20)]
     assert lines[1] == "step 20/200 · loss 0.4000 · lr 1.00e-03 · grad 2.1 · 6.60k tok/s · 6m 00s left"
 
 
 def test_the_first_step_compiles_and_says_nothing_of_the_pace():
-    lines = shown(10, lambda sink: [sink.record(record(1, seconds=90.0)), sink.record(record(2))]).splitlines()
+    lines = step_lines(shown(10, lambda sink: [sink.record(record(1, seconds=90.0)), sink.record(record(2))]))
     assert "left" not in lines[0] and lines[1].endswith("16s left")
 
 
 @pytest.mark.parametrize("total, printed", [(1, 1), (3, 3), (7, 7), (25, 14)])
 def test_short_runs_print_few_lines(total, printed):
-    lines = shown(total, lambda sink: [sink.record(record(step)) for step in range(1, total + 1)]).splitlines()
+    lines = step_lines(shown(total, lambda sink: [sink.record(record(step)) for step in range(1, total + 1)]))
     assert len(lines) == printed
 
 
 def test_a_run_that_was_cut_short_ends_with_its_last_step():
-    lines = shown(1000, lambda sink: [sink.record(record(step)) for step in range(1, 43)]).splitlines()
+    lines = step_lines(shown(1000, lambda sink: [sink.record(record(step)) for step in range(1, 43)]))
     assert [line.split()[1] for line in lines] == ["1/1000", "42/1000"]
 
 
@@ -135,7 +142,7 @@ def test_validation_parity_samples_and_notes_have_their_lines():
         sink.record(record(4, sample="The [bold]meaning[/bold] \n\x1b[31mof"))
         sink.check(check(4, 3.0))
 
-    text = shown(4, play)
+    text = shown(4, play, verbose=True)
     for line in (
         "data: 3 shards",
         "MFU 6N 37.6% causal 39.6%",
@@ -174,6 +181,76 @@ def test_the_terminal_gets_a_bar_that_ends_as_a_line():
 def test_closing_twice_and_closing_without_a_record():
     assert shown(5, lambda sink: sink.close()) == ""
     assert shown(5, lambda sink: sink.close(), terminal=True).endswith("\x1b[2K"), "the bar stays on the screen"
+
+
+def measured(step: int, steps: int) -> StepRecord:
+    """A record with everything that a line may hold, at the end of a long run."""
+    metrics = {"val/loss": 3.25, "fp32/loss": 3.0, "attention_logit/max": 9.0} | LOGITS | SEEN
+    return record(steps - 3 + step, mfu={"6N": 0.376, "causal": 0.396}, metrics=metrics, host=HOST)
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("steps", [9, 240, 1_000_000])
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_is_wider_than_the_terminal(width, steps, terminal, verbose):
+    def play(sink):
+        for step in range(1, 4):
+            sink.record(measured(step, steps))
+            sink.check(check(steps - 3 + step, 1.0 if step < 3 else 44.0))
+            sink.skipped(steps, "the queue was full, as the reference takes longer for a check than steps take")
+            if sink._progress:
+                sink._progress.refresh()
+
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown(steps, play, terminal, width=width, verbose=verbose))
+    wide = [line for line in re.split(r"[\r\n]", text) if len(line) > width]
+    if terminal:
+        assert wide == []
+    else:  # a file's lines of events and, if they are asked for, of details stay whole
+        assert [line for line in wide if " · " in line and not verbose] == []
+    assert f"step {steps}/{steps} · loss " in text
+
+
+def test_what_matters_less_is_left_out_first():
+    line = phrases.measures(measured(1, 240), 3.25, {"6N": 0.376})
+    parts = {"step": "step 120/240", **line, "left": "3m 20s left", "verdict": "parity 3/3 agreed"}
+    whole = phrases.fitting(parts, 400)
+    assert whole == (
+        "step 120/240 · loss 0.0336 · val 3.2500 · lr 1.00e-03 · grad 2.1 · 6.60k tok/s · MFU 6N 37.6% · "
+        "3m 20s left · parity 3/3 agreed"
+    )
+    assert phrases.fitting(parts, 91) == (
+        "step 120/240 · loss 0.0336 · lr 1.00e-03 · 6.60k tok/s · 3m 20s left · parity 3/3 agreed"
+    )
+    assert phrases.fitting(parts, 60) == "step 120/240 · loss 0.0336 · lr 1.00e-03 · 6.60k tok/s"
+    assert phrases.fitting(parts, 3) == "step 120/240"
+
+
+def test_the_live_line_has_a_bar_where_there_is_room():
+    def play(sink):
+        sink.record(record(1))
+        sink.record(record(2))
+        sink._progress.refresh()
+
+    assert "██████████           step 2/4 · loss 4.0000" in shown(4, play, terminal=True)
+    assert "█" not in shown(4, play, terminal=True, width=56)
+
+
+def test_the_run_ends_with_a_table():
+    def play(sink):
+        sink.record(record(1, host={"seconds/compute": 2.0, "seconds/data": 2.0}, seconds=60.0))
+        sink.record(record(2, metrics={"val/loss": 3.25}, grad_norm=7.0))
+        sink.record(record(3, metrics={"val/loss": 3.5}, host=HOST, tokens=300))
+
+    cells = [line.strip("│ ").split("│") for line in shown(3, play).splitlines() if line.startswith("│")]
+    assert {name.strip(): words.strip() for name, words in cells} == {
+        "loss": "2.6667 at step 3, 8.0000 at step 1",
+        "validation loss": "3.5000 at step 3, lowest 3.2500 at step 2",
+        "pace": "75.5 tokens/s after the first step",
+        "time": "8s: compute 62%, data 38%",
+        "gradient norm": "2.1, largest 7 at step 2",
+        "memory": "resident 0.66 GB, peak 0.71 GB",
+    }
 
 
 # Tables
@@ -341,7 +418,9 @@ def test_norms_memory_and_time_are_shown():
         sink.record(record(2, metrics=SEEN, host=HOST))
         sink.record(record(3, metrics={"train/top1": 0.25, "fp32/loss": 3.0, "attention_logit/max": 9.0} | LOGITS))
 
-    lines = shown(30, play).splitlines()
+    brief = shown(30, play)
+    assert not any(words in brief for words in ("update/weight", "norms, w", "FP32", "attention logit", "Where the"))
+    lines = shown(30, play, verbose=True).splitlines()
     assert "step 2: update/weight: matrices 2.0e-03" in lines
     assert "step 2: norms, weights/gradients: matrices 65.8/0.34" in lines
     assert "step 2: memory: resident 0.66 GB, peak 0.71 GB" in lines

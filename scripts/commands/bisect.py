@@ -64,6 +64,8 @@ class Bisect:
     """where the reference computes"""
     no_cause: bool = False
     """stop at the origin: do not vary the configuration to find what makes it vanish"""
+    verbose: bool = False
+    """also print the whole table: a row for each stage, phase and scope"""
 
 
 @on_every_rank
@@ -86,6 +88,7 @@ def _bisect(options: Bisect, run: RunDir, data: RunData, name: str, candidate: B
     from lockstep.core.parity.measures.verdict import verdict_json
     from lockstep.core.parity.modes.bisect import bisect_run
     from lockstep.core.report.text import plural
+    from lockstep.core.sinks.lines import say
     from lockstep.core.sinks.terminal import open_unwrapped
     from lockstep.scripts.shared.parity_table import print_verdict
 
@@ -94,7 +97,7 @@ def _bisect(options: Bisect, run: RunDir, data: RunData, name: str, candidate: B
     console = open_unwrapped()
 
     def tell(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
+        say(console, text)
 
     if options.branch is None and (branches := run.info.get("branches", [])):
         which = "--branch 1" if len(branches) == 1 else f"--branch 1 to {len(branches)}"
@@ -105,7 +108,7 @@ def _bisect(options: Bisect, run: RunDir, data: RunData, name: str, candidate: B
         )
     )
     if found.check is not None:
-        print_verdict(console, [found.check], recipe)
+        print_verdict(console, [found.check], recipe, options.verbose)
     for note in found.notes:
         tell(note)
     if found.cause is not None:

@@ -59,6 +59,8 @@ class Parity:
     """only the verdict: the step that disagrees is not run again, and its cause is not looked for"""
     free_running: bool = False
     """do not check: let both train on by themselves and show how far they drift apart"""
+    verbose: bool = False
+    """also print the whole table: a row for each stage, phase and scope"""
 
 
 @on_every_rank
@@ -90,6 +92,7 @@ def _check(options: Parity, config: RunConfig, data: RunData, candidate: Backend
     from lockstep.core.parity.measures.verdict import overall, verdict_json
     from lockstep.core.parity.modes.free_running import drift
     from lockstep.core.parity.modes.side_by_side import check_steps
+    from lockstep.core.sinks.lines import say as print_lines
     from lockstep.core.sinks.phrases import check_line, duration
     from lockstep.core.sinks.terminal import open_unwrapped
     from lockstep.scripts.shared.parity_table import print_drift, print_verdict
@@ -106,7 +109,7 @@ def _check(options: Parity, config: RunConfig, data: RunData, candidate: Backend
     stopped: UserError | None = None
 
     def tell(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
+        print_lines(console, text)
 
     def say(text: str) -> None:
         if sys.stderr.isatty() and ranks.rank == 0:
@@ -122,19 +125,15 @@ def _check(options: Parity, config: RunConfig, data: RunData, candidate: Backend
         alarm = _alarm(options, candidate, reference, config, tell)
         for check in check_steps(candidate, reference, config, batches, alarm, gathered):
             checks.append(check)
-            console.print(
-                check_line(check),
-                style={"agreed": "green", "disagreed": "bold red"}.get(check.verdict, "yellow"),
-                markup=False,
-                soft_wrap=True,
-            )
+            style = {"agreed": "green", "disagreed": "bold red"}.get(check.verdict, "yellow")
+            print_lines(console, check_line(check), style)
     except UserError as error:
         stopped = error
     except (Exception, SystemExit) as error:  # a candidate is somebody else's code
         stopped = UserError(f"the check could not run: {in_one_line(error)}")
     if stopped and not any(check.verdict == "disagreed" for check in checks):
         raise stopped
-    print_verdict(console, checks, calibrated_bounds.recipe_of(config))
+    print_verdict(console, checks, calibrated_bounds.recipe_of(config), options.verbose)
     if options.json and ranks.rank == 0:
         context = {
             "recipe": calibrated_bounds.recipe_of(config),

@@ -73,6 +73,8 @@ class Replay:
         tyro.conf.arg(metavar="cpu|cuda", help_behavior_hint="(default: as recorded)"),
     ] = None
     """where the reference computes"""
+    verbose: bool = False
+    """also print the whole table: a row for each stage, phase and scope"""
 
 
 @on_every_rank
@@ -125,7 +127,7 @@ def _capsule(console: Console, options: Replay, words: Sequence[str]) -> int:
             found = attempt(lambda: replay_capsule(capsule, candidate, reference, config))
     context = {"candidate": name, "reference": options.reference, "packed": packed.get("origin")}
     file = options.json if ranks.rank == 0 else None
-    code = _report(console, [found], calibrated_bounds.recipe_of(config), file, context)
+    code = _report(console, [found], calibrated_bounds.recipe_of(config), file, context, verbose=options.verbose)
     same = found.check is not None and _said(found.check.to_json()) == _said(packed)
     said = "the verdict is the one that was packed" if same else f"the packed verdict was another: {_said(packed)}"
     console.print(said, markup=False, soft_wrap=True)
@@ -215,7 +217,8 @@ def _judge_run(
         raise stopped
     context = {"candidate": options.candidate or str(maker), "reference": options.reference}
     file = options.json if ranks.rank == 0 else None
-    code = _report(console, found, calibrated_bounds.recipe_of(run.config), file, context, told=True)
+    recipe = calibrated_bounds.recipe_of(run.config)
+    code = _report(console, found, recipe, file, context, verbose=options.verbose, told=True)
     if stopped:
         print(f"lockstep: {stopped}", file=sys.stderr)
     return code
@@ -227,6 +230,8 @@ def _report(
     recipe: str,
     json: Path | None,
     context: dict[str, Any],
+    *,
+    verbose: bool,
     told: bool = False,
 ) -> int:
     from lockstep.core.parity.measures.verdict import overall, verdict_json
@@ -242,11 +247,12 @@ def _report(
     if not checks:
         reasons = "; ".join(dict.fromkeys(note for one in found for note in one.notes))
         raise UserError(f"no step could be judged: {reasons}")
-    print_verdict(console, checks, recipe)
+    print_verdict(console, checks, recipe, verbose)
     return EXIT[overall(checks)]
 
 
 def _line(console: Console, one: Replayed) -> None:
+    from lockstep.core.sinks.lines import say
     from lockstep.core.sinks.phrases import check_line
 
     how = {
@@ -257,9 +263,9 @@ def _line(console: Console, one: Replayed) -> None:
     }[one.how]
     said = check_line(one.check) if one.check else f"step {one.step}"
     style = {"agreed": "green", "disagreed": "bold red"}.get(one.check.verdict if one.check else "", "yellow")
-    console.print(f"{said} [{how}]", style=style, markup=False, soft_wrap=True)
+    say(console, f"{said} [{how}]", style)
     for note in one.notes:
-        console.print(f"  {note}", markup=False, soft_wrap=True)
+        say(console, f"  {note}")
 
 
 def _said(verdict: Any) -> str:

@@ -62,6 +62,8 @@ class Train:
     """folder of run directories"""
     overwrite: bool = False
     """replace an earlier run of the same name"""
+    verbose: bool = False
+    """also print what is measured at an interval: norms, memory, the loss in FP32; the records have it either way"""
     backend: Annotated[str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: torch)")] = None
     """who trains: torch, jax (the reference itself), hf, litgpt, FILE.py:NAME or module:NAME
     (docs/guide/candidates.md); with --resume by default who trained so far, unless that is a file or module of
@@ -142,7 +144,7 @@ def main(argv: list[str]) -> int:
             note_launch(run, again, 0)
         with suppress(NotSupported):
             ask(session, ManyPlaces).require_shared(run.path)
-        return _train(stack, run, data, session, about, going_on, ranks)
+        return _train(stack, run, data, session, about, going_on, ranks, options.verbose)
 
 
 def _peer() -> int:
@@ -203,6 +205,7 @@ def _train(
     about: Mapping[str, Any],
     going_on: _GoingOn | None,
     ranks: Ranks,
+    verbose: bool,
 ) -> int:
     from lockstep.core.parity.evidence.recorder import Recorder
     from lockstep.core.parity.modes.shadow import Shadow
@@ -235,7 +238,7 @@ def _train(
     if config.parity.every:
         shadow = stack.enter_context(Shadow(config, REFERENCE, kept, ranks, folder, done + 1))
     watch = stack.enter_context(Recorder(config, kept, shadow)) if config.parity.records else shadow
-    sinks.append(ConsoleSink(config.train.steps, done, console))
+    sinks.append(ConsoleSink(config.train.steps, done, console, verbose))
     for sink in sinks:
         stack.callback(sink.close)
     alarm = _alarm(run, session, shadow, about, ranks)

@@ -1,29 +1,85 @@
-"""The table that `lockstep parity` prints: the worst finding of each stage, with bound and basis."""
+"""Print the verdict of checks: what disagreed, how near each stage is to its bound, and a table of all."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from lockstep.core.parity.measures.verdict import Check, Finding, never_exercised, overall
+from lockstep.core.parity.measures.verdict import Check, Finding, Measure, never_exercised, overall
 from lockstep.core.parity.modes.free_running import Drift
 from lockstep.core.parity.reference.stages import is_forward, place
+from lockstep.core.sinks.lines import bar, say
 from lockstep.core.sinks.phrases import bounds, fitting_in_words, headline, place_of
 
 if TYPE_CHECKING:
-    from rich.console import Console, JustifyMethod
+    from rich.console import Console
 
 FED = {"local": "own input", "end_to_end": "end to end", "over_steps": "over steps"}
-# Widths below which there is no room for a column for taps and one for measures, and none for rules between columns.
-NARROW, ROOMY = 100, 120
+# More columns than a table takes.
+_WIDE = 10_000
+# Broken measures of the origin that are shown without --verbose.
+SHOWN = 3
+# Columns of a bar.
+SHORTEST, LONGEST = 6, 24
 
 
-def print_verdict(console: Console, checks: Sequence[Check], recipe: str) -> None:
-    """One row a stage, the verdict, the worst finding with its basis, and what was not covered.
+def print_verdict(console: Console, checks: Sequence[Check], recipe: str, verbose: bool = False) -> None:
+    """Print what was judged, what matters most first: the verdict, what disagreed, then how near stages are to bounds.
 
-    A row says first whether its stage is right; long text is folded where the console is narrow, and never cut.
+    verbose: also every measure of the finding that is named, and the table with a row for each stage, phase and scope.
+    Lines are broken between words where the console is narrow, and nothing is cut.
     """
-    from rich.box import SIMPLE_HEAD
+    verdict = overall(checks)
+    said = f"verdict: {headline(verdict, never_exercised(checks))}"
+    say(console, said, {"agreed": "bold green", "disagreed": "bold red"}.get(verdict, "bold yellow"))
+    first = next((c for c in checks if c.verdict == "disagreed"), None)
+    if first and first.origin:
+        say(console, f"first bad step {first.step}; origin: {place_of(first.origin)} {first.origin.note}".rstrip())
+        _print_measures(console, first.origin, verbose)
+        for other in first.origins[1:4]:
+            say(console, f"  wrong by itself as well: {place_of(other)}")
+        if more := len(first.origins[4:]):
+            say(console, f"  and {more} more that are wrong by themselves")
+        if inherited := sum(first.role(f) == "contaminated" for f in first.findings):
+            say(console, f"  contaminated: {inherited} comparisons that only inherited wrong inputs")
+        if first.fitting:
+            say(console, f"declared: {fitting_in_words(first.fitting)}")
+        if first.cause:
+            say(console, f"cause: {first.cause}")
+    elif worst_of := [c.worst for c in checks if c.worst and c.worst.measures]:
+        named = max(worst_of, key=lambda f: f.worst.strain)
+        say(console, f"worst: {named.stage} at {named.tap}")
+        _print_measures(console, named, verbose)
+    if any(check.findings for check in checks):
+        print_strain(console, checks, recipe)
+    if verbose:
+        print_table(console, checks, recipe)
+    for item in sorted({item for c in checks for item in c.not_covered}):
+        say(console, f"not covered: {item}")
+    if not verbose and any(check.findings for check in checks):
+        say(console, "every comparison: --verbose, and --json FILE")
+
+
+def _print_measures(console: Console, named: Finding, verbose: bool) -> None:
+    """Print what a finding measured with bounds and where these come from: what is broken, or what is nearest to it."""
+    ranked = sorted(named.measures, key=lambda measure: -measure.strain)
+    broken = [measure for measure in ranked if not measure.ok]
+    for measure in named.measures if verbose else broken[:SHOWN] or ranked[:1]:
+        say(console, f"  {_measured(measure)}: {measure.basis}")
+    if not verbose and len(broken) > SHOWN:
+        say(console, f"  {len(broken) - SHOWN} more of its measures are beyond their bounds")
+
+
+def _measured(measure: Measure) -> str:
+    return f"{measure.name.replace('_', ' ')} {measure.value:.4g} ({bounds(measure.low, measure.high)})"
+
+
+def print_table(console: Console, checks: Sequence[Check], recipe: str) -> None:
+    """Print a row for each stage, phase and scope: whether it is right, and its worst measure with tap and bound.
+
+    A table where the console is wide enough for whole cells; else two lines a row.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -31,63 +87,72 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str) -> Non
     for check in checks:
         for finding in check.findings:
             by_stage.setdefault((finding.stage, finding.phase, finding.scope), []).append((check, finding))
-    table = Table(title=f"The worst of each stage, {recipe}", title_justify="left", title_style="bold")
-    if console.width < ROOMY:
-        table.box, table.padding = SIMPLE_HEAD, (0, 1, 0, 0)
-    folded = ["worst tap", "measured (bound)"]
-    if stacked := console.width < NARROW:
-        folded = ["worst tap, measured (bound)"]
-    for header in ("verdict", "stage", "phase", "fed", "n", *folded):
-        justify: JustifyMethod = "right" if header == "n" else "left"
-        table.add_column(header, justify=justify, overflow="fold", no_wrap=header not in folded)
+    title = f"The worst of each stage, {recipe}"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for header in ("verdict", "stage", "phase", "fed", "n", "worst tap", "measured (bound)"):
+        table.add_column(header, justify="right" if header == "n" else "left", no_wrap=True)
+    rows: list[tuple[Text, list[str]]] = []
     for (stage, phase, scope), found in sorted(by_stage.items(), key=_row):
-        check, worst = max(found, key=lambda item: item[1].worst.strain)
+        check, worst = max(found, key=lambda item: _strain(item[1]))
         broken = [finding for _, finding in found if not finding.ok]
-        measure = worst.worst
-        cells = [
-            Text(worst.tap),
-            Text(f"{measure.name.replace('_', ' ')} {measure.value:.4g} ({bounds(measure.low, measure.high)})"),
-        ]
-        table.add_row(
-            Text(f"{len(broken)} {check.role(worst)}", "bold red") if broken else Text("ok", "green"),
-            stage,
-            phase,
-            FED[scope],
-            f"{len(found)}",
-            *([Text("\n").join(cells)] if stacked else cells),
-        )
-    console.print(table)
-    verdict = overall(checks)
-    console.print(
-        f"verdict: {headline(verdict, never_exercised(checks))}",
-        style={"agreed": "bold green", "disagreed": "bold red"}.get(verdict, "bold yellow"),
-        soft_wrap=True,
-    )
-    first = next((c for c in checks if c.verdict == "disagreed"), None)
-    if first and first.origin:
-        o = first.origin
-        said = f"first bad step {first.step}; origin: {place_of(o)} {o.note}".rstrip()
-        console.print(said, markup=False, soft_wrap=True)
-        for other in first.origins[1:4]:
-            console.print(f"  wrong by itself as well: {place_of(other)}", markup=False, soft_wrap=True)
-        if inherited := sum(first.role(f) == "contaminated" for f in first.findings):
-            said = f"  contaminated: {inherited} comparisons that only inherited wrong inputs"
-            console.print(said, markup=False, soft_wrap=True)
-        if first.fitting:
-            console.print(f"declared: {fitting_in_words(first.fitting)}", markup=False, soft_wrap=True)
-        if first.cause:
-            console.print(f"cause: {first.cause}", markup=False, soft_wrap=True)
-        named = o
-    elif worst_of := [c.worst for c in checks if c.worst]:
-        named = max(worst_of, key=lambda f: f.worst.strain)
-        console.print(f"worst: {named.stage} at {named.tap}", markup=False, soft_wrap=True)
-    else:
+        measured = _measured(worst.worst) if worst.measures else "nothing was compared"
+        mark = Text(f"{len(broken)} {check.role(worst)}", "bold red") if broken else Text("ok", "green")
+        rows.append((mark, [stage, phase, FED[scope], f"{len(found)}", worst.tap, measured]))
+        table.add_row(mark, *map(Text, rows[-1][1]))
+    if console.measure(table, options=console.options.update(width=_WIDE)).maximum <= console.width:
+        console.print(table)
         return
-    for measure in named.measures:
-        value = f"{measure.name.replace('_', ' ')} {measure.value:.4g} ({bounds(measure.low, measure.high)})"
-        console.print(f"  {value}: {measure.basis}", markup=False, soft_wrap=True)
-    for item in sorted({item for c in checks for item in c.not_covered}):
-        console.print(f"not covered: {item}", markup=False, soft_wrap=True)
+    say(console, title, "bold")
+    for mark, (stage, phase, fed, count, tap, measured) in rows:
+        console.print(mark, f" {stage}", f" {phase}", f" {fed}", f" {count}", soft_wrap=True)
+        say(console, f"    {tap}: {measured}")
+
+
+def print_strain(console: Console, checks: Sequence[Check], recipe: str) -> None:
+    """Print a line for each stage, in the order of the chain, with a bar: its worst measure as a share of its bound."""
+    by_stage: dict[str, list[tuple[Check, Finding]]] = {}
+    for check in checks:
+        for finding in check.findings:
+            by_stage.setdefault(finding.stage, []).append((check, finding))
+    ordered = sorted(by_stage.items(), key=lambda item: min(map(_place, item[1])))
+    worst = [(stage, *max(found, key=lambda item: _strain(item[1]))) for stage, found in ordered]
+    shares = {stage: _share(_strain(finding)) for stage, _, finding in worst}
+    names, numbers = max(map(len, shares)), max(map(len, shares.values()))
+    tails = max(len(_tails(check, finding)[0]) for _, check, finding in worst)
+    width = max(SHORTEST, min(LONGEST, console.width - names - numbers - tails - 6))
+    say(console, f"strain of each stage: its worst measure as a share of its bound, {recipe}", "bold")
+    for stage, check, finding in worst:
+        line = (
+            f"  {stage:<{names}} {bar(_strain(finding), width, console.options.ascii_only)} {shares[stage]:>{numbers}}"
+        )
+        if len(line) > console.width:
+            line = f"  {stage}\n    {line.removeprefix(f'  {stage:<{names}} ')}"
+        room = console.width - len(line.rpartition("\n")[2])
+        line += next((f"  {tail}" for tail in _tails(check, finding) if len(tail) + 2 <= room), "")
+        console.print(line, style=None if finding.ok else "bold red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _strain(finding: Finding) -> float:
+    return finding.worst.strain if finding.measures else math.inf
+
+
+def _share(strain: float) -> str:
+    """Format a strain: `57 %` of its bound, `×690` where it is broken."""
+    if math.isinf(strain):
+        return "broken"
+    return f"{strain:.0%}".replace("%", " %") if strain <= 1 else f"×{strain:.3g}"
+
+
+def _tails(check: Check, finding: Finding) -> tuple[str, ...]:
+    """Return the words beside a bar, the longest first."""
+    measure = finding.worst.name.replace("_", " ") if finding.measures else "nothing was compared"
+    mark = {None: "", "origin": "wrong: ", "contaminated": "inherited: "}[check.role(finding)]
+    return f"{mark}{finding.phase}, {measure}", f"{mark}{finding.phase}", mark.removesuffix(": ") or finding.phase
+
+
+def _place(item: tuple[Check, Finding]) -> tuple[int, int, int]:
+    _, finding = item
+    return place(finding.stage, finding.phase, 0 if finding.layer is not None and is_forward(finding.stage) else None)
 
 
 def _row(item: tuple[tuple[str, str, str], list[tuple[Check, Finding]]]) -> tuple[int, int, int, str]:
