@@ -65,6 +65,7 @@ def own_inductor_cache() -> None:
 
 # Modules by name, so that one command does not load the others. All are of scripts/commands.
 COMMANDS = {
+    "demo": ("lockstep.scripts.commands.demo", "a planted fault that the loss does not show, found in a minute or two"),
     "data prepare": ("lockstep.scripts.commands.data_prepare", "text, JSON lines or parquet → token shards"),
     "train": (
         "lockstep.scripts.commands.train",
@@ -131,11 +132,15 @@ GROUPS = {name.split()[0] for name in COMMANDS if " " in name}
 
 def usage() -> str:
     """Return the overview of the commands, in lines of at most 80 columns."""
-    from lockstep.scripts.shared.help_pages import paragraph_width, wrapped
+    from lockstep.core.sinks.lines import wrapped
+    from lockstep.scripts.shared.help_pages import paragraph_width
 
     width = paragraph_width()
     about = "lockstep: a language model pretrains in PyTorch while an independent JAX implementation checks the step"
-    flags = "lockstep COMMAND --help lists options; every setting of a run file is a flag, as in --optim.peak-lr 1e-3"
+    flags = (
+        "lockstep COMMAND --help lists its options; every setting of a run file is a flag, as in --optim.peak-lr 1e-3 "
+        "(--help-all lists them)"
+    )
     codes = "Exit codes: 0 did it or agreed · 1 disagreed · 2 could not (one line says why) · 130 stopped by Ctrl-C"
     commands = [wrapped(text, width, f"  {name:<14}") for name, (_, text) in COMMANDS.items()]
     usage = ["usage: lockstep COMMAND …"]
@@ -222,7 +227,7 @@ def _run(argv: list[str]) -> int:
     if name is None:
         raise UserError(_no_command(argv))
     rest = argv[len(name.split()) :]
-    if not set(rest) & set(HELP[:2]) and (lacking := missing(NEEDS[name])):
+    if not set(rest) & {*HELP[:2], "--help-all"} and (lacking := missing(NEEDS[name])):
         raise UserError(in_words(name, lacking))
     return _command(name)(rest)
 

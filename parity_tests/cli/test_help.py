@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 
 from lockstep.core.components.choice import OneOf
 from lockstep.core.config.file import settings
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.scripts.cli import COMMANDS
+from lockstep.scripts.shared.examples import EXAMPLES, examples_of
 
 # By default there is something to say of each; `every` of a section is explained by the section.
 SETTINGS = settings()
+
+
+# Sections of a run file that help of a command shows, since they are all that it is about.
+SECTIONS = {
+    "data prepare": ["model options", "data options"],
+}
 
 
 def flat(text: str) -> str:
@@ -40,22 +50,78 @@ def test_help_of_a_command(lockstep: Lockstep, command: str) -> None:
     assert "None" not in done.out
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_no_line_of_help_is_wider_than_a_terminal(
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_begins_with_an_example_and_the_commands_own_options(
     lockstep: Lockstep, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
+    """The first screen; settings of a run file come under --help-all."""
     monkeypatch.setenv("COLUMNS", "80")
-    done = lockstep(*command.split(), "--help")
-    assert done.code == 0 and [line for line in done.out.splitlines() if len(line) > 80] == []
+    lines = lockstep(*command.split(), "--help").out.splitlines()
+    example = next(n for n, line in enumerate(lines) if line in ("example:", "examples:"))
+    assert example <= 20 and f"  lockstep {command}" in "\n".join(lines[example + 1 : example + 3])
+    boxes = [n for n, line in enumerate(lines) if line.strip("╭─╮ ") in ("positional arguments", "options")]
+    assert example < boxes[0] <= 30
+    sections = [line.strip("╭─╮ ") for line in lines if line.strip("╭─╮ ").endswith(" options")]
+    assert sections == SECTIONS.get(command, [])
+
+
+def test_help_names_the_flag_that_lists_the_settings(lockstep: Lockstep) -> None:
+    said = f"{len(SETTINGS)} settings of the run file are flags as well"
+    assert flat(lockstep("train", "--help").out).endswith("lockstep train --help-all lists them.")
+    assert said in flat(lockstep("train", "--help").out)
+    assert said not in lockstep("report", "--help").out
+    assert said not in flat(lockstep("train", "--help-all").out)
+
+
+def test_a_setting_that_help_leaves_out_is_understood(refused, run_file: Path) -> None:
+    assert "optim.peak_lr" in refused("plan", run_file, "--optim.peak-lr", "x")
+
+
+@dataclass
+class New:
+    """Do something new.
+
+    As in `lockstep new FILE
+    --twice`.
+    """
+
+    file: str
+
+
+@dataclass
+class Bare:
+    """Do something."""
+
+    file: str
+
+
+def test_a_command_without_an_entry_has_an_example_all_the_same() -> None:
+    assert examples_of("new", New) == (("lockstep new FILE --twice", ""),)
+    assert examples_of("bare", Bare) == (("lockstep bare FILE", ""),)
+    assert set(EXAMPLES) <= set(COMMANDS)
+
+
+WHOLE = [("train", "--help-all", 80), ("train", "--help-all", 60), ("data prepare", "--help", 60)]
+
+
+@pytest.mark.parametrize(
+    ("command", "page", "width"), [*((name, "--help", 80) for name in ("", *COMMANDS)), ("", "--help", 60), *WHOLE]
+)
+def test_no_line_of_help_is_wider_than_a_terminal(
+    lockstep: Lockstep, monkeypatch: pytest.MonkeyPatch, command: str, width: int, page: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    done = lockstep(*command.split(), page)
+    assert done.code == 0 and [line for line in done.out.splitlines() if len(line) > width] == []
 
 
 @pytest.mark.parametrize("command", ["train", "parity"])
 def test_every_setting_stands_in_the_help_with_its_default(lockstep: Lockstep, command: str) -> None:
-    text = flat(lockstep(command, "--help").out)
+    text = flat(lockstep(command, "--help-all").out)
     for key, field in SETTINGS.items():
         flag = "--" + key.replace("_", "-")
         default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
-        shown = text.rsplit(f" {flag} ", 1)[1].split(" --", 1)[0]
+        shown = text.split(" options ", 1)[1].rsplit(f" {flag} ", 1)[1].split(" --", 1)[0]
         assert flat(field.description or "") in shown, flag
         names = [choice.names for choice in field.metadata if isinstance(choice, OneOf)]
         assert all("|".join(each) in shown for each in names), flag

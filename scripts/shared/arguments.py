@@ -29,12 +29,17 @@ from lockstep.core.config.file import COMMAND_LINE, complaint, load_config, sett
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError, printable
 from lockstep.core.files.paths import path_problem
+from lockstep.scripts.shared.examples import examples_of
 from lockstep.scripts.shared.help_pages import NARROWEST, HelpPage, one_line_each
 
 T = TypeVar("T")
 
 # The default of what was not given. No word of a command line can hold a null character.
 _ABSENT = "\0"
+# Prints the page of `--help` with every setting of a run file.
+HELP_ALL = "--help-all"
+# Settings that `--help` lists as well, where a command takes no more.
+FEW = 12
 # Characters that are shown of words that are not understood.
 _SHOWN = 120
 # What tyro takes for a flag and not for a value, wherever a value is due.
@@ -42,16 +47,24 @@ _LIKE_A_FLAG = re.compile(r"--$|-+(?!(inf|nan)\b)[^\W\d_]")
 
 
 def parse(
-    command: type[T], name: str, argv: list[str], with_settings: bool, shown: Callable[[str], bool] = lambda key: True
+    command: type[T], name: str, argv: list[str], with_settings: bool, taken: Callable[[str], bool] = lambda key: True
 ) -> tuple[T, dict[str, str]]:
     """The command's options, and the settings given as flags (dotted key → text).
 
-    shown: which settings `--help` lists; the others are understood all the same.
+    taken: which settings are flags of this command. `--help` lists the command's own options, and settings only where
+    they are few; `--help-all` lists them all.
     Raises UserError for arguments that are not understood, together with whatever is wrong with the settings; `--help`
-    prints and ends with exit code 0.
+    and `--help-all` print and end with exit code 0.
     """
-    shape = _shape(command, shown if with_settings else None)
-    read, unknown = _read(shape, command, name, argv)
+    flags = list(filter(taken, settings())) if with_settings else []
+    words = _before_the_rest(argv)
+    whole = HELP_ALL in words
+    if whole:
+        argv = [*words, "--help"]
+    # A flag that tyro leaves out of the page is no flag either, so nothing is left out but of a page.
+    hides = not whole and bool({"-h", "--help"} & set(words)) and len(flags) > FEW
+    shape = _shape(command, set() if hides else set(flags), with_settings)
+    read, unknown = _read(shape, command, name, argv, _all_settings(name, flags) if hides else "")
     given = _given(read) if with_settings else {}
     options, wrong = _options(command, name, read, unknown)
     if wrong:
@@ -61,8 +74,11 @@ def parse(
     return options, given
 
 
-def _read(shape: Any, command: type[T], name: str, argv: list[str]) -> tuple[Any, list[str]]:
-    """Return the options that tyro reads, all of it text, and the words that it does not know."""
+def _read(shape: Any, command: type[T], name: str, argv: list[str], last: str) -> tuple[Any, list[str]]:
+    """Return the options that tyro reads, all of it text, and the words that it does not know.
+
+    last: the last paragraph of the page of help.
+    """
     with_value = [word for word in _before_the_rest(argv) if word.startswith("--") and "=" in word]
     for word in with_value:
         if _field_name(word) in _switches(command):
@@ -81,12 +97,19 @@ def _read(shape: Any, command: type[T], name: str, argv: list[str]) -> tuple[Any
             )
     except SystemExit as stop:
         if not stop.code:
-            print(page.text(), end="")
+            print(page.text(examples_of(name, command), last), end="")
             raise
         # Where all is text and nothing is required, one thing can be wrong.
         flag = _without_value(argv, command)
         said = f"{flag.lstrip('-')} has no value" if flag else f"not understood: {_quoted(argv)}"
         raise UserError(f"{COMMAND_LINE}: {said} (lockstep {name} --help says more)") from None
+
+
+def _all_settings(name: str, flags: Sequence[str]) -> str:
+    return (
+        f"{len(flags)} settings of the run file are flags as well, as in --optim.peak-lr 1e-3: "
+        f"lockstep {name} {HELP_ALL} lists them."
+    )
 
 
 @contextlib.contextmanager
@@ -132,14 +155,14 @@ def _without_value(argv: list[str], command: type) -> str | None:
 # The shape that tyro sees
 
 
-def _shape(command: type[T], shown: Callable[[str], bool] | None) -> Any:
-    """The command's dataclass with its options as text, and with a group of flags a section if `shown` is given."""
+def _shape(command: type[T], flags: set[str], with_settings: bool) -> Any:
+    """The command's dataclass with its options as text, and with a group of flags a section if it takes settings."""
     hints = get_type_hints(command, include_extras=True)
     own = [_as_text(field, hints[field.name]) for field in dataclasses.fields(command)]  # type: ignore[arg-type]
     sections: dict[str, list[Any]] = {}
-    for key, field in settings().items() if shown else ():
+    for key, field in settings().items() if with_settings else ():
         section, _, last = key.rpartition(".")
-        sections.setdefault(section, []).append(_flag(last, field, shown(key)))  # type: ignore[misc]
+        sections.setdefault(section, []).append(_flag(last, field, key in flags))  # type: ignore[misc]
     own += sections.pop("", [])
     groups: list[Any] = []
     for section, flags in sections.items():

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
-import textwrap
+from collections.abc import Sequence
 from typing import TextIO
+
+from lockstep.core.sinks.lines import wrapped
 
 # Columns that help needs, and those that a paragraph has at most.
 NARROWEST, WIDEST = 40, 80
+# A terminal's colours, and the first characters of a box: tyro draws it, or, where it cannot, indents it.
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_BEGINS_A_BOX = re.compile(r"╭| (positional arguments|options|[a-z]+ options) *$")
 
 
 def paragraph_width() -> int:
     """Return the columns of a paragraph on this terminal."""
     return min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
-
-
-def wrapped(line: str, width: int, begin: str = "") -> str:
-    """Break a line between words; `begin` stands before the first line, and the others are indented as far."""
-    return textwrap.fill(
-        line,
-        width,
-        initial_indent=begin,
-        subsequent_indent=" " * len(begin),
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
 
 
 def one_line_each(text: str) -> str:
@@ -49,8 +43,31 @@ class HelpPage(io.StringIO):
         """Return whether the stream is a terminal, for which tyro uses colours."""
         return self._stream.isatty()
 
-    def text(self) -> str:
-        """Return the page with its paragraphs in lines; boxes, indented or drawn, fit the terminal already."""
+    def text(self, examples: Sequence[tuple[str, str]] = (), last: str = "") -> str:
+        """Return the page with its paragraphs in lines; boxes, indented or drawn, fit the terminal already.
+
+        examples: commands, each with what it does; they stand before the first box. last: a paragraph at the end.
+        """
         width = paragraph_width()
         lines = self.getvalue().splitlines()
-        return "".join(f"{wrapped(line, width) if line[:1].isalpha() else line}\n" for line in lines)
+        first = next((n for n, line in enumerate(lines) if _BEGINS_A_BOX.match(_COLOURS.sub("", line))), len(lines))
+        lines[first:first] = example_lines(examples, width)
+        page = [wrapped(line, width) if line[:1].isalpha() else line for line in lines]
+        return "".join(f"{line}\n" for line in [*page, *([wrapped(last, width)] if last else [])])
+
+
+def example_lines(examples: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Return lines for examples: a command each, and what it does beside it, or below it where there is no room."""
+    if not examples:
+        return []
+    column = max(len(command) for command, _ in examples) + 2
+    lines = ["examples:" if len(examples) > 1 else "example:"]
+    for command, does in examples:
+        beside = f"  {command:<{column}}# {does}"
+        if not does:
+            lines.append(f"  {command}")
+        elif max(len(f"  {c:<{column}}# {d}") for c, d in examples) <= width:
+            lines.append(beside)
+        else:
+            lines += [wrapped(does, width, "  # "), f"  {command}"]
+    return [*lines, ""]
