@@ -50,6 +50,27 @@ train() { # leaves the exit code in $trained, so that a run that was not checked
     exit "$trained"
 }
 
+shown() { # what this run has shown, where its report is, and what to do next
+    local words
+    words=$(
+        .venv/bin/python - "$run/parity.jsonl" 2>/dev/null <<'END' || true
+import json, sys
+checks = [json.loads(line) for line in open(sys.argv[1]) if line.strip()]
+count = {verdict: sum(check["verdict"] == verdict for check in checks) for verdict in ("agreed", "disagreed", "skipped")}
+said = f"{count['agreed']} of {len(checks)} checks against the JAX reference agreed"
+said += "".join(f", {count[verdict]} {verdict}" for verdict in ("disagreed", "skipped") if count[verdict])
+print(f"a model was trained in torch, and {said}")
+END
+    )
+    say "${words:-a model was trained in torch; there is no record of checks}"
+    say "the report: $repo/$run/report.html"
+    say "next:"
+    printf '  %-52s # %s\n' \
+        '.venv/bin/lockstep demo' 'a planted fault, found' \
+        ".venv/bin/lockstep sample $run --prompt \"def \"" 'the model writes' \
+        '.venv/bin/lockstep plan configs/llama-1b.toml' 'what 1.24B takes'
+}
+
 trained=0
 if [ -z "$fresh" ] && is_finished; then
     say "$run is finished: its report is made anew. To train again from step 0: scripts/quickstart.sh --fresh"
@@ -64,5 +85,5 @@ else
     fi
 fi
 "$lockstep" report "$run"
-say "the report: $repo/$run/report.html"
+shown
 exit "$trained"

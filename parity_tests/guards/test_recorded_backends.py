@@ -66,6 +66,7 @@ def test_a_planted_program_runs_only_by_the_line_that_the_refusal_prints(
 
 # For each command, what it can be given of what somebody sent.
 GIVEN = {
+    "demo": [["--out", "RUN"], ["--out", "capsule"]],
     "data prepare": [["RUN/config.toml", "--data.source", "RUN", "--data.path", "prepared", "--workers", "1"]],
     "train": [["--resume", "RUN"], ["RUN/config.toml", "--out", "other", "--train.steps", "2"]],
     "sweep": [["RUN/config.toml", "--out", "RUN", "--vary", "optim.peak-lr=1e-3,2e-3"], ["capsule"]],

@@ -70,11 +70,14 @@ def test_what_is_shipped_is_what_is_meant() -> None:
     due = set(shipped(REPO))
     assert {
         "lockstep/py.typed",
+        "lockstep/configs/demo.toml",
         "lockstep/configs/rollout/h100x8.toml",
         "lockstep/core/parity/diagnose/repro_templates/attn.txt",
         "lockstep/core/parity/measures/calibrated_bounds.json",
         "lockstep/core/report/page.css",
         "lockstep/parity_tests/faults/catalog.py",
+        "lockstep/parity_tests/faults/forward.py",
+        "lockstep/scripts/shared/demo_run.py",
     } <= due
     assert {name.split("/")[0] for name in due} == {"lockstep"}
     assert [name for name in due if "studies" in name or "/test_" in name or name.endswith(".sh")] == []

@@ -166,7 +166,30 @@ START, RESUME = "train configs/quickstart.toml --overwrite", "train --resume run
 def test_the_first_quickstart_trains(quickstart):
     code, text, asked = quickstart()
     assert (code, asked) == (0, [PREPARE, START, REPORT])
-    assert text.rstrip().endswith("runs/quickstart/report.html")
+    said, next_ = text.split("lockstep: next:\n")
+    assert said.rstrip().endswith("runs/quickstart/report.html")
+    assert [line.split("#")[0].split()[:2] for line in next_.splitlines()] == [
+        [".venv/bin/lockstep", command] for command in ("demo", "sample", "plan")
+    ]
+    assert [line for line in next_.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        (["agreed"] * 7, "7 of 7 checks against the JAX reference agreed"),
+        (["agreed", "disagreed", "skipped"], "1 of 3 checks against the JAX reference agreed, 1 disagreed, 1 skipped"),
+        ([], "0 of 0 checks against the JAX reference agreed"),
+        (None, "there is no record of checks"),
+    ],
+)
+def test_the_quickstart_ends_with_what_was_shown(quickstart, verdicts, said):
+    quickstart.run.mkdir(parents=True)
+    if verdicts is not None:
+        lines = [f'{{"step": {step}, "verdict": "{verdict}"}}\n' for step, verdict in enumerate(verdicts)]
+        (quickstart.run / "parity.jsonl").write_text("".join(lines))
+    code, text, _ = quickstart()
+    assert code == 0 and f"{said}\n" in text
 
 
 @pytest.mark.parametrize("finished", ["true", "false", "null", None])

@@ -18,6 +18,8 @@ _RUN = ("rich", "safetensors", "tokenizers", "tomli_w")
 # for them; this is the rest.
 NEEDS: dict[str, tuple[str, ...]] = {
     "data prepare": ("fsspec", "rich", "tokenizers"),
+    "demo": _RUN,
+    "data prepare": ("rich", "tokenizers"),
     "train": _RUN,
     "sweep": _RUN,
     "parity": _RUN,

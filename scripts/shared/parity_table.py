@@ -122,11 +122,10 @@ def print_strain(console: Console, checks: Sequence[Check], recipe: str) -> None
     width = max(SHORTEST, min(LONGEST, console.width - names - numbers - tails - 6))
     say(console, f"strain of each stage: its worst measure as a share of its bound, {recipe}", "bold")
     for stage, check, finding in worst:
-        line = (
-            f"  {stage:<{names}} {bar(_strain(finding), width, console.options.ascii_only)} {shares[stage]:>{numbers}}"
-        )
+        drawn = f"{bar(_strain(finding), width, console.options.ascii_only)} {shares[stage]:>{numbers}}"
+        line = f"  {stage:<{names}} {drawn}"
         if len(line) > console.width:
-            line = f"  {stage}\n    {line.removeprefix(f'  {stage:<{names}} ')}"
+            line = f"  {stage}\n    {drawn}"
         room = console.width - len(line.rpartition("\n")[2])
         line += next((f"  {tail}" for tail in _tails(check, finding) if len(tail) + 2 <= room), "")
         console.print(line, style=None if finding.ok else "bold red", markup=False, highlight=False, soft_wrap=True)

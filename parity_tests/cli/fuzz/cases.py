@@ -341,6 +341,7 @@ def _through(command: str) -> st.SearchStrategy[bool]:
 # Flags
 
 _COMMAND_OPTIONS = {
+    "demo": "lockstep.scripts.commands.demo:Demo",
     "train": "lockstep.scripts.commands.train:Train",
     "sweep": "lockstep.scripts.commands.sweep:SweepOptions",
     "parity": "lockstep.scripts.commands.parity:Parity",

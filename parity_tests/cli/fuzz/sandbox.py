@@ -381,6 +381,7 @@ def _cuts(case: Case) -> list[Any]:
         mock.patch("lockstep.core.bench.suite.Worker.__call__", _answer),
         mock.patch("lockstep.core.bench.turns.Side.__init__", _reached),
         mock.patch("lockstep.scripts.commands.bench_parity.RunData", types.SimpleNamespace(open=_reached)),
+        mock.patch("lockstep.scripts.shared.demo_run.claimed", _reached),
         mock.patch("lockstep.scripts.commands.faults.run", _reached),
         mock.patch("lockstep.scripts.commands.mutate.run", _reached),
         mock.patch("lockstep.core.sweep.plan.write_plan", _reached),

@@ -1,0 +1,92 @@
+"""Print the story of `lockstep demo`: what was planted, what the loss shows, what the checks found, and what to do."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.core.sinks.lines import say
+from lockstep.core.sinks.phrases import bounds, duration, place_of
+from lockstep.scripts.shared.demo_run import CONFIG, FAULT, FAULTY, HONEST, RUNS, Trained
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Steps whose losses are shown, as shares of the run.
+_SHOWN = (0, 0.25, 0.5, 0.75, 1)
+
+
+def print_beginning(console: Console) -> None:
+    """Print what is about to happen."""
+    say(console, "Lockstep's demo: two tiny models train, one has a fault. It takes a minute or two.", "bold")
+    say(console, "planted: cos and sin of RoPE are rounded to bf16, as transformers #29285 had it. All else is equal.")
+
+
+def print_data(console: Console, tokens: int) -> None:
+    """Print what the models train on."""
+    say(console, f"data: {tokens:,} tokens of Lockstep's own sources. Training now, first without the fault …")
+
+
+def print_losses(console: Console, honest: Trained, faulty: Trained) -> None:
+    """Print losses of both runs side by side."""
+    say(console, "")
+    say(console, "The loss shows nothing:", "bold")
+    say(console, f"  {'step':>4}  {'honest':>8}  {'with a fault':>12}  {'difference':>10}")
+    last = min(len(honest.losses), len(faulty.losses)) - 1
+    for at in dict.fromkeys(round(share * last) for share in _SHOWN):
+        (step, right), (_, wrong) = honest.losses[at], faulty.losses[at]
+        say(console, f"  {step:>4}  {right:>8.4f}  {wrong:>12.4f}  {wrong - right:>+10.4f}")
+
+
+def print_checks(console: Console, honest: Trained, faulty: Trained) -> None:
+    """Print what the checks of both runs found, and the first origin with its measure and bound."""
+    say(console, "")
+    say(console, "A check of a step against the JAX reference shows it:", "bold")
+    for name, run in ((HONEST, honest), (FAULTY, faulty)):
+        agreed = sum(verdict == "agreed" for _, verdict, _ in run.checks)
+        style = "bold red" if run.disagreed else "green"
+        say(console, f"  {name}: {agreed} of {len(run.checks)} checks agreed", style)
+    first = next(((step, origin) for step, _, origin in faulty.checks if origin is not None), None)
+    if first is None:
+        return
+    step, origin = first
+    say(console, f"  first bad step {step}; origin: {place_of(origin)}")
+    if origin.measures:
+        worst = origin.worst
+        limits = bounds(worst.low, worst.high)
+        say(console, f"  {worst.name.replace('_', ' ')} {worst.value:.3g}, allowed {limits}: {worst.basis}")
+
+
+def write_reports(folder: Path) -> Path:
+    """Write the reports of both runs; return the address of the faulty run's."""
+    from lockstep.core.report import write_report
+
+    write_report(folder / RUNS / HONEST)
+    return write_report(folder / RUNS / FAULTY).resolve()
+
+
+def print_end(console: Console, folder: Path, report: Path, seconds: float) -> None:
+    """Print where the report is, how long it took, and commands that do the same by hand."""
+    config, runs = shlex.quote(str(folder / CONFIG)), folder / RUNS
+    both = shlex.join([str(runs / HONEST), str(runs / FAULTY)])
+    say(console, "")
+    say(console, f"report: {report}", "bold")
+    say(console, f"It took {duration(seconds)}. By hand:")
+    for line in (
+        f"lockstep parity {config}",
+        f"lockstep parity {config} --candidate {FAULT}",
+        f"lockstep report {both}",
+    ):
+        # A command is copied: it stays in one line, whatever the width.
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def open_in_browser(report: Path, console: Console) -> None:
+    """Open the report where somebody sees it: a terminal, and a desktop behind it."""
+    desktop = sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+    if console.is_terminal and desktop:
+        webbrowser.open(report.as_uri())
