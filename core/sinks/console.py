@@ -11,7 +11,7 @@ from lockstep.core.backend import StepRecord
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.run.checkpoints import Saved
 from lockstep.core.sinks import phrases, tables
-from lockstep.core.sinks.lines import bar, say
+from lockstep.core.sinks.lines import bar, tell
 from lockstep.core.sinks.summary import Summary
 from lockstep.core.sinks.terminal import open_console
 
@@ -157,10 +157,7 @@ class ConsoleSink:
         self._print(self._line(record, LONGEST_LINE if self._verbose else self._console.width))
 
     def _print(self, text: str, style: str | None = None) -> None:
-        if self._console.is_terminal:
-            self._say(lambda: say(self._console, text, style))
-        else:  # a file's lines are found by their beginning, and stay whole
-            self._say(lambda: self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True))
+        self._say(lambda: tell(self._console, text, style))
 
     def _say(self, words: Callable[[], None]) -> None:
         try:

@@ -39,6 +39,14 @@ def say(console: Console, text: str, style: str | None = None) -> None:
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def tell(console: Console, text: str, style: str | None = None) -> None:
+    """Print text in lines that fit a terminal; into a file or a pipe in whole lines, which are found by their begin."""
+    if console.is_terminal:
+        say(console, text, style)
+    else:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def bar(share: float, width: int, ascii_only: bool) -> str:
     """Draw `share` (0 to 1; more is drawn as 1) as a bar of `width` columns, filled up with spaces.
 

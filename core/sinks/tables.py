@@ -36,7 +36,7 @@ def table(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]]) 
     from rich.text import Text
 
     cells = [list(row) for row in rows]
-    drawn = Table(title=title, title_justify="left", title_style="bold")
+    drawn = Table(title=title, title_justify="left", title_style="bold", show_header=any(headers))
     for i, header in enumerate(headers):
         numeric = bool(cells) and all(isinstance(row[i], int | float) for row in cells if i < len(row))
         drawn.add_column(header, justify="right" if numeric else "left")
@@ -45,6 +45,18 @@ def table(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]]) 
             raise ValueError(f"{len(row)} cells under {len(headers)} headers: {row}")
         drawn.add_row(*(Text(_cell(value)) for value in row))
     return drawn
+
+
+def stacked(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a table that is wider than the terminal: a row's first cell, below it the others by header.
+
+    A line may have to be broken between words (core/sinks/lines.py).
+    """
+    lines = [title]
+    for first, *others in rows:
+        named = [f"{header}: {_cell(value)}" for header, value in zip(headers[1:], others, strict=True) if value != ""]
+        lines += [f"  {_cell(first)}", f"    {' · '.join(named)}"]
+    return lines
 
 
 def parameter_groups(rows: Sequence[GroupRow]) -> Table:
@@ -77,9 +89,7 @@ def where_the_time_went(seconds: Mapping[str, float]) -> Table:
 
 def facts(title: str, values: Mapping[str, object]) -> Table:
     """Names and values: what is in force, versions, hardware."""
-    drawn = table(title, ("", ""), list(values.items()))
-    drawn.show_header = False
-    return drawn
+    return table(title, ("", ""), list(values.items()))
 
 
 def _cell(value: object) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from lockstep.parity_tests.faults.catalog import FORWARD
 from lockstep.parity_tests.repository import REPO
 from lockstep.scripts.shared import demo_run, demo_story
 from lockstep.scripts.shared.backends import open_candidate
-from lockstep.scripts.shared.demo_run import CONFIG, FAULT, FAULTY, HONEST, Trained, claimed, origin_of
+from lockstep.scripts.shared.demo_run import CONFIG, FAULT, FAULTY, HONEST, Trained, claimed, origin_of, prepared
 
 ORIGIN = Finding(
     "q_rope",
@@ -48,6 +50,20 @@ def test_a_demo_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None
     with pytest.raises(UserError, match="holds something else than a demo: name another folder with --out"):
         claimed(folder)
     assert sorted(folder.iterdir()) == before
+
+
+def test_data_is_made_anew_of_the_sources_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = tmp_path / "core"
+    sources.mkdir()
+    (sources / "__init__.py").write_text("")
+    for module in ("argparse", "ast", "copy", "csv", "glob"):
+        shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / f"{module}.py", sources)
+    (sources / "made.pyc").write_bytes(b"\0")
+    monkeypatch.setattr(demo_run.lockstep.core, "__file__", str(sources / "__init__.py"))
+    folder = claimed(tmp_path / "demo")
+    before = prepared(folder)
+    (sources / "ast.py").write_text("of another version")
+    assert 0 < prepared(folder) < before
 
 
 @pytest.mark.parametrize("names", [["runs"], ["demo.toml", "data"], ["thesis.tex"]])

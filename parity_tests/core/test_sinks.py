@@ -236,6 +236,17 @@ def test_the_live_line_has_a_bar_where_there_is_room():
     assert "█" not in shown(4, play, terminal=True, width=56)
 
 
+def test_events_are_broken_between_words_on_a_terminal_and_whole_in_a_file():
+    words = "step 4: a note that has more words than a line of a terminal of forty columns has room for"
+
+    def play(sink):
+        sink.note(words)
+
+    assert words in shown(4, play, width=40).splitlines()
+    on_a_terminal = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown(4, play, terminal=True, width=40))
+    assert words not in on_a_terminal and words in " ".join(on_a_terminal.split())
+
+
 def test_the_run_ends_with_a_table():
     def play(sink):
         sink.record(record(1, host={"seconds/compute": 2.0, "seconds/data": 2.0}, seconds=60.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -87,11 +88,21 @@ def main(argv: list[str]) -> int:
 def print_plan(console: Console, estimate: Estimate, found: list[Choice], price: float) -> None:
     """Every table of the plan."""
     from lockstep.core.plan import words
-    from lockstep.core.sinks.tables import table
+    from lockstep.core.sinks.lines import say, tell
+    from lockstep.core.sinks.tables import stacked, table
     from lockstep.core.sinks.terminal import open_console
 
     config = estimate.config
-    wide = console if console.width >= _WIDE else open_console(_WIDE)
+    # A file takes any width; on a narrow terminal the rows of a wide table stand below each other.
+    wide = console if console.is_terminal or console.width >= _WIDE else open_console(_WIDE)
+
+    def print_wide(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        if wide.width >= _WIDE:
+            wide.print(table(title, headers, rows))
+        else:
+            for line in stacked(title, headers, rows):
+                say(wide, line)
+
     console.print(table(f"Model: {config.name}", ("", ""), words.model_rows(estimate)))
     micro = f"micro-batch [{config.train.micro_batch_size}, {config.train.sequence_length}]"
     console.print(table(f"Memory of each device, estimated: {micro}", ("", ""), words.memory_rows(estimate)))
@@ -100,12 +111,12 @@ def print_plan(console: Console, estimate: Estimate, found: list[Choice], price:
     console.print(table("Checks, at most", ("", ""), words.check_rows(config)))
     headers, rows = words.choice_table(config, found)
     title = "GB needed by micro-batch; → and (…) as configured, ! does not fit"
-    wide.print(table(title, headers, rows))
+    print_wide(title, headers, rows)
     if words.is_published_model(config):
-        wide.print(table("Published on one H100, and estimated", words.PUBLISHED, words.published_rows(config)))
+        print_wide("Published on one H100, and estimated", words.PUBLISHED, words.published_rows(config))
         console.print(table("Checkpointing: memory against none", words.SAVED, words.saving_rows(config)))
     for line in estimate.gpu.sources:
-        console.print(f"{estimate.gpu.name}: {line}", markup=False, soft_wrap=True)
+        tell(console, f"{estimate.gpu.name}: {line}")
 
 
 if __name__ == "__main__":

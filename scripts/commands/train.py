@@ -15,6 +15,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import in_ranges
 from lockstep.core.files.paths import quoted
 from lockstep.core.run.launch import launched, require_ranks
+from lockstep.core.sinks.lines import tell
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.backends import REFERENCE, Maker, on_its_device, open_candidate, open_named, trainer_of
 from lockstep.scripts.shared.failures import in_short
@@ -224,14 +225,14 @@ def _train(
     ranks.of_first(lambda: (done, config.model_dump()))
     if done >= config.train.steps:
         run.finish()
-        console.print("all steps are done", markup=False)
+        tell(console, "all steps are done")
         return _exit_code(run, done, console)
     if config.deterministic:
         about = prove_run(run, session, data.batch(done + 1), done + 1, about, versions(), ranks)
     print_start(console, run, data, about)
     sinks: list[Any] = [JsonlSink(run)]
     if config.log.wandb != "disabled":
-        sinks.append(WandbSink(run, lambda text: console.print(text, style="yellow", markup=False)))
+        sinks.append(WandbSink(run, lambda text: tell(console, text, "yellow")))
     kept = run.path / OBSERVATIONS
     folder = run.path / EVIDENCE
     shadow = None
@@ -249,7 +250,7 @@ def _train(
         run.note_stop(ending, {"alarmed": "a check disagreed"}.get(ending, ""))
     stack.close()
     if ending == "interrupted":
-        console.print(f"stopped; go on with: lockstep train --resume {quoted(run.path)}", markup=False, soft_wrap=True)
+        tell(console, f"stopped; go on with: lockstep train --resume {quoted(run.path)}")
         return 130
     if ending == "alarmed":
         return 1
@@ -318,9 +319,9 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
     from lockstep.core.train.skipped_steps import as_its_own
 
     def warn(text: str) -> None:
-        console.print(text, style="yellow", markup=False, soft_wrap=True)
+        tell(console, text, "yellow")
 
-    def tell(unseen: str | None) -> None:
+    def warn_of(unseen: str | None) -> None:
         if unseen:
             warn(unseen)
 
@@ -332,14 +333,14 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
 
             def restore(folder: Path, step: int, scalars: Mapping[str, float]) -> None:
                 ranks.of_first(lambda: (str(folder.resolve()), step, dict(scalars)))
-                tell(restore_state(session, run.config, folder, step, scalars))
+                warn_of(restore_state(session, run.config, folder, step, scalars))
 
             step, extra = restore_checkpoint(path, restore)
         except NotSupported:
             state, extra = load_checkpoint(path, reader_of(session))
             step = state.step
             session.load(as_its_own(run.config, state))
-            tell(require_taken_over(session, run.config, state, f"the checkpoint {path}"))
+            warn_of(require_taken_over(session, run.config, state, f"the checkpoint {path}"))
     except UserError:
         raise
     except ValueError as error:
@@ -357,9 +358,9 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
         warn(f"{run.path}: trained by {made_by} so far, by {going_on.backend} from here on")
     started = note_launch(run, None, step)
     why = f" after restart {started} of this launch" if started else ""
-    console.print(f"{run.path}: going on from step {step}{why}", markup=False, soft_wrap=True)
+    tell(console, f"{run.path}: going on from step {step}{why}")
     if BRANCH in (last := run.info["resumes"][-1]):
-        console.print(in_words(last), markup=False, soft_wrap=True)
+        tell(console, in_words(last))
     return step
 
 
@@ -381,12 +382,12 @@ def _exit_code(run: RunDir, done: int, console: Console) -> int:
     bad = [line["step"] for line in lines if line.get("verdict") == "disagreed"]
     if before := [step for step in bad if step <= done]:
         said = f"checks that disagreed before this resume: {in_ranges(before)}; so this ends with exit code 1"
-        console.print(said, style="bold red", markup=False, soft_wrap=True)
+        tell(console, said, "bold red")
     checked = coverage(run.checks_due(run.config.train.steps), lines, f"{run.path / CHECKS} has no line of it")
     if not checked.is_enough:
         if not bad:
             raise UserError(checked.words)
-        console.print(checked.words, style="bold red", markup=False, soft_wrap=True)
+        tell(console, checked.words, "bold red")
     return int(bool(bad))
 
 

@@ -76,6 +76,8 @@ def prepared(folder: Path) -> int:
             source=str(sources / "**" / "*.py"),
             vocab_size=config.model.vocab_size,
             val_fraction=config.data.val_fraction,
+            # An earlier demo may be of another version's sources.
+            force=True,
         )
     )
     return made.index.train.tokens

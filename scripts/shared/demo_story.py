@@ -22,13 +22,13 @@ _SHOWN = (0, 0.25, 0.5, 0.75, 1)
 
 def print_beginning(console: Console) -> None:
     """Print what is about to happen."""
-    say(console, "Lockstep's demo: two tiny models train, one has a fault. It takes a minute or two.", "bold")
-    say(console, "planted: cos and sin of RoPE are rounded to bf16, as transformers #29285 had it. All else is equal.")
+    say(console, "Lockstep's demo: two tiny models train, one of them with a fault", "bold")
+    say(console, "planted: RoPE's cos and sin are rounded to bf16 (transformers #29285 had it)")
 
 
 def print_data(console: Console, tokens: int) -> None:
     """Print what the models train on."""
-    say(console, f"data: {tokens:,} tokens of Lockstep's own sources. Training now, first without the fault …")
+    say(console, f"data: {tokens:,} tokens of Lockstep's own sources; each run takes a minute …")
 
 
 def print_losses(console: Console, honest: Trained, faulty: Trained) -> None:
