@@ -16,11 +16,21 @@ from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.verdict import Check, Finding, Measure
 from lockstep.core.sinks.terminal import open_console
 from lockstep.parity_tests.cli.conftest import Lockstep
-from lockstep.parity_tests.faults.catalog import FORWARD
 from lockstep.parity_tests.repository import REPO
 from lockstep.scripts.shared import demo_run, demo_story
 from lockstep.scripts.shared.backends import open_candidate
-from lockstep.scripts.shared.demo_run import CONFIG, FAULT, FAULTY, HONEST, Trained, claimed, origin_of, prepared
+from lockstep.scripts.shared.demo_run import (
+    CONFIG,
+    FAULT,
+    FAULTY,
+    HONEST,
+    Trained,
+    claimed,
+    faulty_backend,
+    origin_of,
+    prepared,
+)
+from lockstep.scripts.shared.planting import chosen
 
 ORIGIN = Finding(
     "q_rope",
@@ -87,9 +97,10 @@ def test_the_run_file_is_eager_small_and_has_bounds(tmp_path: Path) -> None:
     assert config == load_config(REPO / "configs/demo.toml", {"data.path": config.data.path})
 
 
-def test_the_planted_fault_is_one_whose_loss_hardly_moves() -> None:
-    (fault,) = [fault for fault in FORWARD if type(fault.make()) is type(open_candidate(FAULT))]
+def test_the_planted_fault_is_one_whose_loss_hardly_moves_and_has_a_name_to_type() -> None:
+    (fault,) = chosen([FAULT])
     assert fault.loss_moves_less_than is not None
+    assert type(open_candidate(faulty_backend())) is type(fault.make())
 
 
 # Its story
@@ -118,7 +129,7 @@ def test_the_story_is_short_and_fits_the_terminal(tmp_path: Path, width: int) ->
     assert "honest: 2 of 2 checks agreed with-a-fault: 1 of 2 checks agreed" in text
     assert "first bad step 1; origin: q_rope (forward, layer 0, at blocks.0.attn.q_rope, from its own input)" in text
     assert "twin distance 2.94e+03, allowed ≤ 4.26: clean draws" in text
-    assert f"lockstep parity lockstep-demo/demo.toml --candidate {FAULT}" in text
+    assert f"lockstep parity lockstep-demo/demo.toml --candidate {faulty_backend()}" in text
 
 
 @pytest.mark.parametrize(("honest", "faulty", "code"), [(GOOD, BAD, 0), (BAD, BAD, 1), (GOOD, GOOD, 2)])

@@ -59,9 +59,9 @@ def test_a_plan_fits(lockstep: Lockstep, screen: Screen, name: str) -> None:
 @pytest.mark.parametrize("verbose", [False, True])
 def test_training_fits(lockstep: Lockstep, screen: Screen, run_file: Path, verbose: bool) -> None:
     flags = ("--log.norms-every", "1", "--log.fp32-loss-every", "1", *["--verbose"] * verbose)
-    assert lockstep("train", run_file, "--train.steps", "3", "--log.sample-every", "2", *flags).code == 0
+    assert lockstep("train", run_file, "--train.steps", "4", "--log.sample-every", "2", *flags).code == 0
     assert wide(screen.lines) == []
-    said = [line for line in screen.lines if line.startswith("step 3/3 · loss ")]
+    said = [line for line in screen.lines if line.startswith("step 4/4 · loss ")]
     assert said and "tok/s" in said[-1]
     assert any(line.startswith("│ loss ") for line in screen.lines), "the table at the end"
     assert any("update/weight" in line for line in screen.lines) is verbose

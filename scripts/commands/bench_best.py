@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     from lockstep.core.config.file import load_config
     from lockstep.core.plan import gpu_named
 
-    options, given = parse(BenchBest, "bench best", argv, with_settings=True, taken=_bears_on_it)
+    options, given = parse(BenchBest, "bench best", argv, with_settings=True, shown=_bears_on_it)
     if options.config is None:
         raise UserError("nothing to search for: name a run file, as in lockstep bench best configs/llama-1b.toml")
     if not (math.isfinite(options.minutes) and options.minutes > 0):

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     from lockstep.core.bench.ladder import SCHEMA, SUITE
     from lockstep.core.bench.ladder_page import SHOWS, figure, page
 
-    options, given = parse(BenchLadder, "bench ladder", argv, with_settings=True, taken=_bears_on_it)
+    options, given = parse(BenchLadder, "bench ladder", argv, with_settings=True, shown=_bears_on_it)
     _check(options)
     if options.page:
         results = read_results(options.json, SUITE, SCHEMA)

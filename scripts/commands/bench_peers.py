@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     from lockstep.core.bench.peers import ROWS, SCHEMA, SHOWS, SUITE, check_comparable, drawn, page
     from lockstep.core.config.file import load_config
 
-    options, given = parse(BenchPeers, "bench peers", argv, with_settings=True, taken=_bears_on_it)
+    options, given = parse(BenchPeers, "bench peers", argv, with_settings=True, shown=_bears_on_it)
     _check(options)
     if options.page:
         results = read_results(options.json, SUITE, SCHEMA)

@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     from lockstep.core.bench.rows import chosen
     from lockstep.core.config.file import load_config
 
-    options, given = parse(Bench, "bench step", argv, with_settings=True, taken=_bears_on_rows)
+    options, given = parse(Bench, "bench step", argv, with_settings=True, shown=_bears_on_rows)
     if options.repeat < 1 or options.warmup < 1:
         raise UserError("command line: repeat and warmup: at least one step each is needed")
     if not (math.isfinite(options.minutes) and options.minutes >= 0):

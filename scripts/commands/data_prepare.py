@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     from lockstep.core.sinks.tables import facts
     from lockstep.core.sinks.terminal import open_console
 
-    options, given = parse(Prepare, "data prepare", argv, with_settings=True, taken=_bears_on_data)
+    options, given = parse(Prepare, "data prepare", argv, with_settings=True, shown=_bears_on_data)
     if options.workers < 0:
         raise UserError(f"command line: workers = {options.workers}: at least one process, or 0 for one a core")
     if options.ray_address is not None and options.engine != "ray":

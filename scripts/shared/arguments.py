@@ -47,16 +47,16 @@ _LIKE_A_FLAG = re.compile(r"--$|-+(?!(inf|nan)\b)[^\W\d_]")
 
 
 def parse(
-    command: type[T], name: str, argv: list[str], with_settings: bool, taken: Callable[[str], bool] = lambda key: True
+    command: type[T], name: str, argv: list[str], with_settings: bool, shown: Callable[[str], bool] = lambda key: True
 ) -> tuple[T, dict[str, str]]:
     """The command's options, and the settings given as flags (dotted key → text).
 
-    taken: which settings are flags of this command. `--help` lists the command's own options, and settings only where
+    shown: which settings are flags of this command. `--help` lists the command's own options, and settings only where
     they are few; `--help-all` lists them all.
     Raises UserError for arguments that are not understood, together with whatever is wrong with the settings; `--help`
     and `--help-all` print and end with exit code 0.
     """
-    flags = list(filter(taken, settings())) if with_settings else []
+    flags = list(filter(shown, settings())) if with_settings else []
     words = _before_the_rest(argv)
     whole = HELP_ALL in words
     if whole:
@@ -155,14 +155,14 @@ def _without_value(argv: list[str], command: type) -> str | None:
 # The shape that tyro sees
 
 
-def _shape(command: type[T], flags: set[str], with_settings: bool) -> Any:
+def _shape(command: type[T], taken: set[str], with_settings: bool) -> Any:
     """The command's dataclass with its options as text, and with a group of flags a section if it takes settings."""
     hints = get_type_hints(command, include_extras=True)
     own = [_as_text(field, hints[field.name]) for field in dataclasses.fields(command)]  # type: ignore[arg-type]
     sections: dict[str, list[Any]] = {}
     for key, field in settings().items() if with_settings else ():
         section, _, last = key.rpartition(".")
-        sections.setdefault(section, []).append(_flag(last, field, key in flags))  # type: ignore[misc]
+        sections.setdefault(section, []).append(_flag(last, field, key in taken))
     own += sections.pop("", [])
     groups: list[Any] = []
     for section, flags in sections.items():

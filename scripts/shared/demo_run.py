@@ -13,10 +13,11 @@ import lockstep.core
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.scripts.shared.installation import shipped_config
+from lockstep.scripts.shared.planting import chosen
 
-# The two runs, and the fault of the second: a backend as `--candidate` and `--backend` name it, from anywhere.
+# The two runs, and the planted fault of the second.
 HONEST, FAULTY = "honest", "with-a-fault"
-FAULT = "lockstep.parity_tests.faults.forward:RopeInBf16"
+FAULT = "RopeInBf16"
 CONFIG, DATA, RUNS = "demo.toml", "data", "runs"
 MARK = "# Written by `lockstep demo`, which replaces what lies beside this file.\n"
 _OWN = {CONFIG, DATA, RUNS, f"{HONEST}.log", f"{FAULTY}.log"}
@@ -92,7 +93,7 @@ def trained(folder: Path, name: str) -> Trained:
     from lockstep.scripts.commands.train import main as train
 
     words = [str(folder / CONFIG), "--name", name, "--out", str(folder / RUNS), "--overwrite"]
-    words += ["--backend", FAULT] if name == FAULTY else []
+    words += ["--backend", faulty_backend()] if name == FAULTY else []
     with (
         (folder / f"{name}.log").open("w", encoding="utf-8", errors="backslashreplace") as log,
         contextlib.redirect_stdout(log),
@@ -104,6 +105,13 @@ def trained(folder: Path, name: str) -> Trained:
     run = RunDir.open(folder / RUNS / name)
     checks = [(line["step"], line["verdict"], origin_of(line)) for line in run.checks()]
     return Trained([(line["step"], line["loss"]) for line in run.records()], checks)
+
+
+def faulty_backend() -> str:
+    """Name the backend with the fault as `--candidate` and `--backend` take it, from any folder: `module:NAME`."""
+    (fault,) = chosen([FAULT])
+    kind = type(fault.make())
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def origin_of(line: dict[str, Any]) -> Finding | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.sinks.lines import say
 from lockstep.core.sinks.phrases import bounds, duration, place_of
-from lockstep.scripts.shared.demo_run import CONFIG, FAULT, FAULTY, HONEST, RUNS, Trained
+from lockstep.scripts.shared.demo_run import CONFIG, FAULTY, HONEST, RUNS, Trained, faulty_backend
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,7 +78,7 @@ def print_end(console: Console, folder: Path, report: Path, seconds: float) -> N
     say(console, f"It took {duration(seconds)}. By hand:")
     for line in (
         f"lockstep parity {config}",
-        f"lockstep parity {config} --candidate {FAULT}",
+        f"lockstep parity {config} --candidate {faulty_backend()}",
         f"lockstep report {both}",
     ):
         # A command is copied: it stays in one line, whatever the width.
