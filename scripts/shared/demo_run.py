@@ -124,12 +124,21 @@ def origin_of(line: dict[str, Any]) -> Finding | None:
         for one in line["stages"]
         if one["role"] == "origin" and all(one[key] == origin[key] for key in ("stage", "tap", "phase", "layer"))
     )
-    keys = ("stage", "tap", "phase", "layer", "scope")
     measures = tuple(
         Measure(m["name"], float(m["value"]), _number(m["low"]), _number(m["high"]), m["basis"])
         for m in found["measures"]
     )
-    return Finding(*(found[key] for key in keys), measures, found["size"], found["unequal"], found["note"])
+    return Finding(
+        stage=found["stage"],
+        tap=found["tap"],
+        phase=found["phase"],
+        layer=found["layer"],
+        scope=found["scope"],
+        measures=measures,
+        size=found["size"],
+        unequal=found["unequal"],
+        note=found["note"],
+    )
 
 
 def _number(value: float | str | None) -> float | None:
