@@ -17,9 +17,8 @@ _RUN = ("rich", "safetensors", "tokenizers", "tomli_w")
 # Frameworks are loaded by the backend that a command opens first, optional packages are looked for where a setting asks
 # for them; this is the rest.
 NEEDS: dict[str, tuple[str, ...]] = {
-    "data prepare": ("fsspec", "rich", "tokenizers"),
     "demo": _RUN,
-    "data prepare": ("rich", "tokenizers"),
+    "data prepare": ("fsspec", "rich", "tokenizers"),
     "train": _RUN,
     "sweep": _RUN,
     "parity": _RUN,
