@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,7 @@ def test_torchrun_trains_with_a_backend_of_the_project(ranks: int, environment: 
     assert [file.read_text()[:8] for file in opened] == ["the user"] * ranks
     assert len((folder / "runs" / name / "records.jsonl").read_text().splitlines()) == 2
     about = json.loads((folder / "runs" / name / "run.json").read_text())
-    assert about["versions"]["lockstep"] == "0.1.0"
+    assert about["versions"]["lockstep"] == tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"]
     # The commit is the project's, whose repository the environment lies in.
     assert about["git_commit"] is None
 

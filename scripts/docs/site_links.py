@@ -1,0 +1,35 @@
+"""Turn links from docs/ to the sources into plain text, as a hook of mkdocs: the site holds docs/ alone.
+
+parity_tests/house/test_links.py holds the same links to the files, where the pages are read in the repository.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from typing import Any
+
+_FENCE = re.compile(r"^ *```.*?^ *```", re.M | re.S)
+_LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Return the page's Markdown; `page.file.src_uri` is its path below docs/."""
+    folder = posixpath.dirname(page.file.src_uri)
+    pieces, end = [], 0
+    for fence in _FENCE.finditer(markdown):
+        pieces += [_inside(markdown[end : fence.start()], folder), fence[0]]
+        end = fence.end()
+    return "".join([*pieces, _inside(markdown[end:], folder)])
+
+
+def _inside(text: str, folder: str) -> str:
+    """Replace each link of `text` that leaves docs/ by its words."""
+
+    def kept(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, link[2]))
+        # A folder is no page: the site has no listing of it.
+        leaves = target.startswith("..") or not posixpath.splitext(target)[1]
+        return link[1] if leaves else link[0]
+
+    return _LINK.sub(kept, text)
