@@ -71,9 +71,9 @@ def idea() -> str:
             text(x, 114, about, 14, MUTED),
         ]
     # Points on one line: the truth, and both results at their distances from it.
-    zero, unit, y, low = 130.0, 190.0, 212.0, 296.0
+    zero, unit, y, low = 160.0, 190.0, 206.0, 292.0
     for row, name, colour, far, said in (
-        (y, "honest", RED, 1.04, "excess 1.04: as large as honest rounding"),
+        (y, "honest", RED, 1.04, "excess near 1: an error as large as honest rounding makes"),
         (low, "RoPE in bf16", RED, 2.9, "excess far above 1: this stage is wrong"),
     ):
         parts += [
@@ -84,9 +84,9 @@ def idea() -> str:
             f'<circle cx="{zero:g}" cy="{row:g}" r="7" fill="{GREEN}"/>',
             f'<circle cx="{zero + unit:g}" cy="{row:g}" r="7" fill="{BLUE}"/>',
             f'<circle cx="{zero + far * unit:g}" cy="{row:g}" r="7" fill="{colour}"/>',
-            text(zero + 1.25 * unit, row + 21, "‖w − t‖", 13, BLUE, "start"),
+            text(zero + unit + 14, row + 22, "‖w − t‖", 13, BLUE, "start"),
             text(zero + far * unit + 14, row - 12, "‖c − t‖", 13, colour, "start"),
-            text(880, row + 40, said, 14, INK, "end"),
+            text(860, row + 34, said, 14, INK, "end"),
         ]
     parts.append(text(450, 380, "excess = ‖c − t‖ / ‖w − t‖, near 1 for an honest trainer at any precision and depth", 16, bold=True))
     return drawing(900, 404, "Candidate, twin and truth", *parts)

@@ -1,0 +1,75 @@
+"""Pages and pictures that scripts make are up to date, and the site is built from docs/ without a warning."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.core.config.file import settings
+from lockstep.parity_tests.repository import REPO
+from lockstep.scripts.docs import pictures, settings_page
+from lockstep.scripts.docs.pages import DOCS
+from lockstep.scripts.docs.site_links import _inside
+
+
+def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site as a reader would: `mkdocs build --strict`."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+
+
+def test_the_page_of_settings_is_what_the_configuration_says() -> None:
+    """Else: python -m lockstep.scripts.docs.settings_page."""
+    written = settings_page.PAGE.read_text(encoding="utf-8")
+    assert written == settings_page.page()
+    for key in settings():
+        assert f"| `{key.rpartition('.')[2]}` |" in written
+
+
+@pytest.mark.parametrize("picture", ["idea.svg", "rooms.svg", "verdict.svg"])
+def test_a_picture_is_what_its_script_draws(picture: str) -> None:
+    """Else: python -m lockstep.scripts.docs.pictures."""
+    drawn = {file.name: text for file, text in pictures.pictures().items()}[picture]
+    assert (DOCS / "pictures" / picture).read_text(encoding="utf-8") == drawn
+    assert not re.search(r"(?:href|src|url)\W{1,2}https?:", drawn)
+
+
+def test_a_link_to_the_sources_becomes_its_words() -> None:
+    text = "[a](../../core/x.py) [b](verdict.md#stages) [c](../results) [d](https://e.org) ![e](../pictures/idea.svg)"
+    assert _inside(text, "guide") == "a [b](verdict.md#stages) c [d](https://e.org) ![e](../pictures/idea.svg)"
+
+
+@pytest.mark.parametrize(
+    ("line", "warning"),
+    [
+        ("[a](index.md#here)", None),
+        ("[a](index.md#there)", "there is no such anchor"),
+        ("[a](nowhere.md)", "target is not found"),
+    ],
+)
+def test_a_broken_link_or_anchor_fails_the_build(tmp_path: Path, line: str, warning: str | None) -> None:
+    """On a site of one page, with the configuration of the real one."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text(f"# Page\n\n## Here\n\n{line}\n")
+    (tmp_path / "docs/site.css").write_text("")
+    text = (REPO / "mkdocs.yml").read_text(encoding="utf-8")
+    text = re.sub(r"\nnav:\n(?:  .*\n)+", "\n", text).replace("scripts/docs/", f"{REPO}/scripts/docs/")
+    (tmp_path / "mkdocs.yml").write_text(text)
+    built = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert built.returncode == (1 if warning else 0), built.stderr
+    assert not warning or warning in built.stderr
+
+
+def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    built = build(REPO / "mkdocs.yml", tmp_path / "site")
+    assert (built.returncode, "WARNING" in built.stderr) == (0, False), built.stderr
+    pages = sorted((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 60
+    loads = re.compile(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=\"(?:https?:)?//[^\"]+\"|@import[^;]*//")
+    for page in pages:
+        assert loads.findall(page.read_text(encoding="utf-8")) == [], page.name
