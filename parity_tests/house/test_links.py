@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.parity_tests.repository import REPO
+from lockstep.scripts.docs.pages import without_fences
 
 # In the line, or by a name whose target stands elsewhere on the page.
 LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.M)
@@ -28,7 +29,7 @@ def broken(page: Path, text: str) -> list[str]:
 
 def targets(text: str) -> list[str]:
     """Targets of the links of a page; of a name without a target, the name."""
-    by_name = [name for name in BY_NAME.findall(text) if f"\n[{name}]: " not in text]
+    by_name = [name for name in BY_NAME.findall(without_fences(text)) if f"\n[{name}]: " not in text]
     return [in_line or named for in_line, named in LINK.findall(text)] + by_name
 
 

@@ -17,7 +17,9 @@ INK, MUTED, BLUE, GREEN, RED, ORANGE = "#1d2433", "#5b6472", "#0072b2", "#00805a
 RECORDED = PICTURES / "verdict.txt"
 
 
-def text(x: float, y: float, words: str, size: int = 15, colour: str = INK, anchor: str = "middle", bold: bool = False) -> str:
+def text(
+    x: float, y: float, words: str, size: int = 15, colour: str = INK, anchor: str = "middle", bold: bool = False
+) -> str:
     """Return a line of text; x, y in pixels, y at the baseline."""
     weight = ' font-weight="600"' if bold else ""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" text-anchor="{anchor}"{weight}>{escape(words)}</text>'
@@ -88,7 +90,15 @@ def idea() -> str:
             text(zero + far * unit + 14, row - 12, "‖c − t‖", 13, colour, "start"),
             text(860, row + 34, said, 14, INK, "end"),
         ]
-    parts.append(text(450, 380, "excess = ‖c − t‖ / ‖w − t‖, near 1 for an honest trainer at any precision and depth", 16, bold=True))
+    parts.append(
+        text(
+            450,
+            380,
+            "excess = ‖c − t‖ / ‖w − t‖, near 1 for an honest trainer at any precision and depth",
+            16,
+            bold=True,
+        )
+    )
     return drawing(900, 404, "Candidate, twin and truth", *parts)
 
 
@@ -110,7 +120,9 @@ def rooms() -> str:
         text(665, 254, "the same step in JAX: twin and truth", 14, MUTED),
         box(40, 336, 820, 104, GREEN),
         text(450, 368, "core/", 18, GREEN, bold=True),
-        text(450, 394, "model as data · configuration · data · training loop · plan · report · parity engine", 14, MUTED),
+        text(
+            450, 394, "model as data · configuration · data · training loop · plan · report · parity engine", 14, MUTED
+        ),
         text(450, 418, "imports neither torch nor jax", 14, MUTED),
     ]
     for x in (200, 700):
@@ -127,7 +139,13 @@ def verdict(recorded: str) -> str:
 
     console = Console(record=True, width=82, force_terminal=True, file=open_nowhere())
     for line in recorded.rstrip("\n").split("\n"):
-        style = "bold" if line.startswith("$ ") else "bold red" if "disagreed" in line or line.startswith("first bad") else ""
+        style = (
+            "bold"
+            if line.startswith("$ ")
+            else "bold red"
+            if "disagreed" in line or line.startswith("first bad")
+            else ""
+        )
         console.print(Text(line, style=style))
     drawn = console.export_svg(title="lockstep parity", theme=MONOKAI, unique_id="verdict")
     # The font would be loaded from elsewhere; a terminal's own font does.

@@ -46,7 +46,9 @@ def page() -> str:
     for section, fields in sections.items():
         about = _about(section)
         parts.append(f"## {section or 'The run itself'}\n\n{about}\n")
-        rows = [f"| `{name}` | {_default(field)} | {_values(field)} | {_cell(_meaning(field))} |" for name, field in fields]
+        rows = [
+            f"| `{name}` | {_default(field)} | {_values(field)} | {_cell(_meaning(field))} |" for name, field in fields
+        ]
         parts.append("\n".join(["| setting | default | values | meaning |", "|---|---|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
