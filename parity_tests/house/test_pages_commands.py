@@ -71,9 +71,9 @@ def _wrong_files(arguments: str, words: list[str]) -> str | None:
     """Return the first file of this repository that a command names and that is not there."""
     for word in words:
         path = word.partition(":")[0]
-        if path.startswith(("configs/", "docs/", "parity_tests/")) and not _written(words, word):
-            if not (REPO / path).exists():
-                return f"{arguments}: there is no {path}"
+        ours = path.startswith(("configs/", "docs/", "parity_tests/")) and not _written(words, word)
+        if ours and not (REPO / path).exists():
+            return f"{arguments}: there is no {path}"
     return None
 
 

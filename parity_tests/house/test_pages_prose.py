@@ -24,7 +24,7 @@ _PERSON = re.compile(r"\b(?:says|is told|are told|gives way|is asked|are asked|w
 
 
 def paragraphs(text: str) -> list[str]:
-    """Return the prose of a page: paragraphs and items each in one line, cells of tables each by itself, no headings."""
+    """Return the prose of a page: a paragraph, an item or a cell of a table each; no headings."""
     found: list[str] = []
     begins = True
     for line in without_fences(text).splitlines():

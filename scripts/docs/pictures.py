@@ -7,6 +7,7 @@ the studies make.
 
 from __future__ import annotations
 
+import io
 from html import escape
 from pathlib import Path
 
@@ -80,12 +81,12 @@ def idea() -> str:
     ):
         parts += [
             text(24, row + 5, name, 14, INK, "start", bold=True),
-            f'<line x1="{zero:g}" y1="{row:g}" x2="{zero + 3.15 * unit:g}" y2="{row:g}" stroke="{MUTED}" stroke-opacity="0.5"/>',
-            f'<line x1="{zero:g}" y1="{row - 16:g}" x2="{zero + far * unit:g}" y2="{row - 16:g}" stroke="{colour}" stroke-width="3"/>',
-            f'<line x1="{zero:g}" y1="{row + 16:g}" x2="{zero + unit:g}" y2="{row + 16:g}" stroke="{BLUE}" stroke-width="3"/>',
-            f'<circle cx="{zero:g}" cy="{row:g}" r="7" fill="{GREEN}"/>',
-            f'<circle cx="{zero + unit:g}" cy="{row:g}" r="7" fill="{BLUE}"/>',
-            f'<circle cx="{zero + far * unit:g}" cy="{row:g}" r="7" fill="{colour}"/>',
+            rule(zero, zero + 3.15 * unit, row, "#c3c7ce", 1),
+            rule(zero, zero + far * unit, row - 16, colour),
+            rule(zero, zero + unit, row + 16, BLUE),
+            dot(zero, row, GREEN),
+            dot(zero + unit, row, BLUE),
+            dot(zero + far * unit, row, colour),
             text(zero + unit + 14, row + 22, "‖w − t‖", 13, BLUE, "start"),
             text(zero + far * unit + 14, row - 12, "‖c − t‖", 13, colour, "start"),
             text(860, row + 34, said, 14, INK, "end"),
@@ -104,6 +105,7 @@ def idea() -> str:
 
 def rooms() -> str:
     """Draw the folders as boxes, and arrows from each to what it imports."""
+    inside = "model as data · configuration · data · training loop · plan · report · parity engine"
     parts = [
         text(450, 32, "An arrow points from a folder to what it imports; nothing points back", 17, bold=True),
         box(40, 56, 390, 78, ORANGE),
@@ -137,7 +139,8 @@ def verdict(recorded: str) -> str:
     from rich.terminal_theme import MONOKAI
     from rich.text import Text
 
-    console = Console(record=True, width=82, force_terminal=True, file=open_nowhere())
+    # rich records what it prints; the file keeps nothing.
+    console = Console(record=True, width=82, force_terminal=True, file=io.StringIO())
     for line in recorded.rstrip("\n").split("\n"):
         style = (
             "bold"
@@ -152,13 +155,6 @@ def verdict(recorded: str) -> str:
     begin, end = drawn.index("@font-face"), drawn.rindex("@font-face")
     end = drawn.index("}", end) + 1
     return drawn[:begin] + drawn[end:]
-
-
-def open_nowhere():  # type: ignore[no-untyped-def]
-    """Return a file that keeps nothing: rich records what it prints."""
-    import io
-
-    return io.StringIO()
 
 
 def pictures() -> dict[Path, str]:

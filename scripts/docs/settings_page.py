@@ -1,4 +1,6 @@
-"""Write docs/guide/settings.md from the configuration's own descriptions: `python -m lockstep.scripts.docs.settings_page`.
+"""Write docs/guide/settings.md from the configuration's own descriptions.
+
+    python -m lockstep.scripts.docs.settings_page
 
 Not for prose: what a setting means stands once, in core/config/sections.py, and `--help` shows the same words.
 """
@@ -25,9 +27,9 @@ HEAD = """\
 lockstep train configs/quickstart.toml --optim.peak-lr 1e-3 --train.steps 60
 ```
 
-Every setting can stand in a run file (`[optim]`, `peak_lr = 1e-3`) and on the command line (`--optim.peak-lr 1e-3`). The command
-line wins. A run file lists only what differs from these defaults, or from the file that its `base` names. All mistakes are
-reported at once, each with its file and key.
+Every setting can stand in a run file (`[optim]`, `peak_lr = 1e-3`) and on the command line (`--optim.peak-lr 1e-3`).
+The command line wins. A run file lists only what differs from these defaults, or from the file that its `base` names.
+All mistakes are reported at once, each with its file and key.
 
 `python -m lockstep.scripts.docs.settings_page` writes this page from `core/config`; a test compares the two.
 """
