@@ -23,7 +23,20 @@ def text(
 ) -> str:
     """Return a line of text; x, y in pixels, y at the baseline."""
     weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" text-anchor="{anchor}"{weight}>{escape(words)}</text>'
+    return (
+        f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" text-anchor="{anchor}"{weight}>'
+        f"{escape(words)}</text>"
+    )
+
+
+def rule(x1: float, x2: float, y: float, colour: str, width: float = 3) -> str:
+    """Return a level line from x1 to x2."""
+    return f'<line x1="{x1:g}" y1="{y:g}" x2="{x2:g}" y2="{y:g}" stroke="{colour}" stroke-width="{width:g}"/>'
+
+
+def dot(x: float, y: float, colour: str) -> str:
+    """Return a filled circle."""
+    return f'<circle cx="{x:g}" cy="{y:g}" r="7" fill="{colour}"/>'
 
 
 def box(x: float, y: float, width: float, height: float, colour: str) -> str:
@@ -122,9 +135,7 @@ def rooms() -> str:
         text(665, 254, "the same step in JAX: twin and truth", 14, MUTED),
         box(40, 336, 820, 104, GREEN),
         text(450, 368, "core/", 18, GREEN, bold=True),
-        text(
-            450, 394, "model as data · configuration · data · training loop · plan · report · parity engine", 14, MUTED
-        ),
+        text(450, 394, inside, 14, MUTED),
         text(450, 418, "imports neither torch nor jax", 14, MUTED),
     ]
     for x in (200, 700):
