@@ -74,6 +74,8 @@ def _wrong_files(arguments: str, words: list[str]) -> str | None:
         ours = path.startswith(("configs/", "docs/", "parity_tests/")) and not _written(words, word)
         if ours and not (REPO / path).exists():
             return f"{arguments}: there is no {path}"
+        if ours and (name := word.partition(":")[2]) and not re.search(rf"\b{name}\b", (REPO / path).read_text()):
+            return f"{arguments}: {path} has no {name}"
     return None
 
 
@@ -110,6 +112,7 @@ def test_every_command_of_a_page_is_understood(page: Path) -> None:
         ("train configs/quickstart.toml --train.batch-size 7", "batch_size"),
         ("plan configs/llama-2b.toml", "there is no configs/llama-2b.toml"),
         ("parity configs/quickstart.toml --candidate parity_tests/faults/nowhere.py:Wrong", "there is no parity_tests"),
+        ("parity configs/quickstart.toml --candidate parity_tests/faults/forward.py:Wrong", "has no Wrong"),
         ("pretrain configs/quickstart.toml", "no such command"),
     ],
 )
