@@ -46,8 +46,8 @@ def wrong(arguments: str) -> str | None:
     name = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in COMMANDS), None)
     if name is None:
         return f"{arguments}: no such command"
-    module = importlib.import_module(COMMANDS[name][0])
-    real = module.parse
+    module = vars(importlib.import_module(COMMANDS[name][0]))
+    real = module["parse"]
     seen: list[Any] = []
 
     def parse(*given: Any, **more: Any) -> None:
@@ -55,14 +55,14 @@ def wrong(arguments: str) -> str | None:
         raise Parsed
 
     try:
-        module.parse = parse
-        module.main(words[len(name.split()) :])
+        module["parse"] = parse
+        module["main"](words[len(name.split()) :])
     except Parsed:
         pass
     except UserError as error:
         return f"{arguments}: {'; '.join(error.lines)}"
     finally:
-        module.parse = real
+        module["parse"] = real
     options, settings = seen
     return _wrong_files(arguments, words) or _wrong_settings(arguments, options, settings)
 
