@@ -232,9 +232,10 @@ def _judged(reference: Backend, config: RunConfig, evidence: Evidence) -> Check:
 
 
 def _link(finding: Finding) -> tuple[str, str, int | None, bool]:
-    """The link of a finding; what is `compiler` under compile is `gradients` in eager. And whether it is of two steps.
+    """Return the link of a finding, and whether the finding is of two steps.
 
-    A step that depends on what lies outside the state is wrong in a link as it ran, and in two steps after a load.
+    Under compile, `compiler` stands for `gradients` of eager. A step that depends on what lies outside the state is
+    wrong in a link as it ran, and in two steps after a load.
     """
     stage = "gradients" if finding.stage == "compiler" else finding.stage
     return stage, finding.phase, finding.layer, finding.tap in TAPS.values()

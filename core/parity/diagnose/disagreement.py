@@ -226,7 +226,7 @@ def _own(session: Session, config: RunConfig) -> AbstractContextManager[None]:
 
 
 def _state_into(store: Store, session: Session, config: RunConfig) -> State:
-    """The session's state, of which each rank keeps what it holds."""
+    """Store the session's state as "now" and return it; each rank keeps the part it holds."""
     with _own(session, config):
         return state_into(store, "now", session)
 

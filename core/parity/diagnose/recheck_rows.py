@@ -40,9 +40,9 @@ MOST_SHOWN = 2e9
 def recheck_rows(
     session: Session, config: RunConfig, evidence: Evidence, check: Check, reference: Reference
 ) -> tuple[Evidence, Check]:
-    """The evidence and the check, with what the other sequences show if the check's origin is only seen end to end.
+    """Repeat an end-to-end origin on the step's other sequences, and return the evidence and the check with the result.
 
-    The session's state is that of `evidence.after` before and after. What cannot be done leaves both as they are.
+    The session's state is that of `evidence.after` before and after. If a part cannot be done, both stay as they are.
     """
     one_step = replace(reference, over_steps=None)
     return rechecked(session, config, evidence, check, lambda seen: (seen, _broken(seen, one_step)))
@@ -128,7 +128,7 @@ def _rows(batch: Batch) -> str:
 
 
 def _whole(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
-    """The step's micro-batches as they are, where what they show is not far more than two sequences do."""
+    """Yield the step's micro-batches whole if their taps take little more memory than two sequences' do."""
     for micro in evidence.batch.cut(config.train):
         if taps_bytes(config, len(micro.tokens)) <= max(MOST_SHOWN, taps_bytes(config, LOOKED_AT)):
             yield micro

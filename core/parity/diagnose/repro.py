@@ -81,7 +81,7 @@ OPERANDS = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bf
 
 
 def repro(evidence: Evidence, check: Check, config: RunConfig, versions: Mapping[str, str]) -> Repro:
-    """The script for the origin of `check`, or for its worst finding if nothing in it is broken."""
+    """Build the script for the origin of `check`, or for its worst finding if no finding is broken."""
     origin, device = check.origin or check.worst, "cuda" if config.device == "cuda" else "cpu"
     config = settled(config, device)
     parts = _nothing(check, "nothing was compared") if origin is None else _parts(origin, evidence, check, config)
@@ -103,7 +103,7 @@ def repro(evidence: Evidence, check: Check, config: RunConfig, versions: Mapping
 
 
 def _plain(text: str) -> str:
-    """A line that may stand in any string of the script."""
+    """Replace characters that must not stand in a string of the script."""
     return re.sub(r"[^\w .,:;()/-]", "?", text)
 
 
@@ -164,7 +164,7 @@ def _in_float8(origin: Finding, config: RunConfig) -> bool:
 
 
 def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConfig) -> _Parts:
-    """A stage of the model: its call, forward or backward; or a gradient that several stages add up to."""
+    """Build the parts of a script for a stage (forward or backward call), or for a gradient that several stages sum."""
     model, taps = config.model, evidence.taps
     sums = {shared.name: shared for shared in shared_tensors(config)}
     every = stages_of(config)
@@ -204,7 +204,7 @@ def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConf
 
 
 def _sent_back(stage: Operation, evidence: Evidence, sums: Mapping[str, Shared]) -> dict[str, np.ndarray]:
-    """The candidate's gradients of a stage's inputs; where only a sum is known, the other stages' parts beside it."""
+    """Return the candidate's gradients of a stage's inputs; where only a sum is known, add the other stages' parts."""
     found: dict[str, np.ndarray] = {}
     totals = {**stage.reads, **stage.params}
     for role, total in totals.items():
@@ -253,7 +253,7 @@ def _of_sum(shared: Shared, evidence: Evidence, check: Check) -> _Parts:
 
 
 def _limits(stage: Operation, origin: Finding, check: Check) -> dict[str, dict[str, tuple[Any, Any]]]:
-    """The bounds of the check, by what the script compares: `out`, or `grad.ROLE` of what was judged."""
+    """Return the check's bounds by the result that the script compares: `out`, or `grad.ROLE` of the judged tap."""
     judged = {f.tap: f for f in check.findings if (f.stage, f.phase, f.layer) == _link(origin) and f.scope == "local"}
     names: dict[str, tuple[str, ...]] = {"out": (stage.tap,)}
     if origin.phase == "backward":
@@ -351,7 +351,7 @@ def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig
 
 
 def _two_programs(origin: Finding, evidence: Evidence, check: Check) -> _Parts:
-    """A parameter's gradient from two programs of the candidate, or only end to end."""
+    """Build the parts for a parameter's gradient from two programs of the candidate, or only end to end."""
     name = origin.tap
     micro = evidence.probed
     tapped, raw, given = evidence.taps.get(GRADIENT + name), None, None
@@ -388,7 +388,10 @@ def _whatever(origin: Finding, evidence: Evidence) -> dict[str, np.ndarray]:
 
 
 def _nothing(check: Check, why: str, tensors: Mapping[str, np.ndarray] | None = None, off: bool = False) -> _Parts:
-    """A script that says what was measured. off: whether that alone, a count, shows that something is wrong."""
+    """Build a script that prints what was measured.
+
+    off: whether the measurement alone, a count, shows that something is wrong.
+    """
     origin = check.origin or check.worst
     said = [why]
     if origin is not None:

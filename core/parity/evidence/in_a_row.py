@@ -114,7 +114,10 @@ class Follows:
     """
 
     def __init__(self, session: Session, config: RunConfig, batch: Batch, started: Sums, missing: list[str]) -> None:
-        """started: checksums of the state before the step; where there are none, states are not compared."""
+        """Take the session before its step.
+
+        started: checksums of the state before the step; where there are none, states are not compared.
+        """
         self.written: Made | None = None
         self.restored: Made | None = None
         self.seen: Arrays = {}

@@ -70,7 +70,7 @@ def observed(x: np.ndarray) -> Observation:
 
 
 def sketch_distances(c: Observation, w: Observation, t: Observation, stream: type[np.floating]) -> Distances:
-    """The measures of core/parity/measures/distances.py from sketches; `unequal` is NaN, as bits are not kept.
+    """Compute the measures of core/parity/measures/distances.py from sketches; `unequal` is NaN, as bits are not kept.
 
     Raises ValueError if sizes differ.
     """

@@ -25,7 +25,7 @@ def observation_file(folder: Path, step: int) -> Path:
 
 
 def probe_of(batch: Batch, config: RunConfig) -> Batch:
-    """The micro-batch on which a step is observed during training: a function of the step's batch and the run."""
+    """Choose the micro-batch on which a training step is observed: a function of the step's batch and the run."""
     return probe_of_micro(micro_to_probe(batch, config), config, turn=int(batch.digest()[:8], 16))
 
 

@@ -28,10 +28,10 @@ def round_trip(
     begun: Callable[[], None],
     restored: Callable[[], None] | None = None,
 ) -> State | None:
-    """The state after the step through a checkpoint on disk and back into the session.
+    """Write the state after the step to a checkpoint, read it back into the session and return it.
 
-    Updates that the optimizer then counts otherwise stand in words among its scalars, which those of the step are not.
-    The session takes another state over while its checkpoint is being written: it must be written of a copy.
+    Updates that the optimizer then counts otherwise are listed in words among its scalars; those of the step have none.
+    The session takes another state over while its checkpoint is being written, so a copy must be written.
     begun: called before that, when what is written has been taken from the session. restored: called when a session
     that reads checkpoints itself (`Restores`) has read it; then it is loaded as well. Every rank calls all of this.
     """
@@ -83,9 +83,9 @@ def _read_back(
     final: Path,
     begun: Callable[[], None],
 ) -> Iterator[tuple[Path, State]]:
-    """A checkpoint, and the session's state as it gives it back, read a tensor at a time, when it is asked for.
+    """Write a checkpoint; yield its path and the state read back from it, one tensor at a time on demand.
 
-    Of several ranks, which write it together, each reads it by itself.
+    Several ranks write it together, and each reads it by itself.
     """
     ranks = ranks_of(session)
     if ranks.rank == 0:

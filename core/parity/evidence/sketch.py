@@ -44,7 +44,7 @@ def signs(start: int, count: int) -> np.ndarray:
 
 
 def _signs(start: int, count: int) -> np.ndarray:
-    """The same, from those that are kept."""
+    """Return `signs(start, count)`, from the kept ones where possible."""
     global _kept
     if start + count > MOST_KEPT:
         return signs(start, count)

@@ -73,7 +73,7 @@ class Draws:
         }
 
     def one_changed(self, x: np.ndarray, index: int) -> np.ndarray | None:
-        """The same with one number, not zero, a thousandth larger; None if there is none."""
+        """Return a copy with one non-zero number a thousandth larger; None if there is none."""
         where = np.flatnonzero(np.isfinite(x) & (x != 0))
         if not where.size:
             return None

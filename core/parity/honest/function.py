@@ -103,7 +103,7 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def spacing(x: np.ndarray, dtype: str) -> np.ndarray:
-    """The distance between neighbouring numbers of a dtype at these values; float64 of the same shape."""
+    """Return the distance between neighbouring numbers of a dtype at these values; float64 of the same shape."""
     _, exponent = np.frexp(x)
     # frexp gives 0 the exponent of 1/2.
     return np.ldexp(EPS[dtype], np.where(x == 0, SMALLEST[dtype], np.maximum(exponent - 1, SMALLEST[dtype])))

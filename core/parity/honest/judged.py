@@ -107,7 +107,7 @@ def measured_one(
 def _finite(
     own: Sequence[np.ndarray], twin: Sequence[np.ndarray], exact: Sequence[np.ndarray]
 ) -> tuple[tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]], list[str], int]:
-    """Copies with zeros where plain's numbers are not finite, what is wrong, and how many numbers were left out."""
+    """Return copies with zeros where plain's numbers are not finite, the failures, and the count of those numbers."""
     copies: tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]] = ([], [], [])
     failures, left_out = [], 0
     for draw, (c, w, t) in enumerate(zip(own, twin, exact, strict=True)):

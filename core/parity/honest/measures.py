@@ -112,7 +112,7 @@ class Units:
         return math.sqrt(float(squares.sum()) / self.total)
 
     def lines(self, squares: np.ndarray, axis: int) -> np.ndarray:
-        """The same by row (axis 1 is summed) or by column, each in units of its own or of the mean line's."""
+        """Return the norms by row (axis 1 is summed) or by column, in units of the line's own or of the mean line's."""
         own = self.rows if axis == 1 else self.columns
         return np.sqrt(squares.sum(axis) / np.maximum(own, self.total / len(own)))
 
@@ -122,7 +122,7 @@ class Units:
 
 
 def floor_of(sides: Sides, draw: int) -> np.ndarray:
-    """The variance that a kernel cannot do without, by element, on one draw; (rows, columns)."""
+    """Return the least variance that any kernel must have, by element, on one draw; (rows, columns)."""
     t = sides.truth[draw]
     dtype = sides.dtype if sides.dtype != "float64" else "float32"
     one_rounding = np.square(spacing(t, dtype)) / 12 + np.square(FLOOR_ULPS * EPS["float32"] * t)
@@ -251,7 +251,7 @@ def _given(m: Measure, bounds: Mapping[str, float], reason: str) -> Measure:
 
 
 def _along_by_chance(variance: np.ndarray, truth: np.ndarray) -> float:
-    """The part along the truth, row by row, of errors that are independent: Σ_r Σ v·t² / Σ t²."""
+    """Return the part along the truth, row by row, of independent errors: Σ_r Σ v·t² / Σ t²."""
     squares = np.square(truth)
     power = squares.sum(1)
     return float(((variance * squares).sum(1) / np.where(power > 0, power, 1.0)).sum())
@@ -267,7 +267,7 @@ def _participating(variance: np.ndarray) -> float:
 
 
 def _reach(sides: Sides, variance: np.ndarray) -> tuple[float, str]:
-    """The bound on the gain, from the gains of the twin by draw and the scatter of its elements' errors."""
+    """Return the bound on the gain, from the twin's gains by draw and the scatter of its elements' errors."""
     t = sides.truth[0].reshape(variance.shape)
     power = float(np.square(t).sum())
     if not power:

@@ -25,12 +25,12 @@ class Side:
     answers: list[Answer] = field(default_factory=list)
 
     def of(self, name: str) -> list[Value]:
-        """A result on every draw that has it."""
+        """Return a result on every draw that has it."""
         found = (self.results(draw).get(name) for draw in range(len(self.answers)))
         return [one for one in found if one is not None]
 
     def results(self, draw: int) -> dict[str, Value | None]:
-        """Outputs and gradients of a draw."""
+        """Return a draw's outputs and gradients by name."""
         one = self.answers[draw]
         return {**one.outputs, **{gradient_name(name): g for name, g in one.grads.items()}}
 

@@ -74,7 +74,7 @@ class Means:
 
     @classmethod
     def from_arrays(cls, recipe: str, arrays: Mapping[str, np.ndarray]) -> Means:
-        """The means that `to_arrays` gave. Raises KeyError, TypeError or ValueError if they are incomplete."""
+        """Rebuild the means that `to_arrays` wrote. Raises KeyError, TypeError or ValueError if they are incomplete."""
         kinds, sizes, counts = (arrays[f"mean_{name}"].tolist() for name in ("kinds", "sizes", "checks"))
         logarithms = arrays["mean_logarithms"].tolist()
         if len(logarithms) != sum(counts) or min(counts, default=1) < 1 or not all(map(math.isfinite, logarithms)):

@@ -31,10 +31,10 @@ LEAST_APART = 1e-4
 def amaxes(
     evidence: Evidence, reference: Reference, made: bool, repeated: Repeated | None, whole: bool
 ) -> Iterator[Finding]:
-    """The history after the step against the one before it, the weights, and the twin's amaxes of the same text.
+    """Compare the amax history after the step with the one before it, the weights, and the twin's amaxes.
 
-    made: whether the step moved anything. whole: whether the reference repeated the whole step; of one of its
-    micro-batches, an amax of the step is no smaller than the micro-batch's.
+    made: whether the step moved anything. whole: whether the reference repeated the whole step. If it repeated one
+    micro-batch only, an amax of the step is no smaller than the micro-batch's.
     """
     names, config = layers(reference.config), reference.config
     if not names:
@@ -108,7 +108,7 @@ def _of_tensors(evidence: Evidence, reference: Reference, repeated: Repeated | N
 
 
 def _of_step(evidence: Evidence, seen: dict[str, tuple[float, ...]]) -> Iterator[Finding]:
-    """The newest of the history against what the step's own passes saw, where the session tells that."""
+    """Compare the newest entries of the history with what the step's passes saw, where the session reports them."""
     for name, noted in seen.items() if evidence.step_amaxes else ():
         told = [float(x) for x in evidence.step_amaxes.get(name, [np.nan] * len(CASTS))]
         wrong = [cast for cast, one, other in zip(CASTS, noted, told, strict=True) if one != other]
@@ -119,10 +119,11 @@ def _of_step(evidence: Evidence, seen: dict[str, tuple[float, ...]]) -> Iterator
 def _of_micro_batches(
     evidence: Evidence, reference: Reference, seen: dict[str, tuple[float, ...]]
 ) -> Iterator[Finding]:
-    """A step's amaxes of inputs and gradients against the largest of its micro-batches, in the step or apart from it.
+    """Compare a step's amaxes of inputs and gradients with the largest of its micro-batches.
 
-    Alone, a micro-batch has gradients that are as much larger as its share of the loss weight is smaller. They are
-    rounded alike where that factor is a power of two, and one for all.
+    The micro-batches ran in the step or apart from it. Alone, a micro-batch has gradients that are as much larger as
+    its share of the loss weight is smaller. They are rounded alike where that factor is a power of two, and one for
+    all.
     """
     parts, config = evidence.own_amaxes, reference.config
     micros = evidence.batch.cut(config.train)

@@ -258,7 +258,7 @@ class Bias:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Bias:
-        """The sums that `to_arrays` gave. Raises UserError if they are another version's or incomplete."""
+        """Rebuild the sums that `to_arrays` wrote. Raises UserError if they are another version's or incomplete."""
         try:
             version, memories = int(arrays["version"]), tuple(arrays["memories"].tolist())
             if (version, memories) != (VERSION, MEMORIES):

@@ -45,7 +45,7 @@ def observations(probed: Gradients | None, taps: Arrays, model: ModelConfig) -> 
 
 
 def observations_of(evidence: Evidence, model: ModelConfig) -> dict[str, Observation]:
-    """The observations of the tapped micro-batch; NLL without those sequences that have no weight."""
+    """Return the observations of the tapped micro-batch; NLL without those sequences that have no weight."""
     probed = evidence.probed
     if probed is not None:
         probed = replace(probed, nll=probed.nll[weighted_rows(evidence.tapped)])
@@ -53,7 +53,7 @@ def observations_of(evidence: Evidence, model: ModelConfig) -> dict[str, Observa
 
 
 def names_observed(evidence: Evidence, model: ModelConfig) -> set[str]:
-    """The names of `observations_of`, before anything is observed."""
+    """Return the names of `observations_of`, before anything is observed."""
     names = set(_taps_observed(evidence.taps, model))
     if evidence.probed is not None:
         names |= {PROBE_NLL, *(PARAMETER + name for name in evidence.probed.grads)}
@@ -196,9 +196,10 @@ def compare_with(found: Observations, repeated: Repeated, reference: Reference) 
 def _cancelled(
     reference: Reference, name: str, c: Observation, w: Observation, t: Observation, of_weight: Observation
 ) -> Finding:
-    """A gradient that is 0 in exact arithmetic. of_weight: the truth's of the weight beside it.
+    """Compare a gradient that is 0 in exact arithmetic.
 
-    Σ g·xᵀ is about √(columns) times as long as Σ g would be if it did not cancel, for inputs x of about 1.
+    of_weight: the truth's observation of the weight beside it. Σ g·xᵀ is about √(columns) times as long as Σ g would be
+    if it did not cancel, for inputs x of about 1.
     """
     if c.size != t.size:
         return exact("gradients", name, 1, t.size, "sizes must be equal", f"candidate {c.size}, reference {t.size}")

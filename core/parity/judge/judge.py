@@ -132,7 +132,7 @@ def _beside(reference: Reference, work: Callable[[], T]) -> Iterator[Callable[[]
 def _of_evidence(
     evidence: Evidence, reference: Reference
 ) -> tuple[end_to_end.Observations, list[Finding], list[Finding], list[str]]:
-    """What needs no repetition of the model: observations, findings of stages and of the step, and what is missing."""
+    """Judge all that needs no repetition of the model: observations, findings of stages and step, missing parts."""
     lost: list[str] = []
     of_model: tuple[Callable[[], Iterator[Finding]], ...] = (
         lambda: local.stages(evidence, reference, lost),
@@ -187,7 +187,7 @@ def _judge_observations(
 
 
 def in_order(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Findings in the order of the chain; what is local before what came end to end."""
+    """Sort findings in the order of the chain; local findings come before end-to-end ones."""
     scopes = {"local": 0, "over_steps": 1, "end_to_end": 2}
     return tuple(sorted(findings, key=lambda f: (*place(f.stage, f.phase, f.layer), scopes[f.scope])))
 
@@ -199,7 +199,7 @@ def _finite_or_blamed(
     repeated: end_to_end.Repeated,
     missing: list[str],
 ) -> list[Finding]:
-    """The findings without those that are not finite, of a step that its twin leaves out as well."""
+    """Drop the findings that are not finite, if the twin's step overflows as well."""
     if not (without_amaxes(before.scalars) and _overflows(kept) and _overflows(repeated.twin)):
         return findings
     there = [f for f in findings if all(math.isfinite(m.value) for m in f.measures)]
@@ -231,7 +231,7 @@ def _repeated(
 
 
 def _as_far_as_it_goes(part: Callable[[], Iterator[Finding]], missing: list[str]) -> list[Finding]:
-    """The findings of one part until the reference says that it cannot go on."""
+    """Collect the findings of one part until the reference raises NotSupported."""
     found: list[Finding] = []
     try:
         for one in part():

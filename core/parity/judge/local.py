@@ -169,7 +169,7 @@ class Program:
             self._bridges += _bridge(stage, name, *sides, twin, truth, errors, self._reference, keeps)
 
     def findings(self) -> Iterator[Finding]:
-        """The comparisons that were made, and those of the candidate's own gradients with each other."""
+        """Yield the comparisons that were made, and those of the candidate's own gradients with each other."""
         yield from self._bridges
         micro = self._evidence.probed
         if micro is None:
@@ -182,7 +182,7 @@ class Program:
 
 
 def accumulation(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """The gradients of several micro-batches against the sum of what each gives alone, by its share of the weight."""
+    """Compare the gradients of several micro-batches with the weighted sum of each one's own."""
     found = evidence.accumulated
     if found is None:
         return
@@ -237,7 +237,7 @@ NARROW = {"bf16": (2.0**-8, 2.0**-134), "fp16": (2.0**-11, 2.0**-25)}
 def _narrowly_reduced(
     name: str, whole: np.ndarray, total: np.ndarray, together: np.ndarray, reference: Reference
 ) -> Finding:
-    """A sum in a declared narrow format: one rounding when a rank's part is cast, one an addition.
+    """Compare a sum in a declared narrow format: one rounding when a rank's part is cast, one an addition.
 
     Each is at most u of what it rounds, and that no larger than the sum of the parts' magnitudes (Higham 2002, 4.2),
     or half the smallest spacing. together: the sum of the parts' magnitudes, float64.
@@ -256,7 +256,7 @@ def _rounded_sum(
     dtype: str,
     over: str = "",
 ) -> Finding:
-    """A sum with so many roundings to a narrow format against the sum of its parts in a wide one."""
+    """Compare a sum that takes `roundings` roundings to a narrow format with the sum of its parts in a wide one."""
     roundoff, smallest = NARROW[dtype]
     size = float(np.linalg.norm(total.astype(np.float64)))
     lost = roundings * (roundoff * float(np.linalg.norm(together)) + smallest * math.sqrt(total.size))
@@ -299,9 +299,9 @@ def _same_on_every_rank(evidence: Evidence, reference: Reference) -> Iterator[Fi
 
 
 def _same_taps(first: RankReport, others: Sequence[RankReport], reference: Reference) -> Iterator[Finding]:
-    """What each rank computes of one micro-batch against rank 0's, whose stages are judged: equal bits at every tap.
+    """Compare each rank's taps of one micro-batch with rank 0's, whose stages are judged: equal bits at every tap.
 
-    A stage is named where a rank was given what rank 0 was, and made something else of it.
+    A stage is named where a rank was given the inputs that rank 0 was given, and computed something else.
     """
     if not first.taps:
         return
@@ -337,7 +337,7 @@ def _same_taps(first: RankReport, others: Sequence[RankReport], reference: Refer
 
 
 def not_compared(evidence: Evidence) -> list[str]:
-    """What of several ranks could not be held to rank 0's, in words."""
+    """List, in words, what could not be compared between rank 0 and other ranks."""
     if len(evidence.ranks) < 2:
         return []
     first, *others = evidence.ranks
@@ -382,7 +382,7 @@ def _not_shown(stage: Operation, absent: Sequence[str], said: Sequence[str]) -> 
 
 
 def _loss_backward(evidence: Evidence, reference: Reference) -> Finding:
-    """The gradient of each token's NLL is its weight's share."""
+    """Compare the gradient of each token's NLL with its weight's share."""
     part = evidence.weighted
     share = part.weights.astype(np.float64) / evidence.tapped.weights.sum(dtype=np.float64)
     share *= evidence.before.scalars.get(SCALE, 1.0)
@@ -443,10 +443,10 @@ def _sum(
     reference: Reference,
     missing: list[str],
 ) -> Iterator[Finding]:
-    """A shared tensor's gradient against the sum of its consumers' parts.
+    """Compare a shared tensor's gradient with the sum of its consumers' parts.
 
-    Parts that the candidate shows are its own; for others the twin's and the truth's stand in, so that what is wrong
-    is one of those: the one in whose direction the difference points.
+    Parts that the candidate shows are its own; for others the twin's and the truth's stand in. If the sum is wrong, one
+    of those is: the one in whose direction the difference points.
     """
     total = taps.get(GRADIENT + shared.name)
     names = [GRADIENT + edge for _, _, edge in shared.consumers if edge and GRADIENT + edge in taps]
@@ -467,7 +467,7 @@ def _sum(
 
 
 def _sum_of_shown(shared: Shared, total: np.ndarray, parts: Sequence[np.ndarray], reference: Reference) -> Finding:
-    """The sum of parts that the candidate shows, all of them; in the format in which the plan of casts keeps it."""
+    """Compare a sum with its parts, which the candidate shows, in the format in which the plan of casts keeps it."""
     precision, stage = reference.config.precision, shared.producer.id
     together, sizes = np.zeros(total.shape), []
     for part in parts:
@@ -491,7 +491,7 @@ def _sum_with_hidden(
     taps: Mapping[str, np.ndarray],
     reference: Reference,
 ) -> Finding:
-    """The same where some parts are the reference's own: twin's and truth's, for want of the candidate's."""
+    """Compare a sum where some parts are not shown: the reference's own, twin's and truth's, stand in."""
     of_hidden = [(sent[key].twin, sent[key].truth) for key in hidden]
     shape = of_hidden[0][1].shape
     c = np.broadcast_to(np.zeros((), of_hidden[0][0].dtype), shape) if total is None else total

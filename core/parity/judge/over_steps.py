@@ -86,11 +86,11 @@ class OverSteps:
 
     @classmethod
     def resumed(cls, recipe: str, arrays: Mapping[str, np.ndarray], step: int) -> OverSteps | None:
-        """The sums of an earlier part of a run, before its check of `step`; None where they must begin anew.
+        """Restore the sums of an earlier part of a run, before its check of `step`; None where they must begin anew.
 
-        They are another recipe's; or they have checks of steps that the run makes again; or a sum had left its bounds:
-        whoever resumes has mended what was wrong, and the checks from before would hold it against the mended program.
-        Raises UserError if the arrays are not whole.
+        They must begin anew if they are of another recipe, or have checks of steps that the run makes again, or if a
+        sum had left its bounds: the user who resumes has mended the fault, and the checks from before would count
+        against the mended program. Raises UserError if the arrays are not whole.
         """
         try:
             stored, last_step, accused = str(arrays["recipe"]), int(arrays["last_step"]), bool(arrays["accused"])

@@ -109,7 +109,7 @@ def findings(
 def _accumulated(
     evidence: Evidence, reference: Reference, repeated: Repeated | None, missing: list[str]
 ) -> Iterator[Finding]:
-    """The step's gradients against the sum of what its micro-batches add, from sketches.
+    """Compare the step's gradients with the sum of what its micro-batches add, from sketches.
 
     A micro-batch that was computed apart adds its share of the loss weight. Over several ranks the sum has been reduced
     too, and is called so.
@@ -151,9 +151,9 @@ def _accumulated(
 
 
 def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """The candidate with the step's own weights against itself with others, where its program repeats bits.
+    """Compare the candidate under the step's own weights with itself under others, where its program repeats bits.
 
-    The NLL of a token knows of no weight: it has the bits of the same token in `tapped`. The gradients of
+    The NLL of a token does not depend on weights: it has the bits of the same token in `tapped`. The gradients of
     `reweighted_batches` are those of the own weights, but for some roundings. Without a reference between them, both
     are held to far less than the rounding error. The nearest of them counts: in one, a single rounding that falls
     otherwise in a token that outweighs the others can be followed by all of that token's (a clean run reached four
@@ -219,7 +219,7 @@ def _some_roundings(evidence: Evidence, config: RunConfig) -> float:
 
 
 def _apart(one: Observation, other: Observation, most: float) -> Measure:
-    """The relative distance of two gradients."""
+    """Measure the relative distance of two gradients."""
     apart = one.sketch.astype(np.float64) - other.sketch.astype(np.float64)
     length = float(np.linalg.norm(one.sketch.astype(np.float64)))
     distance = float(np.linalg.norm(apart)) / length if length else float(np.linalg.norm(apart))

@@ -14,7 +14,7 @@ OfRows = Callable[[slice, tuple[int, ...]], Finding]
 
 
 def with_ranks(found: Finding, config: RunConfig, shape: tuple[int, ...], of_rows: OfRows) -> Finding:
-    """The finding of a tensor, with a note if it is wrong, and so on some ranks' rows alone."""
+    """Add a note to a tensor's finding if it is wrong on some ranks' rows alone."""
     if found.ok or not is_sharded(config) or not shape:
         return found
     ranks = range(config.train.ranks)

@@ -64,9 +64,9 @@ FEWEST = 7
 
 
 def data(evidence: Evidence) -> Iterator[Finding]:
-    """The candidate consumed the batch that it was given, and that was the one which the data order prescribes.
+    """Compare the batch that the candidate consumed with the one it was given, and that with the data order.
 
-    What its program was given is compared as well, where the session reads it back from the device.
+    The batch on the device is compared as well, where the session reads it back.
     """
     size, digest = evidence.batch.tokens.size, evidence.batch.digest()
     basis = "equal bits, by SHA-256"
@@ -242,7 +242,7 @@ class Updated:
             yield found
 
     def _of_rows(self, kind: str, rows: slice, shape: Shape) -> Finding:
-        """What `findings` gives of one kind, of some rows alone."""
+        """Return the finding of one kind of `findings` for some rows alone."""
         row = math.prod(shape[1:])
         part = slice(rows.start * row, rows.stop * row), shape
         *moments, update = Updated(self._evidence, self._reference, self._name, part).findings()
@@ -262,7 +262,7 @@ class Updated:
             yield slice(first + where.start, first + where.stop)
 
     def _inputs(self, where: slice) -> dict[str, np.ndarray]:
-        """The inputs of a stretch by kind, in a shape that many stretches share; it ends in zeros, which stay zeros."""
+        """Return a stretch's inputs by kind, in a shape that many stretches share; zeros pad its end and stay zeros."""
         found = {kind: part_of(arrays, self._name, where) for kind, arrays in self._arrays.items()}
         if self._rule.together is None:
             return {kind: x.reshape(self._shape) for kind, x in found.items()}
@@ -285,7 +285,7 @@ class Updated:
         return {kind: made[f"{kind}/{self._alias}"].reshape(-1)[:size] for kind in ("params", *self._rule.moments)}
 
     def _noise(self, kind: str) -> Norms:
-        """The effect of one ulp in gradients and moments on an update that rounds to a narrow format inside.
+        """Measure the effect of one ulp in gradients and moments on an update that rounds to a narrow format inside.
 
         Newton–Schulz multiplies small singular values by up to 3.4⁵: in a matrix that is nearly of lower rank, each
         bf16 rounding that falls otherwise, as sums in another order make it, comes out as large as the honest error.
@@ -303,7 +303,7 @@ class Updated:
 
 
 def part_judged(config: RunConfig, name: str, step: int) -> tuple[slice, Shape]:
-    """The elements of a parameter whose moments and update are judged after `step` steps, and their shape."""
+    """Return the elements of a parameter whose moments and update are judged after `step` steps, and their shape."""
     return drawn_part(config, name, step, config.parity.update)
 
 
@@ -318,7 +318,7 @@ def not_judged(config: RunConfig, step: int) -> list[str]:
 
 
 def _same_update(config: RunConfig, name: str) -> str:
-    """The first parameter that moves as this one does: a reference's programs are then few, whatever the depth."""
+    """Return the first parameter that moves as this one does: the reference's programs are few at any depth."""
     rules, groups, shapes = update_rules(config), groups_of(config.model), parameter_shapes(config.model)
 
     def key(one: str) -> tuple[object, ...]:
@@ -435,7 +435,7 @@ def _first_link(wrong: Sequence[str], state: State) -> str:
 
 
 def checkpoint(evidence: Evidence) -> Iterator[Finding]:
-    """The state after it was written, read back and loaded: equal bits."""
+    """Compare the state after it was written, read back and loaded: equal bits."""
     if evidence.reloaded is None:
         return
     now, then = tensors(evidence.reloaded), tensors(evidence.after)
@@ -462,7 +462,7 @@ def _equal(now: Arrays, then: Arrays, name: str) -> bool:
 
 
 def tensors(state: State) -> dict[str, Arrays]:
-    """The weights and moments of a state by kind."""
+    """Return the weights and moments of a state by kind."""
     return {"params": state.params, **state.optimizer}
 
 

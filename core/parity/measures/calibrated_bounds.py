@@ -158,7 +158,7 @@ class Extremes:
         return cls(**{**row, "sharp": Sharp(**sharp) if sharp else None})
 
     def to_json(self) -> dict[str, Any]:
-        """The row of a table."""
+        """Return the row of a table."""
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
     def __or__(self, other: Extremes) -> Extremes:
@@ -176,7 +176,7 @@ class Extremes:
 
 
 def least(recipe: str, kind: str) -> tuple[float, float]:
-    """The narrowest bounds on excess and distance that a comparison may have."""
+    """Return the narrowest bounds on excess and distance that a comparison may have."""
     scope, _, stage = kind.partition("/")
     place, _, role = stage.partition("/")
     products = rounds_operands(place) and role != "bias"
@@ -212,26 +212,27 @@ def is_mean(kind: str) -> bool:
 
 
 def margin(kind: str) -> float:
-    """The margin on the extremes of clean runs."""
+    """Return the margin on the extremes of clean runs."""
     return MARGIN_END_TO_END if kind.startswith(OF_A_STEP) else MARGIN
 
 
 def recipe_of(config: RunConfig) -> str:
-    """The recipe whose clean runs set the bounds; compiled programs round elsewhere than eager ones and stand apart.
+    """Return the recipe whose clean runs set the bounds.
 
-    So do those on a GPU, whose shipped bounds are the others', with room for its sums (accumulators.py).
+    Compiled programs round elsewhere than eager ones and have recipes of their own. So do programs on a GPU, whose
+    shipped bounds are the others', with room for its sums (accumulators.py).
     """
     program = "compiled" if config.compile.enabled else "eager"
     return f"{config.precision.policy}/{program}{here.ON_GPU if config.device == 'cuda' else ''}"
 
 
 def compiled(recipe: str) -> str:
-    """The recipe of the same policy whose programs a compiler makes."""
+    """Return the recipe of the same policy whose programs a compiler makes."""
     return f"{policy_of(recipe).name}/compiled{_where(recipe)}"
 
 
 def policy_of(recipe: str) -> PrecisionPolicy:
-    """The precision policy of a recipe. Raises UserError for one that there is not."""
+    """Return the precision policy of a recipe. Raises UserError for one that does not exist."""
     try:
         return POLICIES[recipe.partition("/")[0]]
     except KeyError:
@@ -248,7 +249,7 @@ def gradient_kind(model: ModelConfig, parameter: str) -> str:
 
 
 def local_kind(config: RunConfig, stage: Operation, role: str | None = None) -> str:
-    """A stage's output from its own inputs, or the gradient that it sends back through an input of this role.
+    """Name the kind of a stage's output from its own inputs, or of the gradient that it sends back to input `role`.
 
     Where the plan of casts rounds that result, its choice stands behind `CAST`.
     """
@@ -258,28 +259,28 @@ def local_kind(config: RunConfig, stage: Operation, role: str | None = None) -> 
 
 
 def tap_kind(stage: str, phase: str) -> str:
-    """A tap's value or gradient end to end; a library's head writes the NLL as Lockstep's own does."""
+    """Name the kind of a tap's value or gradient end to end; a library's head has the kind `nll`, as Lockstep's own."""
     return f"end_to_end/{phase}/{'nll' if is_library_head(stage) else stage}"
 
 
 def bridge_kind(model: ModelConfig, parameter: str) -> str:
-    """A parameter's gradient from the program that trains against the one from the tapped program."""
+    """Name the kind of a parameter's gradient from the training program against the one from the tapped program."""
     return f"bridge/{gradient_kind(model, parameter).removeprefix('gradients/')}"
 
 
 def under_plan(config: RunConfig, kind: str) -> str:
-    """The kind under the run's plan of casts: a whole step has bounds of its own under another than Lockstep's."""
+    """Name the kind under the run's plan of casts: whole steps have bounds of their own under other plans."""
     other = kind.startswith(OF_A_STEP) and config.precision.plan != LOCKSTEP
     return f"{kind}{OTHER_PLAN}" if other else kind
 
 
 def under_own_plan(kind: str) -> str:
-    """The same kind under Lockstep's own plan of casts."""
+    """Name the same kind under Lockstep's own plan of casts."""
     return kind.removesuffix(OTHER_PLAN)
 
 
 def update_kind(config: RunConfig, parameter: str, what: str) -> str:
-    """A kind of moment, or `update`: of the rule by which the parameter moves, where it has bounds of its own."""
+    """Name the kind of a moment or `update`, with the parameter's update rule where that has bounds of its own."""
     rule = update_rules(config)[parameter]
     return f"{rule.bounds}/{rule.variant(what, config.optim)}" if rule.bounds else what
 
@@ -320,7 +321,7 @@ def shipped() -> dict[str, dict[str, Extremes]]:
 
 
 def with_those_here(rows: dict[str, Extremes], measured: here.Here | None) -> dict[str, Extremes]:
-    """A recipe's extremes joined with those of this machine: a few checks here never make a bound narrower."""
+    """Join a recipe's extremes with those of this machine: a few checks here never make a bound narrower."""
     if measured is None:
         return rows
     joined = dict(rows)
@@ -374,10 +375,10 @@ def require(config: RunConfig) -> None:
 
 
 def measured_under(recipe: str, kind: str) -> str:
-    """The recipe whose clean runs measure a kind.
+    """Return the recipe whose clean runs measure a kind.
 
-    Muon and 8-bit AdamW compute in FP32 under every policy. A library's head is no part of what a compiler makes. FP8
-    leaves it in bf16, and with it attention and what a plan of casts rounds.
+    Muon and 8-bit AdamW compute in FP32 under every policy. A library's head is no part of a compiled program. FP8
+    leaves it in bf16, and with it attention and the results that a plan of casts rounds.
     """
     operand = policy_of(recipe).operand
     if operand in NARROW and (CAST in kind or _of_attention(kind)):
@@ -411,7 +412,7 @@ class Limits:
 
 
 def limits(recipe: str, kind: str, size: int) -> Limits:
-    """The bounds of a comparison of `size` numbers. Raises UserError for an uncalibrated recipe."""
+    """Return the bounds of a comparison of `size` numbers. Raises UserError for an uncalibrated recipe."""
     clean, kind = extremes_of(recipe, kind), under_own_plan(kind)
     wider, width = margin(kind), scatter(size)
     least_excess, least_distance = least(recipe, kind)
@@ -431,7 +432,7 @@ def _sharper_distance(recipe: str, kind: str, clean: Extremes) -> float:
 
 
 def _least_gain(distance: float) -> float:
-    """The narrowest bound on the gain: an error within half of the bound on the distance can have no more along t."""
+    """Return the narrowest gain bound: an error within half the distance bound can have no larger part along t."""
     return min(LEAST_GAIN, distance / 2)
 
 
@@ -454,7 +455,7 @@ def too_good(recipe: str, kind: str) -> bool:
 
 
 def _widened(log_excess: float, kind: str) -> float:
-    """An extreme of the excess with its margin: a power of it, or a multiple where one tensor is large end to end."""
+    """Widen an extreme of the excess by its margin: a power, or a multiple where one tensor is large end to end."""
     reached = math.exp(log_excess)
     return reached * MARGIN_END_TO_END if _is_multiple(kind) else reached**MARGIN
 
@@ -464,7 +465,7 @@ def _is_multiple(kind: str) -> bool:
 
 
 def mean_over_checks(recipe: str, kind: str, excess: float, size: int, checks: int) -> Measure | None:
-    """The geometric mean of a kind's excess over checks of `size` numbers in all; None where it was not measured."""
+    """Bound the geometric mean of a kind's excess over checks of `size` numbers in all; None if not calibrated."""
     reached = extremes_of(recipe, kind).over_checks
     if reached is None or not policy_of(recipe).rounds:
         return None
@@ -476,7 +477,7 @@ def mean_over_checks(recipe: str, kind: str, excess: float, size: int, checks: i
 
 
 def extremes_of(recipe: str, kind: str) -> Extremes:
-    """The extremes that bound a comparison. Raises UserError for an uncalibrated recipe."""
+    """Return the extremes that bound a comparison. Raises UserError for an uncalibrated recipe."""
     try:
         found = _under_its_plan(table()[measured_under(recipe, kind)], kind)
     except KeyError:
@@ -503,7 +504,7 @@ def _not_measured(what: str) -> UserError:
 
 
 def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, ...]:
-    """The measures of a comparison of `size` numbers with their bounds; none of a mean over layers if not measured.
+    """Return the measures of a comparison of `size` numbers with bounds; none for an uncalibrated mean over layers.
 
     Raises UserError for an uncalibrated recipe.
     """

@@ -91,11 +91,11 @@ class Reference:
         return cls(config, twin, truth, open_plain=cache(lambda: backend.open(in_stream)), threads=threads)
 
     def with_twin_of(self, backend: Backend, config: RunConfig) -> Reference:
-        """The same truth beside the twin of another configuration, which differs in its casts; the caller closes it."""
+        """Open the twin of a configuration with other casts, beside the same truth; the caller closes it."""
         return replace(self, config=config, twin=_twin(backend, config))
 
     def over_a_run(self) -> Reference:
-        """The same sessions with sums of their own, begun now: for the checks of one run in their order."""
+        """Return the same sessions with new sums of their own: for the checks of one run in their order."""
         return self if self.truth is self.twin else replace(self, over_steps=OverSteps(self.recipe))
 
     @property
@@ -109,9 +109,9 @@ class Reference:
         return calibrated_bounds.recipe_of(self.config)
 
     def measures(self, kind: str, d: Distances, size: int, sums: OfSums = NO_SUMS) -> tuple[Measure, ...]:
-        """The measures of a comparison of `size` numbers, with the bounds of this recipe and plan of casts.
+        """Return the measures of a comparison of `size` numbers, with the bounds of this recipe and plan of casts.
 
-        sums: what the matrix unit's way to sum has to do with it.
+        sums: how the order of the matrix unit's sums enters the bounds.
         """
         found = self.bound(self.recipe, calibrated_bounds.under_plan(self.config, kind), d, size)
         return sums.make_room(found, d)
@@ -166,7 +166,7 @@ def _twin(backend: Backend, config: RunConfig) -> Session:
 
 
 def _plain(config: RunConfig) -> RunConfig:
-    """The run without what changes how it is computed, not what: one process, nothing compiled, nothing recomputed."""
+    """Drop what changes how a run is computed, not what: ranks, compilation and recomputation."""
     changed = {"compile": CompileConfig(enabled=False), "recompute": RecomputeConfig()}
     return config.model_copy(update=changed | {"train": config.train.model_copy(update={"ranks": 1})})
 
@@ -181,14 +181,14 @@ def finding(
     note: str = "",
     phase: str | None = None,
 ) -> Finding:
-    """A finding with its tap's layer, and its stage's first phase unless another is given."""
+    """Build a finding with its tap's layer, and its stage's first phase unless another is given."""
     return Finding(stage, tap, phase or chain().phases[stage], layer_of(tap), scope, measures, size, unequal, note)
 
 
 def exact(
     stage: str, tap: str, mismatches: int, size: int, basis: str, note: str = "", phase: str | None = None
 ) -> Finding:
-    """A comparison in which nothing may differ."""
+    """Build the finding of a comparison in which nothing may differ."""
     found = Measure("mismatches", float(mismatches), None, 0.0, basis)
     return finding(stage, tap, "local", (found,), size, note=note, phase=phase)
 
@@ -338,9 +338,9 @@ def compare_observed(
     phase: str | None = None,
     most: int = K,
 ) -> Finding:
-    """The same end to end, from what is kept of each side: a sketch of 1,021 numbers.
+    """Compare one tensor end to end, from what is kept of each side: a sketch of 1,021 numbers.
 
-    most: independent errors that it can carry at most, where that is known.
+    most: the largest number of independent errors that it can carry, where that is known.
     """
     if c.size != t.size:
         return exact(stage, tap, 1, t.size, "sizes must be equal", f"candidate {c.size}, reference {t.size}", phase)
@@ -403,7 +403,7 @@ def same_but_for_rounding(
 
 
 def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """‖a − b‖ / ‖b‖ in FP64; infinite if anything is not finite, or b is zero and a is not."""
+    """Compute ‖a − b‖ / ‖b‖ in FP64; infinite if anything is not finite, or b is zero and a is not."""
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     apart, scale, space = 0.0, 0.0, Space(2)
     for where in stretches(flat_b.size):

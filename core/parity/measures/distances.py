@@ -106,7 +106,7 @@ class Sums:
             self._peaks.add(apart if differ else None, squares, t)
 
     def distances(self, stream: type[np.floating], noise: Norms = NO_NOISE) -> Distances:
-        """The measures. `stream` is the dtype whose ulp sets the floor.
+        """Compute the measures. `stream` is the dtype whose ulp sets the floor.
 
         noise: norms below which errors are not told apart, where they are known to be above the floor.
         A value that is not finite makes every measure infinite. Raises ValueError if there is nothing to compare.
@@ -147,7 +147,7 @@ def distances(candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray, stream
 
 
 def ratios(c: np.ndarray, w: np.ndarray, t: np.ndarray, stream: type[np.floating], unequal: float) -> Distances:
-    """The measures of three float64 vectors, as sketches are."""
+    """Compute the measures of three float64 vectors, as sketches are."""
     scale, of_candidate, of_twin, apart = (float(np.linalg.norm(x)) for x in (t, c - t, w - t, c - w))
     return _ratios(scale, of_candidate, of_twin, apart, float((c - w) @ t), stream, unequal, 0.0)
 
@@ -166,7 +166,7 @@ def _ratios(
     unequal: float,
     noise: float,
 ) -> Distances:
-    """The measures from ‖t‖, ‖c − t‖, ‖w − t‖, ‖c − w‖ and ⟨c − w, t⟩."""
+    """Compute the measures from ‖t‖, ‖c − t‖, ‖w − t‖, ‖c − w‖ and ⟨c − w, t⟩."""
     floor = max(_floor(stream) * scale, SMALLEST, noise)
     honest = max(of_twin, floor)
     return Distances(

@@ -48,7 +48,7 @@ class Here:
 
 
 def path_of(recipe: str) -> Path | None:
-    """The file of a recipe on this machine; None if there is to be none."""
+    """Return the path of a recipe's file on this machine; None if none is kept."""
     if (folder := _folder()) is None:
         return None
     gpu = {"gpu": gpu_name()} if recipe.endswith(ON_GPU) else {}

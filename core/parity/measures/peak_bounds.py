@@ -99,24 +99,24 @@ class Sharp:
 
 
 def share_at_least(share: float, size: int) -> float:
-    """The smallest true share of which so many of `size` numbers may be a sample: p − z·√(p·(1 − p)/n) − z²/n, or 0."""
+    """Return the least true share that a sample's share allows: p − z·√(p·(1 − p)/n) − z²/n, or 0."""
     z = DEVIATIONS**2 / size
     return max(0.0, share - math.sqrt(z * share * (1 - share)) - z)
 
 
 def share_at_most(share: float, size: int) -> float:
-    """The largest share that a sample of `size` numbers may have of a true one: p + z·√(p·(1 − p)/n) + z²/n."""
+    """Return the largest share that a sample of `size` numbers may have of a true one: p + z·√(p·(1 − p)/n) + z²/n."""
     z = DEVIATIONS**2 / size
     return share + math.sqrt(z * share * (1 - share)) + z
 
 
 def distance_limit(clean: Sharp, result: Result) -> float:
-    """The bound on the twin distance of a large tensor, where it is sharper than that of `calibrated_bounds`."""
+    """Return the bound on a large tensor's twin distance, where it is sharper than that of `calibrated_bounds`."""
     return max(REACH * clean.distance, LEAST[result].distance)
 
 
 def distance_of_ties(result: Result, d: Distances) -> float:
-    """The distance that a few elements at a tie may make, a whole ulp each; 0 where others differ as well.
+    """Return the distance that a few elements at a tie may make, a whole ulp each; 0 where others differ as well.
 
     One element is d.peaks.largest of the twin's largest error away, and may be TIE.
     """
@@ -128,7 +128,7 @@ def distance_of_ties(result: Result, d: Distances) -> float:
 
 
 def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: float) -> Iterator[Measure]:
-    """The measures of this file with their bounds, as far as `d` has them. margin: on the extremes of clean runs."""
+    """Yield this file's measures with their bounds, as far as `d` has them. margin: on the extremes of clean runs."""
     if (peaks := d.peaks) is None:
         return
     least, width = LEAST[result], scatter(size)

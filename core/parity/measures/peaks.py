@@ -119,7 +119,7 @@ class PeakSums:
         self._at += truth.size
 
     def _blocks(self, size: int) -> Iterator[tuple[int, int, slice]]:
-        """The rest of a row that was begun, the whole rows, the beginning of the next: row, column and where."""
+        """Cut into a row's rest, whole rows and a row's beginning; yield each one's row, column and slice."""
         start = 0
         while start < size:
             row, column = divmod(self._at + start, self._columns)
@@ -130,10 +130,10 @@ class PeakSums:
             start += length
 
     def peaks(self, floor: float, tiny: float, noise: Norms) -> Peaks:
-        """The measures.
+        """Compute the measures.
 
         floor: relative to the truth, below which errors are not told apart; tiny: the same for a truth of zero. noise:
-        norms of an error that is as good as none.
+        norms of an error that counts as none.
         """
         known = (
             (self._largest, noise.largest),
@@ -159,18 +159,18 @@ class PeakSums:
 
 
 def _gain(along: np.ndarray, truth: np.ndarray, variance: np.ndarray) -> float:
-    """The common factor of length of rows with these sums, in units of its error."""
+    """Return the common factor of length of rows with these sums, in units of its error."""
     power = float((truth / variance).sum())
     return float((along / variance).sum()) / math.sqrt(len(truth) * power) if power else 0.0
 
 
 def _worst(squares: np.ndarray, unequal: np.ndarray) -> int:
-    """The number of the line with the largest norm, of those with more than FEW unequal elements, if any."""
+    """Return the number of the line with the largest norm, among lines with more than FEW unequal elements if any."""
     many = unequal > FEW
     return int(np.argmax(np.where(many, squares, -1.0) if many.any() else squares))
 
 
 def _of_many(squares: np.ndarray, unequal: np.ndarray) -> float:
-    """The largest norm of a line with more than FEW unequal elements, in units of the largest of all."""
+    """Return the largest norm of a line with more than FEW unequal elements, in units of the largest of all."""
     most = squares.max(initial=0.0)
     return math.sqrt(squares[unequal > FEW].max(initial=0.0) / most) if most else 0.0

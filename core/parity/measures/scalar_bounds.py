@@ -52,7 +52,7 @@ def sum_bound(terms: int) -> tuple[float, str]:
 
 
 def loss(value: float, nll: np.ndarray, batch: Batch) -> Measure:
-    """The loss against Σ weight·nll / Σ weight in FP64 from the candidate's own NLL (B, S)."""
+    """Compare the loss with Σ weight·nll / Σ weight in FP64 from the candidate's own NLL (B, S)."""
     weights = batch.weights.astype(np.float64)
     exact = float((nll.astype(np.float64) * weights).sum() / weights.sum())
     bound, basis = sum_bound(nll.size)
@@ -60,9 +60,9 @@ def loss(value: float, nll: np.ndarray, batch: Batch) -> Measure:
 
 
 def gradient_norm(value: float, grads: Mapping[str, np.ndarray], in_fp64: bool = False) -> Measure:
-    """The global gradient norm against the norm in FP64 of the candidate's own gradients.
+    """Compare the global gradient norm with the norm in FP64 of the candidate's own gradients.
 
-    in_fp64: the candidate declares that it accumulates in FP64. Of FP32 gradients its norm is then right to an ulp of
+    in_fp64: the candidate declares that it accumulates in FP64. Its norm of FP32 gradients is then right to an ulp of
     FP32, whatever their number; else it may be a serial sum in FP32.
     """
     power, largest, dtype = 0.0, 0, np.dtype(np.float32)
@@ -85,7 +85,7 @@ def norm_bound(terms: int) -> tuple[float, str]:
 
 
 def norm_of_group(value: float, exact: float, terms: int, dtype: np.dtype[np.floating]) -> Measure:
-    """An L2 norm of a record against `exact`, of `terms` numbers at most; a value that is not finite is inherited.
+    """Compare an L2 norm of a record with `exact`, of `terms` numbers at most; a value that is not finite is inherited.
 
     Squares below the smallest normal number of `dtype` may vanish from the sum.
     """
@@ -97,7 +97,7 @@ def norm_of_group(value: float, exact: float, terms: int, dtype: np.dtype[np.flo
 
 
 def update_ratio(value: float, exact: float, terms: int, dtype: np.dtype[np.floating]) -> Measure:
-    """The ratio of an update's norm to that of the weights, as `norm_of_group`.
+    """Compare the ratio of an update's norm to that of the weights, as `norm_of_group` does.
 
     The update may be the optimizer's own, before it was rounded into the weights: by half an ulp of them at most, and
     by one where the weights have just doubled.
@@ -111,11 +111,11 @@ def update_ratio(value: float, exact: float, terms: int, dtype: np.dtype[np.floa
 
 
 def clip_coefficient(value: float, norm: float, optim: OptimConfig, dtype: np.dtype[np.floating]) -> Measure:
-    """The clip coefficient against min(1, limit / (norm + 1e-6)) from the candidate's own norm; 1 without clipping."""
+    """Compare the clip coefficient with min(1, limit / (norm + 1e-6)) from the candidate's norm; 1 without clipping."""
     exact = min(1.0, optim.clip_norm / (norm + 1e-6)) if optim.clip_norm else 1.0
     return Measure("ulp", ulps(value, exact, dtype), None, FEW_ULPS, "one sum, one quotient, one minimum")
 
 
 def learning_rate(value: float, exact: float) -> Measure:
-    """The learning rate against the schedule; it may have been rounded to FP32 once."""
+    """Compare the learning rate with the schedule; it may have been rounded to FP32 once."""
     return Measure("ulp", ulps(value, exact, np.dtype(np.float32)), None, 1.0, "the schedule, rounded once to FP32")

@@ -103,7 +103,7 @@ class Finding:
         return max(self.measures, key=lambda m: m.strain)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping; infinities and NaN become strings, as JSON has none."""
+        """Return a JSON-ready mapping; infinities and NaN become strings, as JSON has none."""
         tree = asdict(self) | {"ok": self.ok}
         tree["measures"] = [{k: _json_number(v) for k, v in asdict(m).items()} | {"ok": m.ok} for m in self.measures]
         return tree
@@ -201,7 +201,7 @@ class Check:
 
 
 def verdict_json(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
-    """The verdict over several checked steps, with the keys that `--json` promises."""
+    """Return the verdict over several checked steps, with the keys that `--json` promises."""
     first = next((c for c in checks if c.verdict == "disagreed"), None)
     outcome = overall(checks)
     return {

@@ -67,11 +67,10 @@ def bisect_run(
     config: RunConfig | None = None,
     with_cause: bool = True,
 ) -> Bisection:
-    """The first bad step of `run` among those that it recorded.
+    """Find the first bad step of `run` among those that it recorded.
 
-    batch: the data order, step → batch. progress: told of every check in one line. config: the run's, but for the
+    batch: the data order, step → batch. progress: called with one line for every check. config: the run's, but for the
     device. Each step is judged under the settings that were in force there.
-
     Raises UserError if the run recorded no step, or candidate or reference does not take its states.
     """
     here = config_of_steps(run, config)
@@ -205,7 +204,7 @@ class _Search:
 
 
 def _verdicts(run: RunDir) -> dict[int, dict[str, Any]]:
-    """The run's own checks by step."""
+    """Return the run's own checks by step."""
     return {line["step"]: line for line in run.checks() if line.get("verdict") in ("agreed", "disagreed")}
 
 
@@ -216,5 +215,5 @@ def _only_over_steps(line: dict[str, Any]) -> bool:
 
 
 def _first_other_batch(recorded: dict[int, dict[str, Any]], batch: Callable[[int], Batch]) -> int | None:
-    """The first step whose record says that it consumed another batch than is due."""
+    """Return the first step whose record has another batch than is due; None if there is none."""
     return next((step for step in sorted(recorded) if recorded[step]["digest"] != batch(step).digest()), None)

@@ -155,7 +155,7 @@ def replay_run(
 
 
 def config_of_steps(run: RunDir, elsewhere: RunConfig | None) -> Callable[[int], RunConfig]:
-    """The run's configuration at a step, on the device that `elsewhere` names if it is not None."""
+    """Return the run's configuration at a step, on the device that `elsewhere` names if it is not None."""
     if elsewhere is None:
         return run.config_at
     return lambda step: run.config_at(step, elsewhere.device)
@@ -169,7 +169,7 @@ class References:
         self._opened: list[Reference] = []
 
     def of(self, step: int) -> Reference:
-        """The reference for a step. Raises UserError if the reference itself is wrong."""
+        """Return the reference for a step. Raises UserError if the reference itself is wrong."""
         config = self._config(step)
         found = next((opened for opened in self._opened if opened.config == config), None)
         if found is None:
@@ -178,7 +178,7 @@ class References:
         return found
 
     def like(self, config: Callable[[int], RunConfig]) -> References:
-        """References of the same backend under other configurations."""
+        """Return references of the same backend under other configurations."""
         return References(self._backend, config)
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ def in_words(differences: list[tuple[str, Any, Any]]) -> str:
 
 
 def other_batch(step: int, size: int, note: str = "") -> Check:
-    """The verdict on a step that consumed another batch than the data order prescribes."""
+    """Build the verdict on a step that consumed another batch than the data order prescribes."""
     basis = "equal bits, by SHA-256, with the data order at this step"
     missing = "all that follows from the batch: the one that was consumed is not known"
     return Check(step, (exact("tokens", "order", 1, size, basis, note),), (missing,))
@@ -204,7 +204,7 @@ def other_batch(step: int, size: int, note: str = "") -> Check:
 def _from_sketches(
     run: RunDir, step: int, state: State, batch: Batch, recorded: Mapping[int, Mapping[str, Any]], reference: Reference
 ) -> Replayed:
-    """The step as the run made it, from its sketches and the state before it."""
+    """Judge the step as the run made it, from its sketches and the state before it."""
     if step not in recorded:
         return Replayed(step, "not covered", None, ("its record is lost: its sketches may be of another branch",))
     found, about = observations.load(run.observations()[step])

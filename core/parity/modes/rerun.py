@@ -42,7 +42,7 @@ class StoredStates:
         return sorted({0, *self._paths} if self._config.initial == "seed" else self._paths)
 
     def nearest(self, done: int) -> int:
-        """The last of `steps` up to `done`. Raises UserError if there is none."""
+        """Return the last of `steps` up to `done`. Raises UserError if there is none."""
         found = [step for step in self.steps if step <= done]
         if not found:
             raise UserError(
@@ -52,7 +52,7 @@ class StoredStates:
         return found[-1]
 
     def load(self, done: int, session: Session | None = None) -> State:
-        """The state after `done` steps, one of `steps`. Raises UserError if its checkpoint is damaged.
+        """Return the state after `done` steps, one of `steps`. Raises UserError if its checkpoint is damaged.
 
         session: reads checkpoints of a format of its own.
         """
@@ -62,7 +62,7 @@ class StoredStates:
 
 
 def initial_state(config: RunConfig) -> State:
-    """The state before step 1."""
+    """Return the state before step 1."""
     params = init_parameters(config.model, config.seed)
     dtype = np.float64 if config.precision.exact else np.float32
     params = {name: array.astype(dtype) for name, array in params.items()}
@@ -106,7 +106,7 @@ class Rerun:
         self._into(done + 1)
 
     def state(self, done: int) -> State:
-        """The state after `done` steps, run to from the nearest stored one."""
+        """Run from the nearest stored state and return the state after `done` steps."""
         self.to(done)
         return self._session.state()
 
@@ -117,7 +117,7 @@ class Rerun:
         return self._session.step(batch)
 
     def check(self, step: int, reference: Reference) -> tuple[Check, Evidence]:
-        """A thorough check of step `step`, state-synchronised."""
+        """Check step `step` thoroughly, state-synchronised."""
         self.to(step - 1)
         batch = self._batch(step)
         evidence = gather(self._session, self._config, batch, due=batch.digest(), ahead=False)
@@ -127,7 +127,7 @@ class Rerun:
         return check, evidence
 
     def first_difference(self, after: int = 0) -> int | None:
-        """The first step after `after` that did not come out as the run recorded it."""
+        """Return the first step after `after` that did not come out as the run recorded it; None if there is none."""
         return min((step for step in self.differences if step > after), default=None)
 
     def close(self) -> None:

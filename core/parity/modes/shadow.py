@@ -286,7 +286,7 @@ class Shadow:
             self._worker.join()
 
     def _receive(self, seconds: float) -> Result | None:
-        """A result that is there within `seconds`, or None; also None, at once, if the worker is gone."""
+        """Wait up to `seconds` for a result; return None if there is none, at once if the worker is gone."""
         try:
             if not self._early and not self._results.poll(seconds):
                 return None
@@ -358,7 +358,7 @@ class ShadowPart:
     pending = 0
 
     def __init__(self, config: RunConfig, ranks: Ranks, first: int = 1) -> None:
-        """Raises UserError as rank 0's."""
+        """Start the writer of this rank's evidence. Raises UserError as rank 0's."""
         require_budget(config, thorough=False)
         return_large_blocks(config)
         self._config, self._ranks, self._first = config, ranks, first
@@ -477,7 +477,7 @@ def _received(pipe: Connection) -> tuple[int, Path] | None:
 
 
 def _gone_on(reference: Reference, folder: Path, step: int) -> Reference:
-    """The reference with the sums over the checks before `step` of a run that was resumed; as it is without them."""
+    """Continue the sums over a resumed run's checks before `step`; without them, return the reference as it is."""
     if reference.over_steps is None:
         return reference
     for name in (SUMS, SUMS_BEFORE):
@@ -506,7 +506,7 @@ def _keep_sums(reference: Reference | None, folder: Path | None) -> None:
 
 
 def _kept(check: Check, evidence: Evidence, config: RunConfig, folder: Path) -> Check:
-    """The check, after the sketches of its step were written; what could not be written is not covered later."""
+    """Write the sketches of the check's step; if that fails, add it to the check's `not_covered`."""
     try:
         kept = observations_of(evidence, config.model)
         save_observations(folder, evidence.record.step, evidence.batch, evidence.tapped, kept)

@@ -42,12 +42,11 @@ def check_steps(
     alarm: Alarmed = lambda session, evidence, check: check,
     gathered: Callable[[int, float], object] = lambda step, seconds: None,
 ) -> Iterator[Check]:
-    """A check of each of the candidate's first steps, on these batches.
+    """Check each of the candidate's first steps, on these batches.
 
     State-synchronised: before each judgement the reference takes the candidate's state, so every check judges one step.
-    alarm: what is made of a check that disagreed (core/parity/diagnose/disagreement.py); it leaves the session's state
-    as it was. gathered: told of each step that is about to be judged, and how many seconds its passes took.
-
+    alarm: handles a check that disagreed and returns it (core/parity/diagnose/disagreement.py); it leaves the session's
+    state as it was. gathered: called with each step that is about to be judged, and the seconds its passes took.
     Raises UserError if the candidate lacks what a check needs, or if a check does not keep the run's budgets.
     """
     require_budget(config, thorough=True)

@@ -76,7 +76,7 @@ class _Part:
     grads: dict[str, np.ndarray] = field(default_factory=dict)
 
     def positions(self, which: slice) -> _Part:
-        """Some of its positions, of every sequence."""
+        """Return the positions `which` of every sequence."""
         batch = Batch.of({name: array[:, which] for name, array in self.batch.arrays.items()})
         return _Part(batch, {name: tap[:, which] for name, tap in self.taps.items()})
 
@@ -233,7 +233,7 @@ class Chain:
         self._seen[layer] = np.maximum(self._seen[layer], found) if layer in self._seen else found
 
     def _kept(self, tap: str, grad: np.ndarray) -> np.ndarray:
-        """A tap's gradient in the format in which the plan of casts keeps the tap."""
+        """Return a tap's gradient in the format in which the plan of casts keeps the tap."""
         return narrowed(grad, self._config.precision.operand) if tap in self._narrow else grad
 
     def _run(self, one: Operation, inputs: Arrays) -> Arrays:
@@ -242,7 +242,7 @@ class Chain:
         return run_operation(self._session, f"{one.id}/fp8", one, with_amaxes(one, inputs, self._amaxes))
 
     def _pieces(self, micro: _Part, asked: Collection[str]) -> list[_Part]:
-        """The micro-batch by its positions, where the head's logits would be large and need not be whole."""
+        """Cut the micro-batch by positions, where the head's logits would be large and need not be whole."""
         rows, length = micro.batch.tokens.shape
         head = self._segments[-1].operations
         each = rows * np.dtype(self._stream).itemsize * max(math.prod(one.width) for one in head)
@@ -256,7 +256,7 @@ class Chain:
         return [micro.positions(slice(start, start + at_once)) for start in range(0, length, at_once)]
 
     def _begin_backward(self, part: _Part, total: float) -> None:
-        """The gradient of each token's NLL is its share of the weight."""
+        """Set the gradient of each token's NLL to its share of the weight."""
         last = self._segments[-1].operations[-1].tap
         part.grads[last] = (part.batch.weights.astype(np.float64) / total).astype(self._stream)
 

@@ -36,18 +36,18 @@ class Subject:
     config: RunConfig
 
     def run(self, stage: str, **inputs: np.ndarray) -> np.ndarray:
-        """The stage's output, float64."""
+        """Run a stage and return its output, float64."""
         return self.session.run_stage(stage, inputs)["out"].astype(np.float64)
 
     def stages(self) -> dict[str, Operation]:
-        """The first of every forward stage, by id."""
+        """Return the first of every forward stage, by id."""
         found: dict[str, Operation] = {}
         for stage in stages_of(self.config):
             found.setdefault(stage.id, stage)
         return found
 
     def of_kind(self, kind: str) -> list[Operation]:
-        """The first of every forward stage of one kind."""
+        """Return the first of every forward stage of one kind."""
         return [stage for stage in self.stages().values() if stage.kind == kind]
 
     def shapes(self, stage: Operation) -> dict[str, tuple[int, ...]]:
@@ -58,13 +58,13 @@ class Subject:
         return of_inputs | {role: params[name] for role, name in stage.params.items()} | {"out": taps[stage.tap]}
 
     def integers(self, stage: Operation) -> dict[str, np.ndarray]:
-        """The inputs that come from the batch: token ids, each another one; documents."""
+        """Return the inputs that come from the batch: token ids, all different; documents."""
         ids = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
         return {role: DOCUMENTS if role == "documents" else ids for role in stage.batch}
 
 
 def tables(subject: Subject) -> Iterator[Form]:
-    """An embedding is a row of its table; a projection of the unit vector i is column i of its matrix, plus bias."""
+    """Check that an embedding is a row of its table, and a projection of the unit vector i column i, plus bias."""
     for stage in subject.stages().values():
         shapes = subject.shapes(stage)
         if "weight" not in stage.params or len(shapes["weight"]) != 2 or stage.kind == "library_head":
@@ -337,7 +337,7 @@ FORMS: tuple[Callable[[Subject], Iterator[Form]], ...] = (
 
 
 def drawn(subject: Subject, stage: Operation, seed: int = 0) -> Arrays:
-    """Inputs of a stage from a normal distribution, and the gradient of its output under `grad`."""
+    """Draw a stage's inputs, and the gradient of its output (`grad`), from a normal distribution."""
     rng, shapes = np.random.default_rng(seed), subject.shapes(stage)
     drawn = {("grad" if role == "out" else role): rng.standard_normal(shape) for role, shape in shapes.items()}
     return drawn | subject.integers(stage)

@@ -33,7 +33,7 @@ def run_operation(session: RunsStages, stage: str, one: Operation, inputs: Array
 
 
 def with_amaxes(one: Operation, inputs: Arrays, amaxes: Arrays) -> Arrays:
-    """The inputs of a linear layer in FP8, with what its scales are made of where it has delayed scaling."""
+    """Add the amaxes for delayed scaling to the inputs of a linear layer in FP8, where it has them."""
     found = amaxes.get(one.module or "")
     return inputs if found is None else {**inputs, "amax": found}
 

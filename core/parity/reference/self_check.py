@@ -113,7 +113,7 @@ def check_reference(reference: Backend, config: RunConfig) -> ReferenceCheck:
 
 
 def small(config: RunConfig) -> RunConfig:
-    """A run of the same kind, with a model of two layers and some thousand parameters."""
+    """Return a run of the same kind, with a model of two layers and some thousand parameters."""
     model = config.model
     heads = 4
     kv_heads = {model.heads: heads, 1: 1}.get(model.kv_heads, 2)
@@ -139,7 +139,7 @@ class Subjects:
         self._opened: dict[str, Subject] = {}
 
     def at(self, policy: str) -> Subject:
-        """The session at a policy. Raises NotSupported if the reference cannot open it or runs no stages."""
+        """Return the session at a policy. Raises NotSupported if the reference cannot open it or runs no stages."""
         if policy not in self._opened:
             precision = PrecisionConfig.model_validate({"policy": policy})
             config = self._config.model_copy(update={"precision": precision})
@@ -186,9 +186,9 @@ def _derivatives(subjects: Subjects) -> Iterator[Finding]:
 
 
 def _causality(subjects: Subjects) -> Iterator[Finding]:
-    """The loss of one position of one sequence: zeros come back at every later one and from the other sequence.
+    """Check causality with the loss of one position: later positions and the other sequence get zero gradients.
 
-    Where documents do not see each other, from those before it too.
+    Where documents do not see each other, positions of earlier documents get zeros too.
     """
     truth = subjects.at("fp64")
     masked = truth.config.attention.document_mask
@@ -276,7 +276,7 @@ def _precision(subjects: Subjects) -> Iterator[Finding]:
 
 
 def _not_tf32(subject: Subject) -> Iterator[Finding]:
-    """A unit vector, a little longer than one, comes back from a matrix product with every bit that FP32 has."""
+    """Check for TF32: a unit vector, a little longer than one, keeps every FP32 bit through a matrix product."""
     for name, stage in subject.stages().items():
         if "weight" not in stage.params or not rounds_operands(name) or stage.kind == "library_head":
             continue

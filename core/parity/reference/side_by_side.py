@@ -45,7 +45,7 @@ def passes(
 
 
 def _begun(made: Iterator[Made]) -> Iterator[Made] | None:
-    """The same iterator, or None if the reference cannot run the chain. The head has then been run, both ways."""
+    """Run the head both ways and return the same iterator; None if the reference cannot run the chain."""
     try:
         return itertools.chain([next(made)], made)
     except StopIteration:

@@ -50,7 +50,7 @@ class Chain:
 
 
 def chain() -> Chain:
-    """The links of all families and loss heads that are registered now."""
+    """Return the links of all families and loss heads that are registered now."""
     return _chain(tuple(FAMILIES.items()), tuple(LOSS_HEADS))
 
 
@@ -116,7 +116,7 @@ def keeps_product(stage: str, role: str) -> bool:
 
 
 def library_heads() -> tuple[str, ...]:
-    """The stages of all libraries' loss heads."""
+    """Return the stages of all libraries' loss heads."""
     return tuple(filter(is_library_head, chain().kinds))
 
 

@@ -97,7 +97,7 @@ def watch(
     start: int = 0,
     together: Ranks | None = None,
 ) -> Watcher:
-    """A watcher of `model` (any torch module) and `optimizer` (one, or a sequence of them).
+    """Watch `model` (any torch module) and `optimizer` (one, or a sequence of them); return the watcher.
 
     Args:
         model: what `named_parameters()` names and `.grad` is read from.
@@ -210,7 +210,7 @@ class Watcher:
             reference.attend(self._due)
 
     def _due(self) -> int | None:
-        """The number of the step that is being made, None where it is not to be checked."""
+        """Return the number of the step that is being made; None if it is not checked."""
         number = self.steps + 1
         return number if self._is_checked(number) else None
 
@@ -277,7 +277,7 @@ class Watcher:
     def before_step(
         self, batch: Any, loss: Any = None, *, outputs: Mapping[str, Any] | None = None, check: bool | None = None
     ) -> None:
-        """The first half of `step`, for loops where a block does not fit."""
+        """Do the first half of `step`, for loops where a block does not fit."""
         self._drop()
         self.steps += 1
         if check is False or not (check or self._is_checked(self.steps)):
@@ -352,7 +352,7 @@ class Watcher:
             self._pending.early = True
 
     def after_step(self) -> WatchCheck | None:
-        """The second half of `step`: judges what was read, where this step is checked.
+        """Do the second half of `step`: judge what was read, where this step is checked.
 
         Raises Disagreed under `on_alarm="stop"`.
         """

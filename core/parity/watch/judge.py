@@ -78,7 +78,7 @@ class Judge:
     def forward_backward(
         self, step: Step, truth: Answer, twin: Answer, clip_norm: float | None, missing: Uncovered, left_out: set[str]
     ) -> Iterator[Finding]:
-        """Outputs, loss and every gradient but those left out against the reference's, whose names are the model's.
+        """Compare outputs, loss and every gradient not left out with the reference's, whose names are the model's.
 
         Raises UserError for gradients of another shape, and a twin that does not round as the precision says.
         """
@@ -125,7 +125,7 @@ class Judge:
             missing.append(f"{WORSE_TWIN}, which is nearer to the truth: {what}")
 
     def _by_itself(self, step: Step, w: Arrays) -> Limits | None:
-        """The least bounds, where the candidate made most gradients with the twin's bits; else the usual ones.
+        """Return the least bounds, where the candidate made most gradients with the twin's bits; else the usual ones.
 
         The backward pass reaches the parameters that were registered first last. With their bits, all that came before
         had the twin's bits as well, and a gradient that differs does so by itself.
@@ -345,7 +345,7 @@ def _local(
 def exact(
     stage: str, tap: str, mismatches: int, size: int, basis: str, note: str = "", phase: str = "backward"
 ) -> Finding:
-    """A comparison in which nothing may differ."""
+    """Build the finding of a comparison in which nothing may differ."""
     found = (Measure("mismatches", float(mismatches), None, 0.0, basis),)
     return Finding(
         stage=stage, tap=tap, phase=phase, layer=layer_in(tap), scope="local", measures=found, size=size, note=note
@@ -353,7 +353,7 @@ def exact(
 
 
 def layer_in(name: str) -> int | None:
-    """The first number among a name's dotted parts: the block, in the names of most models."""
+    """Return the first number among a name's dotted parts: the block, in the names of most models."""
     return next((int(part) for part in name.rpartition("/")[2].split(".") if part.isdecimal()), None)
 
 
@@ -414,7 +414,7 @@ class Widened(Mapping[str, np.ndarray]):
 
 
 def _as_kept(gradient: np.ndarray, dtype: str) -> np.ndarray:
-    """A gradient as `.grad` holds it, in the dtype of its weights."""
+    """Round a gradient as `.grad` holds it, to the dtype of its weights."""
     return ROUNDINGS[dtype](gradient) if dtype in NARROW else gradient
 
 
@@ -437,9 +437,10 @@ def _clipped_before(step: Step, t: Arrays, clip_norm: float) -> bool:
 def _clip_finding(
     step: Step, clip_norm: float, due: float, new: float, apart: float, note: str = "", exactly: Arrays | None = None
 ) -> Finding:
-    """The norm is `new` where `due` is right; tensors are `apart` from their common multiple, relative to the norm.
+    """Build the finding of clipping: the norm is `new` where `due` is right.
 
-    exactly: the clipped gradients, which confine the coefficient where they are narrow.
+    apart: the tensors' distance from their common multiple, relative to the norm. exactly: the clipped gradients, which
+    confine the coefficient where they are narrow.
     """
     error, slack = abs(new / due - 1) if due else 0.0, _norm_slack(step)
     basis = "a norm summed in the gradients' precision, as in core/parity/measures/scalar_bounds.py"
@@ -469,7 +470,7 @@ def _clip_finding(
 
 
 def _narrow(step: Step) -> list[str]:
-    """The formats narrower than FP32 among the gradients'."""
+    """List the formats narrower than FP32 among the gradients'."""
     return sorted({step.dtypes[name] for name in step.grads} & set(FORMATS))
 
 

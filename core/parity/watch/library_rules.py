@@ -139,7 +139,7 @@ def torchao_adamw(
 
 
 def _torchao_codes(x: np.ndarray, kind: str, group: Mapping[str, Any], a: Arithmetic) -> np.ndarray:
-    """A moment as codes and scales stand for it: the nearer of two neighbours on the map, at a tie the upper one."""
+    """Round a moment as codes and scales represent it: to the nearer neighbour on the map, at a tie the upper one."""
     if a is EXACT:
         return x
     levels = quantisation_map(kind == "exp_avg").astype(np.float64)
@@ -188,7 +188,7 @@ _BITSANDBYTES = {"state1": "exp_avg", "state2": "exp_avg_sq"}
 
 
 def _bitsandbytes_codes(x: np.ndarray, signed: bool) -> np.ndarray:
-    """A moment as the CPU's quantiser leaves it: the number of the map that is nearest to one of 65,536 equal parts."""
+    """Round a moment as the CPU's quantiser does: to the map's number nearest to one of 65,536 equal parts."""
     flat = x.reshape(-1)
     blocks = np.pad(flat, (0, -x.size % BLOCK)).reshape(-1, BLOCK)
     scale = np.abs(blocks).max(1, keepdims=True)
@@ -217,10 +217,10 @@ RULES: dict[str, Rule] = {"adamw": adamw, "adam": adam_l2, "sgd": sgd, "muon": m
 
 
 def rule_of(optimizer: Any) -> Rule | None:
-    """The rule of an optimizer of torch, torchao or bitsandbytes that has one; None for others.
+    """Return the rule of an optimizer of torch, torchao or bitsandbytes that has one; None for others.
 
-    Subclasses have none, as they may differ, nor has what a library computes elsewhere than its twin does: bitsandbytes
-    on CUDA, stochastic rounding.
+    Subclasses have none, as they may differ. Nor have optimizers that a library computes elsewhere than its twin does:
+    bitsandbytes on CUDA, stochastic rounding.
     """
     kind = type(optimizer)
     name = kind.__name__

@@ -36,10 +36,10 @@ class Limits:
 
     @classmethod
     def nearest(cls, precision: Precision) -> Limits:
-        """The widest bounds over the kinds of gradients that clean runs of Lockstep's own eager program set.
+        """Return the widest bounds over the kinds of gradients that clean runs of Lockstep's own eager program set.
 
-        Nobody has calibrated a stranger's model; the twin is its owner's own function, so what is measured is the same
-        ratio of two roundings of one function, by the same two libraries.
+        A stranger's model is not calibrated. The twin is its owner's own function, so the measure is the same ratio of
+        two roundings of one function, by the same two libraries.
         """
         if precision == "fp64":
             basis = "FP64 has no truth above it"
@@ -57,7 +57,7 @@ class Limits:
         return cls(**widest, relative_error=math.inf, loss=LOSS_UNITS, basis=basis)
 
     def given(self, bounds: Mapping[str, float]) -> Limits:
-        """The same with the user's own. Raises UserError for a name that is no bound."""
+        """Return the same with the user's own bounds. Raises UserError for a name that is no bound."""
         known = {"excess", "distance", "gain", "relative_error", "loss"}
         if unknown := sorted(set(bounds) - known):
             raise UserError(f"bounds has no {unknown[0]!r}; it takes {', '.join(sorted(known))}")

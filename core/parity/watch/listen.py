@@ -112,7 +112,7 @@ def listen(
 
 
 def _once_then(closure: Callable[[], Any], then: Callable[[Any], None]) -> Callable[[], Any]:
-    """The closure, with a function of its result called when it is done for the first time."""
+    """Wrap a closure so that `then` is called with its result when it is done for the first time."""
     first = True
 
     def wrapped() -> Any:
@@ -127,7 +127,7 @@ def _once_then(closure: Callable[[], Any], then: Callable[[Any], None]) -> Calla
 
 
 def number_of(loss: Any) -> float | None:
-    """A loss as a number, or None for what is none."""
+    """Return a loss as a number; None if it is none."""
     try:
         value = array_of(loss)
         return float(value.reshape(())) if value.size == 1 else None
@@ -136,7 +136,7 @@ def number_of(loss: Any) -> float | None:
 
 
 def loss_of(loss: Any) -> float | None:
-    """The loss that `step` was given; None if it was given none. Raises UserError for what is no number."""
+    """Return the loss that `step` was given; None if it was given none. Raises UserError for what is no number."""
     if loss is None:
         return None
     value = array_of(loss)

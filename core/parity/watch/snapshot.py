@@ -79,7 +79,7 @@ class FromCallable:
     function: Callable[[dict[str, np.ndarray], Any], tuple[float, Arrays]]
 
     def truth(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
-        """The function at float64 parameters. Raises UserError unless it answers in float64."""
+        """Evaluate the function at float64 parameters. Raises UserError unless it answers in float64."""
         answer = self.twin(params, batch)
         if narrow := sorted(name for name, g in answer.grads.items() if g.dtype != np.float64):
             raise UserError(
@@ -89,15 +89,15 @@ class FromCallable:
         return answer
 
     def twin(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
-        """The function at float32 parameters."""
+        """Evaluate the function at float32 parameters."""
         loss, grads = self.function(dict(params), batch)
         return Answer(float(loss), {name: np.asarray(g) for name, g in grads.items()})
 
 
 def array_of(tensor: Any) -> np.ndarray:
-    """A copy of a tensor's values; dtypes that numpy lacks (bfloat16) as float32, which holds them exactly.
+    """Copy a tensor's values; dtypes that numpy lacks (bfloat16) become float32, which holds them exactly.
 
-    One that is cut over ranks (DTensor) is put together, which is a collective call.
+    A tensor that is cut over ranks (DTensor) is gathered, which is a collective call.
     """
     if not hasattr(tensor, "detach"):
         return np.array(tensor)
@@ -123,7 +123,7 @@ def dtype_of(tensor: Any) -> str:
 
 
 def batch_as(batch: Any, dtype: type[np.floating]) -> Any:
-    """The same nest of mappings, lists and tuples with tensors as arrays, floating ones in `dtype`."""
+    """Copy a nest of mappings, lists and tuples with its tensors as arrays, floating ones in `dtype`."""
     if isinstance(batch, Mapping) or hasattr(batch, "items"):
         return {key: batch_as(value, dtype) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -137,7 +137,7 @@ def batch_as(batch: Any, dtype: type[np.floating]) -> Any:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer that steps, behind the wrappers of accelerate and Lightning.
+    """Return the optimizer that steps, behind the wrappers of accelerate and Lightning.
 
     A wrapper's own hooks do not fire: it passes `step` on.
     """
@@ -147,12 +147,12 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile puts into it."""
+    """Return a parameter's name without the parts that torch.compile adds."""
     return name.replace("_orig_mod.", "")
 
 
 def parameters_of(model: Any) -> dict[str, Any]:
-    """The model's parameters by name, each once; DistributedDataParallel's and torch.compile's prefixes left out.
+    """Return the model's parameters by name, each once, without DistributedDataParallel's and torch.compile's prefixes.
 
     Raises UserError if there are none.
     """
@@ -167,7 +167,7 @@ def parameters_of(model: Any) -> dict[str, Any]:
 
 
 def renamed(names: Names, own: Sequence[str]) -> dict[str, str]:
-    """The model's name → the reference's. Raises UserError for a name that the model lacks, or two in one."""
+    """Map the model's names to the reference's. Raises UserError for a name that the model lacks, or two in one."""
     if isinstance(names, Mapping):
         if unknown := sorted(set(names) - set(own)):
             raise UserError(
@@ -204,7 +204,7 @@ def plainly(kind: str, name: str, tensor: Any, make: Callable[[Any], np.ndarray]
 
 
 def gradients_of(params: Mapping[str, Any], read: Callable[..., np.ndarray] = plainly) -> dict[str, np.ndarray]:
-    """Copies of those gradients that there are."""
+    """Copy the gradients of all parameters that have one."""
     return {name: read("gradients", name, p.grad) for name, p in params.items() if p.grad is not None}
 
 
@@ -248,7 +248,7 @@ def snapshot(
 
 
 def _from_codes(entry: Mapping[str, Any], kind: str, _: Any = None) -> np.ndarray:
-    """A moment of bitsandbytes, `state1` or `state2`, from its codes, its map and the scale of each block."""
+    """Decode a moment of bitsandbytes, `state1` or `state2`, from its codes, its map and the scale of each block."""
     codes, levels, scale = (array_of(entry[f"{what}{kind[-1]}"]) for what in ("state", "qmap", "absmax"))
     flat = levels[codes.reshape(-1)] * scale.repeat(BLOCK)[: codes.size]
     # The library gives a block of zeros the code 0, of −0.993, and the scale 0: together −0, where there was 0.

@@ -56,7 +56,7 @@ class Cut:
     dims: tuple[int | None, ...]
 
     def whole(self, parts: Mapping[int, np.ndarray]) -> np.ndarray:
-        """The tensor, from the parts of all ranks by their numbers."""
+        """Join the tensor from the parts of all ranks by their numbers."""
         return _joined(self.ranks, self.dims, parts)
 
 
@@ -99,7 +99,7 @@ class Ranks(Protocol):
         ...
 
     def portable(self, batch: Any) -> Any:
-        """A copy of a batch that another rank can read. Raises UserError for one that has no such copy."""
+        """Return a copy of a batch that another rank can read. Raises UserError for one that has no such copy."""
         ...
 
     def part(self, tensor: Any) -> Cut:
@@ -239,7 +239,7 @@ def owner_of(broken: Sequence[str], c: Arrays, w: Arrays, layouts: Mapping[str, 
 
 
 def _in_messages(places: Mapping[str, Cut]) -> list[list[str]]:
-    """The places of parts that are sent at once: as many as fit into a message, but one at least."""
+    """Group the places of parts that are sent at once: as many as fit into a message, but one at least."""
     found: list[list[str]] = []
     size = MESSAGE
     for place, cut in places.items():

@@ -97,7 +97,7 @@ class Guard:
 
 
 def reason(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     text = " ".join(str(error).split())
     if isinstance(error, UserError):
         return text

@@ -28,7 +28,7 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def to_dtype(dtype: type[np.floating]) -> Callable[[np.ndarray], np.ndarray]:
-    """Rounding to a numpy dtype, values kept in float64."""
+    """Return a function that rounds to a numpy dtype and keeps values in float64."""
     return lambda x: x.astype(dtype).astype(np.float64)
 
 
@@ -60,7 +60,7 @@ class Arithmetic:
         return cls(ROUNDINGS[dtype], ROUNDINGS["float64" if dtype == "float64" else "float32"])
 
     def scalar(self, x: float) -> float:
-        """A Python float, FP64, as an operation takes it."""
+        """Round a Python float, FP64, as an operation takes it."""
         return float(self.compute(np.asarray(x)))
 
 

@@ -28,7 +28,7 @@ def in_words(check: WatchCheck) -> str:
 
 
 def headline(verdict: Outcome, checks: Sequence[WatchCheck], own: bool) -> str:
-    """The verdict over all checks, and what was not judged, in one line. own: the reference is the model itself."""
+    """Return the verdict over all checks and the items not judged, in a line. own: the model is its own reference."""
     left_out = Counter(item for check in checks for item in check.not_judged)
     items = [
         item if count == len(checks) else f"{item}, in {count} of {len(checks)} checks"
