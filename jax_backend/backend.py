@@ -29,7 +29,7 @@ class JaxBackend:
     threads = True
 
     def open(self, config: RunConfig) -> JaxSession:
-        """A session at the initial weights of `config`. Raises UserError if it asks for devices that are not there."""
+        """Open a session at the initial weights of `config`. Raises UserError if its devices are not there."""
         use_device(config)
         return JaxSession(config)
 

@@ -53,7 +53,7 @@ class WritingJax:
 
 
 def writing(state: State, folder: Path) -> WritingJax:
-    """A canonical state on its way into a folder, as a session writes its own."""
+    """Write a canonical state into a folder, as a session writes its own; return the write in progress."""
     return WritingJax(state.step, state.scalars, {PARAMS: state.params, **state.optimizer}, folder)
 
 
@@ -66,7 +66,7 @@ def read_state(folder: Path, config: RunConfig) -> State:
 
 
 def read(folder: Path, like: Trees) -> State:
-    """The state that orbax wrote into a checkpoint's folder; step and scalars are not in it.
+    """Read the state that orbax wrote into a checkpoint's folder; step and scalars are not in it.
 
     like: arrays by kind and parameter, for their shapes and dtypes. Raises ValueError if it is another tree.
     """

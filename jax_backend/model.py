@@ -167,7 +167,7 @@ def positions(documents_BS: Array) -> Array:
 
 
 def rope_at(rope_tables: tuple[Array, Array], places: Array | None, policy: Policy) -> Rope:
-    """The tables in the stream dtype, or as the plan of casts says; of these positions (B, S) if they are given."""
+    """Return the tables in the stream dtype, or as the plan of casts sets; of these positions (B, S) if given."""
     cos, sin = rope_tables if places is None else (table[places] for table in rope_tables)
     return Rope(*policy.tables(cos, sin), times=policy.times)
 
@@ -211,7 +211,7 @@ class Attention(nnx.Module):
         return attention(q_BSHE, k_BSKE, v_BSKE, policy, mask, self.scores)
 
     def placed(self, x_BSHE: Array, norm: HeadNorm | None, rope: Rope, policy: Policy, tap: Tap, name: str) -> Array:
-        """Queries or keys of each head, (B, S, H, E): normed and turned by their position, as the family says."""
+        """Apply the family's norm and rotation to the queries or keys of each head, (B, S, H, E)."""
         if norm is not None:
             x_BSHE = tap(f"{name}_norm", policy.kept(norm(policy.read(x_BSHE, "linear")), "norm"))
         if self.rotary:
@@ -404,7 +404,7 @@ class Transformer(nnx.Module):
         return self.trunk_at(tokens_BS, self.places(tokens_BS.shape[1], documents_BS, policy), policy, tap)
 
     def trunk_at(self, tokens_BS: Array, rope: Rope, policy: Policy, tap: Tap = no_tap) -> Array:
-        """The same of tokens at given places."""
+        """Run the trunk on tokens at given places."""
         x_BSD = tap("embed", policy.kept(self.embed(tokens_BS), "residual"))
         if self.embed_scale != 1:
             x_BSD = tap("embed_scale", policy.kept(policy.read(x_BSD, "residual") * self.embed_scale, "residual"))

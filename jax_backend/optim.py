@@ -43,7 +43,7 @@ A, B, C, LEAST_NORM = 3.4445, -4.7750, 2.0315, 1e-7
 def next_state(
     config: RunConfig, params: Tree, moments: dict[str, Tree], grads: Tree, step: Array, lr: Array
 ) -> tuple[Terms, dict[str, Tree]]:
-    """The terms of each new weight, to be added from left to right, and the new moments by kind.
+    """Compute the terms of each new weight, to be added from left to right, and the new moments by kind.
 
     `step` counts from 1. `lr` is the schedule's rate, a float64 scalar, as torch's Python float is.
     """

@@ -42,7 +42,7 @@ class Policy:
         return x if self.operand is None else rounded(x, self.operand)
 
     def round_output(self, x: Array) -> Array:
-        """The same of a product, whose operand format TF32 leaves as FP32."""
+        """Round a product's output; TF32 leaves it as FP32."""
         return self.round(x) if self.narrow_output else x
 
     def kept(self, x: Array, key: str) -> Array:

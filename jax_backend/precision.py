@@ -94,7 +94,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _with_bias(x: Array, weight: Array, bias: Array, policy: Policy) -> Array:
-    """The product and a rounded bias, with one rounding of their sum."""
+    """Compute the product and a rounded bias, with one rounding of their sum."""
     return policy.round(jnp.einsum("...i,oi->...o", policy.round(x), policy.round(weight)) + policy.round(bias))
 
 

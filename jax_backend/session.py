@@ -100,7 +100,7 @@ class JaxSession:
         }
 
     def state(self) -> State:
-        """A copy of weights, moments and step count."""
+        """Return a copy of weights, moments and step count."""
         return State(
             self.steps_done,
             {name: np.array(p) for name, p in self.params.items()},
@@ -128,7 +128,7 @@ class JaxSession:
         return WritingJax(self.steps_done, self.scalars, {PARAMS: self.params, **self.moments}, folder)
 
     def read(self, folder: Path) -> State:
-        """The state in a checkpoint that `write` made."""
+        """Read the state in a checkpoint that `write` made."""
         return checkpoint.read(folder, {PARAMS: self.params, **self.moments})
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
@@ -256,7 +256,7 @@ class JaxSession:
         self._stages[stage].lower({name: self._shape(x) for name, x in inputs.items()}).compile()
 
     def _shape(self, x: np.ndarray) -> jax.ShapeDtypeStruct:
-        """The shape and dtype that an input has in the stream."""
+        """Return the shape and dtype that an input has in the stream."""
         return jax.ShapeDtypeStruct(x.shape, self.policy.stream if x.dtype.kind == "f" else x.dtype)
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
@@ -282,7 +282,7 @@ class JaxSession:
         """Nothing is held beyond the object itself."""
 
     def model(self, params: Tree, tap: Tap = no_tap) -> Transformer:
-        """The module with these parameters, its tensors passing `tap` on their way."""
+        """Build the module with these parameters, its tensors passing `tap` on their way."""
         flat = [(self._paths[name], nnx.Param(p)) for name, p in params.items()]
         model: Transformer = nnx.merge(self.graph, nnx.from_flat_state(flat))
         model.tap = tap
@@ -404,7 +404,7 @@ class JaxSession:
         return largest_logits(self.model(params), tokens, self.policy, documents)
 
     def _under(self, policy: str) -> Policy:
-        """A policy by name, with the roundings of the run's attention kernel."""
+        """Return a policy by name, with the roundings of the run's attention kernel."""
         found = replace(POLICIES[policy], kernel=kernel_followed(self.config))
         own = policy == self.config.precision.policy
         return replace(found, casts=self.config.precision.plan) if own else found
@@ -434,7 +434,7 @@ class JaxSession:
 
 
 def build_model(config: RunConfig) -> Transformer:
-    """The model with unset weights."""
+    """Build the model with unset weights."""
     model = Transformer(config)
     apply_float8(model, config)
     apply_loss_head(model, config.loss)

@@ -50,7 +50,7 @@ class Shards:
         return jax.jit(function) if self._mesh is None else jax.jit(function, out_shardings=out)
 
     def parameter(self, x: np.ndarray, dtype: Any) -> Array:
-        """A parameter or moment from host memory, each device taking its part; a copy."""
+        """Place a parameter or moment from host memory, each device taking its part; a copy."""
         sharding = self.of(x.shape)
         # On the CPU, `asarray` and `device_put` share an aligned array's memory with its owner, who may write to it.
         return jnp.array(x, dtype) if sharding is None else jax.device_put(np.array(x, dtype), sharding)
@@ -60,7 +60,7 @@ class Shards:
         return x if self._mesh is None or x is None else jax.device_put(x, self._of_rows(x.shape))
 
     def tap(self, tap: Tap) -> Tap:
-        """A tap that also keeps what passes cut by sequences, so that weights are gathered and not activations."""
+        """Return a tap that also keeps tensors cut by sequences, so that weights are gathered and not activations."""
         if self._mesh is None:
             return tap
 

@@ -136,7 +136,7 @@ def stage_functions(run: RunConfig, model: Transformer, policy: Policy) -> dict[
 
 
 def with_gradients(function: StageFunction) -> Callable[[Inputs], dict[str, Array]]:
-    """The stage as a program: `out`, and `grad/ROLE` of every floating input if the inputs hold `grad`."""
+    """Return the stage as a program: `out`, and `grad/ROLE` of every floating input if the inputs hold `grad`."""
 
     def run(inputs: Inputs) -> dict[str, Array]:
         if "grad" not in inputs:

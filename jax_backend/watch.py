@@ -47,7 +47,7 @@ class JaxReference:
 
 
 def reference(loss: Loss, *, twin: Loss | None = None, has_aux: bool = False, device: str = "cpu") -> JaxReference:
-    """The reference that `watch` takes, from a loss function in JAX.
+    """Build the reference that `watch` takes, from a loss function in JAX.
 
     Args:
         loss: `(params, batch) -> loss`. `params` maps the model's parameter names (or those of `names=`) to arrays in

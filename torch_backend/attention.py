@@ -54,7 +54,7 @@ def document_mask(documents_BS: Tensor) -> Tensor:
 
 
 def document_blocks(documents_BS: Tensor) -> BlockMask:
-    """The same for FlexAttention, which passes over blocks of keys that no query of a block sees."""
+    """Build the document mask for FlexAttention, which skips blocks of keys that no query of a block sees."""
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (documents_BS[b, query] == documents_BS[b, key]) & (query >= key)
@@ -64,7 +64,7 @@ def document_blocks(documents_BS: Tensor) -> BlockMask:
 
 
 def window_blocks(documents_BS: Tensor | None, window: int, length: int, device: torch.device) -> BlockMask:
-    """The mask of a window for FlexAttention, (S, S) or, with documents, (B, S, S)."""
+    """Build the mask of a window for FlexAttention, (S, S) or, with documents, (B, S, S)."""
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         near = (query >= key) & (query - key < window)
@@ -89,7 +89,7 @@ class Kernel:
 
     @classmethod
     def of(cls, run: RunConfig) -> Kernel:
-        """The kernel of a run."""
+        """Return the kernel of a run."""
         chosen, model = run.attention, run.model
         grouped, scale = chosen.grouped == "kernel", model.attention_scale or None
         return cls(chosen.kernel, run.deterministic, grouped, scale, model.attention_cap)
@@ -135,7 +135,7 @@ class Kernel:
             return _sdpa(q_BHSE, k_BHSE, v_BHSE, mask, self.grouped, self.scale)
 
     def written_out(self, q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: Tensor | None) -> Tensor:
-        """The same with capped scores, in FP32 at least; the output is rounded. No kernel of torch's has a cap."""
+        """Compute attention with capped scores, in FP32 at least; round the output. No kernel of torch's has a cap."""
         narrow, wide = q_BHSE.dtype, torch.promote_types(q_BHSE.dtype, torch.float32)
         q, k, v = (x.to(wide) for x in (q_BHSE, k_BHSE, v_BHSE))
         if self.grouped:
@@ -147,7 +147,7 @@ class Kernel:
         return (scores.masked_fill(~mask, -math.inf).softmax(-1) @ v).to(narrow)
 
     def backends(self, device: str, dtype: torch.dtype) -> list[SDPBackend]:
-        """The kernels of torch's call that may run, best first; none: its own choice."""
+        """List the kernels of torch's call that may run, best first; none: its own choice."""
         if self.name in BACKENDS and (device == "cpu" or dtype in dtypes(self.chosen)):
             return [BACKENDS[self.name]]
         # torch would pass over cuDNN's without a word.
@@ -203,7 +203,7 @@ class Machine:
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:
-        """This machine, for a run on `device`."""
+        """Describe this machine, for a run on `device`."""
         if device.type != "cuda":
             return cls(device.type)
         return cls(
@@ -224,7 +224,7 @@ def check_kernel(config: RunConfig, device: torch.device) -> None:
 
 
 def dtypes(kernel: AttentionKernel) -> list[torch.dtype]:
-    """The inputs that a kernel takes on CUDA."""
+    """List the input dtypes that a kernel takes on CUDA."""
     return list(dict.fromkeys(DTYPES[operand] for operand in kernel.operands))
 
 
@@ -298,7 +298,7 @@ def _refusal_of_width(kernel: AttentionKernel, head_dim: int, dtype: torch.dtype
 
 
 def in_force(attention: AttentionConfig, device: torch.device, deterministic: bool = False) -> str:
-    """The kernel, and what is done about documents, in words."""
+    """Name the kernel, and how documents are kept apart, in words."""
     kernel = attention.chosen
     call = kernel.words or f"scaled_dot_product_attention, {kernel.name} kernel"
     if kernel is AUTO:

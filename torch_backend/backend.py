@@ -41,7 +41,7 @@ class TorchBackend:
     session_class: type[TorchSession] = TorchSession
 
     def open(self, config: RunConfig) -> Session:
-        """A session at the initial weights of `config`, of several ranks if it says so.
+        """Open a session at the initial weights of `config`, over several ranks if `config` has them.
 
         On the CPU, freed memory stays in this process from then on (torch_backend/host_memory.py). Raises UserError if
         the device is not there, or the attention kernel that was asked for cannot run on it.
@@ -62,7 +62,7 @@ class TorchBackend:
         return peer_session.open_among_peers(self, config)
 
     def open_rank(self, config: RunConfig) -> TorchSession:
-        """The session of one rank, before it joins the others."""
+        """Open the session of one rank, before it joins the others."""
         return self.session_class(config)
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:

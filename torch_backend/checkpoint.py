@@ -157,7 +157,7 @@ class WritingTorch:
 
 
 def writing(state: State, folder: Path) -> WritingTorch:
-    """A canonical state on its way into a folder, as a session of one rank writes its own."""
+    """Write a canonical state into a folder, as a session of one rank writes its own; return the write in progress."""
     arrays = {PARAMS: state.params, **state.optimizer}
     tensors = {
         f"{kind}/{n}": torch.from_numpy(np.array(a)) for kind, by_name in arrays.items() for n, a in by_name.items()
@@ -209,7 +209,7 @@ def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def files_of(sizes: Mapping[str, int], most: int) -> dict[str, int]:
-    """Number the file of each tensor, from 1, so that no file has more than `most` bytes but for a tensor that has."""
+    """Assign each tensor a file, from 1, so that no file has more than `most` bytes but for a tensor that has."""
     found, filled = {}, 0
     number = 1
     for name, size in sizes.items():

@@ -33,7 +33,7 @@ def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that one consists of: itself, or those inside a subclass."""
+    """Yield the tensors that one consists of: itself, or those inside a subclass."""
     if hasattr(tensor, "__tensor_flatten__"):
         inside, _ = tensor.__tensor_flatten__()
         for name in inside:

@@ -9,7 +9,7 @@ from lockstep.core.errors import UserError
 
 
 def resolve_device(config: RunConfig) -> torch.device:
-    """The device asked for; `auto` takes CUDA where there is one. Raises UserError if CUDA was asked for in vain."""
+    """Return the run's device; `auto` takes CUDA if it is there. Raises UserError if CUDA is asked for and missing."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "device = 'cuda' was asked for, but torch sees no CUDA device here; use device = 'cpu' or 'auto'"
@@ -23,7 +23,7 @@ def resolve_device(config: RunConfig) -> torch.device:
 
 
 def processor(device: torch.device) -> str:
-    """What decides how a device rounds: the GPU's name, or the CPU's instructions and the number of threads."""
+    """Name the hardware that decides rounding: the GPU, or the CPU's instructions and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"

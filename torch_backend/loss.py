@@ -35,7 +35,7 @@ def _losses(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Ten
 
 
 def logits_gradient(logits: Tensor, targets: Tensor, logsumexp: Tensor, grad: Tensor, z_loss: float) -> Tensor:
-    """The gradient of logits (…, V) in their dtype, given that of the per-token losses (…).
+    """Compute the gradient of logits (…, V) in their dtype, given that of the per-token losses (…).
 
     softmax · (1 + 2 · z_loss · logsumexp) − onehot(target), times `grad`. Autograd would scatter into a second (…, V)
     of zeros.

@@ -147,10 +147,10 @@ class Observes(Programs):
         return 0.0 if device_bytes(self.config, size, 0.0) <= self._free_at_first else self._free_at_first
 
     def _observe_windows(self, batch: Batch, names: frozenset[str], take: Take, rows: Tensor, budget: float) -> None:
-        """What `_observe_tapped` gives, a window of blocks at a time; `rows` alone are shown.
+        """Observe as `_observe_tapped`, a window of blocks at a time; `rows` alone are shown.
 
-        Before the first time, what two windows show is compared. Raises NotSupported if their bits differ: what a stage
-        was given and what it made would be of two programs.
+        Before the first time, the bits that two windows show are compared. Raises NotSupported if they differ: a
+        stage's inputs and its output would be of two programs.
         """
         parts = windows_of(self.config, names, len(rows), budget)
         if names not in self._sound_windows:
@@ -193,7 +193,7 @@ class Observes(Programs):
     def _tapped(
         self, batch: Batch, names: frozenset[str], rows: Tensor | None, given: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """What one tapped program shows, on the device; parameters' gradients whole, or this rank's part.
+        """Run one tapped program and return its taps on the device; parameters' gradients whole, or this rank's part.
 
         given: gradients where its backward pass begins, if not at the loss.
         """

@@ -64,9 +64,9 @@ Group = dict[str, Any]
 
 
 def build_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """The run's optimizer over the non-empty groups of core/model/names.py.
+    """Build the run's optimizer over the non-empty groups of core/model/names.py.
 
-    Each torch group carries its name under `group`, and under `lr_factor` what the schedule's rate is multiplied by.
+    Each torch group carries its name under `group`, and under `lr_factor` the factor on the schedule's rate.
     """
     groups, known = [], groups_of(config.model)
     group_of = {name: known.get(name) or _group_by_shape(name, p) for name, p in parameters.items()}
@@ -208,7 +208,7 @@ def _in_stretches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _stretch(tensor: Any, which: slice) -> Any:
-    """Some elements of a tensor, flat; those of torchao's are whole blocks."""
+    """Return some elements of a tensor, flat; those of torchao's are whole blocks."""
     if not in_codes(tensor):
         return tensor.view(-1)[which]
     scale = tensor.scale[which.start // BLOCK : which.stop // BLOCK]

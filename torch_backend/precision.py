@@ -91,7 +91,7 @@ POLICIES = {
 
 
 def policy_of(config: RunConfig) -> Policy:
-    """The policy of a run. Raises UserError if it asks for oneDNN's products and torch was built without oneDNN."""
+    """Return the policy of a run. Raises UserError for oneDNN's products if torch was built without oneDNN."""
     return replace(POLICIES[config.precision.policy], onednn=_by_onednn(config), casts=config.precision.plan)
 
 
@@ -131,7 +131,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float
 
 
 def _with_bias(x: Tensor, weight: Tensor, bias: Tensor, policy: Policy) -> Tensor:
-    """The same with a bias of the operand dtype, and one rounding of the sum. x is of the operand dtype."""
+    """Compute a product with a bias of the operand dtype, and one rounding of the sum. x is of the operand dtype."""
     weight, bias = weight.to(policy.operand), bias.to(policy.operand)
     if slow(x):
         wide = F.linear(x.to(policy.stream), weight.to(policy.stream), bias.to(policy.stream))
@@ -192,14 +192,14 @@ def slow(x: Tensor) -> bool:
 
 
 def narrow_product(left: Tensor, right: Tensor, out: torch.dtype, onednn: bool = False) -> Tensor:
-    """The product of two matrices of the operand dtype, rounded to that dtype, in the stream dtype `out`."""
+    """Multiply two matrices of the operand dtype; round to that dtype and return it in the stream dtype `out`."""
     if slow(left) or left.dtype == out:
         return wide_product(left, right, out, onednn).to(left.dtype).to(out)
     return torch.mm(left, right).to(out)
 
 
 def wide_product(left: Tensor, right: Tensor, out: torch.dtype, onednn: bool = False) -> Tensor:
-    """The product of two matrices of the operand dtype, in the stream dtype `out`: not rounded on the way out."""
+    """Multiply two matrices of the operand dtype into the stream dtype `out`: not rounded on the way out."""
     if left.is_cuda and left.dtype != out:
         return torch.mm(left, right, out_dtype=out)
     # The CPU has no low-precision product with FP32 output; products of bf16 values are exact in FP32.
@@ -226,7 +226,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def by_onednn(left: Tensor, right: Tensor) -> Tensor:
-    """The product of two FP32 matrices on the CPU by oneDNN, (m, k) · (k, n).
+    """Multiply two FP32 matrices on the CPU with oneDNN, (m, k) · (k, n).
 
     MKL, torch's BLAS on x86, keeps to AVX2 on processors that are not Intel's; oneDNN uses AVX-512 wherever it is.
     """

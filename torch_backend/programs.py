@@ -87,9 +87,9 @@ class Programs:
     _taps_of_blocks: Mapping[tuple[Tap, str], Tap]
 
     def build_program(self) -> Any:
-        """The compiled forward pass: of the whole model, or one program for all blocks and one for the chunked head.
+        """Compile the forward pass: of the whole model, or one program for all blocks and one for the chunked head.
 
-        The blocks' program is compiled once; what stands between them runs eagerly, and so do the blocks themselves
+        The blocks' program is compiled once; the code between them runs eagerly, and so do the blocks themselves
         where no gradients are computed: they would be compiled anew for each length and policy of a sample or a score.
         """
         if self.config.compile.scope == "model":
@@ -271,7 +271,7 @@ class Programs:
     def _through(
         self, tap: Tap, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
     ) -> Tensor:
-        """The loss of `micro_loss`, the model's tensors passing `tap` on their way."""
+        """Compute the loss of `micro_loss`, the model's tensors passing `tap` on their way."""
         self.model.tap = tap
         try:
             loss, _ = self.micro_loss(tokens, targets, weights, total, *documents)
@@ -290,7 +290,7 @@ class Programs:
         return self.scalars.get(SCALE, 1.0)
 
     def unscaled(self, gradient: Tensor) -> Tensor:
-        """A gradient without the loss scale; the same tensor where that is 1."""
+        """Divide a gradient by the loss scale; the same tensor where that is 1."""
         return gradient if self.scale == 1 else gradient / self.scale
 
     def total_weight(self, batch: Batch) -> Tensor:
@@ -316,7 +316,7 @@ class Programs:
         return () if found is None else tuple(on_device(batch, ("documents",), self.device))
 
     def _run(self, program: Any, *inputs: Any) -> Any:
-        """A program over the model's weights, on this rank alone or, where they are cut, on all of them."""
+        """Run a program over the model's weights, on this rank alone or, where they are cut, on all of them."""
         self.switches.require()
         return program(*inputs) if self.ranks is None else self.ranks.run(program, *inputs)
 

@@ -131,7 +131,7 @@ class TorchSession(Observes):
         self._set_amaxes()
 
     def build_model(self) -> Transformer:
-        """The model with unset weights in the policy's stream dtype (RoPE tables stay FP64 until they are used)."""
+        """Build the model with unset weights in the policy's stream dtype (RoPE tables stay FP64 until used)."""
         with torch.device("meta"):
             model = Transformer(self.config)
         model.to(self.policy.stream)
@@ -144,7 +144,7 @@ class TorchSession(Observes):
         return model
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer over the model's parameters."""
+        """Build the optimizer over the model's parameters."""
         return build_optimizer(self.config, self.parameters)
 
     def join_ranks(self) -> None:
@@ -159,7 +159,7 @@ class TorchSession(Observes):
 
     @collects
     def state(self) -> State:
-        """A copy of weights, moments and step count. Where weights are cut over ranks, every rank calls it."""
+        """Return a copy of weights, moments and step count. Where weights are cut over ranks, every rank calls it."""
         found = Collected()
         return found.state(self.stream_state(found))
 
@@ -206,7 +206,7 @@ class TorchSession(Observes):
         self._go_on_from(state.step, state.scalars)
 
     def update_counts(self) -> Mapping[str, int]:
-        """Updates that the optimizer has counted of each parameter; none before its first one."""
+        """Return the updates that the optimizer has counted of each parameter; none before its first one."""
         return update_counts(self.optimizer, self.parameters)
 
     def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
@@ -246,7 +246,7 @@ class TorchSession(Observes):
         return dict(zip(self.amaxes, to_numpy(self._amaxes_seen), strict=True))
 
     def amaxes_of_parts(self) -> list[Arrays]:
-        """The same of each micro-batch of a step whose parts are kept (`keep_parts`)."""
+        """Return the amaxes of each micro-batch of a step whose parts are kept (`keep_parts`)."""
         amaxes = self._parts.amaxes if self._parts is not None else []
         return [dict(zip(self.amaxes, to_numpy(one), strict=True)) for one in amaxes]
 
@@ -551,7 +551,7 @@ class TorchSession(Observes):
         return loss, nll
 
     def _initialise(self) -> None:
-        """The initial weights; where they are cut, a parameter at a time, so that nobody holds the whole model."""
+        """Set the initial weights; where they are cut, one by one, so that no rank holds the whole model."""
         model, seed = self.config.model, self.config.seed
         if self.root is None:
             self._load_parameters(init_parameters(model, seed))

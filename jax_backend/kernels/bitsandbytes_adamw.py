@@ -47,7 +47,7 @@ def next_of_bitsandbytes(
     decay: float,
     quantised: bool,
 ) -> tuple[tuple[Array, ...], Array, Array]:
-    """The terms of the new weight and the new moments, float32, from those before and the step, counted from 1."""
+    """Compute the new weight's terms and the new moments, float32, from the old ones and the step, counted from 1."""
     double, single = jnp.float64, jnp.float32
     p, grad, m, v, lr = (x.astype(double) for x in (p, grad, *moments, lr))
     beta1, beta2 = optim.beta1, optim.beta2

@@ -70,7 +70,7 @@ product.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def delayed_product(x: Array, weight: Array, amax: Array, policy: Policy) -> Array:
-    """The same with the scales of given amaxes (3,): of input, weight and output gradient.
+    """Compute the product with the scales of given amaxes (3,): of input, weight and output gradient.
 
     The gradient of `amax` is the three largest magnitudes that were seen instead.
     """

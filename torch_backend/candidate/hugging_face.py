@@ -34,7 +34,7 @@ class HuggingFaceCandidate(ModuleCandidate):
     attention: str | None = None
 
     def build(self, config: RunConfig) -> nn.Module:
-        """The model of the run's settings. Raises UserError if its architecture cannot express them."""
+        """Build the model of the run's settings. Raises UserError if its architecture cannot express them."""
         kind = architecture_of(_family(config))
         arguments = their_arguments(config.model, config.train.longest)
         attention = self.attention or ("eager" if config.model.attention_cap else "sdpa")
@@ -93,7 +93,7 @@ def taps_there(model: ModelConfig, family: HubFamily) -> dict[str, Where]:
 
 
 def calls_there(model: ModelConfig, kind: type) -> dict[Callable[..., Any], Sequence[str]]:
-    """The functions of transformers that return taps: RoPE, and the look-up of a scaled embedding. kind: its class."""
+    """Return the functions of transformers that return taps: RoPE and a scaled embedding's look-up. kind: its class."""
     traits = traits_of(model)
     module: Any = sys.modules[kind.__module__]
     rope = {module.apply_rotary_pos_emb: ("attn.q_rope", "attn.k_rope")} if traits.rotary else {}

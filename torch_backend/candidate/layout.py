@@ -63,7 +63,7 @@ class Placed:
         return any((np.diff(rows) != 1).any() for rows in self.rows.values())
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """The shape of theirs. shapes: of ours."""
+        """Return the shape of their tensor. shapes: of ours."""
         shape = (sum(map(len, self.rows.values())), *shapes[next(iter(self.rows))][1:])
         return shape[::-1] if self.transposed else shape
 
@@ -97,7 +97,7 @@ class Layout:
 
 
 def layout_of_stored(stored: Iterable[Stored], head: str, model: ModelConfig) -> Layout:
-    """The layout of a family's tensors, as core/hub/families lists them. head: their name of the head."""
+    """Build the layout of a family's tensors, as core/hub/families lists them. head: their name of the head."""
     shapes = parameter_shapes(model)
     placed: list[Placed] = []
     modules: dict[str, tuple[str, np.ndarray | None]] = {HEAD: (head.removesuffix(".weight"), None)}
@@ -109,7 +109,7 @@ def layout_of_stored(stored: Iterable[Stored], head: str, model: ModelConfig) ->
 
 
 def layout_of(given: Mapping[str, str | Sequence[str] | Fused], model: ModelConfig) -> Layout:
-    """The layout that a map of modules describes (`ModuleCandidate.modules`).
+    """Build the layout that a map of modules describes (`ModuleCandidate.modules`).
 
     Raises UserError for a name that the model does not have, and unless each of its parameters stands in one place.
     """
@@ -144,7 +144,7 @@ def _at(path: str, layer: int | None) -> str:
 
 
 def _ours(name: str, layer: int | None) -> str:
-    """A canonical name; inside a block it may be given without `blocks.{i}.`."""
+    """Return a canonical name; inside a block, `name` may lack `blocks.{i}.`."""
     if layer is None:
         return name
     name = name.replace("{i}", str(layer))

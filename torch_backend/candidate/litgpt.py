@@ -38,7 +38,7 @@ class LitGptCandidate(ModuleCandidate):
     }
 
     def build(self, config: RunConfig) -> nn.Module:
-        """The model of the run's settings, its head tied where the run's is."""
+        """Build the model of the run's settings, its head tied where the run's is."""
         from litgpt import GPT, Config
 
         m = config.model

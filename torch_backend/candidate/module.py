@@ -30,7 +30,7 @@ class ModuleCandidate(Numerics):
     name = "module"
 
     def open(self, config: RunConfig) -> ModuleSession:
-        """A session at the run's initial weights. Raises UserError for names, shapes or settings that do not fit."""
+        """Open a session at the run's initial weights. Raises UserError for misfits of names, shapes or settings."""
         self.require(config)
         return ModuleSession(self, config)
 

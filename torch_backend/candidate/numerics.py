@@ -39,7 +39,7 @@ class Numerics:
     taps_keep_bits = False
 
     def build(self, config: RunConfig) -> nn.Module:
-        """The module; its weights are overwritten."""
+        """Build the module; its weights are overwritten."""
         raise UserError(f"{type(self).__name__} builds no model: write build(self, config)")
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Numerics:
         return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
     def share(self, nll: Tensor, weights: Tensor, total: float, count: int) -> Tensor:
-        """A micro-batch's part of the step's loss. total: the step's loss weight. count: its micro-batches."""
+        """Return a micro-batch's part of the step's loss. total: the step's loss weight. count: its micro-batches."""
         return (nll * weights).sum() / total
 
     def clip(self, config: RunConfig, parameters: Sequence[nn.Parameter]) -> tuple[float, float]:
@@ -65,7 +65,7 @@ class Numerics:
         return norm, min(1.0, limit / (norm + 1e-6))
 
     def build_optimizer(self, config: RunConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer; by default torch's AdamW with the run's groups.
+        """Build the optimizer; by default torch's AdamW with the run's groups.
 
         parameters: by canonical name, a fused one by the first of those in it. Raises UserError where an update is not
         one of each number by itself, and a parameter is several of ours or lies otherwise.
@@ -79,7 +79,7 @@ class Numerics:
         return optim.build_optimizer(config, parameters)
 
     def learning_rate(self, config: RunConfig, step: int) -> float:
-        """The rate of a step, from 1; by default the run's schedule. A group's `lr_factor` multiplies it."""
+        """Return the rate of a step, from 1; by default the run's schedule. A group's `lr_factor` multiplies it."""
         return schedule.learning_rate(config.optim, step, config.train.steps)
 
     def precision(self, config: RunConfig) -> AbstractContextManager[Any]:
@@ -93,9 +93,9 @@ class Numerics:
         return layout_of(self.modules, config.model)
 
     def taps_of(self, config: RunConfig) -> Mapping[str, Where]:
-        """The taps of this run; by default `taps`."""
+        """Return the taps of this run; by default `taps`."""
         return self.taps
 
     def calls_of(self, config: RunConfig) -> Mapping[Callable[..., Any], Sequence[str]]:
-        """The functions of this run whose results are taps; by default `calls`."""
+        """Return the functions of this run whose results are taps; by default `calls`."""
         return self.calls

@@ -54,7 +54,7 @@ class ModuleSession:
                 self._parameters[one.theirs].copy_(torch.from_numpy(one.to_theirs(params.__getitem__)))
 
     def state(self) -> State:
-        """A copy of weights, moments and step count; zeros for moments that the optimizer does not have."""
+        """Return a copy of weights, moments and step count; zeros for moments that the optimizer does not have."""
         kinds: dict[str, dict[str, np.ndarray]] = {}
         for kind, names in moment_names(self.config).items():
             first = [name for name in names if name in self._placed]
@@ -92,7 +92,7 @@ class ModuleSession:
         return {**checksums(itertools.chain(weights, moments)), "step": self.steps_done, **self.scalars}
 
     def update_counts(self) -> Mapping[str, int]:
-        """Updates that the optimizer has counted, by canonical name."""
+        """Return the number of updates that the optimizer has counted, by canonical name."""
         counts = update_counts(self.optimizer, self._by_ours)
         return {name: count for first, count in counts.items() for name in self._placed[first].rows}
 
@@ -202,7 +202,7 @@ class ModuleSession:
         return seen
 
     def hidden_taps(self) -> Mapping[str, str]:
-        """The taps that it cannot show, each with the reason."""
+        """Return the taps that it cannot show, each with the reason."""
         return self.taps.hidden
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:

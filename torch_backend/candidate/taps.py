@@ -109,7 +109,7 @@ class Taps:
             self._places[tap] = Place(tap, at, "input" if side == "input" else "output", view)
 
     def _tap(self, name: str, layer: int | None) -> str:
-        """A canonical tap of a block, whose name may leave `blocks.{i}.` out. Raises UserError if there is none."""
+        """Complete a block's tap name, which may lack `blocks.{i}.`. Raises UserError if there is no such tap."""
         tap = name if layer is None else name.replace("{i}", str(layer))
         tap = tap if layer is None or tap.startswith("blocks.") else f"blocks.{layer}.{tap}"
         if tap not in self._graph.by_tap:
@@ -124,7 +124,7 @@ class Taps:
             raise UserError(f"{of}: the model has no module {path}" + (f"; did you mean {near[0]}?" if near else ""))
 
     def _call(self, function: Callable[..., Any], names: Sequence[str]) -> Call:
-        """A function and the taps that its results are, one after another; of each block, if they are a block's."""
+        """Pair a function with the taps that its results are, in order; of each block, if they are a block's."""
         outside = all(name in self._graph.by_tap for name in names)
         layers = (None,) if outside else range(self._model.layers)
         taps = [self._tap(name, layer) for layer in layers for name in names]
@@ -144,7 +144,7 @@ class Taps:
         return x if self._layout.turned is None else x[..., torch.from_numpy(self._layout.turned)]
 
     def _of_modules(self) -> None:
-        """The places that follow from the modules of the operations: what each writes, and what is read between."""
+        """Find the places given by the operations' modules: where taps are written, and read between modules."""
         known = {*self._places, *self._called}
         at = {one.tap: place for one in self._graph.operations if (place := self._module_of(one)) is not None}
         for one in self._graph.operations:

@@ -38,7 +38,7 @@ def check_bitsandbytes(optim: OptimConfig) -> None:
 
 
 def bitsandbytes_adamw(optim: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The library's optimizer; decay stands in the groups."""
+    """Build the library's optimizer; decay is set in the groups."""
     with quiet_import():
         from bitsandbytes.optim.adamw import AdamW8bit
 
@@ -56,7 +56,7 @@ def bitsandbytes_adamw(optim: OptimConfig, groups: list[dict[str, Any]]) -> torc
 
 
 def read_moment(entry: Mapping[str, Any], kind: str) -> Tensor:
-    """A moment of one parameter's state as FP32, in the parameter's shape."""
+    """Read a moment of one parameter's state as FP32, in the parameter's shape."""
     number = STATES[kind]
     codes: Tensor = entry[f"state{number}"]
     if codes.dtype == torch.float32:
@@ -68,7 +68,7 @@ def read_moment(entry: Mapping[str, Any], kind: str) -> Tensor:
 
 
 def written_moment(optimizer: Any, value: Tensor, kind: str, quantised: bool) -> dict[str, Tensor]:
-    """The entries of a parameter's state that stand for `value`, FP32: exactly, if it is what codes stood for."""
+    """Encode `value`, FP32, as entries of a parameter's state: exactly, if it was decoded from codes."""
     number = STATES[kind]
     if not quantised:
         return {f"state{number}": value}

@@ -56,7 +56,7 @@ class Float8:
 
 
 def float8(precision: PrecisionConfig, device: torch.device) -> Float8 | None:
-    """The recipe of the run, None without FP8. Raises UserError if this GPU or installation cannot do it."""
+    """Return the FP8 recipe of the run, None without FP8. Raises UserError if this GPU or installation cannot do it."""
     if precision.fp8 is None:
         return None
     on_cuda = device.type == "cuda"

@@ -61,7 +61,7 @@ def _in_place(logits: Tensor, targets: Tensor, shares: Tensor, z_loss: float, op
 
 @torch.library.custom_op("lockstep::one_kernel", mutates_args=())
 def losses_and_shown_gradient(logits: Tensor, targets: Tensor, shares: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """The same with a gradient in memory of its own and in the logits' dtype: both are shown."""
+    """Compute losses and a gradient in memory of its own and in the logits' dtype: both are shown."""
     losses, grad = torch.empty_like(shares), torch.empty_like(logits)
     _launch(logits, grad, targets, shares, losses, z_loss)
     return losses, grad
@@ -91,6 +91,6 @@ def _launch(logits: Tensor, grad: Tensor, targets: Tensor, shares: Tensor, losse
 
 
 def _largest_cluster(device: torch.device) -> int:
-    """The most thread blocks that hold a row together: 1 before Hopper, and for a Triton that sums in one alone."""
+    """Return the most thread blocks that hold a row together: 1 before Hopper, and for Triton without clusters."""
     knows = tuple(map(int, version("triton").split(".")[:2])) >= OVER_CLUSTERS
     return CLUSTER if knows and device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER else 1

@@ -85,7 +85,7 @@ class Ranks(Sharing):
         self._in_buckets = {id(p): p.grad for p in parameters if p.grad is not None}
 
     def plan(self, micros: Sequence[Batch]) -> Iterator[MicroLoss]:
-        """The program for each micro-batch that this rank computes of these, in order.
+        """Yield the program for each micro-batch that this rank computes of these, in order.
 
         Gradients accumulate on the rank; the last backward pass reduces the sum.
         """
@@ -98,12 +98,12 @@ class Ranks(Sharing):
             yield self.ddp if number == count else self.unreduced
 
     def unreduced(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The micro-batch's loss and NLL; its backward pass leaves the gradients on this rank."""
+        """Return the micro-batch's loss and NLL; its backward pass leaves the gradients on this rank."""
         with self.ddp.no_sync():
             return self.ddp(*inputs)
 
     def alone(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The same program without the others: nothing is sent, in the forward pass or in the backward."""
+        """Run the same program without the other ranks: no communication in the forward or the backward pass."""
         # As DDP calls it, or the first call outside would compile another program than the one that trains.
         with self.ddp._inside_ddp_forward():
             return self.ddp.module(*inputs)
@@ -117,7 +117,7 @@ class Ranks(Sharing):
         return self.sum(bucket)
 
     def sum(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """The bucket's sum over ranks (no mean: the loss is divided by the weight of all ranks' tokens already).
+        """Sum the bucket over ranks (no mean: the loss is divided by the weight of all ranks' tokens already).
 
         In the declared dtype: cast, summed, cast back. torch's own bf16_compress_hook takes the mean.
         """

@@ -58,7 +58,7 @@ class ShardedRanks(Sharing):
         return SumAndCut(partial(self._noted, called, members), self.narrow)
 
     def narrow(self) -> torch.dtype | None:
-        """The dtype that gradients are summed in now, if it is a narrow one."""
+        """Return the dtype that gradients are summed in now, if it is a narrow one."""
         return self._narrow if self._shared else None
 
     def _noted(self, called: str, members: Sequence[Tensor], gradients: Tensor) -> None:
@@ -69,7 +69,7 @@ class ShardedRanks(Sharing):
         self._extremes.append((members, *torch.aminmax(gradients)))
 
     def plan(self, micros: Sequence[Batch]) -> Iterator[MicroLoss]:
-        """The program for each micro-batch that this rank computes of these, in order.
+        """Yield the program for each micro-batch that this rank computes of these, in order.
 
         Whole gradients accumulate on the rank and the last backward pass reduces their sum, as under DDP; or each one
         reduces its own, if so configured, and parts accumulate.
@@ -86,12 +86,12 @@ class ShardedRanks(Sharing):
             yield self.trains
 
     def trains(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The micro-batch's loss and NLL."""
+        """Return the micro-batch's loss and NLL."""
         found: tuple[Tensor, Tensor] = self.run(self._program, *inputs)
         return found
 
     def alone(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The same; only the loss of rank 0 counts."""
+        """Return the micro-batch's loss and NLL; only the loss of rank 0 counts."""
         tokens, targets, weights, total, *documents = inputs
         return self.trains(tokens, targets, weights, self.total(total), *documents)
 
@@ -139,7 +139,7 @@ class ShardedRanks(Sharing):
                 p.grad = None
 
     def norm(self, norms: Tensor) -> Tensor:
-        """The root of the sum of squares over ranks."""
+        """Return the root of the sum of squares over ranks."""
         self.on_sent("the sum of the norms")
         return sum_of_squares(norms)
 
@@ -151,6 +151,6 @@ class ShardedRanks(Sharing):
 
 
 def _own(part: Any) -> list[Tensor]:
-    """The parameters of a part that belong to no part inside it."""
+    """List the parameters of a part that belong to no part inside it."""
     inner = {id(p) for other in parts(part).values() if other is not part for p in other.parameters()}  # type: ignore[attr-defined]
     return [p for p in part.parameters() if id(p) not in inner]

@@ -99,7 +99,7 @@ class PeerSession:
 
     @collects
     def state(self) -> State:
-        """A copy of the state, gathered from all ranks where it is cut."""
+        """Return a copy of the state, gathered from all ranks where it is cut."""
         found = Collected()
         return found.state(self.stream_state(found))
 
@@ -225,7 +225,7 @@ class PeerSession:
         self.own.keep_inputs()
 
     def inputs_kept(self) -> Arrays:
-        """That of all ranks, whose shares follow each other in the batch."""
+        """Return the inputs kept on all ranks, whose shares follow each other in the batch."""
         found = self.peers.gather(self.own.inputs_kept(), "gather what the step was given")
         return {name: np.concatenate([of_rank[name] for of_rank in found]) for name in found[0]}
 

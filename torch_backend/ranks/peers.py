@@ -187,7 +187,7 @@ class Peers(Marks):
 
     @contextmanager
     def _watched(self, asked: str) -> Iterator[int]:
-        """A call that all ranks make, by its number: what ends one of them in it is found out."""
+        """Yield the number of a call that all ranks make; if an error ends it on one of them, find the cause."""
         if self.lost is not None:
             raise RankError(self.lost)
         self._calls += 1

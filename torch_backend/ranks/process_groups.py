@@ -38,7 +38,7 @@ class RankError(UserError):
 
 
 def take_device(local: int, cuda: bool) -> torch.device:
-    """The device of a local rank, made the current one. Raises UserError if there is none."""
+    """Return the device of a local rank, made the current one. Raises UserError if there is none."""
     if not cuda:
         return torch.device("cpu")
     if torch.cuda.device_count() <= local:

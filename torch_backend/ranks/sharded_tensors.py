@@ -67,7 +67,7 @@ def cut(model: nn.Module, config: RunConfig, device: torch.device) -> Root:
 
 
 def parts(module: nn.Module) -> dict[str, FSDPModule]:
-    """The modules whose parameters are gathered together, by name; the root's is empty."""
+    """Return the modules whose parameters are gathered together, by name; the root's is empty."""
     return {name: found for name, found in module.named_modules() if isinstance(found, FSDPModule)}
 
 
@@ -128,7 +128,7 @@ class NotSummed(DefaultReduceScatter):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, in the same memory, of which autograd knows nothing."""
+    """Return this rank's part, in the same memory, detached from autograd."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -139,7 +139,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def as_part(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that is cut as `like` is."""
+    """Wrap this rank's part of a tensor that is cut as `like` is."""
     if not isinstance(like, DTensor):
         return value
     return DTensor.from_local(
@@ -156,7 +156,7 @@ def rows_of(tensor: Tensor) -> slice:
 
 
 def part_shape(tensor: Tensor) -> Shape:
-    """The shape of this rank's part."""
+    """Return the shape of this rank's part."""
     return tuple(local(tensor).shape)
 
 
@@ -218,7 +218,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def own_rows(arrays: Arrays, name: str, like: Tensor) -> np.ndarray:
-    """This rank's rows of an array by name, which is there whole or, where `like` is cut, as these rows alone."""
+    """Return this rank's rows of an array by name, which holds all rows or, where `like` is cut, these rows alone."""
     if not isinstance(like, DTensor):
         return arrays[name]
     rows = rows_of(like)

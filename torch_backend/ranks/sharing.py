@@ -43,7 +43,7 @@ class Sharing:
         return len(micros) % self.count == 0
 
     def share(self, micros: Sequence[Batch]) -> Sequence[Batch]:
-        """This rank's micro-batches: its contiguous part of them."""
+        """Return this rank's micro-batches: its contiguous part of them."""
         part = len(micros) // self.count
         return micros[self.rank * part : (self.rank + 1) * part]
 
@@ -63,11 +63,11 @@ class Sharing:
         """After gradients were summed over ranks."""
 
     def plan(self, micros: Sequence[Batch]) -> Iterator[MicroLoss]:
-        """The program for each micro-batch that this rank computes of these, in order."""
+        """Yield the program for each micro-batch that this rank computes of these, in order."""
         raise NotImplementedError
 
     def alone(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The program that trains, for a micro-batch of rank 0 alone."""
+        """Run the training program for a micro-batch of rank 0 alone."""
         raise NotImplementedError
 
     def run(self, program: Callable[..., Any], *inputs: Any) -> Any:
@@ -109,7 +109,7 @@ class Sharing:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
 
     def together(self, loss: Tensor, nll: list[Tensor], shown: bool) -> tuple[Tensor, list[Tensor]]:
-        """The loss over all ranks; where it is `shown`, the per-token NLL of all ranks in the batch's order."""
+        """Sum the loss over all ranks; where it is `shown`, gather the per-token NLL in the batch's order."""
         self.on_sent("the sum of the losses" if self.sharded else "")
         self._own_loss = loss.clone()
         dist.all_reduce(loss)

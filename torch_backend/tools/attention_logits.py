@@ -54,7 +54,7 @@ def _attention(block: torch.nn.Module) -> Attention:
 
 
 def by_heads(x: Tensor, head_dim: int) -> Tensor:
-    """Queries or keys (B, S, H, E), from those or from (B, S, H·E)."""
+    """Reshape queries or keys to (B, S, H, E), from that or from (B, S, H·E)."""
     return x if x.ndim == 4 else x.unflatten(-1, (-1, head_dim))
 
 

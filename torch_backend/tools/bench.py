@@ -119,7 +119,7 @@ def operands(kind: str) -> list[str]:
 
 
 def product(operand: str, side: int, kind: str) -> Callable[[], Tensor]:
-    """A product of two square matrices (side, side) of random numbers, output bf16 for FP8, else as the operands."""
+    """Prepare a product of random matrices (side, side); the output is bf16 for FP8, else as the operands."""
     torch.manual_seed(SEED)
     left, right = (torch.randn(side, side, device=kind) for _ in range(2))
     if operand == "fp8":

@@ -33,7 +33,7 @@ class Cache:
         self._held: dict[str, Tensor] = {}
 
     def tap(self, start: int) -> Tap:
-        """The tap of a pass over tokens that stand at `start` and after it."""
+        """Return the tap of a pass over tokens that stand at `start` and after it."""
 
         def keep(name: str, new: Tensor) -> Tensor:
             if not name.endswith((self._keys, VALUES)):

@@ -125,7 +125,7 @@ def named(result: Any) -> dict[str, Tensor]:
 
 
 def own_tensors(function: Any) -> dict[str, tuple[Tensor, bool]]:
-    """A module's parameters and buffers by name, and whether each is to be differentiated; {} of a function."""
+    """Return a module's parameters and buffers by name, each with its `requires_grad`; {} for a function."""
     if not isinstance(function, nn.Module):
         return {}
     parameters = {name: (p, p.requires_grad) for name, p in function.named_parameters()}
@@ -133,7 +133,7 @@ def own_tensors(function: Any) -> dict[str, tuple[Tensor, bool]]:
 
 
 def array(tensor: Tensor) -> np.ndarray:
-    """A copy of a tensor's numbers: float64 of floating ones, integers and booleans as they are."""
+    """Copy a tensor's numbers: floating ones as float64, integers and booleans as they are."""
     found = tensor.detach().to("cpu")
     return np.array((found.double() if found.is_floating_point() else found).numpy())
 

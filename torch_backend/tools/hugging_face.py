@@ -80,7 +80,7 @@ def _as_it_is() -> Iterator[None]:
 
 
 def architecture_of(family: HubFamily) -> Any:
-    """The class of transformers that computes a family. Raises UserError if transformers is not installed."""
+    """Return the class of transformers that computes a family. Raises UserError if transformers is not installed."""
     try:
         import transformers
     except ImportError as error:
@@ -140,7 +140,7 @@ class HuggingFaceSession:
         return widened(self._kind) if self._exact else _as_it_is()
 
     def state(self) -> State:
-        """The weights it has, under our names; moments as they were given, which it does not use."""
+        """Return the weights under our names; moments as they were given, which it does not use."""
         params: dict[str, np.ndarray] = {}
         for one in self._stored:
             params |= dict(to_ours(one, self._theirs[one.theirs].detach().numpy(), self._shapes))
@@ -210,7 +210,7 @@ class HuggingFaceSession:
         return Gradients(np.concatenate(nll), loss, {name: grads[name] for name in self._shapes})
 
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """The logits, if they are asked for. Raises NotSupported without them: the model is a black box."""
+        """Return the logits, if they are asked for. Raises NotSupported without them: the model is a black box."""
         if LOGITS not in taps:
             raise NotSupported("hf shows its logits alone")
         with torch.no_grad(), self._precision():
@@ -236,9 +236,9 @@ class HuggingFaceBackend:
     name = "hf"
 
     def open(self, config: RunConfig) -> HuggingFaceSession:
-        """A session at the initial weights. Raises UserError for another family or precision, or without the library.
+        """Open a session at the initial weights. Raises UserError for another family or precision, or no library.
 
-        The program is eager, on the CPU, of one process, whatever the run says of these.
+        The program is eager, on the CPU, of one process, whatever the run's own settings of these.
         """
         return HuggingFaceSession(config)
 

@@ -22,12 +22,12 @@ def unmarked(name: str) -> AbstractContextManager[Any]:
 
 
 def nvtx(name: str) -> AbstractContextManager[Any]:
-    """A range of NVTX, for Nsight Systems."""
+    """Open a range of NVTX, for Nsight Systems."""
     return torch.cuda.nvtx.range(PART + name)
 
 
 def recorded(name: str) -> AbstractContextManager[Any]:
-    """A range of PyTorch's profiler."""
+    """Open a range of PyTorch's profiler."""
     return torch.profiler.record_function(PART + name)
 
 
@@ -45,7 +45,7 @@ def in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
 
 
 def part(name: str) -> Callable[[Method], Method]:
-    """A method of a session as a part of the step."""
+    """Mark a method of a session as a part of the step."""
 
     def named(method: Method) -> Method:
         @wraps(method)

@@ -138,12 +138,12 @@ def _handed_over(graph: torch.fx.GraphModule, outputs: Any) -> int:
 
 
 def _known(size: int | torch.SymInt) -> int:
-    """A size that a checkpointed part may have as a symbol."""
+    """Return a size that a checkpointed part may have as a symbol."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
 def fake(config: RunConfig) -> tuple[Transformer, tuple[Any, ...]]:
-    """The model and a micro-batch, in the fake mode that is on."""
+    """Build the model and a micro-batch, in the fake mode that is on."""
     policy = policy_of(config)
     before = torch.get_default_dtype()
     # Parameters cannot change their dtype under fake tensors.
@@ -163,7 +163,7 @@ def fake(config: RunConfig) -> tuple[Transformer, tuple[Any, ...]]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """The storage of a tensor, by a number that is its own while it lives."""
+    """Return a number that identifies a tensor's storage while it lives."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -19,7 +19,7 @@ from lockstep.core.parity.measures.calibrated_bounds import independent
 
 
 def _signed(constant: int) -> int:
-    """A 32-bit constant as the int32 of the same bits."""
+    """Convert a 32-bit constant to the int32 of the same bits."""
     return constant - (1 << 32) if constant >> 31 else constant
 
 
@@ -86,7 +86,7 @@ Kept = tuple[Tensor, Tensor]  # sketch (K,) and statistics (4,)
 
 
 def sign_table(size: int, device: torch.device) -> Tensor:
-    """The first signs as int8, enough for tensors of `size` numbers."""
+    """Return the first signs as int8, enough for tensors of `size` numbers."""
     return signs(0, size + K, device).to(torch.int8)
 
 

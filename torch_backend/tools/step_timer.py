@@ -27,13 +27,13 @@ class StepClock:
         self._found: dict[str, float] = {}
 
     def begin(self) -> None:
-        """A step begins; what was marked before is forgotten."""
+        """Begin a step and drop the marks of the one before."""
         self._marks, self._excluded, self._found = {}, {}, {}
         self._started = time.perf_counter()
         self.mark(BEGIN)
 
     def mark(self, name: str) -> None:
-        """The step is here; a mark of the same name is moved."""
+        """Record that the step is at `name`; a mark of the same name is moved."""
         self._marks[name] = time.perf_counter()
         if self._device.type == "cuda":
             if name not in self._events:
@@ -50,7 +50,7 @@ class StepClock:
         self._excluded[part] = self._excluded.get(part, 0.0) + time.perf_counter() - started
 
     def end(self) -> None:
-        """The step is over, and the device was waited for since ACCUMULATED."""
+        """End the step, after the device was synchronised since ACCUMULATED."""
         total = time.perf_counter() - self._started - sum(self._excluded.values())
         both = self._between(BEGIN, ACCUMULATED)
         communication = self._between(REDUCING, ACCUMULATED) if REDUCING in self._marks else 0.0

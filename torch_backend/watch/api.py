@@ -38,7 +38,7 @@ def watch(
     operations: bool | int = False,
     **settings: Any,
 ) -> Watcher:
-    """A watcher of `model` (any torch module) and `optimizer` (one, or a sequence of them).
+    """Watch `model` (any torch module) and `optimizer` (one, or a sequence of them); return the watcher.
 
     Args:
         model: what trains, wrapped as it is: torch.compile, DistributedDataParallel, fully_shard (FSDP2), accelerate.

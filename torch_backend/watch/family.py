@@ -151,7 +151,7 @@ class FamilyReference:
         return batch
 
     def _reference(self, precision: Precision, length: int, uncovered: Uncovered) -> Reference:
-        """The reference's sessions at the candidate's precision, for sequences of up to so many tokens."""
+        """Open the reference's sessions at the candidate's precision, for sequences of up to `length` tokens."""
         casts, why = self._casts(precision)
         if why:
             uncovered.append(why)
@@ -173,7 +173,7 @@ class FamilyReference:
         return AttentionConfig() if self._model.attention_cap else AttentionConfig(kernel="flash", grouped="kernel")
 
     def _casts(self, precision: Precision) -> tuple[str, str]:
-        """The plan of casts of the twin, and in words why it is not that of autocast. Raises UserError without one."""
+        """Return the twin's plan of casts, and why it is not autocast's. Raises UserError if there is none."""
         if drawn := dropouts(self._module):
             raise UserError(f"the forward draws random numbers{drawn}: turn that off, or nothing repeats")
         if precision == "fp64":
@@ -287,7 +287,7 @@ def _config_of(module: Any) -> Any:
 
 
 def _of_shape(reference: Reference, batch: Batch) -> Reference:
-    """The same sessions for a micro-batch of this shape."""
+    """Return the same sessions for a micro-batch of this shape."""
     rows, length = batch.tokens.shape
     train = reference.config.train.model_copy(
         update={"batch_size": rows, "micro_batch_size": rows, "sequence_length": length}
@@ -304,7 +304,7 @@ def _evidence(state: State, tapped: Batch, taps: Arrays, hidden: tuple[str, ...]
 
 
 def _batch_of(part: Any, model: ModelConfig) -> Batch:
-    """The causal batch of a mapping as transformers takes it. Raises UserError for what is not read here."""
+    """Build the causal batch from a mapping as transformers takes it. Raises UserError for inputs not read here."""
     if not isinstance(part, Mapping) and not hasattr(part, "items"):
         raise UserError("a batch of from_hf is a mapping with input_ids and labels, as the model takes it")
     arrays = {name: array_of(value) for name, value in part.items() if value is not None}

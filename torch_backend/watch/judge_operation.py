@@ -127,7 +127,7 @@ class JudgeOperation:
         return found
 
     def _twins(self, call: Call, values: Sequence[np.ndarray], way: str) -> Sequence[Any]:
-        """The results in FP32; none of the candidate's own kernel, nor where a reference does not run in FP32."""
+        """Compute the results in FP32; none for the candidate's own kernel, or if a reference cannot run in FP32."""
         if way == BY_KERNEL:
             return []
         try:
@@ -150,7 +150,7 @@ class JudgeOperation:
 
 
 def _resolution(call: Call, i: int) -> float:
-    """The root mean square of one rounding of an attention weight, exp(score − lse), as the error of its lse.
+    """Return the root mean square of one rounding of an attention weight, exp(score − lse), as the error of its lse.
 
     torch's kernels for narrow operands take a fast exponential, off by 6e-5, for weights that they round to bf16.
     """
@@ -161,5 +161,5 @@ def _resolution(call: Call, i: int) -> float:
 
 
 def _rounded(twins: Sequence[Any], i: int, dtype: torch.dtype) -> list[np.ndarray]:
-    """The twin of a result, rounded to its dtype, in a list; an empty list where there is none."""
+    """Round the twin of a result to its dtype, in a list; an empty list where there is none."""
     return [rounded(twins[i], dtype)] if i < len(twins) and twins[i] is not None else []

@@ -61,7 +61,7 @@ def _name(func: Any) -> str:
 
 @contextmanager
 def places(model: nn.Module) -> Iterator[Callable[[], str]]:
-    """A function that names the innermost module whose forward is running."""
+    """Yield a function that names the innermost module whose forward is running."""
     stack: list[str] = []
     handles: list[Any] = []
     for name, module in model.named_modules():

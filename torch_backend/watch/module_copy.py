@@ -27,7 +27,7 @@ REPLICATED = ("DistributedDataParallel", "DataParallel")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside torch.compile's and DistributedDataParallel's. Raises UserError for FSDP1."""
+    """Return the user's own module inside torch.compile's and DistributedDataParallel's. Raises UserError for FSDP1."""
     while True:
         kind = type(model).__name__
         if kind == COMPILED:

@@ -191,7 +191,7 @@ class OwnModule:
 
 
 def _leaves(value: Tensor) -> set[int]:
-    """The ids of the tensors into which a backward pass from here would write gradients."""
+    """Collect the ids of the tensors into which a backward pass from here would write gradients."""
     found, seen, todo = set[int](), set[Any](), [value.grad_fn]
     while todo:
         node = todo.pop()

@@ -35,7 +35,7 @@ class Parts:
     last: Sequence[bool]
 
     def scaled(self, loss: Tensor, i: int) -> Tensor:
-        """A micro-batch's loss as its rank weighs it."""
+        """Scale a micro-batch's loss by its rank's weight."""
         loss = loss / self.count if self.count != 1 else loss
         return loss * self.weights[i] if self.weights[i] != 1 else loss
 
@@ -104,11 +104,11 @@ class Sums:
             self._of_ranks = {}
 
     def _kept(self, name: str) -> torch.dtype:
-        """The dtype of a parameter's gradient where it trains."""
+        """Return the dtype of a parameter's gradient where it trains."""
         return self._casts.kept.get(name, self._params[name].dtype)
 
     def gradients(self, elsewhere: dict[str, Tensor]) -> dict[str, np.ndarray]:
-        """The gradients of the step; zeros where none came. elsewhere: those that are in no `.grad`; it is emptied."""
+        """Return the step's gradients, zeros where none came. elsewhere: those in no `.grad`; it is emptied."""
         found = {}
         for name, p in self._params.items():
             if self._casts:

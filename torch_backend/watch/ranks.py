@@ -33,9 +33,9 @@ LONGEST_WAIT = timedelta(days=1)
 
 
 def ranks_that_train(model: nn.Module, gathers: bool) -> GlooRanks | None:
-    """The ranks of a model under DistributedDataParallel or FSDP2; None where it is one.
+    """Return the ranks of a model under DistributedDataParallel or FSDP2; None for a single rank.
 
-    A collective call where it is more. Raises UserError for a layout that is not watched.
+    With several ranks this is a collective call. Raises UserError for a layout that is not watched.
     """
     members, factor = _members(model)
     return GlooRanks(members, factor, gathers) if len(members) > 1 else None
@@ -64,7 +64,7 @@ def _members(model: Any) -> tuple[list[int], float]:
 
 
 def _dims_of(placements: Sequence[str]) -> tuple[int | None, ...] | None:
-    """The axis that is cut over each axis of the mesh; None for a layout that data-parallel training does not give."""
+    """Return the tensor axis cut over each mesh axis; None for layouts that data-parallel training does not produce."""
     kinds = [name.partition("(")[0] for name in placements]
     if kinds not in (["S"], ["Shard"], ["R", "S"], ["Replicate", "Shard"]):
         return None

@@ -86,7 +86,7 @@ class Recompute:
         self._refused: set[str] = set()
 
     def values(self, call: Call) -> list[np.ndarray]:
-        """The floating inputs of a call as FP64 arrays."""
+        """Return the floating inputs of a call as FP64 arrays."""
         return [x.detach().to("cpu", torch.float64).numpy() for x in call.floating]
 
     def ways(self, call: Call) -> list[str]:
@@ -127,7 +127,7 @@ class Recompute:
     def _arguments(
         self, call: Call, floating: Sequence[Any], as_array: bool, dtype: torch.dtype | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, with other floating tensors, and dtypes that do not narrow them."""
+        """Return the arguments of a call, with other floating tensors, and dtypes that do not narrow them."""
         todo = iter(floating)
         kwargs = {k: v for k, v in call.kwargs.items() if not (as_array and k in OF_STORAGE)}
         leaves, tree = tree_flatten((call.args, kwargs))

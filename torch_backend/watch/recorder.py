@@ -100,7 +100,7 @@ class Casts:
                 self._narrowed[x] = made
 
     def findings(self) -> Iterator[Finding]:
-        """The operations that do not hold, or one finding of all that do; none where none was looked at."""
+        """Yield the operations that do not hold, or one finding of all that do; none if no operation was seen."""
         yield from self._broken
         if self.seen and not self._broken:
             basis = "operations that the declared precision keeps wide read no narrower copy"

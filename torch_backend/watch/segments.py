@@ -25,7 +25,7 @@ Sink = dict[str, Tensor]
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost members of lists and dictionaries of modules, by name."""
+    """Return the outermost members of lists and dictionaries of modules, by name."""
     found: dict[str, nn.Module | None] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") for block in found)
@@ -36,7 +36,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def kept_narrow(model: nn.Module) -> frozenset[str]:
-    """The parameters that blocks widen by themselves; none where that saves little.
+    """Return the parameters that blocks widen by themselves; none where that saves little.
 
     A parameter that stands elsewhere as well, as a tied head's does, is held in FP64.
     """
@@ -95,7 +95,7 @@ def _in_checkpoint(
 
 
 def _fresh(given: Any) -> Any:
-    """A cache of keys and values (transformers') that a block may write to, each time that it is computed."""
+    """Copy a cache of keys and values (transformers') that a block may write to each time it is computed."""
     if not type(given).__name__.endswith("Cache"):
         return given
     found = copy.copy(given)

@@ -112,7 +112,7 @@ NO_CASTS = Casts()
 
 
 def casts_of(model: nn.Module) -> Casts:
-    """The casts that FSDP makes in a model; none without a policy."""
+    """Return the casts that FSDP makes in a model; none without a policy."""
     found = Casts()
     names = {id(p): name for name, p in parameters_of(model).items()}
     for name, module in model.named_modules():

@@ -95,7 +95,7 @@ class Llama(nn.Module):
         self.register_buffer("sin", angle.sin().float(), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy, a scalar."""
+        """Compute the mean cross-entropy, a scalar."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)

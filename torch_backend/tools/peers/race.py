@@ -38,7 +38,7 @@ class Race:
         return itertools.cycle(self.batches) if self.made is None else iter(self.made)
 
     def weights(self) -> dict[str, Tensor]:
-        """Initial weights by canonical name, float32; made anew, so that nobody holds them who does not need them."""
+        """Build initial weights by canonical name, float32; anew at each call, so that unused copies take no memory."""
         return {name: torch.from_numpy(p) for name, p in init_parameters(self.config.model, self.config.seed).items()}
 
     @property
@@ -74,5 +74,5 @@ class Race:
         )
 
     def rate(self, step: int) -> float:
-        """The learning rate of step `step`, from 1."""
+        """Return the learning rate of step `step`, from 1."""
         return learning_rate(self.config.optim, step, self.config.train.steps)

@@ -146,7 +146,7 @@ def token_losses(model: Any, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def targets_of(inputs: Mapping[str, Any]) -> Tensor:
-    """The token that follows each: [rows, length - 1], or [rows, length] where a collator has shifted by itself."""
+    """Return the token that follows each: [rows, length - 1], or [rows, length] if the collator has shifted them."""
     if "shift_labels" in inputs:
         return inputs["shift_labels"]
     return inputs["labels"][:, 1:]
